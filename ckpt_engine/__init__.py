@@ -1,0 +1,1 @@
+"""Ckpt-engine: each training step's weights, in every inference server, exactly."""

@@ -1,0 +1,692 @@
+from ckpt_engine.v1 import weights_pb2 as _weights_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
+    NONE: _ClassVar[WorkerState]
+    DIRTY: _ClassVar[WorkerState]
+    CLEAN: _ClassVar[WorkerState]
+
+class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MODE_UNSPECIFIED: _ClassVar[Mode]
+    STANDALONE: _ClassVar[Mode]
+    HYBRID: _ClassVar[Mode]
+    COLOCATED: _ClassVar[Mode]
+
+class PauseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PAUSE_MODE_UNSPECIFIED: _ClassVar[PauseMode]
+    KEEP: _ClassVar[PauseMode]
+    ABORT: _ClassVar[PauseMode]
+    WAIT: _ClassVar[PauseMode]
+    IN_PLACE: _ClassVar[PauseMode]
+
+class Stage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STAGE_UNSPECIFIED: _ClassVar[Stage]
+    PLAN: _ClassVar[Stage]
+    QUIESCE: _ClassVar[Stage]
+    TRANSFER: _ClassVar[Stage]
+    INSTALL: _ClassVar[Stage]
+    VERIFY: _ClassVar[Stage]
+    RESUME: _ClassVar[Stage]
+
+class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
+    NEW_SERVING: _ClassVar[Outcome]
+    OLD_SERVING: _ClassVar[Outcome]
+    QUARANTINED: _ClassVar[Outcome]
+WORKER_STATE_UNSPECIFIED: WorkerState
+NONE: WorkerState
+DIRTY: WorkerState
+CLEAN: WorkerState
+MODE_UNSPECIFIED: Mode
+STANDALONE: Mode
+HYBRID: Mode
+COLOCATED: Mode
+PAUSE_MODE_UNSPECIFIED: PauseMode
+KEEP: PauseMode
+ABORT: PauseMode
+WAIT: PauseMode
+IN_PLACE: PauseMode
+STAGE_UNSPECIFIED: Stage
+PLAN: Stage
+QUIESCE: Stage
+TRANSFER: Stage
+INSTALL: Stage
+VERIFY: Stage
+RESUME: Stage
+OUTCOME_UNSPECIFIED: Outcome
+NEW_SERVING: Outcome
+OLD_SERVING: Outcome
+QUARANTINED: Outcome
+
+class BlobRef(_message.Message):
+    __slots__ = ("digest", "size")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    size: int
+    def __init__(self, digest: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
+
+class BlobChunk(_message.Message):
+    __slots__ = ("ref", "data")
+    REF_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    ref: BlobRef
+    data: bytes
+    def __init__(self, ref: _Optional[_Union[BlobRef, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class HasBlobResponse(_message.Message):
+    __slots__ = ("present",)
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
+    present: bool
+    def __init__(self, present: bool = ...) -> None: ...
+
+class TrainerHello(_message.Message):
+    __slots__ = ("cluster", "lineage", "rank", "world_size", "session_id", "host", "table")
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    cluster: str
+    lineage: str
+    rank: int
+    world_size: int
+    session_id: str
+    host: _weights_pb2.Host
+    table: BlobRef
+    def __init__(self, cluster: _Optional[str] = ..., lineage: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., session_id: _Optional[str] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., table: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
+
+class TrainerMessage(_message.Message):
+    __slots__ = ("hello", "publish", "sealed", "heartbeat", "goodbye")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    hello: TrainerHello
+    publish: Publish
+    sealed: Sealed
+    heartbeat: Heartbeat
+    goodbye: Goodbye
+    def __init__(self, hello: _Optional[_Union[TrainerHello, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+
+class TrainerCommand(_message.Message):
+    __slots__ = ("welcome", "refused", "publication_accepted", "seal", "release", "heartbeat")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    PUBLICATION_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    refused: Refused
+    publication_accepted: PublicationAccepted
+    seal: Seal
+    release: Release
+    heartbeat: Heartbeat
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., publication_accepted: _Optional[_Union[PublicationAccepted, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class Publish(_message.Message):
+    __slots__ = ("table",)
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    table: BlobRef
+    def __init__(self, table: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
+
+class PublicationAccepted(_message.Message):
+    __slots__ = ("table", "manifest")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    table: BlobRef
+    manifest: BlobRef
+    def __init__(self, table: _Optional[_Union[BlobRef, _Mapping]] = ..., manifest: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
+
+class Seal(_message.Message):
+    __slots__ = ("fence", "version", "atoms", "keep", "deadline_seconds")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ATOMS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    version: int
+    atoms: BlobRef
+    keep: bool
+    deadline_seconds: float
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., version: _Optional[int] = ..., atoms: _Optional[_Union[BlobRef, _Mapping]] = ..., keep: bool = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
+
+class Sealed(_message.Message):
+    __slots__ = ("fence", "atoms", "digests", "copy_seconds", "digest_seconds", "problem")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    ATOMS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    COPY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    atoms: BlobRef
+    digests: BlobRef
+    copy_seconds: float
+    digest_seconds: float
+    problem: _weights_pb2.Problem
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., atoms: _Optional[_Union[BlobRef, _Mapping]] = ..., digests: _Optional[_Union[BlobRef, _Mapping]] = ..., copy_seconds: _Optional[float] = ..., digest_seconds: _Optional[float] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ("fence",)
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("fence", "lease_seconds", "heartbeat_seconds")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    lease_seconds: float
+    heartbeat_seconds: float
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., heartbeat_seconds: _Optional[float] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("problem",)
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    problem: _weights_pb2.Problem
+    def __init__(self, problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("sequence",)
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+
+class Goodbye(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("rank", "boot_id", "pid", "state", "epoch", "identity")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    boot_id: bytes
+    pid: int
+    state: WorkerState
+    epoch: int
+    identity: _weights_pb2.Identity
+    def __init__(self, rank: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., epoch: _Optional[int] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ...) -> None: ...
+
+class Engine(_message.Message):
+    __slots__ = ("kind", "version", "url")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    version: str
+    url: str
+    def __init__(self, kind: _Optional[str] = ..., version: _Optional[str] = ..., url: _Optional[str] = ...) -> None: ...
+
+class ReplicaHello(_message.Message):
+    __slots__ = ("cluster", "name", "session_id", "agent_epoch", "engine", "mode", "host", "workers", "transports", "prepared", "last_outcome", "asleep")
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    AGENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
+    LAST_OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    cluster: str
+    name: str
+    session_id: str
+    agent_epoch: int
+    engine: Engine
+    mode: Mode
+    host: _weights_pb2.Host
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    prepared: _containers.RepeatedCompositeFieldContainer[PreparedWorker]
+    last_outcome: ReplicaOutcome
+    asleep: bool
+    def __init__(self, cluster: _Optional[str] = ..., name: _Optional[str] = ..., session_id: _Optional[str] = ..., agent_epoch: _Optional[int] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., prepared: _Optional[_Iterable[_Union[PreparedWorker, _Mapping]]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., asleep: bool = ...) -> None: ...
+
+class ReplicaMessage(_message.Message):
+    __slots__ = ("hello", "heartbeat", "prepared", "progress", "outcome", "sealed", "sleep_wake_done", "goodbye")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    SLEEP_WAKE_DONE_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    hello: ReplicaHello
+    heartbeat: ReplicaHeartbeat
+    prepared: Prepared
+    progress: Progress
+    outcome: ReplicaOutcome
+    sealed: Sealed
+    sleep_wake_done: SleepWakeDone
+    goodbye: Goodbye
+    def __init__(self, hello: _Optional[_Union[ReplicaHello, _Mapping]] = ..., heartbeat: _Optional[_Union[ReplicaHeartbeat, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., sleep_wake_done: _Optional[_Union[SleepWakeDone, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+
+class ReplicaCommand(_message.Message):
+    __slots__ = ("welcome", "refused", "prepare", "install", "abandon", "outcome_received", "seal", "sleep_wake", "heartbeat")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_FIELD_NUMBER: _ClassVar[int]
+    INSTALL_FIELD_NUMBER: _ClassVar[int]
+    ABANDON_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
+    SLEEP_WAKE_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    refused: Refused
+    prepare: Prepare
+    install: Install
+    abandon: Abandon
+    outcome_received: OutcomeReceived
+    seal: SealForReaders
+    sleep_wake: SleepWake
+    heartbeat: Heartbeat
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., install: _Optional[_Union[Install, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., outcome_received: _Optional[_Union[OutcomeReceived, _Mapping]] = ..., seal: _Optional[_Union[SealForReaders, _Mapping]] = ..., sleep_wake: _Optional[_Union[SleepWake, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class ReplicaHeartbeat(_message.Message):
+    __slots__ = ("sequence", "workers", "serving", "asleep", "closed_reason")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    SERVING_FIELD_NUMBER: _ClassVar[int]
+    ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_REASON_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    serving: bool
+    asleep: bool
+    closed_reason: str
+    def __init__(self, sequence: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ...) -> None: ...
+
+class Prepare(_message.Message):
+    __slots__ = ("fence", "manifest", "deadline_seconds")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    manifest: BlobRef
+    deadline_seconds: float
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., manifest: _Optional[_Union[BlobRef, _Mapping]] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
+
+class PreparedWorker(_message.Message):
+    __slots__ = ("rank", "needs", "host", "boot_id", "manifest_digest")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    needs: BlobRef
+    host: _weights_pb2.Host
+    boot_id: bytes
+    manifest_digest: bytes
+    def __init__(self, rank: _Optional[int] = ..., needs: _Optional[_Union[BlobRef, _Mapping]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., boot_id: _Optional[bytes] = ..., manifest_digest: _Optional[bytes] = ...) -> None: ...
+
+class Prepared(_message.Message):
+    __slots__ = ("fence", "manifest_digest", "workers", "problem")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    manifest_digest: bytes
+    workers: _containers.RepeatedCompositeFieldContainer[PreparedWorker]
+    problem: _weights_pb2.Problem
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., manifest_digest: _Optional[bytes] = ..., workers: _Optional[_Iterable[_Union[PreparedWorker, _Mapping]]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
+
+class WorkerInstall(_message.Message):
+    __slots__ = ("rank", "plan", "expected")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    plan: BlobRef
+    expected: BlobRef
+    def __init__(self, rank: _Optional[int] = ..., plan: _Optional[_Union[BlobRef, _Mapping]] = ..., expected: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
+
+class Install(_message.Message):
+    __slots__ = ("fence", "identity", "workers", "pause_mode", "deadline_seconds")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    identity: _weights_pb2.Identity
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerInstall]
+    pause_mode: PauseMode
+    deadline_seconds: float
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerInstall, _Mapping]]] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
+
+class Abandon(_message.Message):
+    __slots__ = ("fence", "reason")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    reason: str
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class OutcomeReceived(_message.Message):
+    __slots__ = ("fence",)
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ...) -> None: ...
+
+class SealForReaders(_message.Message):
+    __slots__ = ("fence", "table", "atoms", "deadline_seconds")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    ATOMS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    table: BlobRef
+    atoms: BlobRef
+    deadline_seconds: float
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., table: _Optional[_Union[BlobRef, _Mapping]] = ..., atoms: _Optional[_Union[BlobRef, _Mapping]] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
+
+class SleepWake(_message.Message):
+    __slots__ = ("fence", "wake", "level", "tags", "deadline_seconds")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    WAKE_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    wake: bool
+    level: int
+    tags: _containers.RepeatedScalarFieldContainer[str]
+    deadline_seconds: float
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., wake: bool = ..., level: _Optional[int] = ..., tags: _Optional[_Iterable[str]] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
+
+class SleepWakeDone(_message.Message):
+    __slots__ = ("fence", "problem")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    problem: _weights_pb2.Problem
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("fence", "stage", "bytes_done", "bytes_total")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    stage: Stage
+    bytes_done: int
+    bytes_total: int
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., stage: _Optional[_Union[Stage, str]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ...) -> None: ...
+
+class StageSeconds(_message.Message):
+    __slots__ = ("stage", "seconds")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    stage: Stage
+    seconds: float
+    def __init__(self, stage: _Optional[_Union[Stage, str]] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class EdgeReport(_message.Message):
+    __slots__ = ("source_rank", "worker_rank", "transport", "reason", "bytes")
+    SOURCE_RANK_FIELD_NUMBER: _ClassVar[int]
+    WORKER_RANK_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    source_rank: int
+    worker_rank: int
+    transport: str
+    reason: str
+    bytes: int
+    def __init__(self, source_rank: _Optional[int] = ..., worker_rank: _Optional[int] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class WorkerReport(_message.Message):
+    __slots__ = ("rank", "bytes", "tensors", "verified", "verified_as_loaded", "copies", "transfer_seconds", "install_seconds", "verify_seconds", "problem")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_AS_LOADED_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    INSTALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    bytes: int
+    tensors: int
+    verified: int
+    verified_as_loaded: int
+    copies: int
+    transfer_seconds: float
+    install_seconds: float
+    verify_seconds: float
+    problem: _weights_pb2.Problem
+    def __init__(self, rank: _Optional[int] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., verified: _Optional[int] = ..., verified_as_loaded: _Optional[int] = ..., copies: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., install_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
+
+class ReplicaOutcome(_message.Message):
+    __slots__ = ("replica", "fence", "outcome", "problem", "before", "after", "bytes", "edges", "stages", "pause_seconds", "sync_seconds", "workers")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    EDGES_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SYNC_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    fence: _weights_pb2.Fence
+    outcome: Outcome
+    problem: _weights_pb2.Problem
+    before: _weights_pb2.Identity
+    after: _weights_pb2.Identity
+    bytes: int
+    edges: _containers.RepeatedCompositeFieldContainer[EdgeReport]
+    stages: _containers.RepeatedCompositeFieldContainer[StageSeconds]
+    pause_seconds: float
+    sync_seconds: float
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerReport]
+    def __init__(self, replica: _Optional[str] = ..., fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., before: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., after: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., bytes: _Optional[int] = ..., edges: _Optional[_Iterable[_Union[EdgeReport, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., pause_seconds: _Optional[float] = ..., sync_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ...) -> None: ...
+
+class UpdateWeightsRequest(_message.Message):
+    __slots__ = ("lineage", "rank", "session_id", "version", "pause_mode", "timeout_seconds", "min_replicas", "replicas")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    lineage: str
+    rank: int
+    session_id: str
+    version: int
+    pause_mode: PauseMode
+    timeout_seconds: float
+    min_replicas: int
+    replicas: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, lineage: _Optional[str] = ..., rank: _Optional[int] = ..., session_id: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., timeout_seconds: _Optional[float] = ..., min_replicas: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class UpdateEvent(_message.Message):
+    __slots__ = ("progress", "report")
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    progress: UpdateProgress
+    report: UpdateReport
+    def __init__(self, progress: _Optional[_Union[UpdateProgress, _Mapping]] = ..., report: _Optional[_Union[UpdateReport, _Mapping]] = ...) -> None: ...
+
+class UpdateProgress(_message.Message):
+    __slots__ = ("replica", "stage", "bytes_done", "bytes_total", "message")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    stage: Stage
+    bytes_done: int
+    bytes_total: int
+    message: str
+    def __init__(self, replica: _Optional[str] = ..., stage: _Optional[_Union[Stage, str]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
+class UpdateReport(_message.Message):
+    __slots__ = ("fence", "identity", "ok", "replicas", "seconds", "stages", "bytes", "tensors", "source_copies", "verified")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    OK_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_COPIES_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    identity: _weights_pb2.Identity
+    ok: bool
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaOutcome]
+    seconds: float
+    stages: _containers.RepeatedCompositeFieldContainer[StageSeconds]
+    bytes: int
+    tensors: int
+    source_copies: int
+    verified: bool
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., ok: bool = ..., replicas: _Optional[_Iterable[_Union[ReplicaOutcome, _Mapping]]] = ..., seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., source_copies: _Optional[int] = ..., verified: bool = ...) -> None: ...
+
+class SleepRequest(_message.Message):
+    __slots__ = ("replicas", "level", "timeout_seconds")
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    replicas: _containers.RepeatedScalarFieldContainer[str]
+    level: int
+    timeout_seconds: float
+    def __init__(self, replicas: _Optional[_Iterable[str]] = ..., level: _Optional[int] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+
+class SleepResponse(_message.Message):
+    __slots__ = ("results",)
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[SleepWakeResult]
+    def __init__(self, results: _Optional[_Iterable[_Union[SleepWakeResult, _Mapping]]] = ...) -> None: ...
+
+class WakeRequest(_message.Message):
+    __slots__ = ("replicas", "tags", "timeout_seconds")
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    replicas: _containers.RepeatedScalarFieldContainer[str]
+    tags: _containers.RepeatedScalarFieldContainer[str]
+    timeout_seconds: float
+    def __init__(self, replicas: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[str]] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+
+class WakeResponse(_message.Message):
+    __slots__ = ("results",)
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[SleepWakeResult]
+    def __init__(self, results: _Optional[_Iterable[_Union[SleepWakeResult, _Mapping]]] = ...) -> None: ...
+
+class SleepWakeResult(_message.Message):
+    __slots__ = ("replica", "problem")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    problem: _weights_pb2.Problem
+    def __init__(self, replica: _Optional[str] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TrainerStatus(_message.Message):
+    __slots__ = ("lineage", "rank", "world_size", "connected", "published", "description")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    lineage: str
+    rank: int
+    world_size: int
+    connected: bool
+    published: bool
+    description: str
+    def __init__(self, lineage: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., connected: bool = ..., published: bool = ..., description: _Optional[str] = ...) -> None: ...
+
+class ReplicaStatus(_message.Message):
+    __slots__ = ("name", "engine", "mode", "connected", "serving", "asleep", "closed_reason", "workers", "identity", "last_outcome", "host")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    SERVING_FIELD_NUMBER: _ClassVar[int]
+    ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_REASON_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    LAST_OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    engine: Engine
+    mode: Mode
+    connected: bool
+    serving: bool
+    asleep: bool
+    closed_reason: str
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    identity: _weights_pb2.Identity
+    last_outcome: ReplicaOutcome
+    host: _weights_pb2.Host
+    def __init__(self, name: _Optional[str] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., connected: bool = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ...) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("fence", "phase", "latest", "trainers", "replicas", "software_version")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    LATEST_FIELD_NUMBER: _ClassVar[int]
+    TRAINERS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    phase: str
+    latest: _weights_pb2.Identity
+    trainers: _containers.RepeatedCompositeFieldContainer[TrainerStatus]
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
+    software_version: str
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., phase: _Optional[str] = ..., latest: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., software_version: _Optional[str] = ...) -> None: ...

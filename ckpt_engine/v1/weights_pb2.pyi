@@ -1,0 +1,274 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Identity(_message.Message):
+    __slots__ = ("lineage", "version", "root")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROOT_FIELD_NUMBER: _ClassVar[int]
+    lineage: str
+    version: int
+    root: bytes
+    def __init__(self, lineage: _Optional[str] = ..., version: _Optional[int] = ..., root: _Optional[bytes] = ...) -> None: ...
+
+class Fence(_message.Message):
+    __slots__ = ("cluster", "epoch")
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    cluster: str
+    epoch: int
+    def __init__(self, cluster: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class Problem(_message.Message):
+    __slots__ = ("code", "message", "tensors", "ranks", "replica")
+    class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        CODE_UNSPECIFIED: _ClassVar[Problem.Code]
+        INVALID_ARGUMENT: _ClassVar[Problem.Code]
+        FAILED_PRECONDITION: _ClassVar[Problem.Code]
+        NOT_FOUND: _ClassVar[Problem.Code]
+        ABORTED: _ClassVar[Problem.Code]
+        UNAVAILABLE: _ClassVar[Problem.Code]
+        DEADLINE_EXCEEDED: _ClassVar[Problem.Code]
+        INTERNAL: _ClassVar[Problem.Code]
+        DATA_LOSS: _ClassVar[Problem.Code]
+    CODE_UNSPECIFIED: Problem.Code
+    INVALID_ARGUMENT: Problem.Code
+    FAILED_PRECONDITION: Problem.Code
+    NOT_FOUND: Problem.Code
+    ABORTED: Problem.Code
+    UNAVAILABLE: Problem.Code
+    DEADLINE_EXCEEDED: Problem.Code
+    INTERNAL: Problem.Code
+    DATA_LOSS: Problem.Code
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    code: Problem.Code
+    message: str
+    tensors: _containers.RepeatedScalarFieldContainer[str]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    replica: str
+    def __init__(self, code: _Optional[_Union[Problem.Code, str]] = ..., message: _Optional[str] = ..., tensors: _Optional[_Iterable[str]] = ..., ranks: _Optional[_Iterable[int]] = ..., replica: _Optional[str] = ...) -> None: ...
+
+class Host(_message.Message):
+    __slots__ = ("boot_id", "pid_namespace", "name", "address")
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    boot_id: str
+    pid_namespace: str
+    name: str
+    address: str
+    def __init__(self, boot_id: _Optional[str] = ..., pid_namespace: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class TensorSpec(_message.Message):
+    __slots__ = ("name", "dtype", "shape")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Manifest(_message.Message):
+    __slots__ = ("tensors",)
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
+
+class Region(_message.Message):
+    __slots__ = ("id", "transport", "size", "locator")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    LOCATOR_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    transport: str
+    size: int
+    locator: bytes
+    def __init__(self, id: _Optional[int] = ..., transport: _Optional[str] = ..., size: _Optional[int] = ..., locator: _Optional[bytes] = ...) -> None: ...
+
+class SharedMemoryLocator(_message.Message):
+    __slots__ = ("pid", "descriptor", "device", "inode")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    descriptor: int
+    device: int
+    inode: int
+    def __init__(self, pid: _Optional[int] = ..., descriptor: _Optional[int] = ..., device: _Optional[int] = ..., inode: _Optional[int] = ...) -> None: ...
+
+class FileLocator(_message.Message):
+    __slots__ = ("path", "offset", "modified_nanoseconds", "file_size")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    MODIFIED_NANOSECONDS_FIELD_NUMBER: _ClassVar[int]
+    FILE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    offset: int
+    modified_nanoseconds: int
+    file_size: int
+    def __init__(self, path: _Optional[str] = ..., offset: _Optional[int] = ..., modified_nanoseconds: _Optional[int] = ..., file_size: _Optional[int] = ...) -> None: ...
+
+class Shard(_message.Message):
+    __slots__ = ("tensor", "start", "stop", "region", "offset", "stride")
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_FIELD_NUMBER: _ClassVar[int]
+    tensor: int
+    start: _containers.RepeatedScalarFieldContainer[int]
+    stop: _containers.RepeatedScalarFieldContainer[int]
+    region: int
+    offset: int
+    stride: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tensor: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ..., region: _Optional[int] = ..., offset: _Optional[int] = ..., stride: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SourceTable(_message.Message):
+    __slots__ = ("host", "rank", "tensors", "regions", "shards", "stays_sealed", "source_copies", "description")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    STAYS_SEALED_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_COPIES_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    host: Host
+    rank: int
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    regions: _containers.RepeatedCompositeFieldContainer[Region]
+    shards: _containers.RepeatedCompositeFieldContainer[Shard]
+    stays_sealed: bool
+    source_copies: int
+    description: str
+    def __init__(self, host: _Optional[_Union[Host, _Mapping]] = ..., rank: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., stays_sealed: bool = ..., source_copies: _Optional[int] = ..., description: _Optional[str] = ...) -> None: ...
+
+class Need(_message.Message):
+    __slots__ = ("tensor", "start", "stop")
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    tensor: int
+    start: _containers.RepeatedScalarFieldContainer[int]
+    stop: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tensor: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Accounted(_message.Message):
+    __slots__ = ("name", "kind", "bytes", "note")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[Accounted.Kind]
+        LOADED: _ClassVar[Accounted.Kind]
+        FILLED: _ClassVar[Accounted.Kind]
+        DERIVED: _ClassVar[Accounted.Kind]
+        CONSTANT: _ClassVar[Accounted.Kind]
+    KIND_UNSPECIFIED: Accounted.Kind
+    LOADED: Accounted.Kind
+    FILLED: Accounted.Kind
+    DERIVED: Accounted.Kind
+    CONSTANT: Accounted.Kind
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    kind: Accounted.Kind
+    bytes: int
+    note: str
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[Accounted.Kind, str]] = ..., bytes: _Optional[int] = ..., note: _Optional[str] = ...) -> None: ...
+
+class WorkerNeeds(_message.Message):
+    __slots__ = ("manifest_digest", "needs", "accounted")
+    MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_FIELD_NUMBER: _ClassVar[int]
+    ACCOUNTED_FIELD_NUMBER: _ClassVar[int]
+    manifest_digest: bytes
+    needs: _containers.RepeatedCompositeFieldContainer[Need]
+    accounted: _containers.RepeatedCompositeFieldContainer[Accounted]
+    def __init__(self, manifest_digest: _Optional[bytes] = ..., needs: _Optional[_Iterable[_Union[Need, _Mapping]]] = ..., accounted: _Optional[_Iterable[_Union[Accounted, _Mapping]]] = ...) -> None: ...
+
+class Piece(_message.Message):
+    __slots__ = ("need", "source", "region", "offset", "start", "stop", "stride")
+    NEED_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_FIELD_NUMBER: _ClassVar[int]
+    need: int
+    source: int
+    region: int
+    offset: int
+    start: _containers.RepeatedScalarFieldContainer[int]
+    stop: _containers.RepeatedScalarFieldContainer[int]
+    stride: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, need: _Optional[int] = ..., source: _Optional[int] = ..., region: _Optional[int] = ..., offset: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ..., stride: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PlanSource(_message.Message):
+    __slots__ = ("rank", "host", "transport", "reason", "regions")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    host: Host
+    transport: str
+    reason: str
+    regions: _containers.RepeatedCompositeFieldContainer[Region]
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[_Union[Host, _Mapping]] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ...) -> None: ...
+
+class WorkerPlan(_message.Message):
+    __slots__ = ("manifest_digest", "needs_digest", "sources", "pieces", "bytes")
+    MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    manifest_digest: bytes
+    needs_digest: bytes
+    sources: _containers.RepeatedCompositeFieldContainer[PlanSource]
+    pieces: _containers.RepeatedCompositeFieldContainer[Piece]
+    bytes: int
+    def __init__(self, manifest_digest: _Optional[bytes] = ..., needs_digest: _Optional[bytes] = ..., sources: _Optional[_Iterable[_Union[PlanSource, _Mapping]]] = ..., pieces: _Optional[_Iterable[_Union[Piece, _Mapping]]] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class Atom(_message.Message):
+    __slots__ = ("shard", "start", "stop")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    start: _containers.RepeatedScalarFieldContainer[int]
+    stop: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, shard: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Atoms(_message.Message):
+    __slots__ = ("table_digest", "atoms")
+    TABLE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ATOMS_FIELD_NUMBER: _ClassVar[int]
+    table_digest: bytes
+    atoms: _containers.RepeatedCompositeFieldContainer[Atom]
+    def __init__(self, table_digest: _Optional[bytes] = ..., atoms: _Optional[_Iterable[_Union[Atom, _Mapping]]] = ...) -> None: ...
+
+class Digests(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, values: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -1,0 +1,109 @@
+from ckpt_engine.v1 import manager_pb2 as _manager_pb2
+from ckpt_engine.v1 import weights_pb2 as _weights_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkerRequest(_message.Message):
+    __slots__ = ("sequence", "rank", "boot_id", "want_prepare", "prepared", "want_install", "progress", "installed")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    WANT_PREPARE_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
+    WANT_INSTALL_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    INSTALLED_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    rank: int
+    boot_id: bytes
+    want_prepare: WantOrder
+    prepared: WorkerPrepared
+    want_install: WantOrder
+    progress: WorkerProgress
+    installed: WorkerInstalled
+    def __init__(self, sequence: _Optional[int] = ..., rank: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., want_prepare: _Optional[_Union[WantOrder, _Mapping]] = ..., prepared: _Optional[_Union[WorkerPrepared, _Mapping]] = ..., want_install: _Optional[_Union[WantOrder, _Mapping]] = ..., progress: _Optional[_Union[WorkerProgress, _Mapping]] = ..., installed: _Optional[_Union[WorkerInstalled, _Mapping]] = ...) -> None: ...
+
+class AgentReply(_message.Message):
+    __slots__ = ("sequence", "prepare", "install", "acknowledged", "refused")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_FIELD_NUMBER: _ClassVar[int]
+    INSTALL_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    prepare: PrepareOrder
+    install: InstallOrder
+    acknowledged: Acknowledged
+    refused: _weights_pb2.Problem
+    def __init__(self, sequence: _Optional[int] = ..., prepare: _Optional[_Union[PrepareOrder, _Mapping]] = ..., install: _Optional[_Union[InstallOrder, _Mapping]] = ..., acknowledged: _Optional[_Union[Acknowledged, _Mapping]] = ..., refused: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
+
+class WantOrder(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Acknowledged(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PrepareOrder(_message.Message):
+    __slots__ = ("fence", "manifest", "deadline_seconds")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    manifest: bytes
+    deadline_seconds: float
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., manifest: _Optional[bytes] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
+
+class WorkerPrepared(_message.Message):
+    __slots__ = ("fence", "needs", "host", "problem")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    needs: bytes
+    host: _weights_pb2.Host
+    problem: _weights_pb2.Problem
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., needs: _Optional[bytes] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
+
+class InstallOrder(_message.Message):
+    __slots__ = ("fence", "identity", "plan", "expected", "deadline_seconds")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    identity: _weights_pb2.Identity
+    plan: bytes
+    expected: bytes
+    deadline_seconds: float
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., plan: _Optional[bytes] = ..., expected: _Optional[bytes] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
+
+class WorkerProgress(_message.Message):
+    __slots__ = ("fence", "stage", "bytes_done", "bytes_total")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    stage: _manager_pb2.Stage
+    bytes_done: int
+    bytes_total: int
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., stage: _Optional[_Union[_manager_pb2.Stage, str]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ...) -> None: ...
+
+class WorkerInstalled(_message.Message):
+    __slots__ = ("fence", "report", "edges")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    EDGES_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    report: _manager_pb2.WorkerReport
+    edges: _containers.RepeatedCompositeFieldContainer[_manager_pb2.EdgeReport]
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., report: _Optional[_Union[_manager_pb2.WorkerReport, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[_manager_pb2.EdgeReport, _Mapping]]] = ...) -> None: ...
