@@ -25,7 +25,7 @@ MESSAGE_BYTES = 64 << 20
 PROBLEM_METADATA_KEY = "ckpt-engine-problem-bin"
 """Trailing metadata in which the manager puts the serialised Problem behind a failed call."""
 
-STATUS_OF_CODE: Mapping[int, grpc.StatusCode] = MappingProxyType(
+STATUS_OF_CODE: Mapping[weights_pb2.Problem.Code, grpc.StatusCode] = MappingProxyType(
     {
         weights_pb2.Problem.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
         weights_pb2.Problem.FAILED_PRECONDITION: grpc.StatusCode.FAILED_PRECONDITION,
@@ -130,12 +130,12 @@ async def get_blob(
 
 def problem_of(error: grpc.RpcError) -> weights_pb2.Problem:
     """The Problem behind a failed call: the manager's own if it sent one, else made from the gRPC status."""
-    code, details, metadata = grpc.StatusCode.UNKNOWN, "", ()
+    code, details = grpc.StatusCode.UNKNOWN, str(error)
     if isinstance(error, grpc.aio.AioRpcError):
-        code, details, metadata = error.code(), error.details() or "", tuple(error.trailing_metadata() or ())
-    for key, value in metadata:
-        if key == PROBLEM_METADATA_KEY and isinstance(value, bytes):
-            return weights_pb2.Problem.FromString(value)
+        code, details = error.code(), error.details() or ""
+        for key, value in error.trailing_metadata() or ():
+            if key == PROBLEM_METADATA_KEY and isinstance(value, bytes):
+                return weights_pb2.Problem.FromString(value)
     return weights_pb2.Problem(
         code=_CODE_OF_STATUS.get(code, weights_pb2.Problem.INTERNAL),
         message=f"the call to the manager failed: {details or code.name}",
