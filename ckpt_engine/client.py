@@ -7,7 +7,7 @@ part. Never imported by an engine (it needs grpc).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from types import MappingProxyType
 
 import grpc
@@ -133,7 +133,8 @@ def problem_of(error: grpc.RpcError) -> weights_pb2.Problem:
     code, details = grpc.StatusCode.UNKNOWN, str(error)
     if isinstance(error, grpc.aio.AioRpcError):
         code, details = error.code(), error.details() or ""
-        for key, value in error.trailing_metadata() or ():
+        pairs: Iterable[tuple[str, str | bytes]] = error.trailing_metadata() or ()  # type: ignore[assignment]
+        for key, value in pairs:
             if key == PROBLEM_METADATA_KEY and isinstance(value, bytes):
                 return weights_pb2.Problem.FromString(value)
     return weights_pb2.Problem(
