@@ -1,0 +1,49 @@
+# `make demo` and `make test` need nothing but Python 3.11 or newer: each makes .venv when it is missing or old.
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+ENGINES ?= vllm
+
+.PHONY: demo test test-engines test-slow bench lint format proto clean
+
+demo: $(INSTALLED)
+	@$(BIN)/ckpt-engine demo $(ARGS)
+
+test: $(INSTALLED) lint
+	$(BIN)/python -m pytest -m "not engine and not gpu and not slow" $(ARGS)
+
+# Real inference engines on the CPU, in environments of their own that are cached outside the checkout.
+test-engines: $(INSTALLED)
+	engines/test $(ENGINES) -- $(ARGS)
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m "slow and not engine and not gpu" --timeout=1800 $(ARGS)
+
+bench: $(INSTALLED)
+	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-json=benchmarks/latest.json --timeout=1800 $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# Regenerates ckpt_engine/v1 from proto/.
+proto: $(INSTALLED)
+	$(BIN)/python proto/generate.py
+
+# torch comes first: later packages are then content with it instead of bringing a build of their own.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: set PYTHON="'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,164 @@
+"""The gate: ASGI middleware in an engine's API server that lets a request in only while the weights are whole.
+
+It decides from the workers' state words alone, read at every request; pause, resume and labels play no part. It
+does not stop requests that are already inside; the engine's pause does. It keeps the engine's control routes for
+the agent, which knows the token in the engine's directory.
+
+An adapter subclasses it with the routes of its engine. Any framework that takes ``Class(app)`` can use it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, ClassVar
+
+from ckpt_engine.install.directory import EngineDirectory
+from ckpt_engine.install.state import EnginePage, Verdict, verdict
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+VERSION_HEADER = b"x-ckpt-engine-version"
+ROOT_HEADER = b"x-ckpt-engine-root"
+TOKEN_HEADER = b"x-ckpt-engine-token"
+INFO_ROUTE = "/ckpt_engine/info"
+
+_LIVENESS_SECONDS = 0.05
+
+
+class StateReader:
+    """Reads the verdict at the cost of comparing a few hundred bytes while nothing changes.
+
+    Whether workers live is asked of the kernel at most every 50 ms. Used on the API server's event loop.
+    """
+
+    def __init__(self, page: EnginePage) -> None:
+        self._page = page
+        self._raw = b""
+        self._checked = 0.0
+        self._verdict = verdict([])
+
+    def verdict(self) -> Verdict:
+        """The verdict on the page as it is now."""
+        now = time.monotonic()
+        raw = self._page.raw()
+        if raw != self._raw or now - self._checked > _LIVENESS_SECONDS:
+            self._raw, self._checked = raw, now
+            self._verdict = verdict(self._page.read())
+        return self._verdict
+
+
+class Gate:
+    """Answers 503 unless all workers are clean with one root; adds the version to every answer that it lets out.
+
+    Raises at construction (so that the server does not start) when the engine's directory cannot be opened.
+    """
+
+    open_routes: ClassVar[frozenset[str]] = frozenset({"/health", "/ping", "/metrics", "/version", "/info"})
+    """Routes that say nothing of the weights, answered in any state."""
+
+    control_routes: ClassVar[tuple[str, ...]] = ("/pause", "/resume", "/sleep", "/wake", "/stamp", "/ckpt_engine/")
+    """Routes (a final slash: all below it) that change the engine: refused without the token."""
+
+    def __init__(self, app: Application) -> None:
+        directory = EngineDirectory.from_environment()
+        if directory is None:
+            directory = EngineDirectory.create()
+            print(f"ckpt-engine: engine directory {directory.path}", flush=True)
+        self._app = app
+        self._directory = directory
+        self._token = directory.token().encode()
+        self._page = EnginePage(directory.page)
+        self._state = StateReader(self._page)
+        self._exact = frozenset(route for route in self.control_routes if not route.endswith("/"))
+        self._below = tuple(route for route in self.control_routes if route.endswith("/"))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets a request through or answers it. Runs on the API server's event loop."""
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"].rstrip("/") or "/"
+        if path == INFO_ROUTE:
+            await self._information(scope, send)
+        elif path in self.open_routes:
+            await self._app(scope, receive, send)
+        elif path in self._exact or scope["path"].startswith(self._below):
+            if self._has_token(scope):
+                await self._app(scope, receive, send)
+            else:
+                await _refuse(scope, send, 403, f"{path} is for this replica's agent only")
+        else:
+            state = self._state.verdict()
+            if state.open and state.identity is not None:
+                await self._app(scope, receive, _with_version(send, state))
+            else:
+                await _refuse(scope, send, 503, f"this replica does not serve now: {state.reason}", retry_after=1)
+
+    def _has_token(self, scope: Scope) -> bool:
+        given = next((value for name, value in scope["headers"] if name == TOKEN_HEADER), b"")
+        return hmac.compare_digest(given, self._token)
+
+    async def _information(self, scope: Scope, send: Send) -> None:
+        client = scope.get("client")
+        if client is not None and not _is_loopback(client[0]):
+            await _refuse(scope, send, 403, f"{INFO_ROUTE} answers on this host only")
+            return
+        state = verdict(self._page.read())
+        body = {
+            "directory": str(self._directory.path),
+            "world_size": self._page.world_size(),
+            "open": state.open,
+            "reason": state.reason,
+            "version": state.identity.version if state.identity else None,
+            "lineage": state.identity.lineage if state.identity else None,
+            "root": state.identity.root.hex() if state.identity else None,
+        }
+        await _answer(send, 200, b"application/json", json.dumps(body).encode(), [])
+
+
+def _with_version(send: Send, state: Verdict) -> Send:
+    assert state.identity is not None
+    headers = [
+        (VERSION_HEADER, str(state.identity.version).encode()),
+        (ROOT_HEADER, state.identity.root.hex().encode()),
+    ]
+
+    async def send_with_version(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), *headers]
+        await send(message)
+
+    return send_with_version
+
+
+async def _refuse(scope: Scope, send: Send, status: int, detail: str, retry_after: int | None = None) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1013, "reason": detail})
+        return
+    title = {403: "Forbidden", 503: "Service Unavailable"}[status]
+    body = json.dumps({"type": "about:blank", "title": title, "status": status, "detail": detail}).encode()
+    headers = [] if retry_after is None else [(b"retry-after", str(retry_after).encode())]
+    await _answer(send, status, b"application/problem+json", body, headers)
+
+
+async def _answer(
+    send: Send, status: int, content_type: bytes, body: bytes, headers: list[tuple[bytes, bytes]]
+) -> None:
+    standard = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": standard + headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,141 @@
+"""The gate in a real server: closed unless the state words say otherwise, control routes for the agent only."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI, WebSocket
+
+from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.install.gate import Gate
+from ckpt_engine.install.state import EnginePage
+from ckpt_engine.v1 import weights_pb2
+
+IDENTITY = weights_pb2.Identity(lineage="run", version=12, root=b"\x05" * 32)
+
+
+def application() -> FastAPI:
+    app = FastAPI()
+
+    @app.post("/generate")
+    async def generate() -> dict[str, str]:
+        return {"text": "tokens"}
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {}
+
+    @app.post("/pause")
+    async def pause() -> dict[str, str]:
+        return {"paused": "yes"}
+
+    @app.websocket("/stream")
+    async def stream(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await websocket.close()
+
+    app.add_middleware(Gate)
+    return app
+
+
+@contextlib.contextmanager
+def serve(app):
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not server.started and time.monotonic() < deadline:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    directory = EngineDirectory.create(tmp_path)
+    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
+    with serve(application()) as url, httpx.Client(base_url=url) as client:
+        yield client, directory
+
+
+def test_requests_follow_the_state_words(engine):
+    client, directory = engine
+    refused = client.post("/generate")
+    assert refused.status_code == 503
+    assert refused.headers["content-type"] == "application/problem+json"
+    assert refused.headers["retry-after"] == "1"
+    assert refused.json()["detail"] == "this replica does not serve now: no worker has started"
+
+    slot = EnginePage(directory.page).claim(0, 1)
+    assert client.post("/generate").status_code == 503
+    slot.dirty(1)
+    assert client.post("/generate").status_code == 503
+    slot.clean(1, IDENTITY)
+    served = client.post("/generate")
+    assert served.status_code == 200
+    assert served.headers["x-ckpt-engine-version"] == "12"
+    assert served.headers["x-ckpt-engine-root"] == "05" * 32
+    slot.dirty(2)
+    assert "epoch 2" in client.post("/generate").json()["detail"]
+
+
+def test_control_routes_need_the_token_in_any_state(engine):
+    client, directory = engine
+    slot = EnginePage(directory.page).claim(0, 1)
+    for step in (lambda: None, lambda: slot.dirty(1), lambda: slot.clean(1, IDENTITY)):
+        step()
+        for path in ("/pause", "/pause/", "/ckpt_engine/install"):
+            assert client.post(path).status_code == 403
+            assert client.post(path, headers={"x-ckpt-engine-token": "wrong"}).status_code == 403
+        given = client.post("/pause", headers={"x-ckpt-engine-token": directory.token()})
+        assert given.json() == {"paused": "yes"}
+
+
+def test_health_passes_and_information_tells_the_agent_where_to_go(engine):
+    client, directory = engine
+    assert client.get("/health").status_code == 200
+    EnginePage(directory.page).claim(0, 1).clean(3, IDENTITY)
+    assert client.get("/ckpt_engine/info").json() == {
+        "directory": str(directory.path),
+        "world_size": 1,
+        "open": True,
+        "reason": "",
+        "version": 12,
+        "lineage": "run",
+        "root": "05" * 32,
+    }
+
+
+def test_paths_that_only_look_like_open_ones_are_gated(engine):
+    client, _ = engine
+    for path in ("/healthy", "/health/generate", "//generate", "/Health"):
+        assert client.post(path).status_code == 503
+
+
+async def test_a_closed_gate_refuses_websockets(tmp_path, monkeypatch):
+    directory = EngineDirectory.create(tmp_path)
+    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
+    sent = []
+
+    async def inner(scope, receive, send):
+        raise AssertionError("the request went through a closed gate")
+
+    async def send(message):
+        sent.append(message)
+
+    async def receive():
+        return {"type": "websocket.connect"}
+
+    scope = {"type": "websocket", "path": "/stream", "headers": []}
+    await Gate(inner)(scope, receive, send)
+    assert sent[0]["type"] == "websocket.close"
