@@ -1,0 +1,41 @@
+"""What offers weights: a trainer rank's model, a shard of it, a checkpoint directory.
+
+A source runs in the process that owns the weights. `table` says what it offers and where it lies; it stays the same,
+byte for byte, as long as the source is open, so that plans made from it can be kept. For each update the owner's
+thread calls `check`, `seal` and `digest`, in this order, between two training steps: from `seal` until the update is
+over nobody may change what is sealed. Nothing here talks to anyone. Errors are CkptEngineError.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ckpt_engine.v1.weights_pb2 import Atoms, SourceTable
+
+
+class Source(Protocol):
+    """Sealed regions of one version of the weights."""
+
+    def table(self) -> SourceTable:
+        """What it offers. The same message at every call; the caller must not change it."""
+        ...
+
+    def check(self) -> None:
+        """Raises FAILED_PRECONDITION, naming tensors, if the weights no longer lie where, or are no longer shaped as,
+        they were published. Cheap: looks at no element."""
+        ...
+
+    def seal(self, keep: bool = False) -> float:
+        """Puts the current weights into the offered regions, if they do not lie there already; returns the seconds
+        that copying took. `keep`: leave what is sealed as it is (a late reader wants the version that others have);
+        raises FAILED_PRECONDITION if nothing is sealed or the source does not stay sealed."""
+        ...
+
+    def digest(self, atoms: Atoms) -> list[int]:
+        """The DESIGN digest of each atom, in their order, over the sealed bytes. Raises INVALID_ARGUMENT for an atom
+        outside its shard and FAILED_PRECONDITION before the first `seal`."""
+        ...
+
+    def close(self) -> None:
+        """Stops offering: new readers cannot open the regions; who has them mapped keeps reading. May be repeated."""
+        ...

@@ -1,0 +1,159 @@
+"""Shared memory of one host: anonymous memory files, opened through /proc.
+
+The owner makes a file that has no name (memfd) and says its pid, descriptor, device and inode. A reader opens
+/proc/<pid>/fd/<descriptor> read-only and maps it. There is nothing to unlink: the kernel frees the memory when the
+last process that maps it is gone, however it went. It needs one pid namespace and one user, and no room in /dev/shm.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from ckpt_engine.core.problems import CkptEngineError, data_loss, invalid, unavailable
+from ckpt_engine.transport.base import Availability
+from ckpt_engine.transport.mapped import MappedRegions, Mapping
+from ckpt_engine.v1.weights_pb2 import Region, SharedMemoryLocator
+
+NAME = "shared_memory"
+
+ALIGNMENT = 64
+"""Bytes; where tensors should start in an arena, so that none shares a cache line with another."""
+
+
+class SharedArena:
+    """`size` bytes that this process owns and others may map. Owner's side; any thread.
+
+    Its size is sealed, so no reader can be hurt by a truncation. The memory is reserved at once: a host without room
+    is an error here and not a bus error later. Tensors over it stay valid as long as they live, also after `close`.
+
+    Raises UNAVAILABLE if the memory cannot be had, INVALID_ARGUMENT if `size` is not positive.
+    """
+
+    def __init__(self, size: int) -> None:
+        if size <= 0:
+            raise invalid(f"shared memory of {size} bytes makes no sense")
+        self.size = size
+        try:
+            self._descriptor = os.memfd_create("ckpt-engine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise unavailable(f"no shared memory: memfd_create failed: {error}") from error
+        self._closer = weakref.finalize(self, os.close, self._descriptor)
+        try:
+            os.posix_fallocate(self._descriptor, 0, size)
+            fcntl.fcntl(
+                self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            )
+            self._memory = mmap.mmap(self._descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError as error:
+            self._closer()
+            raise unavailable(f"this host has no room for {size} bytes of shared memory: {error}") from error
+
+    def tensor(
+        self, offset: int, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Memory of the arena as a tensor, from `offset` bytes, contiguous unless `stride` (elements) is given.
+
+        Raises INVALID_ARGUMENT if it does not fit or `offset` is no multiple of the element size.
+        """
+        steps = torch.empty(tuple(shape), device="meta").stride() if stride is None else tuple(stride)
+        if 0 in shape:
+            return torch.empty_strided(tuple(shape), steps, dtype=dtype)
+        span = 1 + sum((extent - 1) * step for extent, step in zip(shape, steps, strict=True))
+        if offset < 0 or offset % dtype.itemsize or offset + span * dtype.itemsize > self.size:
+            raise invalid(f"a tensor of {span} x {dtype.itemsize} bytes cannot lie at {offset} in {self.size} bytes")
+        return torch.frombuffer(self._memory, dtype=dtype, count=span, offset=offset).as_strided(tuple(shape), steps)
+
+    def region(self, id: int) -> Region:
+        """The region that lets others open this memory while this process lives and `close` was not called."""
+        status = os.fstat(self._descriptor)
+        locator = SharedMemoryLocator(
+            pid=os.getpid(), descriptor=self._descriptor, device=status.st_dev, inode=status.st_ino
+        )
+        return Region(id=id, transport=NAME, size=self.size, locator=locator.SerializeToString(deterministic=True))
+
+    def close(self) -> None:
+        """Nobody can open it from now on. May be repeated. The memory goes when no tensor of any process uses it."""
+        self._closer()
+
+
+class SharedMemoryTransport:
+    """Reads regions of other processes of this host. One instance a worker; mappings are shared by what it opened."""
+
+    name = NAME
+
+    def __init__(self) -> None:
+        self._mappings: weakref.WeakValueDictionary[bytes, Mapping] = weakref.WeakValueDictionary()
+
+    def availability(self) -> Availability:
+        """Makes one page and reads it back through /proc."""
+        try:
+            arena = SharedArena(mmap.PAGESIZE)
+            arena.tensor(0, (1,), torch.uint8).fill_(7)
+            region = arena.region(0)
+            found = int(SharedMemoryTransport().open([region]).view(region, 0, (1,), (1,), "uint8")[0])
+            arena.close()
+        except CkptEngineError as error:
+            return Availability(False, error.problem.message)
+        if found != 7:
+            return Availability(False, "a page of shared memory read back through /proc differs")
+        return Availability(True, "memory files of this user's processes open through /proc")
+
+    def open(self, regions: Sequence[Region]) -> MappedRegions:
+        """Maps the regions, those already mapped once more at no cost.
+
+        Raises UNAVAILABLE if an owner is gone or may not be read, DATA_LOSS if its memory is not what it published.
+        """
+        opened: dict[bytes, Mapping] = {}
+        for region in regions:
+            mapping = self._mappings.get(region.locator)
+            if mapping is None:
+                mapping = _map(region)
+                self._mappings[region.locator] = mapping
+            elif mapping.size != region.size:
+                raise data_loss(f"region {region.id} has {region.size} bytes, but {mapping.size} are mapped for it")
+            opened[region.locator] = mapping
+        # A mapped memory file is bound to its inode and its size is sealed: nothing is left to check later.
+        return MappedRegions(opened, lambda: None)
+
+
+def _map(region: Region) -> Mapping:
+    if region.transport != NAME:
+        raise invalid(f"region {region.id} is for {region.transport}, not {NAME}")
+    locator = SharedMemoryLocator.FromString(region.locator)
+    path = f"/proc/{locator.pid}/fd/{locator.descriptor}"
+    try:
+        # Looked at before it is opened: if the pid was reused, opening a stranger's pipe or device would touch it.
+        _same(os.stat(path), locator, region, path)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise unavailable(
+            f"the owner of shared memory region {region.id} is gone or closed it: no {path}; publish again"
+        ) from error
+    except OSError as error:
+        raise unavailable(
+            f"shared memory region {region.id} cannot be opened at {path}: {error}; reader and owner must be processes "
+            "of one user in one pid namespace"
+        ) from error
+    try:
+        _same(os.fstat(descriptor), locator, region, path)
+        return Mapping(descriptor, region.size, populate=True)
+    except OSError as error:
+        raise unavailable(f"shared memory region {region.id} cannot be mapped: {error}") from error
+    finally:
+        os.close(descriptor)
+
+
+def _same(status: os.stat_result, locator: SharedMemoryLocator, region: Region, path: str) -> None:
+    if (status.st_dev, status.st_ino) != (locator.device, locator.inode):
+        raise unavailable(
+            f"the owner of shared memory region {region.id} is gone: {path} is device {status.st_dev} inode "
+            f"{status.st_ino}, published was device {locator.device} inode {locator.inode}; publish again"
+        )
+    if status.st_size != region.size:
+        raise data_loss(f"shared memory region {region.id} at {path} has {status.st_size} bytes, not {region.size}")
