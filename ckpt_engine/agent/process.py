@@ -1,0 +1,316 @@
+"""An engine as a process: started, watched, logged, and ended together with everything that it started.
+
+Runs in the agent. The launcher (see launcher.py) is its only direct child; it carries the duty to end the tree, so
+this module only has to speak to it and, if somebody killed the launcher, to sweep what is left of its session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from ckpt_engine.agent import launcher
+
+DIRECTORY_MODE = 0o700
+LOG_MODE = 0o600
+LOG_LIMIT_BYTES = 64 << 20
+"""A log that has grown to this is renamed to `<name>.1`, replacing the one before it."""
+LINE_LIMIT_BYTES = 64 << 10
+"""A longer line is cut into lines of this length, so that an engine cannot fill our memory with one."""
+LINES_KEPT = 200
+LINES_SHOWN = 30
+START_SECONDS = 30.0
+"""For the launcher to say that the engine's first process runs; on a busy host Python itself takes seconds."""
+HEALTH_INTERVAL_SECONDS = 0.25
+
+LineSink = Callable[[str], None]
+HealthCheck = Callable[[float], Awaitable[bool]]
+
+
+class EngineProcessError(Exception):
+    """The engine could not be started, went away, or did not become healthy. The message holds its last lines."""
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that nothing listens on now. Another process may take it before the engine does; then it fails."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def describe_status(status: int) -> str:
+    """Popen.returncode, in words."""
+    if status == launcher.CANNOT_START:
+        return "could not be started (status 127)"
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was killed by {name}"
+
+
+class LogPump(threading.Thread):
+    """Copies an engine's output into its log file, line by line, and keeps the last lines.
+
+    A thread of its own: an engine must never wait for our event loop because a pipe is full. Ends when the last
+    process that holds the pipe has gone. on_line is called on this thread.
+    """
+
+    def __init__(self, descriptor: int, path: Path, on_line: LineSink | None) -> None:
+        super().__init__(name=f"log {path.name}", daemon=True)
+        self._descriptor = descriptor
+        self._path = path
+        self._on_line = on_line
+        self._lines: deque[str] = deque(maxlen=LINES_KEPT)
+        self._lock = threading.Lock()
+        self.failure: OSError | None = None  # of writing the file; output is still read, else the engine would stop
+
+    def last_lines(self, count: int = LINES_SHOWN) -> list[str]:
+        """Newest last. Any thread."""
+        with self._lock:
+            return list(self._lines)[-count:]
+
+    def run(self) -> None:
+        pending = b""
+        file: BinaryIO | None = None
+        try:
+            file = self._open()
+            # Engines draw progress bars with a bare carriage return; each of those is a line as well.
+            while data := os.read(self._descriptor, 64 << 10):
+                file = self._write(file, data)
+                *lines, pending = re.split(rb"\r\n|\n|\r", pending + data)
+                if len(pending) > LINE_LIMIT_BYTES:
+                    lines, pending = [*lines, pending], b""
+                for line in lines:
+                    self._emit(line)
+            self._emit(pending)
+        finally:
+            os.close(self._descriptor)
+            if file is not None:
+                file.close()
+
+    def _open(self) -> BinaryIO | None:
+        try:
+            return open(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, LOG_MODE), "ab", buffering=0)
+        except OSError as error:
+            self.failure = error
+            return None
+
+    def _write(self, file: BinaryIO | None, data: bytes) -> BinaryIO | None:
+        if file is None:
+            return None
+        try:
+            file.write(data)
+            if file.tell() < LOG_LIMIT_BYTES:
+                return file
+            os.replace(self._path, self._path.with_name(self._path.name + ".1"))
+        except OSError as error:
+            self.failure = error
+            return file
+        file.close()
+        return self._open()
+
+    def _emit(self, line: bytes) -> None:
+        for start in range(0, len(line), LINE_LIMIT_BYTES):
+            text = line[start : start + LINE_LIMIT_BYTES].decode(errors="replace")
+            if text.strip():
+                with self._lock:
+                    self._lines.append(text)
+                if self._on_line is not None:
+                    self._on_line(text)
+
+
+class EngineProcess:
+    """One start of an engine. Used on one event loop; not started twice.
+
+    argv, env: the command, and what is added to our own environment (which it inherits).
+    log_path: its standard output and error, appended. on_line: also gets every line, on another thread.
+    grace_seconds: between SIGTERM and SIGKILL in `stop`.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log_path: Path,
+        *,
+        on_line: LineSink | None = None,
+        grace_seconds: float = 10.0,
+    ) -> None:
+        self._argv = tuple(argv)
+        self._env = dict(env)
+        self._log_path = log_path
+        self._on_line = on_line
+        self._grace = grace_seconds
+        self._process: asyncio.subprocess.Process | None = None
+        self._lifeline: int | None = None  # our end of the launcher's standard input: its end says that we are gone
+        self._pump: LogPump | None = None
+        self.pid: int | None = None
+        """Of the engine's first process, once started."""
+
+    @property
+    def running(self) -> bool:
+        """Whether the launcher, and so possibly some process of the engine, is there."""
+        return self._process is not None and self._process.returncode is None
+
+    def last_lines(self, count: int = LINES_SHOWN) -> list[str]:
+        """What the engine printed last, oldest first."""
+        return self._pump.last_lines(count) if self._pump is not None else []
+
+    async def start(self) -> None:
+        """Returns when the engine's first process runs. Raises EngineProcessError if it cannot be started."""
+        if self._process is not None:
+            raise EngineProcessError("this engine process was started already; every start is a new EngineProcess")
+        self._log_path.parent.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+        stdin, self._lifeline = os.pipe()
+        output, stdout = os.pipe()
+        status, status_writer = os.pipe()
+        command = [sys.executable, "-I", launcher.__file__, str(self._grace), str(status_writer), *self._argv]
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stdout,
+                env={**os.environ, **self._env},
+                pass_fds=(status_writer,),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(output)
+            os.close(status)
+            self._cut_lifeline()
+            raise
+        finally:
+            for descriptor in (stdin, stdout, status_writer):
+                os.close(descriptor)
+        self._pump = LogPump(output, self._log_path, self._on_line)
+        self._pump.start()
+        # The launcher writes one line or ends, and then this pipe ends: the read cannot hang for longer than that.
+        reading = asyncio.ensure_future(asyncio.to_thread(_read_all, status))
+        try:
+            answer = await asyncio.wait_for(asyncio.shield(reading), START_SECONDS)
+        except BaseException as error:
+            await self.kill()
+            if isinstance(error, TimeoutError):
+                raise EngineProcessError(
+                    f"the launcher of {self._argv[0]} said nothing for {START_SECONDS} s"
+                ) from None
+            raise
+        if not answer[:1].isdigit():
+            await self.wait()
+            reason = answer[1:].decode(errors="replace") or self._with_lines("the launcher ended early")
+            raise EngineProcessError(f"cannot start {self._argv[0]}: {reason}")
+        self.pid = int(answer)
+
+    async def wait(self) -> int:
+        """Until the whole tree has gone; the status as Popen.returncode. Has no deadline of its own."""
+        assert self._process is not None
+        status = await self._process.wait()
+        await self._clean_up()
+        return status
+
+    async def wait_healthy(self, check: HealthCheck, seconds: float) -> None:
+        """Until `check` says True. Raises EngineProcessError with the engine's last lines if it ends, or takes longer.
+
+        check is given the seconds that are left for it and must not take longer. The engine is not ended here.
+        """
+        deadline = time.monotonic() + seconds
+        ended = asyncio.ensure_future(self.wait())
+        try:
+            while True:
+                remaining = deadline - time.monotonic()
+                if ended.done():
+                    raise EngineProcessError(self._with_lines(f"the engine {describe_status(ended.result())}"))
+                if remaining <= 0:
+                    raise EngineProcessError(self._with_lines(f"the engine was not healthy within {seconds:g} s"))
+                if await check(min(remaining, 5.0)):
+                    return
+                await asyncio.wait((ended,), timeout=HEALTH_INTERVAL_SECONDS)
+        finally:
+            ended.cancel()
+
+    def describe_exit(self) -> str:
+        """How it ended, with its last lines; for reports. Empty while it runs."""
+        if self._process is None or self._process.returncode is None:
+            return ""
+        return self._with_lines(f"the engine {describe_status(self._process.returncode)}")
+
+    async def stop(self) -> int | None:
+        """SIGTERM, the grace, SIGKILL to everything; None if it was never started. Safe to call twice."""
+        if self._process is None:
+            return None
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        return await self._await_end(self._grace + launcher.KILL_SECONDS + 2)
+
+    async def kill(self) -> int | None:
+        """As `stop` with almost no grace: for an engine that nobody can reason with."""
+        if self._process is None:
+            return None
+        self._cut_lifeline()
+        return await self._await_end(launcher.ABANDONED_GRACE_SECONDS + launcher.KILL_SECONDS + 2)
+
+    async def _await_end(self, seconds: float) -> int:
+        assert self._process is not None
+        try:
+            return await asyncio.wait_for(self.wait(), seconds)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            return await self.wait()
+
+    async def _clean_up(self) -> None:
+        """After the launcher has gone. If it was killed, what it watched over is still in its session."""
+        assert self._process is not None
+        self._cut_lifeline()
+        if (self._process.returncode or 0) < 0:
+            await asyncio.to_thread(_kill_session, self._process.pid)
+        if self._pump is not None:
+            await asyncio.to_thread(self._pump.join, 2.0)
+
+    def _cut_lifeline(self) -> None:
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
+
+    def _with_lines(self, message: str) -> str:
+        lines = self.last_lines()
+        if not lines:
+            return f"{message}; it printed nothing (log: {self._log_path})"
+        return f"{message}; log: {self._log_path}; its last {len(lines)} lines:\n" + "\n".join(lines)
+
+
+def _read_all(descriptor: int) -> bytes:
+    with open(descriptor, "rb") as file:
+        return file.read()
+
+
+def _kill_session(session: int) -> None:
+    """SIGKILL to every process of a session, until none is left or the time for it is over."""
+    deadline = time.monotonic() + launcher.KILL_SECONDS
+    while time.monotonic() < deadline:
+        members = []
+        for pid in launcher.parents():
+            with contextlib.suppress(OSError):
+                if os.getsid(pid) == session:
+                    members.append(pid)
+        if not members:
+            return
+        for pid in members:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)

@@ -1,0 +1,258 @@
+"""Engines as real processes that fork, fork twice, ignore SIGTERM, leave their group, or lose their agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt_engine.agent.launcher import descendants
+from ckpt_engine.agent.process import EngineProcess, EngineProcessError, describe_status, free_port
+
+PATIENCE = 15.0
+
+# Started with a folder: writes <role>.pid files there, so that a test knows every process of the tree.
+TREE = """
+    import os, signal, sys, time
+    folder, stubborn = sys.argv[1], sys.argv[2] == "stubborn"
+    def note(role):
+        with open(f"{folder}/{role}.tmp", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename(f"{folder}/{role}.tmp", f"{folder}/{role}.pid")
+    def live():
+        if stubborn:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            time.sleep(60)
+    if os.fork() == 0:          # a worker
+        note("worker")
+        live()
+    if os.fork() == 0:          # forks twice and leaves group and session: the usual way to become a daemon
+        os.setsid()
+        if os.fork() == 0:
+            note("daemon")
+            live()
+        os._exit(0)
+    note("main")
+    print("ready", flush=True)
+    live()
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False
+
+
+def wait_for_pids(folder: Path, roles: tuple[str, ...]) -> list[int]:
+    deadline = time.monotonic() + PATIENCE
+    while not all((folder / f"{role}.pid").exists() for role in roles):
+        assert time.monotonic() < deadline, f"of {roles} only {sorted(p.name for p in folder.iterdir())} came up"
+        time.sleep(0.02)
+    return [int((folder / f"{role}.pid").read_text()) for role in roles]
+
+
+def assert_gone(pids: list[int], seconds: float = PATIENCE) -> None:
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if alive(pid)]:
+        assert time.monotonic() < deadline, f"still alive: {left}"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Iterator[Path]:
+    """The script of an engine with three processes. Whatever a failing test leaves behind is ended here."""
+    script = tmp_path / "tree.py"
+    script.write_text(textwrap.dedent(TREE))
+    (tmp_path / "pids").mkdir()
+    yield script
+    for file in (tmp_path / "pids").glob("*.pid"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+def engine(tmp_path: Path, script: str | Path, *arguments: str, grace: float = 5.0) -> EngineProcess:
+    code = ["-c", textwrap.dedent(script)] if isinstance(script, str) else [str(script)]
+    return EngineProcess([sys.executable, *code, *arguments], {}, tmp_path / "engine.log", grace_seconds=grace)
+
+
+ROLES = ("main", "worker", "daemon")
+
+
+async def test_stop_ends_the_whole_tree(tmp_path: Path, tree: Path) -> None:
+    process = engine(tmp_path, tree, str(tmp_path / "pids"), "polite")
+    await process.start()
+    pids = await asyncio.to_thread(wait_for_pids, tmp_path / "pids", ROLES)
+    assert process.pid == pids[0]
+    before = time.monotonic()
+    assert await process.stop() == -signal.SIGTERM
+    assert time.monotonic() - before < 4, "polite processes must not wait for the grace to pass"
+    assert_gone(pids, 0.5)
+    assert not process.running
+
+
+async def test_what_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path, tree: Path) -> None:
+    process = engine(tmp_path, tree, str(tmp_path / "pids"), "stubborn", grace=0.5)
+    await process.start()
+    pids = await asyncio.to_thread(wait_for_pids, tmp_path / "pids", ROLES)
+    await asyncio.sleep(0.2)  # until all of them ignore the signal
+    before = time.monotonic()
+    assert await process.stop() == -signal.SIGKILL
+    assert time.monotonic() - before >= 0.5
+    assert_gone(pids, 0.5)
+
+
+async def test_what_an_engine_leaves_behind_goes_with_it(tmp_path: Path, tree: Path) -> None:
+    process = engine(tmp_path, tree, str(tmp_path / "pids"), "stubborn", grace=0.2)
+    await process.start()
+    pids = await asyncio.to_thread(wait_for_pids, tmp_path / "pids", ROLES)
+    os.kill(pids[0], signal.SIGKILL)
+    assert await asyncio.wait_for(process.wait(), PATIENCE) == -signal.SIGKILL
+    assert_gone(pids, 0.5)
+    assert "was killed by SIGKILL" in process.describe_exit()
+
+
+async def test_killing_the_launcher_ends_the_engine(tmp_path: Path, tree: Path) -> None:
+    process = engine(tmp_path, tree, str(tmp_path / "pids"), "stubborn")
+    await process.start()
+    pids = await asyncio.to_thread(wait_for_pids, tmp_path / "pids", ROLES)
+    launchers = [pid for pid in descendants(os.getpid()) if pids[0] in descendants(pid)]
+    os.kill(launchers[0], signal.SIGKILL)
+    await asyncio.wait_for(process.wait(), PATIENCE)
+    assert_gone(pids[:2])  # the daemon left the session, and the one who could have found it is gone
+
+
+AGENT = """
+    import asyncio, sys
+    from pathlib import Path
+    from ckpt_engine.agent.process import EngineProcess
+
+    async def main():
+        script, pids, folder = sys.argv[1:4]
+        process = EngineProcess([sys.executable, script, pids, "stubborn"], {}, Path(folder) / "engine.log")
+        await process.start()
+        await asyncio.sleep(600)
+    asyncio.run(main())
+"""
+
+
+def test_the_engine_dies_with_its_agent(tmp_path: Path, tree: Path) -> None:
+    pids_folder = tmp_path / "pids"
+    agent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(AGENT), str(tree), str(pids_folder), str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+    )
+    try:
+        pids = wait_for_pids(pids_folder, ROLES)
+    finally:
+        agent.send_signal(signal.SIGKILL)
+        agent.wait()
+    assert_gone(pids)
+
+
+async def test_health_comes_late(tmp_path: Path) -> None:
+    process = engine(tmp_path, "import time; print('loading', flush=True); time.sleep(60)")
+    await process.start()
+    asked = 0
+
+    async def check(seconds: float) -> bool:
+        nonlocal asked
+        assert 0 < seconds <= PATIENCE
+        asked += 1
+        return asked == 3
+
+    await process.wait_healthy(check, PATIENCE)
+    await process.kill()
+
+
+async def never(seconds: float) -> bool:
+    return False
+
+
+async def test_an_engine_that_dies_while_starting_shows_its_last_lines(tmp_path: Path) -> None:
+    process = engine(
+        tmp_path, "import sys; print('no such model: /nowhere'); print('on stderr', file=sys.stderr); sys.exit(3)"
+    )
+    await process.start()
+    with pytest.raises(EngineProcessError, match=r"(?s)exited with status 3; log: .*no such model: /nowhere"):
+        await process.wait_healthy(never, PATIENCE)
+    assert "on stderr" in process.describe_exit()
+    assert "no such model" in (tmp_path / "engine.log").read_text()
+
+
+async def test_an_engine_that_never_becomes_healthy_has_a_deadline(tmp_path: Path) -> None:
+    process = engine(tmp_path, "import time; print('still loading', flush=True); time.sleep(60)")
+    await process.start()
+    with pytest.raises(EngineProcessError, match=r"(?s)not healthy within 0.5 s.*still loading"):
+        await process.wait_healthy(never, 0.5)
+    assert process.running
+    await process.kill()
+    assert not process.running
+
+
+async def test_a_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    process = EngineProcess(["/nowhere/engine"], {}, tmp_path / "engine.log")
+    with pytest.raises(EngineProcessError, match=r"cannot start /nowhere/engine: .*No such file"):
+        await process.start()
+    assert not process.running
+
+
+async def test_environment_is_inherited_and_added_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INHERITED", "one")
+    monkeypatch.delenv("HOME", raising=False)
+    command = [sys.executable, "-c", "import os; print(os.environ['INHERITED'], os.environ['ADDED'])"]
+    process = EngineProcess(command, {"ADDED": "two"}, tmp_path / "engine.log")
+    await process.start()
+    assert await process.wait() == 0
+    assert process.last_lines() == ["one two"]
+
+
+async def test_output_is_passed_on_and_long_lines_are_cut(tmp_path: Path) -> None:
+    seen: list[str] = []
+    script = (
+        "import sys; print('first'); sys.stdout.write('x' * 200_000); print(); print('a\\rb\\r\\nc'); print('é\\xff')"
+    )
+    process = EngineProcess(
+        [sys.executable, "-c", script], {"PYTHONIOENCODING": "utf-8"}, tmp_path / "engine.log", on_line=seen.append
+    )
+    await process.start()
+    await process.wait()
+    assert seen[0] == "first"
+    assert sum(line.count("x") for line in seen) == 200_000
+    assert max(len(line) for line in seen) <= 64 << 10
+    assert seen[-4:] == ["a", "b", "c", "éÿ"]
+
+
+async def test_much_output_blocks_nobody_and_the_log_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt_engine.agent.process.LOG_LIMIT_BYTES", 100_000)
+    process = engine(tmp_path, "for i in range(50_000): print('line', i)")
+    await process.start()
+    assert await asyncio.wait_for(process.wait(), PATIENCE) == 0
+    assert process.last_lines(1) == ["line 49999"]
+    sizes = [(tmp_path / name).stat().st_size for name in ("engine.log", "engine.log.1")]
+    assert all(size < 100_000 + (64 << 10) + 1 for size in sizes)
+    assert oct((tmp_path / "engine.log").stat().st_mode & 0o777) == "0o600"
+
+
+def test_statuses_are_told_in_words() -> None:
+    assert describe_status(0) == "exited with status 0"
+    assert describe_status(-9) == "was killed by SIGKILL"
+    assert describe_status(-64) == "was killed by SIGRTMAX"
+
+
+def test_free_ports_can_be_bound() -> None:
+    assert 1024 < free_port() < 65536
