@@ -1,1 +1,34 @@
-"""Ckpt-engine: each training step's weights, in every inference server, exactly."""
+"""Ckpt-engine: each training step's weights, in every inference server, exactly.
+
+Importing the package is free: what a trainer needs (grpc, torch) is loaded with `ckpt_engine.Trainer`, since engines
+import parts of this package too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt_engine.core.problems import CkptEngineError
+    from ckpt_engine.report import UpdateReport
+    from ckpt_engine.trainer import Trainer
+
+__all__ = ["CkptEngineError", "Trainer", "UpdateReport"]
+
+_HOMES = {
+    "CkptEngineError": "ckpt_engine.core.problems",
+    "Trainer": "ckpt_engine.trainer",
+    "UpdateReport": "ckpt_engine.report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,233 @@
+"""What an update did, for people and programs: a view of the manager's UpdateReport.
+
+Pure: needs protobuf only, decides nothing, knows no trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_engine.v1 import manager_pb2
+
+
+@dataclass(frozen=True)
+class TransportUse:
+    """One transport between the trainer ranks and one replica."""
+
+    transport: str
+    reason: str
+    """Why it was chosen."""
+    bytes: int
+    edges: int
+    """How many pairs of trainer rank and worker used it."""
+
+
+@dataclass(frozen=True)
+class ReplicaReport:
+    """How the update ended for one replica."""
+
+    message: manager_pb2.ReplicaOutcome
+
+    @property
+    def name(self) -> str:
+        """The replica's name."""
+        return self.message.replica
+
+    @property
+    def outcome(self) -> str:
+        """ "new_serving", "old_serving" or "quarantined"."""
+        return manager_pb2.Outcome.Name(self.message.outcome).lower()
+
+    @property
+    def ok(self) -> bool:
+        """It serves the new weights."""
+        return self.message.outcome == manager_pb2.NEW_SERVING
+
+    @property
+    def verified(self) -> bool:
+        """Its workers read back every need and found what was sealed (or hashed it as handed to the loader)."""
+        return self.ok and bool(self.message.workers) and all(w.verified for w in self.message.workers)
+
+    @property
+    def problem(self) -> str:
+        """Why it does not serve the new weights; empty if it does."""
+        return self.message.problem.message
+
+    @property
+    def bytes(self) -> int:
+        """Read from the trainer by all its workers."""
+        return self.message.bytes
+
+    @property
+    def pause_seconds(self) -> float:
+        """How long it produced no token."""
+        return self.message.pause_seconds
+
+    @property
+    def sync_seconds(self) -> float:
+        """From the install command to the outcome, pause included."""
+        return self.message.sync_seconds
+
+    @property
+    def transfer_seconds(self) -> float:
+        """Of the slowest worker: from the first byte read to the last one, without waiting, verifying, resuming."""
+        return max((w.transfer_seconds for w in self.message.workers), default=0.0)
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Bytes of all workers by the slowest worker's transfer seconds, in 10^9 bytes a second; 0 if nothing moved."""
+        return self.bytes / self.transfer_seconds / 1e9 if self.transfer_seconds > 0 else 0.0
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """Seconds by stage ("quiesce", "transfer", "install", "verify", "resume"), in order."""
+        return stage_seconds(self.message.stages)
+
+    @property
+    def transports(self) -> tuple[TransportUse, ...]:
+        """Which transports carried its bytes and why, most bytes first."""
+        uses: dict[tuple[str, str], list[int]] = {}
+        for edge in self.message.edges:
+            uses.setdefault((edge.transport, edge.reason), []).append(edge.bytes)
+        found = [TransportUse(name, reason, sum(sizes), len(sizes)) for (name, reason), sizes in uses.items()]
+        return tuple(sorted(found, key=lambda use: -use.bytes))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "name": self.name,
+            "outcome": self.outcome,
+            "problem": self.problem,
+            "verified": self.verified,
+            "bytes": self.bytes,
+            "pause_seconds": self.pause_seconds,
+            "sync_seconds": self.sync_seconds,
+            "transfer_seconds": self.transfer_seconds,
+            "gigabytes_per_second": self.gigabytes_per_second,
+            "stages": self.stages,
+            "transports": [vars(use) for use in self.transports],
+        }
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """How one `update_weights` ended. `message` is the manager's report with everything in it; str() is a table."""
+
+    message: manager_pb2.UpdateReport
+
+    @property
+    def ok(self) -> bool:
+        """Every replica serves the new weights."""
+        return self.message.ok
+
+    @property
+    def verified(self) -> bool:
+        """Every worker of every replica holds what was sealed, bit for bit."""
+        return self.message.verified
+
+    @property
+    def lineage(self) -> str:
+        """The trainer run."""
+        return self.message.identity.lineage
+
+    @property
+    def version(self) -> int:
+        """The weights' version within the lineage."""
+        return self.message.identity.version
+
+    @property
+    def root(self) -> str:
+        """The digest of all the weights, 64 hexadecimal digits."""
+        return self.message.identity.root.hex()
+
+    @property
+    def epoch(self) -> int:
+        """The manager's count of updates."""
+        return self.message.fence.epoch
+
+    @property
+    def seconds(self) -> float:
+        """From the last rank's call to the report."""
+        return self.message.seconds
+
+    @property
+    def bytes(self) -> int:
+        """Of the model as served, once."""
+        return self.message.bytes
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """Seconds by stage: the manager's planning, then the slowest replica's stages."""
+        return stage_seconds(self.message.stages)
+
+    @property
+    def replicas(self) -> tuple[ReplicaReport, ...]:
+        """One report a replica, by name."""
+        return tuple(ReplicaReport(outcome) for outcome in sorted(self.message.replicas, key=lambda r: r.replica))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "ok": self.ok,
+            "verified": self.verified,
+            "lineage": self.lineage,
+            "version": self.version,
+            "root": self.root,
+            "epoch": self.epoch,
+            "seconds": self.seconds,
+            "bytes": self.bytes,
+            "tensors": self.message.tensors,
+            "source_copies": self.message.source_copies,
+            "stages": self.stages,
+            "replicas": [replica.to_dict() for replica in self.replicas],
+        }
+
+    def __str__(self) -> str:
+        serving = sum(replica.ok for replica in self.replicas)
+        state = ("verified" if self.verified else "not verified") if self.ok else "NOT OK"
+        head = (
+            f"version {self.version} of {self.lineage} (root {self.root[:12]}, epoch {self.epoch}): "
+            f"{human_bytes(self.bytes)} in {self.message.tensors} tensors, "
+            f"{serving} of {len(self.replicas)} replicas in {self.seconds:.2f} s, {state}"
+        )
+        titles = ("replica", "outcome", "bytes", "sync", "pause", "GB/s", "transport")
+        rows = [
+            (
+                replica.name,
+                replica.outcome,
+                human_bytes(replica.bytes),
+                f"{replica.sync_seconds:.3f} s",
+                f"{replica.pause_seconds:.3f} s",
+                f"{replica.gigabytes_per_second:.2f}",
+                ", ".join(dict.fromkeys(use.transport for use in replica.transports)) or "-",
+            )
+            for replica in self.replicas
+        ]
+        problems = [f"{replica.name}: {replica.problem}" for replica in self.replicas if replica.problem]
+        return "\n".join([head, *_columns([titles, *rows]), *problems])
+
+
+def stage_seconds(stages: Sequence[manager_pb2.StageSeconds]) -> dict[str, float]:
+    """Seconds by lower-case stage name, in the order given; equal stages add up."""
+    seconds: dict[str, float] = {}
+    for stage in stages:
+        name = manager_pb2.Stage.Name(stage.stage).lower()
+        seconds[name] = seconds.get(name, 0.0) + stage.seconds
+    return seconds
+
+
+def human_bytes(count: int) -> str:
+    """`count` bytes in decimal units: "13.1 MB"."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
