@@ -1,0 +1,84 @@
+"""Problems: why something was refused or failed, in words for the person who must act. Pure.
+
+It decides the codes and how a problem travels as an exception. It does not decide what is a problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckpt_engine.v1 import weights_pb2
+
+Code = weights_pb2.Problem.Code
+
+_NAMED_TENSORS = 16
+
+
+class CkptEngineError(Exception):
+    """Raised by every public call that is refused or fails; ``problem`` says why, for people and programs."""
+
+    def __init__(self, problem: weights_pb2.Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{weights_pb2.Problem.Code.Name(self.problem.code)}: {self.problem.message}"
+
+
+def error(
+    code: weights_pb2.Problem.Code,
+    message: str,
+    tensors: Sequence[str] = (),
+    ranks: Sequence[int] = (),
+    replica: str = "",
+) -> CkptEngineError:
+    """An error of ``code``; at most 16 tensors are named."""
+    return CkptEngineError(
+        weights_pb2.Problem(
+            code=code, message=message, tensors=list(tensors)[:_NAMED_TENSORS], ranks=list(ranks), replica=replica
+        )
+    )
+
+
+def invalid(message: str, tensors: Sequence[str] = (), ranks: Sequence[int] = (), replica: str = "") -> CkptEngineError:
+    """The request can never work."""
+    return error(weights_pb2.Problem.INVALID_ARGUMENT, message, tensors, ranks, replica)
+
+
+def precondition(
+    message: str, tensors: Sequence[str] = (), ranks: Sequence[int] = (), replica: str = ""
+) -> CkptEngineError:
+    """It could work in another state of the system."""
+    return error(weights_pb2.Problem.FAILED_PRECONDITION, message, tensors, ranks, replica)
+
+
+def not_found(message: str, replica: str = "") -> CkptEngineError:
+    """What was named is not there."""
+    return error(weights_pb2.Problem.NOT_FOUND, message, replica=replica)
+
+
+def aborted(message: str, ranks: Sequence[int] = (), replica: str = "") -> CkptEngineError:
+    """Overtaken by a newer fence, session or call."""
+    return error(weights_pb2.Problem.ABORTED, message, (), ranks, replica)
+
+
+def unavailable(message: str, ranks: Sequence[int] = (), replica: str = "") -> CkptEngineError:
+    """A member is gone; trying again may work."""
+    return error(weights_pb2.Problem.UNAVAILABLE, message, (), ranks, replica)
+
+
+def deadline(message: str, ranks: Sequence[int] = (), replica: str = "") -> CkptEngineError:
+    """It took longer than it may."""
+    return error(weights_pb2.Problem.DEADLINE_EXCEEDED, message, (), ranks, replica)
+
+
+def internal(message: str, tensors: Sequence[str] = (), replica: str = "") -> CkptEngineError:
+    """A fault of ours."""
+    return error(weights_pb2.Problem.INTERNAL, message, tensors, (), replica)
+
+
+def data_loss(
+    message: str, tensors: Sequence[str] = (), ranks: Sequence[int] = (), replica: str = ""
+) -> CkptEngineError:
+    """Bytes differ from what was sealed."""
+    return error(weights_pb2.Problem.DATA_LOSS, message, tensors, ranks, replica)
