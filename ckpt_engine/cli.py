@@ -1,0 +1,60 @@
+"""The ``ckpt-engine`` command: puts the commands together and does nothing else.
+
+Only the module of the command that was asked for is imported: ``serve`` must start without torch, and one command's
+missing dependency must not take the others away. The list of commands is therefore told here and not by them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import typer
+
+COMMANDS = {
+    "serve": "Run the manager, which trainers and replicas connect to.",
+    "replica": "Run the agent of one inference server, and launch the server unless it runs already.",
+    "update": "Bring all replicas to the weights of a checkpoint directory.",
+    "status": "Show trainers, replicas and what they serve.",
+    "doctor": "Check this host: transports, engines, permissions.",
+    "demo": "Train a tiny model on this machine and watch replicas follow.",
+}
+
+
+def app_for(arguments: Sequence[str]) -> typer.Typer:
+    """The application for this command line: with the command that it names, or with all of them to list."""
+    app = typer.Typer(
+        name="ckpt-engine",
+        help="Each training step's weights, in every inference server, exactly.",
+        no_args_is_help=True,
+        pretty_exceptions_show_locals=False,
+    )
+    app.callback()(_nothing_in_common)
+    wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
+    if wanted in COMMANDS:
+        app.command(wanted, help=None)(_function(wanted))
+        return app
+    for name, summary in COMMANDS.items():
+        app.command(name, help=summary)(_only_listed)
+    return app
+
+
+def main() -> None:
+    """Runs the process's command line."""
+    app_for(sys.argv[1:])()
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module = import_module(f"ckpt_engine.commands.{name}")
+    function: Callable[..., Any] = getattr(module, name)
+    return function
+
+
+def _nothing_in_common() -> None:
+    """Each training step's weights, in every inference server, exactly."""
+
+
+def _only_listed() -> None:
+    """Never runs: a command line that names a command gets that command alone."""

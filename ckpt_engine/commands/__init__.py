@@ -1,0 +1,1 @@
+"""The commands of ``ckpt-engine``, one module each, holding a function of the same name."""

@@ -1,0 +1,75 @@
+"""Problems as what a caller sees: a gRPC status with the Problem beside it, or an HTTP problem document."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from ckpt_engine.client import PROBLEM_METADATA_KEY, STATUS_OF_CODE
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.manager.blobs import ResourceExhaustedError
+from ckpt_engine.v1 import weights_pb2
+
+METADATA_BYTES = 4096
+"""The most that a Problem may take of the trailing metadata: HTTP/2 peers cut headers above 8 KiB."""
+
+_HTTP_STATUS = {
+    weights_pb2.Problem.INVALID_ARGUMENT: 400,
+    weights_pb2.Problem.FAILED_PRECONDITION: 409,
+    weights_pb2.Problem.NOT_FOUND: 404,
+    weights_pb2.Problem.ABORTED: 409,
+    weights_pb2.Problem.UNAVAILABLE: 503,
+    weights_pb2.Problem.DEADLINE_EXCEEDED: 504,
+}
+
+
+def grpc_status(problem: weights_pb2.Problem) -> grpc.StatusCode:
+    """The status whose meaning is the problem's; INTERNAL for a problem without a code."""
+    return STATUS_OF_CODE.get(problem.code, grpc.StatusCode.INTERNAL)
+
+
+def http_status(problem: weights_pb2.Problem) -> int:
+    """The HTTP status whose meaning is the problem's."""
+    return _HTTP_STATUS.get(problem.code, 500)
+
+
+def fitted(problem: weights_pb2.Problem) -> weights_pb2.Problem:
+    """The problem, cut so that it fits into trailing metadata: first tensors go, then ranks, then words."""
+    if problem.ByteSize() <= METADATA_BYTES:
+        return problem
+    cut = weights_pb2.Problem()
+    cut.CopyFrom(problem)
+    while cut.ByteSize() > METADATA_BYTES and cut.tensors:
+        del cut.tensors[-1]
+    if cut.ByteSize() > METADATA_BYTES:
+        del cut.ranks[64:]
+    if cut.ByteSize() > METADATA_BYTES:
+        # A character takes up to four bytes.
+        cut.message = cut.message[: METADATA_BYTES // 8] + " …"
+    return cut
+
+
+async def refuse(context: grpc.aio.ServicerContext[Any, Any], error: CkptEngineError) -> NoReturn:
+    """Ends a call with the error's status and its Problem in the trailing metadata."""
+    problem = fitted(error.problem)
+    status = (
+        grpc.StatusCode.RESOURCE_EXHAUSTED if isinstance(error, ResourceExhaustedError) else grpc_status(error.problem)
+    )
+    await context.abort(status, problem.message, ((PROBLEM_METADATA_KEY, problem.SerializeToString()),))
+
+
+def problem_document(problem: weights_pb2.Problem) -> dict[str, Any]:
+    """The body of an ``application/problem+json`` answer (RFC 9457); unset fields are left out."""
+    code = weights_pb2.Problem.Code.Name(problem.code)
+    document: dict[str, Any] = {"title": code.replace("_", " ").capitalize(), "status": http_status(problem)}
+    document["detail"] = problem.message
+    document["code"] = code
+    if problem.tensors:
+        document["tensors"] = list(problem.tensors)
+    if problem.ranks:
+        document["ranks"] = list(problem.ranks)
+    if problem.replica:
+        document["replica"] = problem.replica
+    return document

@@ -1,0 +1,250 @@
+"""What must survive a manager: which cluster this is, which epochs are spent, what was about to happen and what did.
+
+An SQLite file (WAL, ``synchronous=FULL``, mode 0600) that one manager holds alone for its whole life. It stores
+intents and reports; what replicas hold is never in here, only the workers know that. All statements run on one
+thread of the ledger's own, in the order of the calls, so the event loop never waits for a disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import sqlite3
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from ckpt_engine.core.problems import CkptEngineError, precondition
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+SCHEMA_VERSION = 1
+APPLICATION_ID = 0x636B7074  # "ckpt", so that `file` and we recognise it
+
+_SCHEMA = """
+CREATE TABLE cluster (id TEXT NOT NULL, made REAL NOT NULL, epoch INTEGER NOT NULL) STRICT;
+CREATE TABLE intents (
+    epoch INTEGER PRIMARY KEY, lineage TEXT NOT NULL, version INTEGER NOT NULL, root BLOB NOT NULL, time REAL NOT NULL
+) STRICT;
+CREATE TABLE outcomes (epoch INTEGER PRIMARY KEY, report BLOB NOT NULL, time REAL NOT NULL) STRICT;
+"""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Intent:
+    """An install that was about to begin: its fence's epoch, the weights' identity, and when (Unix seconds)."""
+
+    epoch: int
+    identity: weights_pb2.Identity
+    time: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """One update of the history. ``report`` is None when the manager ended between the intent and the report."""
+
+    epoch: int
+    identity: weights_pb2.Identity
+    time: float
+    report: manager_pb2.UpdateReport | None
+
+
+def default_path() -> Path:
+    """Where the ledger lies when nobody says: below the XDG state directory of this user."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "ckpt-engine" / "ledger.sqlite3"
+
+
+class Ledger:
+    """An open ledger. ``cluster`` and ``epoch`` are as they were when it was opened.
+
+    Every method may be awaited from any event loop; each raises FAILED_PRECONDITION, saying what the disk said,
+    when the file cannot be read or written. What a method promised is on the disk when it returns.
+    """
+
+    def __init__(self, path: Path, connection: sqlite3.Connection, lock: int, thread: ThreadPoolExecutor) -> None:
+        self.path = path
+        self._connection = connection
+        self._lock = lock
+        self._thread = thread
+        self.cluster: str
+        self.epoch: int
+        self.cluster, self.epoch = connection.execute("SELECT id, epoch FROM cluster").fetchone()
+
+    @classmethod
+    async def open(cls, path: Path) -> Ledger:
+        """Opens the ledger, making it and its directory if needed, and locks it until ``close``.
+
+        Raises FAILED_PRECONDITION when another manager holds it, when it is not a ledger, when it is of a newer
+        software, or when it cannot be written.
+        """
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
+        try:
+            return await asyncio.get_running_loop().run_in_executor(thread, _open, path, thread)
+        except BaseException:
+            thread.shutdown(wait=False)
+            raise
+
+    async def spend_epoch(self, epoch: int) -> None:
+        """Makes sure that no manager on this ledger ever uses an epoch up to this one again."""
+
+        def statements() -> None:
+            with self._connection:
+                self._connection.execute("UPDATE cluster SET epoch = max(epoch, ?)", (epoch,))
+
+        await self._run(statements)
+
+    async def record_intent(self, epoch: int, identity: weights_pb2.Identity) -> None:
+        """Stores what is about to be installed, and spends its epoch."""
+
+        def statements() -> None:
+            with self._connection:
+                self._connection.execute(
+                    "INSERT OR REPLACE INTO intents VALUES (?, ?, ?, ?, ?)",
+                    (epoch, identity.lineage, identity.version, identity.root, time.time()),
+                )
+                self._connection.execute("UPDATE cluster SET epoch = max(epoch, ?)", (epoch,))
+
+        await self._run(statements)
+
+    async def record_outcome(self, report: manager_pb2.UpdateReport) -> None:
+        """Stores a report under its fence's epoch; a later report of the same epoch replaces it."""
+        epoch, data = report.fence.epoch, report.SerializeToString(deterministic=True)
+
+        def statements() -> None:
+            with self._connection:
+                self._connection.execute("INSERT OR REPLACE INTO outcomes VALUES (?, ?, ?)", (epoch, data, time.time()))
+
+        await self._run(statements)
+
+    async def last_intents(self) -> list[Intent]:
+        """The latest intent of each lineage, oldest first."""
+        rows = await self._run(
+            lambda: self._connection.execute(
+                "SELECT max(epoch), lineage, version, root, time FROM intents GROUP BY lineage ORDER BY max(epoch)"
+            ).fetchall()
+        )
+        return [
+            Intent(epoch, weights_pb2.Identity(lineage=lineage, version=version, root=root), moment)
+            for epoch, lineage, version, root, moment in rows
+        ]
+
+    async def history(self, before: int | None = None, limit: int = 50) -> list[Record]:
+        """Updates, newest first; ``before`` is the lowest epoch of the page before this one."""
+        return await self._records("WHERE i.epoch < ?", before if before is not None else 1 << 62, limit)
+
+    async def record(self, epoch: int) -> Record | None:
+        """One update of the history, or None."""
+        records = await self._records("WHERE i.epoch = ?", epoch, 1)
+        return records[0] if records else None
+
+    async def close(self) -> None:
+        """Finishes what was asked for, closes the file and unlocks it."""
+
+        def statements() -> None:
+            self._connection.close()
+            os.close(self._lock)
+
+        await self._run(statements)
+        self._thread.shutdown(wait=False)
+
+    async def _records(self, where: str, value: int, limit: int) -> list[Record]:
+        rows = await self._run(
+            lambda: self._connection.execute(
+                "SELECT i.epoch, i.lineage, i.version, i.root, i.time, o.report "
+                f"FROM intents i LEFT JOIN outcomes o ON o.epoch = i.epoch {where} ORDER BY i.epoch DESC LIMIT ?",
+                (value, limit),
+            ).fetchall()
+        )
+        return [
+            Record(
+                epoch,
+                weights_pb2.Identity(lineage=lineage, version=version, root=root),
+                moment,
+                None if report is None else manager_pb2.UpdateReport.FromString(report),
+            )
+            for epoch, lineage, version, root, moment, report in rows
+        ]
+
+    async def _run(self, statements: Callable[[], T]) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, statements)
+        except sqlite3.Error as error:
+            raise _unusable(self.path, error) from error
+
+
+def _unusable(path: Path, error: Exception) -> CkptEngineError:
+    return precondition(f"the ledger {path} cannot be used: {error}. Free or repair its disk, or pass another --ledger")
+
+
+def _open(path: Path, thread: ThreadPoolExecutor) -> Ledger:
+    """Runs on the ledger's thread: the connection belongs to the thread that made it."""
+    path = path.expanduser().resolve()  # two names of one ledger must meet at one lock
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = _take_lock(path)
+    except OSError as error:
+        raise _unusable(path, error) from error
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        os.chmod(path, 0o600)
+        connection = sqlite3.connect(path, timeout=5.0)
+        try:
+            _prepare(path, connection)
+            return Ledger(path, connection, lock, thread)
+        except BaseException:
+            connection.close()
+            raise
+    except (OSError, sqlite3.Error) as error:
+        os.close(lock)
+        raise _unusable(path, error) from error
+    except BaseException:
+        os.close(lock)
+        raise
+
+
+def _take_lock(path: Path) -> int:
+    """Locks a file beside the ledger: SQLite drops its own locks when any other descriptor of the file is closed."""
+    lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(lock)
+        raise precondition(
+            f"ledger {path} is in use by pid {holder}: stop that manager, or give this one another --ledger"
+        ) from error
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, str(os.getpid()).encode("ascii"), 0)
+    return lock
+
+
+def _prepare(path: Path, connection: sqlite3.Connection) -> None:
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    fresh = tables == 0 and version == 0
+    if not fresh and application != APPLICATION_ID:
+        raise precondition(f"{path} is an SQLite file of another program, not a ledger: pass another --ledger")
+    if version > SCHEMA_VERSION:
+        raise precondition(
+            f"the ledger {path} has schema {version}, this software knows up to {SCHEMA_VERSION}: upgrade ckpt-engine"
+        )
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    if fresh:
+        # One transaction, so that a crash here leaves an empty file and not half a schema.
+        connection.executescript(
+            f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA application_id = {APPLICATION_ID}; "
+            f"PRAGMA user_version = {SCHEMA_VERSION}; "
+            f"INSERT INTO cluster VALUES ('{uuid.uuid4()}', {time.time()}, 0); COMMIT;"
+        )
+    else:
+        with connection:  # fails now, and not in the middle of an update, when the disk is full or read-only
+            connection.execute("UPDATE cluster SET epoch = epoch")

@@ -1,0 +1,125 @@
+"""One session stream: an ordered way in, a bounded way out, and one reason why it ended.
+
+It carries messages and watches that the peer reads. What messages mean, and leases, are the state machine's affair.
+Runs on the manager's event loop thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import grpc
+import grpc.aio
+
+from ckpt_engine.core.problems import CkptEngineError, deadline, unavailable
+from ckpt_engine.manager.errors import refuse
+from ckpt_engine.v1 import weights_pb2
+
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
+
+Incoming = TypeVar("Incoming")
+Outgoing = TypeVar("Outgoing")
+
+
+class Outbox(Generic[Outgoing]):
+    """Messages on their way to one peer: at most ``limit`` wait; one more, and the peer counts as stuck."""
+
+    def __init__(self, peer: str, limit: int) -> None:
+        self.peer = peer
+        self.problem: weights_pb2.Problem | None = None
+        self._limit = limit
+        self._waiting: deque[Outgoing] = deque()
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is taken in any more."""
+        return self._closed
+
+    def put(self, message: Outgoing) -> None:
+        """Queues a message. It is dropped when the outbox is closed, which an overflow does too."""
+        if self._closed:
+            return
+        if len(self._waiting) >= self._limit:
+            self._waiting.clear()
+            self.close(unavailable(f"{self.peer} does not read: {self._limit} messages wait for it").problem)
+            return
+        self._waiting.append(message)
+        self._changed.set()
+
+    def close(self, problem: weights_pb2.Problem | None = None) -> None:
+        """Ends the stream after what is queued; with a problem, it ends with that status. The first call counts."""
+        if not self._closed:
+            self._closed = True
+            self.problem = problem
+            self._changed.set()
+
+    async def take(self) -> Outgoing | None:
+        """The next message, or None when the outbox is closed and empty."""
+        while not self._waiting:
+            if self._closed:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        return self._waiting.popleft()
+
+
+async def carry(
+    context: grpc.aio.ServicerContext[Any, Any],
+    outbox: Outbox[Outgoing],
+    on_message: Callable[[Incoming], None],
+    write_seconds: float,
+) -> str:
+    """Carries messages both ways until either side ends the stream, and says why it ended, in words.
+
+    Ends with ``outbox.problem`` as the call's status when the manager closed it with one. A peer that takes no
+    message for ``write_seconds`` is closed. Whatever ``on_message`` raises is a defect and propagates.
+    """
+    reading = asyncio.ensure_future(_read(context, on_message))
+    writing = asyncio.ensure_future(_write(context, outbox, write_seconds))
+    try:
+        await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
+        if writing.done():
+            writing.result()
+            reason = outbox.problem.message if outbox.problem is not None else "closed by the manager"
+        else:
+            reading.result()
+            reason = "the peer ended the stream"
+    finally:
+        outbox.close()
+        for task in (reading, writing):
+            task.cancel()
+        await asyncio.gather(reading, writing, return_exceptions=True)
+    if outbox.problem is not None:
+        await refuse(context, CkptEngineError(outbox.problem))
+    return reason
+
+
+async def first_message(context: grpc.aio.ServicerContext[Incoming, Any], seconds: float) -> Incoming | None:
+    """The stream's first message, or None when the peer ended the stream before it.
+
+    Raises DEADLINE_EXCEEDED when it does not come within ``seconds``.
+    """
+    try:
+        message = await asyncio.wait_for(context.read(), seconds)
+    except TimeoutError:
+        raise deadline(f"no hello came within {seconds:g} s: it must be the first message of a session") from None
+    return None if message is EOF else message
+
+
+async def _read(context: grpc.aio.ServicerContext[Any, Any], on_message: Callable[[Any], None]) -> None:
+    while (message := await context.read()) is not EOF:
+        on_message(message)
+
+
+async def _write(context: grpc.aio.ServicerContext[Any, Any], outbox: Outbox[Any], seconds: float) -> None:
+    while (message := await outbox.take()) is not None:
+        try:
+            await asyncio.wait_for(context.write(message), seconds)
+        except TimeoutError:
+            outbox.close(unavailable(f"{outbox.peer} took no message for {seconds:g} s").problem)
+            return

@@ -1,0 +1,260 @@
+"""What the HTTP side shows: JSON models of the wire's messages, each made by its ``of`` from one of them.
+
+Digests and boot ids appear as hexadecimal digits, enumerations as lower-case words, unset messages as null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pydantic import BaseModel, Field
+
+from ckpt_engine.manager.ledger import Record
+from ckpt_engine.manager.metrics import replica_state
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+
+class Identity(BaseModel):
+    """A weight version."""
+
+    lineage: str
+    version: int
+    root: str = Field(description="SHA-256 over every tensor's name, dtype, shape and digest, hexadecimal")
+
+    @classmethod
+    def of(cls, identity: weights_pb2.Identity) -> Identity:
+        return cls(lineage=identity.lineage, version=identity.version, root=identity.root.hex())
+
+
+class Problem(BaseModel):
+    """Why something was refused or failed."""
+
+    code: str
+    message: str
+    tensors: list[str] = []
+    ranks: list[int] = []
+    replica: str = ""
+
+    @classmethod
+    def of(cls, problem: weights_pb2.Problem) -> Problem:
+        return cls(
+            code=weights_pb2.Problem.Code.Name(problem.code),
+            message=problem.message,
+            tensors=list(problem.tensors),
+            ranks=list(problem.ranks),
+            replica=problem.replica,
+        )
+
+
+class Worker(BaseModel):
+    """What a worker's state word says."""
+
+    rank: int
+    pid: int
+    boot_id: str
+    state: str
+    epoch: int
+    identity: Identity | None
+
+    @classmethod
+    def of(cls, worker: manager_pb2.WorkerStatus) -> Worker:
+        return cls(
+            rank=worker.rank,
+            pid=worker.pid,
+            boot_id=worker.boot_id.hex(),
+            state=manager_pb2.WorkerState.Name(worker.state).lower(),
+            epoch=worker.epoch,
+            identity=Identity.of(worker.identity) if worker.HasField("identity") else None,
+        )
+
+
+class Edge(BaseModel):
+    """Bytes that one worker read from one source, by which transport and why that one."""
+
+    source_rank: int
+    worker_rank: int
+    transport: str
+    reason: str
+    bytes: int
+
+
+class WorkerReport(BaseModel):
+    """One worker's part in an install."""
+
+    rank: int
+    bytes: int
+    tensors: int
+    verified: int
+    verified_as_loaded: int
+    copies: int
+    transfer_seconds: float
+    install_seconds: float
+    verify_seconds: float
+    problem: Problem | None
+
+
+class ReplicaOutcome(BaseModel):
+    """How an update ended for one replica."""
+
+    replica: str
+    epoch: int
+    outcome: str
+    problem: Problem | None
+    before: Identity | None
+    after: Identity | None
+    bytes: int
+    pause_seconds: float
+    sync_seconds: float
+    stages: dict[str, float]
+    edges: list[Edge]
+    workers: list[WorkerReport]
+
+    @classmethod
+    def of(cls, outcome: manager_pb2.ReplicaOutcome) -> ReplicaOutcome:
+        return cls(
+            replica=outcome.replica,
+            epoch=outcome.fence.epoch,
+            outcome=manager_pb2.Outcome.Name(outcome.outcome).lower(),
+            problem=_problem(outcome),
+            before=Identity.of(outcome.before) if outcome.HasField("before") else None,
+            after=Identity.of(outcome.after) if outcome.HasField("after") else None,
+            bytes=outcome.bytes,
+            pause_seconds=outcome.pause_seconds,
+            sync_seconds=outcome.sync_seconds,
+            stages=_stages(outcome.stages),
+            edges=[
+                Edge(
+                    source_rank=edge.source_rank,
+                    worker_rank=edge.worker_rank,
+                    transport=edge.transport,
+                    reason=edge.reason,
+                    bytes=edge.bytes,
+                )
+                for edge in outcome.edges
+            ],
+            workers=[
+                WorkerReport(
+                    rank=worker.rank,
+                    bytes=worker.bytes,
+                    tensors=worker.tensors,
+                    verified=worker.verified,
+                    verified_as_loaded=worker.verified_as_loaded,
+                    copies=worker.copies,
+                    transfer_seconds=worker.transfer_seconds,
+                    install_seconds=worker.install_seconds,
+                    verify_seconds=worker.verify_seconds,
+                    problem=_problem(worker),
+                )
+                for worker in outcome.workers
+            ],
+        )
+
+
+class Replica(BaseModel):
+    """A rollout replica as the manager sees it."""
+
+    name: str
+    state: str = Field(description="serving, asleep, closed or disconnected")
+    engine: str
+    engine_version: str
+    url: str
+    mode: str
+    host: str
+    closed_reason: str
+    identity: Identity | None = Field(description="set when all workers agree")
+    workers: list[Worker]
+    last_outcome: ReplicaOutcome | None
+
+    @classmethod
+    def of(cls, replica: manager_pb2.ReplicaStatus) -> Replica:
+        return cls(
+            name=replica.name,
+            state=replica_state(replica),
+            engine=replica.engine.kind,
+            engine_version=replica.engine.version,
+            url=replica.engine.url,
+            mode=manager_pb2.Mode.Name(replica.mode).lower(),
+            host=replica.host.name,
+            closed_reason=replica.closed_reason,
+            identity=Identity.of(replica.identity) if replica.HasField("identity") else None,
+            workers=[Worker.of(worker) for worker in replica.workers],
+            last_outcome=ReplicaOutcome.of(replica.last_outcome) if replica.HasField("last_outcome") else None,
+        )
+
+
+class Report(BaseModel):
+    """How an update ended."""
+
+    ok: bool
+    verified: bool
+    seconds: float
+    bytes: int
+    tensors: int
+    source_copies: int
+    stages: dict[str, float]
+    replicas: list[ReplicaOutcome]
+
+    @classmethod
+    def of(cls, report: manager_pb2.UpdateReport) -> Report:
+        return cls(
+            ok=report.ok,
+            verified=report.verified,
+            seconds=report.seconds,
+            bytes=report.bytes,
+            tensors=report.tensors,
+            source_copies=report.source_copies,
+            stages=_stages(report.stages),
+            replicas=[ReplicaOutcome.of(outcome) for outcome in report.replicas],
+        )
+
+
+class Update(BaseModel):
+    """An update that reached the point of installing."""
+
+    epoch: int
+    identity: Identity
+    time: float = Field(description="when the intent was stored, Unix seconds")
+    report: Report | None = Field(description="null while it runs, or when the manager ended in the middle")
+
+    @classmethod
+    def of(cls, record: Record) -> Update:
+        return cls(
+            epoch=record.epoch,
+            identity=Identity.of(record.identity),
+            time=record.time,
+            report=None if record.report is None else Report.of(record.report),
+        )
+
+
+class UpdatePage(BaseModel):
+    """Updates, newest first."""
+
+    updates: list[Update]
+    next_before: int | None = Field(description="pass it as `before` to get the next page; null on the last one")
+
+
+class ReplicaList(BaseModel):
+    """All replicas that registered since the manager started."""
+
+    replicas: list[Replica]
+
+
+class Health(BaseModel):
+    """The manager answers."""
+
+    status: str
+    cluster: str
+    phase: str
+    software_version: str
+
+
+def _problem(message: manager_pb2.ReplicaOutcome | manager_pb2.WorkerReport) -> Problem | None:
+    return Problem.of(message.problem) if message.HasField("problem") else None
+
+
+def _stages(stages: Iterable[manager_pb2.StageSeconds]) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    for stage in stages:
+        name = manager_pb2.Stage.Name(stage.stage).lower()
+        seconds[name] = seconds.get(name, 0.0) + stage.seconds
+    return seconds

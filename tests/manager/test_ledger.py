@@ -1,0 +1,148 @@
+"""The ledger: one holder, durable in the order of the calls, refusing rather than guessing."""
+
+import asyncio
+import os
+import resource
+import sqlite3
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.manager.ledger import APPLICATION_ID, SCHEMA_VERSION, Ledger, default_path
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+
+def identity(version: int, lineage: str = "run") -> weights_pb2.Identity:
+    return weights_pb2.Identity(lineage=lineage, version=version, root=bytes([version]) * 32)
+
+
+async def test_a_new_ledger_has_a_cluster_and_keeps_it(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "ledger.sqlite3"
+    ledger = await Ledger.open(path)
+    cluster = ledger.cluster
+    assert len(cluster) == 36
+    assert ledger.epoch == 0
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    await ledger.record_intent(4, identity(1))
+    await ledger.spend_epoch(9)
+    await ledger.spend_epoch(5)
+    await ledger.close()
+    again = await Ledger.open(path)
+    assert (again.cluster, again.epoch) == (cluster, 9)
+    for suffix in ("-wal", "-shm"):
+        side = path.with_name(path.name + suffix)
+        assert not side.exists() or stat.S_IMODE(side.stat().st_mode) == 0o600
+    await again.close()
+
+
+async def test_what_was_stored_survives_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite3"
+    program = (
+        "import asyncio, os, sys, pathlib\n"
+        "from ckpt_engine.manager.ledger import Ledger\n"
+        "from ckpt_engine.v1 import weights_pb2\n"
+        "async def main():\n"
+        "    ledger = await Ledger.open(pathlib.Path(sys.argv[1]))\n"
+        "    await ledger.record_intent(7, weights_pb2.Identity(lineage='run', version=3, root=b'r' * 32))\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "asyncio.run(main())\n"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, str(path))
+    assert await asyncio.wait_for(process.wait(), 60) == -9
+    ledger = await Ledger.open(path)
+    assert ledger.epoch == 7
+    (intent,) = await ledger.last_intents()
+    assert (intent.epoch, intent.identity.version, intent.identity.root) == (7, 3, b"r" * 32)
+    record = await ledger.record(7)
+    assert record is not None
+    assert record.report is None
+    await ledger.close()
+
+
+async def test_a_second_holder_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite3"
+    ledger = await Ledger.open(path)
+    (tmp_path / "other-name").symlink_to(path)
+    for name in (path, tmp_path / "other-name"):
+        with pytest.raises(CkptEngineError, match=f"ledger {path} is in use by pid {os.getpid()}"):
+            await Ledger.open(name)
+    await ledger.close()
+    await (await Ledger.open(path)).close()
+
+
+async def test_history_is_paged_newest_first(tmp_path: Path) -> None:
+    ledger = await Ledger.open(tmp_path / "ledger.sqlite3")
+    for epoch in range(1, 6):
+        await ledger.record_intent(epoch, identity(epoch))
+        if epoch != 3:
+            report = manager_pb2.UpdateReport(ok=epoch % 2 == 0, seconds=epoch)
+            report.fence.epoch = epoch
+            await ledger.record_outcome(report)
+    assert [record.epoch for record in await ledger.history(limit=2)] == [5, 4]
+    page = await ledger.history(before=4, limit=10)
+    assert [(record.epoch, record.report is None) for record in page] == [(3, True), (2, False), (1, False)]
+    assert page[1].report is not None
+    assert page[1].report.seconds == 2
+    assert await ledger.record(6) is None
+    await ledger.close()
+
+
+async def test_each_lineage_keeps_its_last_intent(tmp_path: Path) -> None:
+    ledger = await Ledger.open(tmp_path / "ledger.sqlite3")
+    await ledger.record_intent(1, identity(1, "a"))
+    await ledger.record_intent(2, identity(8, "b"))
+    await ledger.record_intent(3, identity(2, "a"))
+    latest = [
+        (intent.epoch, intent.identity.lineage, intent.identity.version) for intent in await ledger.last_intents()
+    ]
+    assert latest == [(2, "b", 8), (3, "a", 2)]
+    await ledger.close()
+
+
+async def test_a_newer_schema_and_a_foreign_file_are_refused_untouched(tmp_path: Path) -> None:
+    newer = tmp_path / "newer.sqlite3"
+    await (await Ledger.open(newer)).close()
+    with sqlite3.connect(newer) as connection:
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    connection.close()
+    with pytest.raises(CkptEngineError, match="upgrade"):
+        await Ledger.open(newer)
+
+    foreign = tmp_path / "foreign.sqlite3"
+    with sqlite3.connect(foreign) as connection:
+        connection.execute("CREATE TABLE theirs (x)")
+    connection.close()
+    before = foreign.read_bytes()
+    with pytest.raises(CkptEngineError, match="another program"):
+        await Ledger.open(foreign)
+    assert foreign.read_bytes() == before
+
+    text = tmp_path / "text"
+    text.write_text("not a database, but long enough to look at " * 100)
+    with pytest.raises(CkptEngineError, match="cannot be used"):
+        await Ledger.open(text)
+
+
+async def test_a_full_disk_refuses_in_words(tmp_path: Path) -> None:
+    ledger = await Ledger.open(tmp_path / "ledger.sqlite3")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(CkptEngineError) as caught:
+            await ledger.record_intent(1, identity(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.problem.code == weights_pb2.Problem.FAILED_PRECONDITION
+    assert "ledger.sqlite3 cannot be used" in caught.value.problem.message
+    await ledger.record_intent(2, identity(2))  # and goes on when there is room again
+    assert [record.epoch for record in await ledger.history()] == [2]
+    await ledger.close()
+
+
+def test_the_file_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert APPLICATION_ID.to_bytes(4, "big") == b"ckpt"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert default_path() == tmp_path / "ckpt-engine" / "ledger.sqlite3"
