@@ -162,6 +162,23 @@ def test_the_engine_dies_with_its_agent(tmp_path: Path, tree: Path) -> None:
     assert_gone(pids)
 
 
+def test_the_kernel_ends_the_engine_when_agent_and_launcher_are_killed_together(tmp_path: Path, tree: Path) -> None:
+    pids_folder = tmp_path / "pids"
+    agent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(AGENT), str(tree), str(pids_folder), str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+    )
+    try:
+        pids = wait_for_pids(pids_folder, ROLES)
+        (launcher,) = (pid for pid in descendants(agent.pid) if pids[0] in descendants(pid))
+    finally:
+        agent.send_signal(signal.SIGSTOP)  # so that it cannot sweep up when it sees its launcher go
+    os.kill(launcher, signal.SIGKILL)
+    agent.kill()
+    agent.wait()
+    assert_gone(pids[:1])  # children of its own are the engine's to watch: this is more than one process can do
+
+
 async def test_health_comes_late(tmp_path: Path) -> None:
     process = engine(tmp_path, "import time; print('loading', flush=True); time.sleep(60)")
     await process.start()
