@@ -1,0 +1,159 @@
+"""``ckpt-engine status``: who is connected, what every replica serves, what the manager is doing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Annotated, Any
+
+import grpc
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ckpt_engine.client import error_of, manager_stub, open_channel
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.manager.metrics import replica_state
+from ckpt_engine.manager.views import Identity, Replica
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+ASK_SECONDS = 5.0
+"""How long one question to the manager may take."""
+
+WATCH_SECONDS = 0.5
+"""Between two questions of --watch."""
+
+_STATE_STYLES = {"serving": "green", "asleep": "cyan", "closed": "red", "disconnected": "yellow"}
+
+
+def status(
+    manager: Annotated[
+        str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="The manager, host:port.")
+    ] = "127.0.0.1:50051",
+    watch: Annotated[bool, typer.Option("--watch", help="Keep showing until interrupted.")] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print JSON: one object, or with --watch one a line.")
+    ] = False,
+) -> None:
+    """Show trainers, replicas and what they serve.
+
+    Exits with 1 if the manager does not answer.
+    """
+    try:
+        asyncio.run(_show(manager, watch, json_output))
+    except CkptEngineError as error:
+        typer.echo(f"manager {manager}: {error.problem.message}", err=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(0 if watch else 130) from None
+
+
+async def _show(manager: str, watch: bool, json_output: bool) -> None:
+    async with open_channel(manager) as channel:
+        stub = manager_stub(channel)
+        first = await _ask(stub)
+        if json_output:
+            typer.echo(json.dumps(as_dict(first), indent=None if watch else 2))
+            while watch:
+                await asyncio.sleep(WATCH_SECONDS)
+                typer.echo(json.dumps(as_dict(await _ask(stub))))
+        elif not watch:
+            Console().print(as_tables(manager, first))
+        else:
+            with Live(as_tables(manager, first), auto_refresh=False) as live:
+                while True:
+                    await asyncio.sleep(WATCH_SECONDS)
+                    try:
+                        live.update(as_tables(manager, await _ask(stub)), refresh=True)
+                    except CkptEngineError as error:
+                        # Managers are restarted; whoever watches wants to see it come back.
+                        live.update(Text(f"manager {manager}: {error.problem.message}", style="red"), refresh=True)
+
+
+async def _ask(stub: Any) -> manager_pb2.GetStatusResponse:
+    try:
+        answer: manager_pb2.GetStatusResponse = await stub.GetStatus(
+            manager_pb2.GetStatusRequest(), timeout=ASK_SECONDS
+        )
+    except grpc.RpcError as error:
+        raise error_of(error) from error
+    return answer
+
+
+def as_dict(answer: manager_pb2.GetStatusResponse) -> dict[str, Any]:
+    """The status for JSON. Replicas look as they do on the manager's HTTP side."""
+    return {
+        "cluster": answer.fence.cluster,
+        "epoch": answer.fence.epoch,
+        "phase": answer.phase,
+        "latest": Identity.of(answer.latest).model_dump() if answer.HasField("latest") else None,
+        "software_version": answer.software_version,
+        "trainers": [
+            {
+                "lineage": trainer.lineage,
+                "rank": trainer.rank,
+                "world_size": trainer.world_size,
+                "connected": trainer.connected,
+                "published": trainer.published,
+                "description": trainer.description,
+            }
+            for trainer in answer.trainers
+        ],
+        "replicas": [Replica.of(replica).model_dump(mode="json") for replica in answer.replicas],
+    }
+
+
+def as_tables(manager: str, answer: manager_pb2.GetStatusResponse) -> Group:
+    """The status for a terminal."""
+    latest = version_of(answer.latest) if answer.HasField("latest") else "none yet"
+    head = Text.assemble(
+        ("manager ", "bold"),
+        f"{manager}   ckpt-engine {answer.software_version}   cluster {answer.fence.cluster[:8]}   "
+        f"epoch {answer.fence.epoch}   latest version: {latest}   ",
+        (answer.phase, "green" if answer.phase == "idle" else "yellow"),
+    )
+    return Group(head, _trainers(answer), _replicas(answer))
+
+
+def version_of(identity: weights_pb2.Identity) -> str:
+    """A weight version in a few characters: number, lineage, the start of its root."""
+    return f"{identity.version} of {identity.lineage} ({identity.root.hex()[:12]})"
+
+
+def _trainers(answer: manager_pb2.GetStatusResponse) -> Table:
+    table = Table("trainer", "rank", "state", "publishes", title="Trainers", title_justify="left", box=None)
+    for trainer in answer.trainers:
+        state = "disconnected" if not trainer.connected else "published" if trainer.published else "connected"
+        table.add_row(
+            Text(trainer.lineage),
+            f"{trainer.rank} of {trainer.world_size}",
+            Text(state, style="green" if state == "published" else "yellow"),
+            Text(trainer.description),
+        )
+    if not answer.trainers:
+        table.add_row(Text("none", style="dim"))
+    return table
+
+
+def _replicas(answer: manager_pb2.GetStatusResponse) -> Table:
+    titles = ("replica", "engine", "mode", "state", "version", "workers", "last sync", "last pause", "")
+    table = Table(*titles, title="Replicas", title_justify="left", box=None)
+    for replica in answer.replicas:
+        state = replica_state(replica)
+        outcome = replica.last_outcome if replica.HasField("last_outcome") else None
+        table.add_row(
+            Text(replica.name),
+            Text(f"{replica.engine.kind} {replica.engine.version}".strip()),
+            manager_pb2.Mode.Name(replica.mode).lower(),
+            Text(state, style=_STATE_STYLES.get(state, "")),
+            Text(version_of(replica.identity) if replica.HasField("identity") else "none"),
+            str(len(replica.workers)),
+            f"{outcome.sync_seconds:.3f} s" if outcome else "",
+            f"{outcome.pause_seconds:.3f} s" if outcome else "",
+            Text(replica.closed_reason, style="red"),
+        )
+    if not answer.replicas:
+        table.add_row(Text("none", style="dim"))
+    return table

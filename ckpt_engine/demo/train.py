@@ -1,0 +1,128 @@
+"""One trainer rank of the demo: `python -m ckpt_engine.demo.train`, once a rank.
+
+The ranks shard the model with FSDP2 over gloo, train, and call `update_weights` at each milestone. Rank 0 tells what
+happens as JSON lines on standard output. Before each update it takes a byte from the pipe `turns` in the directory:
+the demo gives the turn when the replicas have been asked for text, and the ranks train on meanwhile. When the pipe's
+writer has gone the rank ends. Everything is seeded, so every run learns the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+import typer
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from ckpt_engine import CkptEngineError, Trainer
+from ckpt_engine.demo import task
+
+LINE_MARK = "demo: "
+"""Before each JSON line, since libraries print to standard output too."""
+
+TURNS = "turns"
+"""The name of the pipe."""
+
+WARM_UP_STEPS = 10
+LAST_RATE = 0.1
+"""The learning rate falls to this part of its peak, so that the last weights are settled ones."""
+
+
+class Lesson:
+    """The sharded model and its training. Every rank makes one, and the same calls on it, together."""
+
+    def __init__(self, directory: Path, rank: int, world_size: int) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        make: Any = AutoModelForCausalLM.from_config
+        self.model: Any = make(AutoConfig.from_pretrained(directory), dtype=torch.float32)
+        # One group of parameters: over gloo a small model is faster with one collective a direction than one a layer.
+        fully_shard(self.model, mesh=init_device_mesh("cpu", (world_size,)), reshard_after_forward=False)
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=task.LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self._text = torch.tensor(list(task.text()))
+        self._random = torch.Generator().manual_seed(1 + rank)
+        self._opening = rank == 0
+        self.steps = 0
+
+    def step(self) -> float:
+        """One optimizer step on this rank's windows of the text; the loss before it, nats a byte."""
+        starts = torch.randint(len(self._text) - task.WINDOW_BYTES + 1, (task.BATCH,), generator=self._random)
+        if self._opening:
+            starts[0] = 0
+        batch = torch.stack([self._text[start : start + task.WINDOW_BYTES] for start in starts.tolist()])
+        logits = self.model(input_ids=batch, use_cache=False).logits
+        loss: Any = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        self._optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for group in self._optimizer.param_groups:
+            group["lr"] = task.LEARNING_RATE * self._rate()
+        self._optimizer.step()
+        self.steps += 1
+        return float(loss.item())
+
+    def _rate(self) -> float:
+        warm = min(1.0, (self.steps + 1) / WARM_UP_STEPS)
+        return warm * (LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * self.steps / task.STEPS)))
+
+
+def train(
+    manager: Annotated[str, typer.Option()],
+    rank: Annotated[int, typer.Option()],
+    world_size: Annotated[int, typer.Option()],
+    directory: Annotated[Path, typer.Option(help="holds the model's configuration; the ranks meet in it")],
+    updates: Annotated[int, typer.Option()],
+    replicas: Annotated[int, typer.Option(help="refuse to update fewer")],
+) -> None:
+    """Trains and updates to the end; exits with status 1 after an update that was refused or is not whole."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=world_size)
+    lesson = Lesson(directory, rank, world_size)
+    tell = _Teller(rank, directory)
+    with Trainer(manager, rank=rank, world_size=world_size) as trainer:
+        trainer.publish(lesson.model)
+        loss = math.nan
+        for milestone in task.milestones(updates):
+            while lesson.steps < milestone:
+                loss = lesson.step()
+                tell(step=lesson.steps, loss=loss)
+            tell.wait_for_turn()
+            try:
+                report = trainer.update_weights(version=milestone, min_replicas=replicas)
+            except CkptEngineError as error:
+                tell(problem=str(error))
+                sys.exit(1)
+            tell(report=report.to_dict(), table=str(report))
+            if not report.ok:
+                sys.exit(1)
+        tell.wait_for_turn()
+    dist.destroy_process_group()
+
+
+class _Teller:
+    """Rank 0's line to the demo; the other ranks say nothing and wait for nobody."""
+
+    def __init__(self, rank: int, directory: Path) -> None:
+        self._turns: BinaryIO | None = open(directory / TURNS, "rb", buffering=0) if rank == 0 else None  # noqa: SIM115
+
+    def __call__(self, **content: Any) -> None:
+        if self._turns is not None:
+            print(LINE_MARK + json.dumps(content), flush=True)
+
+    def wait_for_turn(self) -> None:
+        """Ends the process when the demo has gone."""
+        if self._turns is not None and not self._turns.read(1):
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(train)

@@ -1,0 +1,64 @@
+"""Which lineage a trainer run has, so that all its ranks name the same one.
+
+A lineage is one run: versions rise within it, and a run that starts again or goes back needs a new one. Runs on the
+trainer's calling thread; may talk to the other ranks through torch.distributed, to nobody else.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+
+from ckpt_engine.core.problems import invalid
+
+ENVIRONMENT = "CKPT_ENGINE_LINEAGE"
+LONGEST = 128
+"""Bytes of a lineage's name in UTF-8."""
+
+
+def resolve_lineage(lineage: str | None, rank: int, world_size: int, environment: Mapping[str, str]) -> str:
+    """The lineage: as given, else CKPT_ENGINE_LINEAGE, else the elastic run's id, else a random one.
+
+    With several ranks a random one is rank 0's, broadcast over torch.distributed's default group, a collective call
+    for which that group must be initialised with as many ranks. The elastic run's id gets the number of the restart
+    appended, since a restarted run goes back; torchrun's "none" is no id.
+
+    Raises CkptEngineError (INVALID_ARGUMENT) if the ranks have no way to agree, or the name is empty or too long.
+    """
+    if lineage is None:
+        lineage = environment.get(ENVIRONMENT) or _elastic(environment)
+    if lineage is None:
+        fresh = f"run-{secrets.token_hex(4)}"
+        lineage = fresh if world_size == 1 else _broadcast(fresh, rank, world_size)
+    if not 1 <= len(lineage.encode()) <= LONGEST:
+        raise invalid(f"a lineage's name has from 1 to {LONGEST} bytes, not {len(lineage.encode())}: {lineage[:64]!r}")
+    return lineage
+
+
+def _elastic(environment: Mapping[str, str]) -> str | None:
+    name = environment.get("TORCHELASTIC_RUN_ID", "none")
+    if name == "none":
+        return None
+    restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return name if restarts == "0" else f"{name}-restart-{restarts}"
+
+
+def _broadcast(fresh: str, rank: int, world_size: int) -> str:
+    import torch
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size):
+        raise invalid(
+            f"{world_size} ranks must name one lineage: pass the same lineage= to each Trainer, set {ENVIRONMENT} for "
+            f"all of them, or initialise torch.distributed with {world_size} ranks first",
+            ranks=[rank],
+        )
+    if dist.get_rank() != rank:
+        raise invalid(f"rank={rank} was given, but torch.distributed says rank {dist.get_rank()}", ranks=[rank])
+    on_gpu_only = "nccl" in dist.get_backend() and "gloo" not in dist.get_backend()
+    # As bytes in a tensor: the object collectives of torch pickle.
+    name = torch.zeros(len(fresh), dtype=torch.uint8, device="cuda" if on_gpu_only else "cpu")
+    if rank == 0:
+        name.copy_(torch.tensor(list(fresh.encode()), dtype=torch.uint8))
+    dist.broadcast(name, src=0)
+    return bytes(name.tolist()).decode()
