@@ -1,0 +1,553 @@
+"""What goes into the three machines and what comes out of them.
+
+A machine decides; a shell does. The whole shell is one loop, on one thread::
+
+    for command in machine.handle(event, now):
+        perform(command)
+
+`now` is monotonic seconds, data like any other. `handle` never blocks and never raises on what the network brings;
+commands are performed in their order, and none of them waits: `Send` queues, `Run` starts. Everything here is frozen;
+protobuf messages inside belong to the receiver's side only for reading.
+
+What a shell promises
+- Peers: one name (`peer`) for one stream. A stream that ends, for whatever reason, gives one `PeerLost`, except after
+  `ClosePeer`, where it may be left out. A name is never used again.
+- Timers: `SetTimer` replaces the timer with that key, `CancelTimer` of an unknown key is fine, and a timer that was
+  cancelled or replaced never fires.
+- Tasks: each `Run` is answered by exactly one `Done` with its key, at the latest `task.seconds` after the command,
+  with `problem` DEADLINE_EXCEEDED and `answered=False` if the work has not ended by then. Tasks run beside each other.
+- Calls: a call gets any number of `EmitEvent` and then one `FinishCall`; after `CallCancelled` it may get more of
+  them, which the shell drops.
+
+Tasks are listed by the machine that asks for them: `ManagerTask`, `AgentTask`, `TrainerTask`; the docstring of each
+says what it does and which result its `Done` carries. A task that fails carries a Problem and no result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NewType, TypeAlias
+
+from google.protobuf.message import Message as ProtobufMessage
+
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+
+Key: TypeAlias = tuple[str | int, ...]
+"""Names a timer or a task of one machine; opaque to the shell."""
+
+Peer = NewType("Peer", str)
+"""Names one stream. The manager's shell makes them; an agent's or trainer's machine makes its own (`OpenStream`)."""
+
+Call = NewType("Call", str)
+"""Names one UpdateWeights, Sleep or Wake call at the manager; made by the shell, never used again."""
+
+WorkerKey: TypeAlias = tuple[str, int]
+"""A worker: its replica's name and its rank."""
+
+# --------------------------------------------------------------------------------------- events of all machines
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message came over a stream. `body` is the sub-message that was set in the envelope (see wire.unpack)."""
+
+    peer: Peer
+    body: ProtobufMessage
+
+
+@dataclass(frozen=True)
+class PeerLost:
+    """A stream ended, could not be opened, or broke. `reason` is for people."""
+
+    peer: Peer
+    reason: str
+
+
+@dataclass(frozen=True)
+class TimerFired:
+    key: Key
+
+
+@dataclass(frozen=True)
+class Done:
+    """A task ended. Exactly one of `result` and `problem` is set, except for tasks without a result.
+
+    answered: False: nobody knows whether it happened, or whether it still goes on (an engine call that timed out).
+    """
+
+    key: Key
+    result: object = None
+    problem: weights_pb2.Problem | None = None
+    answered: bool = True
+
+
+# -------------------------------------------------------------------------------------- commands of all machines
+
+
+@dataclass(frozen=True)
+class Send:
+    """Queue a message on a stream; dropped if the stream is gone. wire.pack puts `body` into its envelope."""
+
+    peer: Peer
+    body: ProtobufMessage
+
+
+@dataclass(frozen=True)
+class ClosePeer:
+    """End a stream after what was queued on it. The machine has forgotten it already.
+
+    problem: only at the manager: send it as Refused before the end.
+    """
+
+    peer: Peer
+    problem: weights_pb2.Problem | None = None
+
+
+@dataclass(frozen=True)
+class SetTimer:
+    key: Key
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CancelTimer:
+    key: Key
+
+
+@dataclass(frozen=True)
+class Run:
+    """Start a task; its end is a `Done` with the same key."""
+
+    key: Key
+    task: Task
+
+
+# ------------------------------------------------------------------------------------------------- the manager
+
+
+@dataclass(frozen=True)
+class UpdateCall:
+    """A trainer rank called UpdateWeights."""
+
+    call: Call
+    request: manager_pb2.UpdateWeightsRequest
+
+
+@dataclass(frozen=True)
+class SleepCall:
+    call: Call
+    request: manager_pb2.SleepRequest
+
+
+@dataclass(frozen=True)
+class WakeCall:
+    call: Call
+    request: manager_pb2.WakeRequest
+
+
+@dataclass(frozen=True)
+class CallCancelled:
+    """The caller went away (or its own deadline passed) before `FinishCall`."""
+
+    call: Call
+
+
+ManagerEvent: TypeAlias = Message | PeerLost | TimerFired | Done | UpdateCall | SleepCall | WakeCall | CallCancelled
+
+
+@dataclass(frozen=True)
+class EmitEvent:
+    """Send one event to an UpdateWeights caller."""
+
+    call: Call
+    event: manager_pb2.UpdateEvent
+
+
+@dataclass(frozen=True)
+class FinishCall:
+    """End a call: with `problem` as its status, or well. `response` is set for Sleep and Wake that end well."""
+
+    call: Call
+    problem: weights_pb2.Problem | None = None
+    response: manager_pb2.SleepResponse | manager_pb2.WakeResponse | None = None
+
+
+ManagerCommand: TypeAlias = Send | ClosePeer | SetTimer | CancelTimer | Run | EmitEvent | FinishCall
+
+
+@dataclass(frozen=True)
+class SourceOffer:
+    """What the manager's decisions need to know of one rank's SourceTable."""
+
+    rank: int
+    table: manager_pb2.BlobRef
+    stays_sealed: bool
+    source_copies: int
+
+
+@dataclass(frozen=True)
+class Published:
+    """The merged tables of all ranks of a lineage. `handle` is the shell's own and comes back in later tasks."""
+
+    manifest: manager_pb2.BlobRef
+    sources: tuple[SourceOffer, ...]  # by rank
+    tensors: int
+    bytes: int
+    handle: object = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class PlanWorker:
+    """A worker that plans are wanted for."""
+
+    key: WorkerKey
+    needs: manager_pb2.BlobRef
+    host: weights_pb2.Host
+    transports: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Plans of all workers, and what each source must digest for them. All of them are stored as blobs.
+
+    bytes: read by all workers together. handle: the shell's own, comes back in CombineSeals.
+    """
+
+    plans: Mapping[WorkerKey, manager_pb2.BlobRef]
+    atoms: Mapping[int, manager_pb2.BlobRef]  # source rank -> Atoms
+    bytes: Mapping[WorkerKey, int]
+    handle: object = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Combined:
+    """What the sealed digests add up to. `expected`: Digests in the order of each worker's needs, stored as blobs."""
+
+    root: bytes
+    expected: Mapping[WorkerKey, manager_pb2.BlobRef]
+
+
+@dataclass(frozen=True)
+class MergeTables:
+    """Merge the tables of all ranks (core.manifest.merge_tables), store the manifest. Result: Published.
+
+    Fails with the Problem that names tensors and ranks; NOT_FOUND if a table's blob is not held any more.
+    """
+
+    lineage: str
+    tables: tuple[manager_pb2.BlobRef, ...]  # by rank
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CompilePlans:
+    """Compile plans (core.plan.compile_plans), from cache if digests are equal, store them. Result: Compiled."""
+
+    published: Published
+    workers: tuple[PlanWorker, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CombineSeals:
+    """Check that replicas' digests agree, add them up for each need and for the root. Result: Combined."""
+
+    published: Published
+    compiled: Compiled
+    digests: Mapping[int, manager_pb2.BlobRef]  # source rank -> Digests
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SpendEpoch:
+    """Ledger.spend_epoch: no manager on this ledger uses this epoch again. Result: None, once it is on the disk."""
+
+    epoch: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RecordIntent:
+    """Ledger.record_intent. Result: None, once it is on the disk."""
+
+    epoch: int
+    identity: weights_pb2.Identity
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RecordOutcome:
+    """Ledger.record_outcome. Result: None. Its failure is logged and changes no outcome."""
+
+    report: manager_pb2.UpdateReport
+    seconds: float
+
+
+ManagerTask: TypeAlias = MergeTables | CompilePlans | CombineSeals | SpendEpoch | RecordIntent | RecordOutcome
+
+# ------------------------------------------------------------------------- what agents and trainers have in common
+
+
+@dataclass(frozen=True)
+class Start:
+    """The first event: connect to the manager, and stay connected."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The last event: say goodbye. The shell ends once the commands are performed and queues are empty."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class OpenStream:
+    """Dial the manager and open a session stream under this name. `Send` may follow at once; failure is `PeerLost`."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True)
+class PutBlobs:
+    """Store blobs with the manager (client.put_blob each). Result: tuple of BlobRef, in their order."""
+
+    blobs: tuple[bytes, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class FetchBlobs:
+    """Fetch blobs from the manager (client.get_blob each); the shell may keep some. Result: tuple of bytes."""
+
+    refs: tuple[manager_pb2.BlobRef, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SealResult:
+    """digests: the stored Digests, in the order of the atoms."""
+
+    digests: manager_pb2.BlobRef
+    copy_seconds: float
+    digest_seconds: float
+
+
+# --------------------------------------------------------------------------------------------------- the agent
+
+
+@dataclass(frozen=True)
+class WorkerAsked:
+    """A request of a worker; a repeated one may come again (the channel answers most of these by itself).
+
+    request: names the request for `Reply`; made by the shell.
+    """
+
+    request: int
+    body: worker_pb2.WorkerRequest
+
+
+@dataclass(frozen=True)
+class EngineReady:
+    """The engine answers and the adapter can drive it. Comes again after each restart.
+
+    world_size: how many workers must be clean for the engine to serve.
+    paused, asleep: as the engine says; None: it does not say, so it may be.
+    """
+
+    engine: manager_pb2.Engine
+    world_size: int
+    paused: bool | None
+    asleep: bool | None
+
+
+@dataclass(frozen=True)
+class EngineExited:
+    """The engine's process ended, or does not answer its health route for good. Its workers hold nothing."""
+
+    reason: str
+
+
+AgentEvent: TypeAlias = Message | PeerLost | TimerFired | Done | Start | Stop | WorkerAsked | EngineReady | EngineExited
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Answer a worker's request; the channel fills `sequence` in. None: no answer, the worker will ask again."""
+
+    request: int
+    reply: worker_pb2.AgentReply | None
+
+
+AgentCommand: TypeAlias = Send | ClosePeer | SetTimer | CancelTimer | Run | OpenStream | Reply
+
+
+@dataclass(frozen=True)
+class Words:
+    """The page as read at one moment: EnginePage.read() as status messages (dead workers as NONE), and its verdict.
+
+    open, reason, identity: install.state.verdict of the same words.
+    """
+
+    workers: tuple[manager_pb2.WorkerStatus, ...]
+    open: bool
+    reason: str
+    identity: weights_pb2.Identity | None
+
+
+@dataclass(frozen=True)
+class ReadWords:
+    """Read the page now. Result: Words. Takes no time to speak of."""
+
+    seconds: float = 5.0
+
+
+@dataclass(frozen=True)
+class PrepareEngine:
+    """adapter.prepare(seconds). Result: None. The machine makes engine calls one at a time."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PauseEngine:
+    """adapter.pause(mode, seconds). Result: None."""
+
+    mode: manager_pb2.PauseMode
+    seconds: float
+
+
+@dataclass(frozen=True)
+class InstallEngine:
+    """adapter.install(epoch, seconds). Result: None."""
+
+    epoch: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StampEngine:
+    """adapter.stamp(identity, seconds). Result: None. Its failure is logged and changes no outcome."""
+
+    identity: weights_pb2.Identity
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ResumeEngine:
+    """adapter.resume(seconds). Result: None."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SleepEngine:
+    """adapter.sleep(level, seconds). Result: None."""
+
+    level: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WakeEngine:
+    """adapter.wake(tags, seconds). Result: None."""
+
+    tags: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SealDirectory:
+    """Open the source that `table` describes as its reader, digest `atoms`, store the Digests. Result: SealResult.
+
+    Only for sources that stay sealed without a process (files). Fails if it cannot be opened on this host.
+    """
+
+    table: manager_pb2.BlobRef
+    atoms: manager_pb2.BlobRef
+    seconds: float
+
+
+EngineTask: TypeAlias = (
+    PrepareEngine | PauseEngine | InstallEngine | StampEngine | ResumeEngine | SleepEngine | WakeEngine
+)
+AgentTask: TypeAlias = PutBlobs | FetchBlobs | ReadWords | EngineTask | SealDirectory
+
+# ------------------------------------------------------------------------------------------------- the trainer
+
+
+@dataclass(frozen=True)
+class PublishTable:
+    """The trainer has a (new) table to publish: a serialised SourceTable. Answered by `PublicationDecided`."""
+
+    table: bytes
+
+
+TrainerEvent: TypeAlias = Message | PeerLost | TimerFired | Done | Start | Stop | PublishTable
+
+
+@dataclass(frozen=True)
+class SessionOpened:
+    """The manager welcomed this rank (again). For the shell to know that calls make sense now."""
+
+    cluster: str
+
+
+@dataclass(frozen=True)
+class SessionEnded:
+    """The session was lost, or refused. final: nothing will be tried again, every waiting call must fail with it."""
+
+    problem: weights_pb2.Problem
+    final: bool
+
+
+@dataclass(frozen=True)
+class PublicationDecided:
+    """The manager accepted this rank's table (all ranks' tables agree), or refused it. One of both is set.
+
+    Comes again after each reconnect; a problem may be lifted by a later table of any rank.
+    """
+
+    manifest: manager_pb2.BlobRef | None
+    problem: weights_pb2.Problem | None
+
+
+@dataclass(frozen=True)
+class Released:
+    """No reader reads the weights of this epoch any more."""
+
+    epoch: int
+
+
+TrainerCommand: TypeAlias = (
+    Send
+    | ClosePeer
+    | SetTimer
+    | CancelTimer
+    | Run
+    | OpenStream
+    | SessionOpened
+    | SessionEnded
+    | PublicationDecided
+    | Released
+)
+
+
+@dataclass(frozen=True)
+class SealSource:
+    """Fetch the Atoms, source.check(), source.seal(keep), source.digest(atoms), store the Digests. Result: SealResult.
+
+    keep=False: on the trainer's own thread, which waits in update_weights; a rank that is not there fails with
+    FAILED_PRECONDITION. keep=True: the sealed snapshot is only read, so any thread will do.
+    """
+
+    epoch: int
+    version: int
+    atoms: manager_pb2.BlobRef
+    keep: bool
+    seconds: float
+
+
+TrainerTask: TypeAlias = PutBlobs | SealSource
+
+Task: TypeAlias = ManagerTask | AgentTask | TrainerTask
