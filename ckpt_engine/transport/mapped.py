@@ -32,7 +32,12 @@ class Mapping:
     def __init__(self, descriptor: int, size: int, offset: int = 0, populate: bool = False) -> None:
         skipped = offset % mmap.ALLOCATIONGRANULARITY
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
-        self._memory = mmap.mmap(descriptor, skipped + size, flags=flags, prot=mmap.PROT_READ, offset=offset - skipped)
+        # Nothing can be mapped of an empty region, and nothing needs to be.
+        self._memory = (
+            mmap.mmap(descriptor, skipped + size, flags=flags, prot=mmap.PROT_READ, offset=offset - skipped)
+            if size
+            else b""
+        )
         self._skipped = skipped
         self._bases: dict[torch.dtype, torch.Tensor] = {}
         self.size = size

@@ -49,7 +49,9 @@ class SharedArena:
             fcntl.fcntl(
                 self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             )
-            self._memory = mmap.mmap(self._descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self._memory: mmap.mmap | None = mmap.mmap(
+                self._descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE
+            )
         except OSError as error:
             self._closer()
             raise unavailable(f"this host has no room for {size} bytes of shared memory: {error}") from error
@@ -59,11 +61,13 @@ class SharedArena:
     ) -> torch.Tensor:
         """Memory of the arena as a tensor, from `offset` bytes, contiguous unless `stride` (elements) is given.
 
-        Raises INVALID_ARGUMENT if it does not fit or `offset` is no multiple of the element size.
+        Raises INVALID_ARGUMENT if it does not fit, if `offset` is no multiple of the element size, or after `close`.
         """
         steps = torch.empty(tuple(shape), device="meta").stride() if stride is None else tuple(stride)
         if 0 in shape:
             return torch.empty_strided(tuple(shape), steps, dtype=dtype)
+        if self._memory is None:
+            raise invalid("this shared memory was closed")
         span = 1 + sum((extent - 1) * step for extent, step in zip(shape, steps, strict=True))
         if offset < 0 or offset % dtype.itemsize or offset + span * dtype.itemsize > self.size:
             raise invalid(f"a tensor of {span} x {dtype.itemsize} bytes cannot lie at {offset} in {self.size} bytes")
@@ -71,6 +75,8 @@ class SharedArena:
 
     def region(self, id: int) -> Region:
         """The region that lets others open this memory while this process lives and `close` was not called."""
+        if self._memory is None:
+            raise invalid("this shared memory was closed")
         status = os.fstat(self._descriptor)
         locator = SharedMemoryLocator(
             pid=os.getpid(), descriptor=self._descriptor, device=status.st_dev, inode=status.st_ino
@@ -79,6 +85,7 @@ class SharedArena:
 
     def close(self) -> None:
         """Nobody can open it from now on. May be repeated. The memory goes when no tensor of any process uses it."""
+        self._memory = None
         self._closer()
 
 

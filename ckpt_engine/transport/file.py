@@ -1,0 +1,115 @@
+"""Files that every process of this host can open, mapped read-only: what a checkpoint directory offers.
+
+A file is known by its path, size and modification time. It is checked when it is mapped and again before every update,
+because nobody can stop it from being changed. A file that is replaced by renaming another over it does no harm: the
+mapping stays on the old one, and the check refuses it. One that is truncated while it is read kills the reader with a
+bus error, as it does every reader of safetensors that maps them.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+
+from ckpt_engine.core.problems import data_loss, invalid, unavailable
+from ckpt_engine.transport.base import Availability
+from ckpt_engine.transport.mapped import MappedRegions, Mapping
+from ckpt_engine.v1.weights_pb2 import FileLocator, Region
+
+NAME = "file"
+
+
+def file_region(id: int, path: str, offset: int, size: int) -> Region:
+    """A region of `size` bytes from `offset` of the file as it is now. The source's side; any thread.
+
+    Raises UNAVAILABLE if the file cannot be looked at.
+    """
+    absolute = os.path.realpath(path)
+    try:
+        status = os.stat(absolute)
+    except OSError as error:
+        raise unavailable(f"cannot look at {absolute}: {error}") from error
+    locator = FileLocator(
+        path=absolute, offset=offset, modified_nanoseconds=status.st_mtime_ns, file_size=status.st_size
+    )
+    return Region(id=id, transport=NAME, size=size, locator=locator.SerializeToString(deterministic=True))
+
+
+class FileTransport:
+    """Reads regions of files. One instance a worker; mappings are shared by what it opened."""
+
+    name = NAME
+
+    def __init__(self) -> None:
+        self._mappings: weakref.WeakValueDictionary[bytes, Mapping] = weakref.WeakValueDictionary()
+
+    def availability(self) -> Availability:
+        """Always: a file that this process may not read is refused when it is opened."""
+        return Availability(True, "files that this process may read")
+
+    def open(self, regions: Sequence[Region]) -> MappedRegions:
+        """Maps the regions, those already mapped once more at no cost.
+
+        Raises UNAVAILABLE if a file cannot be read, DATA_LOSS if it is not the one that was published.
+        """
+        opened: dict[bytes, Mapping] = {}
+        for region in regions:
+            mapping = self._mappings.get(region.locator)
+            if mapping is None or mapping.size != region.size:
+                mapping = _map(region)
+                self._mappings[region.locator] = mapping
+            opened[region.locator] = mapping
+        files = {(locator.path, locator.modified_nanoseconds, locator.file_size) for locator in map(_locator, regions)}
+        regions_check = FileCheck(sorted(files))
+        regions_check()
+        return MappedRegions(opened, regions_check)
+
+
+class FileCheck:
+    """Raises unless the files (path, modified nanoseconds, size) are those that were published."""
+
+    def __init__(self, files: Sequence[tuple[str, int, int]]) -> None:
+        self._files = tuple(files)
+
+    def __call__(self) -> None:
+        for path, modified, size in self._files:
+            try:
+                status = os.stat(path)
+            except OSError as error:
+                raise unavailable(f"cannot read {path}: {error}") from error
+            _same(status, path, modified, size)
+
+
+def _locator(region: Region) -> FileLocator:
+    if region.transport != NAME:
+        raise invalid(f"region {region.id} is for {region.transport}, not {NAME}")
+    return FileLocator.FromString(region.locator)
+
+
+def _map(region: Region) -> Mapping:
+    locator = _locator(region)
+    try:
+        descriptor = os.open(locator.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise unavailable(f"cannot read {locator.path}: {error}") from error
+    try:
+        _same(os.fstat(descriptor), locator.path, locator.modified_nanoseconds, locator.file_size)
+        if locator.offset + region.size > locator.file_size:
+            raise data_loss(
+                f"region {region.id} ends at byte {locator.offset + region.size} of {locator.path}, "
+                f"which has {locator.file_size}"
+            )
+        return Mapping(descriptor, region.size, locator.offset)
+    except OSError as error:
+        raise unavailable(f"cannot map {locator.path}: {error}") from error
+    finally:
+        os.close(descriptor)
+
+
+def _same(status: os.stat_result, path: str, modified: int, size: int) -> None:
+    if (status.st_mtime_ns, status.st_size) != (modified, size):
+        raise data_loss(
+            f"{path} changed since it was published: it has {status.st_size} bytes and was modified at "
+            f"{status.st_mtime_ns} ns, published were {size} bytes and {modified} ns; publish it again"
+        )
