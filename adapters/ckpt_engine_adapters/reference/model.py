@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from ckpt_engine.install.target import ModuleTarget
 
 COLUMN_PARALLEL = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
 ROW_PARALLEL = frozenset({"o_proj", "down_proj"})
@@ -81,7 +83,7 @@ def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ReferenceModel:
-    """One rank's model. The `LoadTarget` that ckpt-engine records and installs into, and what generation runs.
+    """One rank's model: what generation runs, and what ckpt-engine records and installs into (`target`).
 
     With world_size 2 or more the default process group must exist. Weights are uninitialised (`initialise=False`) or
     random; `load_weights` fills them.
@@ -118,44 +120,34 @@ class ReferenceModel:
         }
         self._discarded: dict[str, int] = {}
 
-    # ------------------------------------------------------------------------------------------- LoadTarget
+    # ----------------------------------------------------------------------------------------------- loading
 
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter and buffer of this rank under its module name; a tied parameter once."""
-        for name, parameter in self._parameters.items():
-            yield name, parameter.data
-        yield from self.module.named_buffers()
+    def target(self) -> ModuleTarget:
+        """How ckpt-engine sees this model: loaded where it is used, nothing derived, rotary buffers constant."""
+        return ModuleTarget(self.module, self.load_weights, ignored=self.ignored)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies global checkpoint tensors into this rank's parameters, each narrowed to the rank's slice.
 
-        Tensors may come in any order and any number of calls; what is not given stays as it is. The second name of a
-        tied tensor, and rotary frequencies that old checkpoints carry, are skipped.
+        Tensors may come in any order and any number of calls; what is not given stays as it is.
 
         Raises:
             ValueError: the model has no such parameter, or its shape differs.
         """
         for name, tensor in weights:
-            if name in self._aliases or name.endswith("rotary_emb.inv_freq"):
+            if self.ignored(name) is not None:
                 continue
             if name not in self._parameters:
                 raise ValueError(f"{name}: this {self.architecture} model has no such parameter")
             self._load(name, tensor)
 
-    def derived(self) -> Mapping[str, str]:
-        """Nothing in this engine is computed from weights once they are loaded."""
-        return {}
-
-    def constant(self) -> Mapping[str, str]:
-        """Buffers that follow from the configuration alone, with the reason."""
-        return {
-            name: "rotary frequencies, from the configuration"
-            for name, _ in self.module.named_buffers()
-            if name.endswith("inv_freq")
-        }
-
-    def post_load(self) -> None:
-        """Nothing is repacked or absorbed, so nothing is left to do after loading."""
+    def ignored(self, name: str) -> str | None:
+        """Why the loader skips the checkpoint tensor `name`; None: it does not."""
+        if name in self._aliases:
+            return "tied to another tensor"
+        if name.endswith("rotary_emb.inv_freq"):
+            return "rotary frequencies follow from the configuration"
+        return None
 
     def _load(self, name: str, tensor: torch.Tensor) -> None:
         parameter, part = self._parameters[name].data, self._slices[name]

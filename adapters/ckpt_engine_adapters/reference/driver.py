@@ -1,0 +1,171 @@
+"""Drives a reference engine for an agent: its HTTP routes, and how to start one.
+
+Everything here runs in the agent, on its event loop. The engine is never imported; docs/writing-an-adapter.md walks
+through this file.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from ckpt_engine.agent.adapter import (
+    AdapterAvailability,
+    AdapterSettings,
+    Capabilities,
+    EngineAdapter,
+    EngineCallError,
+    EngineInfo,
+    LaunchPlan,
+)
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+KIND = "reference"
+SERVER_MODULE = "ckpt_engine_adapters.reference.server"
+
+_PAUSE_MODES = {
+    manager_pb2.PAUSE_MODE_UNSPECIFIED: "keep",
+    manager_pb2.KEEP: "keep",
+    manager_pb2.ABORT: "abort",
+    manager_pb2.WAIT: "wait",
+    manager_pb2.IN_PLACE: "in_place",
+}
+_ENGINE_SHARE = 0.95  # of a deadline: the engine gives up first, so that it can still say so
+_TOKEN_HEADER = "x-ckpt-engine-token"
+
+
+class ReferenceAdapter:
+    """The `EngineAdapter` of the reference engine. One connection, one call at a time beside `healthy`."""
+
+    kind = KIND
+    capabilities = Capabilities(
+        pause_modes=frozenset({manager_pb2.KEEP, manager_pb2.ABORT, manager_pb2.WAIT, manager_pb2.IN_PLACE}),
+        default_pause_mode=manager_pb2.KEEP,
+        sleep_levels=frozenset({1, 2}),
+        wake_tags=frozenset({"weights", "kv_cache"}),
+        layouts=("TP",),
+        notes=("Runs on the CPU.", "Its responses name the version in the workers' state words, not a label."),
+    )
+
+    def __init__(self, settings: AdapterSettings) -> None:
+        self._client = httpx.AsyncClient(
+            base_url=settings.url,
+            headers={_TOKEN_HEADER: settings.token},
+            trust_env=False,  # a proxy has no business between an agent and its engine
+        )
+
+    async def healthy(self, seconds: float) -> bool:
+        try:
+            return (await self._client.get("/health", timeout=seconds)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def probe(self, seconds: float) -> EngineInfo:
+        info = await self._call("GET", "/info", seconds)
+        version, workers = str(info.get("engine_version", "")), int(info.get("tensor_parallel", 0))
+        if info.get("engine") != KIND:
+            return EngineInfo(version, workers, False, f"{self._client.base_url} is not a reference engine")
+        paused, asleep = info["paused"] is not None, bool(info["asleep"])
+        return EngineInfo(version, workers, True, paused=paused, asleep=asleep)
+
+    async def prepare(self, seconds: float) -> None:
+        await self._control("/ckpt_engine/prepare", seconds)
+
+    async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
+        await self._control("/pause", seconds, mode=_PAUSE_MODES[mode])
+
+    async def install(self, epoch: int, seconds: float) -> None:
+        await self._control("/ckpt_engine/install", seconds, epoch=epoch)
+
+    async def resume(self, seconds: float) -> None:
+        await self._call("POST", "/resume", seconds)
+
+    async def sleep(self, level: int, seconds: float) -> None:
+        await self._control("/sleep", seconds, level=level)
+
+    async def wake(self, tags: Sequence[str], seconds: float) -> None:
+        await self._control("/wake", seconds, tags=list(tags))
+
+    async def stamp(self, identity: weights_pb2.Identity, seconds: float) -> None:
+        label = {"version": identity.version, "lineage": identity.lineage, "root": identity.root.hex()}
+        await self._control("/stamp", seconds, **label)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _control(self, route: str, seconds: float, **body: Any) -> None:
+        await self._call("POST", route, seconds, {**body, "seconds": seconds * _ENGINE_SHARE})
+
+    async def _call(
+        self, method: str, route: str, seconds: float, body: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        try:
+            response = await self._client.request(method, route, json=body, timeout=seconds)
+        except httpx.HTTPError as error:
+            # Also for a refused connection: an engine that has just died may have done it before.
+            cause = str(error) or type(error).__name__
+            raise EngineCallError(
+                f"{method} {route}: no answer within {seconds:.1f} s: {cause}", answered=False
+            ) from error
+        if response.status_code == 504:
+            raise EngineCallError(f"{method} {route}: {_detail(response)}", answered=False)
+        if response.is_error:
+            raise EngineCallError(f"{method} {route}: {response.status_code} {_detail(response)}", answered=True)
+        answer: dict[str, Any] = response.json()
+        return answer
+
+
+def _detail(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:500]
+
+
+def create_adapter(settings: AdapterSettings) -> EngineAdapter:
+    """A driver for the reference engine at `settings.url`. No I/O."""
+    return ReferenceAdapter(settings)
+
+
+def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
+    """`python -m ckpt_engine_adapters.reference.server` with the agent's interpreter.
+
+    Raises:
+        ValueError: the arguments name what the agent decides (port, host), the model twice or not at all, or a tensor
+            parallel size that is no number.
+    """
+    for option in ("--port", "--host", *(["--model"] if model else [])):
+        if _value(arguments, option) is not None:
+            raise ValueError(f"leave {option} out of the engine's arguments: `ckpt-engine replica` sets it")
+    if not model and _value(arguments, "--model") is None:
+        raise ValueError("no model: give `ckpt-engine replica --model DIR`")
+    workers = _value(arguments, "--tensor-parallel") or "1"
+    if not workers.isdecimal() or int(workers) < 1:
+        raise ValueError(f"--tensor-parallel {workers}: must be a number, at least 1")
+    url = f"http://127.0.0.1:{port}"
+    where = ["--host", "127.0.0.1", "--port", str(port), *(["--model", model] if model else [])]
+    argv = (sys.executable, "-m", SERVER_MODULE, *where, *arguments)
+    return LaunchPlan(argv=argv, url=url, health_url=f"{url}/health", workers=int(workers))
+
+
+def availability() -> AdapterAvailability:
+    """Whether transformers, which the workers run, is installed here."""
+    if importlib.util.find_spec("transformers") is None:
+        return AdapterAvailability(False, "", "transformers is not installed: pip install 'ckpt-engine[reference]'")
+    return AdapterAvailability(True, f"transformers {importlib.metadata.version('transformers')}", "")
+
+
+def _value(arguments: Sequence[str], option: str) -> str | None:
+    """The value of an option as argparse would read it, `--option value` or `--option=value`; the last one counts."""
+    found = None
+    for position, argument in enumerate(arguments):
+        if argument == option and position + 1 < len(arguments):
+            found = arguments[position + 1]
+        elif argument.startswith(f"{option}="):
+            found = argument.removeprefix(f"{option}=")
+    return found

@@ -1,0 +1,231 @@
+"""The scheduler: which requests take part in the next step, and when no step may be taken.
+
+A step makes one token for each running request. Between two steps come pause, sleep, wake, prepare and install, all
+under one lock, so none of them ever meets a step in flight. A step is taken only if the workers' state words are open
+at that moment, and the version they name is the tokens' version: labels cannot be wrong because nobody sets them.
+
+Runs on the API process's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from ckpt_engine.install.state import Verdict
+from ckpt_engine.v1 import weights_pb2
+from ckpt_engine_adapters.reference.generation import Generation
+from ckpt_engine_adapters.reference.pool import WorkerFailedError, WorkerPool
+
+PAUSE_MODES = ("abort", "wait", "keep", "in_place")
+WAKE_TAGS = ("weights", "kv_cache")
+MAX_RUNNING = 8
+STEP_SECONDS = 300.0
+_CLOSED_POLL_SECONDS = 0.02  # how soon held requests notice that the workers hold whole weights again
+
+
+class ConflictError(Exception):
+    """The engine is in a state in which it cannot do that; nothing was done. The message says what to do first."""
+
+
+class Engine:
+    """State of one engine: its requests, whether it is paused, and which memory is given up.
+
+    verdict: reads the workers' state words. on_fatal(message): the engine cannot go on; called once.
+    """
+
+    def __init__(self, pool: WorkerPool, verdict: Callable[[], Verdict], on_fatal: Callable[[str], None]) -> None:
+        self._pool = pool
+        self._verdict = verdict
+        self._on_fatal = on_fatal
+        self._running: list[Generation] = []
+        self._waiting: list[Generation] = []
+        self._forget: list[str] = []
+        self._between_steps = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._draining = False
+        self.paused: str | None = None
+        self.asleep: set[str] = set()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Requests that run and that wait."""
+        return len(self._running), len(self._waiting)
+
+    def identity(self) -> weights_pb2.Identity | None:
+        """What all workers hold now, if they agree and are clean."""
+        return self._verdict().identity
+
+    def submit(self, generation: Generation) -> None:
+        """Queues a request. It waits while the engine is paused, asleep, or its weights are not whole."""
+        self._waiting.append(generation)
+        self._changed.set()
+
+    def cancel(self, generation: Generation) -> None:
+        """Drops a request whose client has gone. Does nothing if it has ended."""
+        generation.end("abort")
+        self._remove_ended()
+
+    async def run(self) -> None:
+        """Takes steps for ever. Ends by calling `on_fatal`, or by being cancelled."""
+        while True:
+            if not self._may_step():
+                self._changed.clear()
+                held = bool(self._running or self._waiting) and self.paused is None and not self.asleep
+                try:
+                    async with asyncio.timeout(_CLOSED_POLL_SECONDS if held else None):
+                        await self._changed.wait()
+                except TimeoutError:
+                    continue
+            else:
+                async with self._between_steps:
+                    if self._may_step():
+                        try:
+                            await self._step()
+                        except (WorkerFailedError, TimeoutError) as error:
+                            self._on_fatal(f"a step failed: {error or 'no answer within the deadline'}")
+                            return
+
+    def _may_step(self) -> bool:
+        # A busy pool may be installing behind a caller whose deadline passed: a step queued after that would run on
+        # weights that the verdict does not name yet.
+        work = self._running or (self._waiting and not self._draining)
+        ready = self.paused is None and not self.asleep and not self._pool.busy
+        return bool(work) and ready and self._verdict().open
+
+    async def _step(self) -> None:
+        while self._waiting and len(self._running) < MAX_RUNNING and not self._draining:
+            self._running.append(self._waiting.pop(0))
+        identity = self._verdict().identity
+        assert identity is not None, "a step is taken only when the verdict is open"
+        batch, forget, self._forget = list(self._running), self._forget, []
+        items = [generation.item() for generation in batch]
+        replies = await self._pool.call("step", STEP_SECONDS, items=items, forget=forget)
+        for generation in batch:
+            result = replies[0]["tokens"][generation.request]
+            if generation.ended.is_set():
+                continue  # cancelled during the step
+            if result is None:
+                generation.end("", "the weights of this version make logits that are not numbers")
+            else:
+                generation.append(result[0], result[1], identity)
+        self._remove_ended()
+
+    def _remove_ended(self) -> None:
+        self._forget += [generation.request for generation in self._running if generation.ended.is_set()]
+        self._running = [generation for generation in self._running if not generation.ended.is_set()]
+        self._waiting = [generation for generation in self._waiting if not generation.ended.is_set()]
+        self._changed.set()
+
+    def _drop_caches(self, running: Iterable[Generation]) -> None:
+        for generation in running:
+            generation.fresh = True
+            self._forget.append(generation.request)
+
+    # -------------------------------------------------------------------------------------------- control
+
+    async def pause(self, mode: str, seconds: float) -> None:
+        """Stops stepping; returns when no step is in flight. Requests that have not begun keep waiting.
+
+        abort: running requests end with what they have. wait: they finish first. keep: they stand still and are
+        computed anew from their first token after `resume`. in_place: they stand still and keep their caches.
+        A paused engine may be paused again, with another mode; requests that stand still then do not finish first.
+
+        Raises:
+            ConflictError: mode "wait", and requests were still running after `seconds`; the engine is not paused.
+            TimeoutError: a step was still in flight after `seconds`; the engine is paused as soon as it ends.
+        """
+        async with asyncio.timeout(seconds):
+            if mode == "wait" and self.paused is None:
+                await self._drain(seconds * 0.9)
+            self.paused = mode
+            async with self._between_steps:
+                if mode == "abort":
+                    for generation in self._running:
+                        generation.end("abort")
+                    self._remove_ended()
+                elif mode == "keep":
+                    self._drop_caches(self._running)
+
+    async def _drain(self, seconds: float) -> None:
+        self._draining = True
+        try:
+            async with asyncio.timeout(seconds):
+                while self._running:
+                    await asyncio.gather(*(generation.ended.wait() for generation in self._running))
+                self.paused = "wait"  # before the loop can admit another one
+        except TimeoutError:
+            raise ConflictError(f"{len(self._running)} requests still run; the engine is not paused") from None
+        finally:
+            self._draining = False
+            self._changed.set()
+
+    def resume(self) -> None:
+        """Steps again, unless asleep or the weights are not whole. Resuming twice is resuming once."""
+        self.paused = None
+        self._changed.set()
+
+    async def sleep(self, level: int, seconds: float) -> None:
+        """Gives memory up between two steps: caches, and with level 2 the weights. Requests stand still until woken.
+
+        Raises:
+            TimeoutError: the workers were not done after `seconds`.
+        """
+        async with self._exclusive(seconds):
+            self.asleep = set(WAKE_TAGS)
+            self._drop_caches(self._running)
+            await self._pool.call("sleep", seconds, level=level)
+
+    async def wake(self, tags: Collection[str], seconds: float) -> None:
+        """Takes memory back. Weights that were discarded come back as NaN, and the state words say that there are none.
+
+        tags: of WAKE_TAGS; empty: all. Raises TimeoutError as `sleep` does.
+        """
+        async with self._exclusive(seconds):
+            wanted = set(tags or WAKE_TAGS) & self.asleep
+            if "weights" in wanted:
+                await self._pool.call("wake", seconds)
+            self.asleep -= wanted
+            self._changed.set()
+
+    async def prepare(self, seconds: float) -> list[bool]:
+        """Lets every worker record its loader for the agent. Needs no pause."""
+        async with self._exclusive(seconds):
+            return [reply["done"] for reply in await self._pool.call("prepare", seconds)]
+
+    async def install(self, seconds: float) -> list[bool]:
+        """Lets every worker fetch and install the agent's weights; by rank, whether it says it did.
+
+        Raises:
+            ConflictError: the engine is not paused, or its weights' memory is given up.
+            TimeoutError: not all workers were done after `seconds`; their state words tell.
+        """
+        async with self._exclusive(seconds):
+            if self.paused is None:
+                raise ConflictError("weights are installed into a paused engine only: POST /pause first")
+            if "weights" in self.asleep:
+                raise ConflictError('the memory of the weights is given up: POST /wake {"tags": ["weights"]} first')
+            return [reply["done"] for reply in await self._pool.call("install", seconds)]
+
+    def confirm(self, lineage: str, version: int, root: str) -> None:
+        """Checks a label against what the workers hold, which is what responses name anyway.
+
+        Raises:
+            ConflictError: they hold something else.
+        """
+        held = self.identity()
+        if held is None or (held.lineage, held.version, held.root.hex()) != (lineage, version, root):
+            found = "nothing that they agree on" if held is None else f"version {held.version} of {held.lineage!r}"
+            raise ConflictError(f"the workers do not hold version {version} of {lineage!r} but {found}")
+
+    def info(self) -> dict[str, Any]:
+        """What GET /info says of the engine's state."""
+        running, waiting = self.counts
+        return {"paused": self.paused, "asleep": sorted(self.asleep), "running": running, "waiting": waiting}
+
+    @asynccontextmanager
+    async def _exclusive(self, seconds: float) -> AsyncIterator[None]:
+        async with asyncio.timeout(seconds), self._between_steps:
+            yield

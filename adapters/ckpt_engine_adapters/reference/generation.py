@@ -1,0 +1,92 @@
+"""One request for tokens while it is in the engine: what it asked, what it has, and which weights made what."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from ckpt_engine.v1 import weights_pb2
+
+_numbers = itertools.count(1)
+
+
+class Token(NamedTuple):
+    """A token, its log-probability, and the version of the weights that chose it."""
+
+    token: int
+    logprob: float
+    version: int
+
+
+class Generation:
+    """Lives on the API process's event loop. The engine appends; the HTTP handler waits and reads.
+
+    events: each token as it comes, then None when the request has ended.
+    fresh: the workers hold no cache that may be used; the next step computes all tokens anew.
+    error: the request cannot go on, and why; then finish_reason stays empty.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        stop_tokens: Collection[int] = (),
+    ) -> None:
+        self.request = str(next(_numbers))
+        self.prompt = list(prompt)
+        self.max_tokens = max_tokens
+        self.temperature = temperature
+        self.seed = seed
+        self.stop_tokens = frozenset(stop_tokens)
+        self.output: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish_reason = ""
+        self.error = ""
+        self.fresh = True
+        self.events: asyncio.Queue[Token | None] = asyncio.Queue()
+        self.ended = asyncio.Event()
+        self._spans: list[tuple[weights_pb2.Identity, int]] = []
+
+    def item(self) -> dict[str, Any]:
+        """This request's part of the next step's command."""
+        return {
+            "request": self.request,
+            "fresh": self.fresh,
+            "tokens": self.prompt + self.output if self.fresh else self.output[-1:],
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "index": len(self.output),
+        }
+
+    def append(self, token: int, logprob: float, identity: weights_pb2.Identity) -> None:
+        """Takes the next token, made by the weights `identity`, and ends the request if it was the last."""
+        if not self._spans or self._spans[-1][0] != identity:
+            self._spans.append((identity, len(self.output)))
+        self.fresh = False
+        self.output.append(token)
+        self.logprobs.append(logprob)
+        self.events.put_nowait(Token(token, logprob, identity.version))
+        if token in self.stop_tokens:
+            self.end("stop")
+        elif len(self.output) >= self.max_tokens:
+            self.end("length")
+
+    def end(self, finish_reason: str, error: str = "") -> None:
+        """Ends the request; its client gets what there is. Ending twice is ending once."""
+        if not self.ended.is_set():
+            self.finish_reason, self.error = finish_reason, error
+            self.ended.set()
+            self.events.put_nowait(None)
+
+    def weight_versions(self) -> list[dict[str, Any]]:
+        """Which output tokens [start, end) which version made. Equal numbers of two lineages make two entries."""
+        ends = [start for _, start in self._spans[1:]] + [len(self.output)]
+        return [
+            {"version": identity.version, "start": start, "end": end}
+            for (identity, start), end in zip(self._spans, ends, strict=True)
+        ]

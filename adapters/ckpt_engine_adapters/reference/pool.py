@@ -1,0 +1,180 @@
+"""The worker processes, seen from the API process: started, commanded, watched.
+
+Every command goes to all ranks, so all see one order; an answer is the list of all ranks' replies. A worker that dies
+or cannot go on takes the engine down, because the others would wait for it in the next sum. Runs on the API process's
+event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from ckpt_engine.install.directory import EngineDirectory
+
+EXIT_SECONDS = 2.0
+
+
+class WorkerFailedError(Exception):
+    """A worker answered a command with an error, or is dead; the message names its rank."""
+
+
+class WorkerPool:
+    """The N workers of one engine. `on_death(message)` is called once, when one of them exits unasked."""
+
+    def __init__(self, directory: EngineDirectory, arguments: Sequence[str], world_size: int) -> None:
+        """arguments: of the worker module, without those that differ from rank to rank."""
+        self.world_size = world_size
+        self.on_death: Callable[[str], None] | None = None
+        self._directory = directory
+        self._arguments = list(arguments)
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._watchers: list[asyncio.Task[None]] = []
+        self._waiting: dict[int, tuple[asyncio.Future[None], dict[int, dict[str, Any]]]] = {}
+        self._unanswered: dict[int, int] = {}
+        self._next_id = 1
+        self._dead = ""
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [process.pid for process in self._processes]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a worker may still be executing a command, perhaps one whose caller no longer waits."""
+        return bool(self._unanswered)
+
+    async def start(self, seconds: float) -> list[dict[str, Any]]:
+        """Starts the workers and waits until each has its model. Returns what each says about it.
+
+        Raises:
+            WorkerFailedError: one of them exited; its own last lines on stderr say why.
+            TimeoutError: `seconds` have passed.
+        """
+        socket_path, group_path = self._directory.path / "workers.sock", self._directory.path / "process_group"
+        for path in (socket_path, group_path):
+            path.unlink(missing_ok=True)  # of an engine that ran here before
+        endpoint = f"ipc://{socket_path}"
+        self._socket.bind(endpoint)
+        ready = self._expect(0)
+        self._watchers.append(asyncio.create_task(self._receive()))
+        for rank in range(self.world_size):
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "ckpt_engine_adapters.reference.worker", *self._arguments),
+                *("--rank", str(rank), "--world-size", str(self.world_size)),
+                *("--endpoint", endpoint, "--parent", str(os.getpid())),
+                env=_worker_environment(self._directory.path, self.world_size),
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+            self._processes.append(process)
+            self._watchers.append(asyncio.create_task(self._watch(rank, process)))
+        return await self._collect(0, ready, seconds)
+
+    async def call(self, op: str, seconds: float, **fields: Any) -> list[dict[str, Any]]:
+        """Sends one command to all workers and returns their replies by rank.
+
+        Raises:
+            WorkerFailedError: a worker refused it or died.
+            TimeoutError: not all had answered after `seconds`; they may still be at it, and later commands wait.
+        """
+        if self._dead:
+            raise WorkerFailedError(self._dead)
+        identifier, self._next_id = self._next_id, self._next_id + 1
+        message = json.dumps({"id": identifier, "op": op, **fields}).encode()
+        future = self._expect(identifier)
+        for rank in range(self.world_size):
+            await self._socket.send_multipart([str(rank).encode(), message])
+        return await self._collect(identifier, future, seconds)
+
+    async def close(self) -> None:
+        """Ends the workers: asked first, then killed. Returns when they are gone."""
+        self.on_death = None
+        for rank, process in enumerate(self._processes):
+            if process.returncode is None:
+                await self._socket.send_multipart([str(rank).encode(), b'{"op":"exit"}'])
+        with suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_SECONDS):
+                await asyncio.gather(*(process.wait() for process in self._processes))
+        self.kill()
+        await asyncio.gather(*(process.wait() for process in self._processes))
+        for watcher in self._watchers:
+            watcher.cancel()
+        self._socket.close()
+        self._context.term()
+
+    def kill(self) -> None:
+        """Kills the workers that still run, without waiting."""
+        for process in self._processes:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    process.kill()
+
+    def _expect(self, identifier: int) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[identifier] = (future, {})
+        self._unanswered[identifier] = self.world_size
+        return future
+
+    async def _collect(self, identifier: int, future: asyncio.Future[None], seconds: float) -> list[dict[str, Any]]:
+        try:
+            async with asyncio.timeout(seconds):
+                await future
+            replies = self._waiting[identifier][1]
+        finally:
+            del self._waiting[identifier]
+        for rank, reply in sorted(replies.items()):
+            if "error" in reply:
+                raise WorkerFailedError(f"worker {rank}: {reply['error']}")
+        return [reply for _, reply in sorted(replies.items())]
+
+    async def _receive(self) -> None:
+        while True:
+            rank, message = await self._socket.recv_multipart()
+            reply = json.loads(message)
+            self._unanswered[reply["id"]] -= 1
+            if not self._unanswered[reply["id"]]:
+                del self._unanswered[reply["id"]]
+            if reply["id"] not in self._waiting:
+                continue  # the caller's deadline has passed
+            future, replies = self._waiting[reply["id"]]
+            replies[int(rank)] = reply
+            # After an error nobody waits for the others: they may stand in a sum that this rank will not join.
+            if (len(replies) == self.world_size or "error" in reply) and not future.done():
+                future.set_result(None)
+
+    async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        cause = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
+        self._dead = f"worker {rank} (pid {process.pid}) {cause}"
+        for future, _ in self._waiting.values():
+            if not future.done():
+                future.set_exception(WorkerFailedError(self._dead))
+        if self.on_death is not None:
+            on_death, self.on_death = self.on_death, None
+            on_death(self._dead)
+
+
+def _worker_environment(directory: Path, world_size: int) -> dict[str, str]:
+    """The server's environment with its torch threads divided among the workers, and no model hub to ask."""
+    threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    return {
+        **os.environ,
+        "CKPT_ENGINE_DIRECTORY": str(directory),
+        "OMP_NUM_THREADS": str(max(1, threads // world_size)),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
