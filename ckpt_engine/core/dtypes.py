@@ -1,0 +1,86 @@
+"""The dtypes that weights may have, under the names that travel on the wire.
+
+A name is what torch calls the dtype ("bfloat16"). Sizes are known without torch, so that the manager, which never
+holds a tensor, need not import it; only `torch_dtype` and `dtype_name` do. Packed dtypes of less than a byte are not
+supported: one element of theirs has no address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.v1 import weights_pb2
+
+if TYPE_CHECKING:
+    import torch
+
+ITEMSIZES: Mapping[str, int] = MappingProxyType(
+    {
+        "bool": 1,
+        "uint8": 1,
+        "int8": 1,
+        "float8_e4m3fn": 1,
+        "float8_e4m3fnuz": 1,
+        "float8_e5m2": 1,
+        "float8_e5m2fnuz": 1,
+        "float8_e8m0fnu": 1,
+        "uint16": 2,
+        "int16": 2,
+        "float16": 2,
+        "bfloat16": 2,
+        "uint32": 4,
+        "int32": 4,
+        "float32": 4,
+        "uint64": 8,
+        "int64": 8,
+        "float64": 8,
+        "complex64": 8,
+        "complex128": 16,
+    }
+)
+"""Every supported dtype and the bytes of one element."""
+
+
+class UnsupportedDtypeError(CkptEngineError):
+    """A dtype that weights cannot have, or that this torch does not know; INVALID_ARGUMENT, naming it."""
+
+    def __init__(self, name: str, why: str = "is not supported") -> None:
+        super().__init__(
+            weights_pb2.Problem(
+                code=weights_pb2.Problem.INVALID_ARGUMENT,
+                message=f"dtype {name!r} {why}; weights can be {', '.join(ITEMSIZES)}",
+            )
+        )
+        self.name = name
+
+
+def itemsize(name: str) -> int:
+    """Bytes of one element. Raises UnsupportedDtypeError."""
+    try:
+        return ITEMSIZES[name]
+    except KeyError:
+        raise UnsupportedDtypeError(name) from None
+
+
+@cache
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype called ``name``. Raises UnsupportedDtypeError, also if this torch is too old to know it."""
+    import torch
+
+    itemsize(name)
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise UnsupportedDtypeError(name, f"is unknown to torch {torch.__version__}")
+    return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of ``dtype``. Raises UnsupportedDtypeError."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in ITEMSIZES:
+        raise UnsupportedDtypeError(name)
+    return name
