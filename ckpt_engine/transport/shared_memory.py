@@ -18,6 +18,7 @@ import torch
 from ckpt_engine.core.problems import CkptEngineError, data_loss, invalid, unavailable
 from ckpt_engine.transport.base import Availability
 from ckpt_engine.transport.mapped import MappedRegions, Mapping
+from ckpt_engine.transport.room import memory_room
 from ckpt_engine.v1.weights_pb2 import Region, SharedMemoryLocator
 
 NAME = "shared_memory"
@@ -39,6 +40,8 @@ class SharedArena:
         if size <= 0:
             raise invalid(f"shared memory of {size} bytes makes no sense")
         self.size = size
+        if size > (room := memory_room()):
+            raise unavailable(f"no room for {size} bytes of shared memory: this process may take {room} more")
         try:
             self._descriptor = os.memfd_create("ckpt-engine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
@@ -54,7 +57,7 @@ class SharedArena:
             )
         except OSError as error:
             self._closer()
-            raise unavailable(f"this host has no room for {size} bytes of shared memory: {error}") from error
+            raise unavailable(f"{size} bytes of shared memory cannot be had: {error}") from error
 
     def tensor(
         self, offset: int, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None

@@ -12,6 +12,7 @@ import torch
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.transport.base import Move
+from ckpt_engine.transport.room import memory_room
 from ckpt_engine.transport.shared_memory import SharedArena, SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Problem, Region, SharedMemoryLocator
 from tests.transport.peer import Peer, holders
@@ -309,9 +310,28 @@ def test_five_hundred_cycles_leave_descriptors_mappings_and_memory_where_they_we
     assert process.memory_info().rss < resident + (32 << 20)
 
 
-def test_no_room_is_an_error_and_not_a_crash() -> None:
-    with pytest.raises(CkptEngineError) as refused:
-        SharedArena(1 << 60)
-    assert refused.value.problem.code in (Problem.UNAVAILABLE, Problem.INVALID_ARGUMENT)
+def test_no_room_is_an_error_before_anything_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Never let this reach the kernel: it would take all the memory there is and then kill a process of the host.
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("memory was reserved"))
+    with pytest.raises(CkptEngineError, match="no room") as refused:
+        SharedArena(memory_room() + (8 << 30))
+    assert refused.value.problem.code == Problem.UNAVAILABLE
     with pytest.raises(CkptEngineError):
         SharedArena(0)
+
+
+def test_room_is_that_of_the_tightest_limit(tmp_path: Path) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (groups / "pod" / "box").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:   5000 kB\n")
+    (proc / "self" / "cgroup").write_text("0::/pod/box\n")
+    assert memory_room(proc, groups) == 5000 * 1024
+    (groups / "pod" / "memory.max").write_text("4000000\n")
+    (groups / "pod" / "memory.current").write_text("3000000\n")
+    (groups / "pod" / "memory.stat").write_text("anon 5\nactive_file 100\ninactive_file 20\n")
+    (groups / "pod" / "box" / "memory.max").write_text("max\n")
+    assert memory_room(proc, groups) == 1000120
+    (groups / "pod" / "memory.current").write_text("5000000\n")
+    assert memory_room(proc, groups) == 0
+    assert memory_room(tmp_path, tmp_path) > 1 << 60
