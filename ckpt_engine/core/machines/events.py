@@ -309,6 +309,24 @@ class OpenStream:
 
 
 @dataclass(frozen=True)
+class SessionOpened:
+    """The manager welcomed this member (again). For the shell to know that calls make sense now."""
+
+    cluster: str
+
+
+@dataclass(frozen=True)
+class SessionEnded:
+    """The session was lost, refused or stopped. For the log, and for who waits on it.
+
+    final: nothing will be tried again; a trainer's waiting calls fail with the problem, an agent's process ends.
+    """
+
+    problem: weights_pb2.Problem
+    final: bool
+
+
+@dataclass(frozen=True)
 class PutBlobs:
     """Store blobs with the manager (client.put_blob each). Result: tuple of BlobRef, in their order."""
 
@@ -379,7 +397,9 @@ class Reply:
     reply: worker_pb2.AgentReply | None
 
 
-AgentCommand: TypeAlias = Send | ClosePeer | SetTimer | CancelTimer | Run | OpenStream | Reply
+AgentCommand: TypeAlias = (
+    Send | ClosePeer | SetTimer | CancelTimer | Run | OpenStream | SessionOpened | SessionEnded | Reply
+)
 
 
 @dataclass(frozen=True)
@@ -484,21 +504,6 @@ class PublishTable:
 
 
 TrainerEvent: TypeAlias = Message | PeerLost | TimerFired | Done | Start | Stop | PublishTable
-
-
-@dataclass(frozen=True)
-class SessionOpened:
-    """The manager welcomed this rank (again). For the shell to know that calls make sense now."""
-
-    cluster: str
-
-
-@dataclass(frozen=True)
-class SessionEnded:
-    """The session was lost, or refused. final: nothing will be tried again, every waiting call must fail with it."""
-
-    problem: weights_pb2.Problem
-    final: bool
 
 
 @dataclass(frozen=True)

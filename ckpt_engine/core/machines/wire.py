@@ -14,11 +14,12 @@ EnvelopeT = TypeVar("EnvelopeT", bound=Message)
 
 def pack(envelope: type[EnvelopeT], body: Message) -> EnvelopeT:
     """A new envelope that carries `body`. Raises TypeError if this envelope carries no such message."""
+    packed = envelope()
     for field in envelope.DESCRIPTOR.oneofs_by_name["body"].fields:
-        if field.message_type.full_name == body.DESCRIPTOR.full_name:
-            packed = envelope()
-            getattr(packed, field.name).CopyFrom(body)
-            getattr(packed, field.name).SetInParent()
+        inside: Message = getattr(packed, field.name)
+        if type(inside) is type(body):
+            inside.CopyFrom(body)
+            inside.SetInParent()  # an empty message counts too
             return packed
     raise TypeError(f"a {envelope.DESCRIPTOR.name} carries no {body.DESCRIPTOR.name}")
 

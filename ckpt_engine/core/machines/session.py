@@ -1,0 +1,180 @@
+"""A member's way to the manager: dial, say hello, keep the lease, dial again.
+
+Used by the agent's and the trainer's machine, which say what a hello contains and what must be stored first. Decides
+when a manager counts as lost; what that means for weights is decided elsewhere, and mostly it means nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from google.protobuf.message import Message as ProtobufMessage
+
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.machines.events import (
+    CancelTimer,
+    ClosePeer,
+    Key,
+    OpenStream,
+    Peer,
+    Send,
+    SessionEnded,
+    SessionOpened,
+    SetTimer,
+)
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+RECONNECT: Key = ("session", "reconnect")
+BEAT: Key = ("session", "beat")
+
+SessionCommand = Send | ClosePeer | SetTimer | CancelTimer | OpenStream | SessionOpened | SessionEnded
+
+
+class Session:
+    """One member's session, through any number of streams.
+
+    emit: takes commands. dial: called when a connection is due; answers with `open` once everything that the hello
+    refers to is stored, or with `failed`. hello and beat make the messages when they are sent.
+    """
+
+    def __init__(
+        self,
+        deadlines: Deadlines,
+        emit: Callable[[SessionCommand], None],
+        dial: Callable[[float], None],
+        hello: Callable[[], ProtobufMessage],
+        beat: Callable[[int], ProtobufMessage],
+    ) -> None:
+        self._deadlines = deadlines
+        self._emit = emit
+        self._dial = dial
+        self._hello = hello
+        self._beat = beat
+        self._streams = 0
+        self._failures = 0
+        self._sequence = 0
+        self._heard = 0.0
+        self._lease = deadlines.lease
+        self._heartbeat = deadlines.heartbeat
+        self.peer: Peer | None = None
+        self.welcomed = False
+        self.ended = False
+        self.cluster = ""
+
+    def start(self, now: float) -> None:
+        """Connects for the first time."""
+        self._dial(now)
+
+    def open(self, now: float) -> None:
+        """Everything that the hello refers to is stored: open a stream and say it."""
+        if self.ended or self.peer is not None:
+            return
+        self._streams += 1
+        self.peer = Peer(f"manager-{self._streams}")
+        self.welcomed = False
+        self._heard = now
+        self._emit(OpenStream(self.peer))
+        self._emit(Send(self.peer, self._hello()))
+        self._emit(SetTimer(BEAT, self._deadlines.resend))
+
+    def send(self, body: ProtobufMessage) -> None:
+        """Sends if there is a welcomed stream; what must arrive is sent again by its owner."""
+        if self.peer is not None and self.welcomed:
+            self._emit(Send(self.peer, body))
+
+    def heard(self, peer: Peer, now: float) -> bool:
+        """Whether a message came over the current stream; any message keeps the lease."""
+        if peer != self.peer:
+            return False
+        self._heard = now
+        return True
+
+    def welcome(self, welcome: manager_pb2.Welcome) -> bool:
+        """Whether this is the first welcome on this stream."""
+        first = not self.welcomed
+        self.welcomed = True
+        self._failures = 0
+        self._lease = welcome.lease_seconds or self._deadlines.lease
+        self._heartbeat = welcome.heartbeat_seconds or self._deadlines.heartbeat
+        self.cluster = welcome.fence.cluster
+        if first:
+            self._emit(SetTimer(BEAT, self._heartbeat))
+            self._emit(SessionOpened(self.cluster))
+        return first
+
+    def refused(self, problem: weights_pb2.Problem, now: float) -> None:
+        """The manager does not want this session. Only an unavailable manager is asked again."""
+        self._close()
+        if problem.code == weights_pb2.Problem.UNAVAILABLE:
+            self.failed(problem.message, now)
+        else:
+            self.end(problem)
+
+    def lost(self, peer: Peer, reason: str, now: float) -> bool:
+        """Whether the stream that ended was the current one; then it is dialled again."""
+        if peer != self.peer:
+            return False
+        self.peer = None
+        self.welcomed = False
+        self.failed(reason, now)
+        return True
+
+    def failed(self, reason: str, now: float) -> None:
+        """The manager was lost or not reached: try again a little later each time."""
+        if self.ended:
+            return
+        self._emit(CancelTimer(BEAT))
+        first, most = self._deadlines.reconnect_first, self._deadlines.reconnect_most
+        wait = min(most, first * 2 ** min(self._failures, 16))
+        self._failures += 1
+        self._emit(SetTimer(RECONNECT, wait))
+        problem = weights_pb2.Problem(
+            code=weights_pb2.Problem.UNAVAILABLE,
+            message=f"no session with the manager: {reason}; trying again in {wait:.1f} s",
+        )
+        self._emit(SessionEnded(problem, final=False))
+
+    def end(self, problem: weights_pb2.Problem) -> None:
+        """No further attempt."""
+        self.ended = True
+        self._close()
+        self._emit(CancelTimer(BEAT))
+        self._emit(CancelTimer(RECONNECT))
+        self._emit(SessionEnded(problem, final=True))
+
+    def stop(self, reason: str) -> None:
+        """Says goodbye and ends."""
+        self.send(manager_pb2.Goodbye(reason=reason))
+        self.end(weights_pb2.Problem(code=weights_pb2.Problem.ABORTED, message=f"stopped: {reason}"))
+
+    def timer(self, key: Key, now: float) -> bool:
+        """Whether the timer was the session's."""
+        if key == RECONNECT:
+            if not self.ended and self.peer is None:
+                self._dial(now)
+        elif key == BEAT:
+            self._tick(now)
+        else:
+            return False
+        return True
+
+    def _tick(self, now: float) -> None:
+        if self.peer is None:
+            return
+        silence = now - self._heard
+        if silence >= self._lease:
+            self._close()
+            self.failed(f"nothing was heard from it for {silence:.1f} s", now)
+        elif self.welcomed:
+            self._sequence += 1
+            self._emit(Send(self.peer, self._beat(self._sequence)))
+            self._emit(SetTimer(BEAT, self._heartbeat))
+        else:
+            self._emit(Send(self.peer, self._hello()))
+            self._emit(SetTimer(BEAT, self._deadlines.resend))
+
+    def _close(self) -> None:
+        if self.peer is not None:
+            self._emit(ClosePeer(self.peer))
+        self.peer = None
+        self.welcomed = False
