@@ -1,0 +1,199 @@
+"""The demo's processes: a manager, two agents with an engine each, two trainer ranks. Started together, ended together.
+
+Every process is started through the agents' launcher, so its whole tree ends when it is told to, and also when the
+demo itself is killed. All files lie in one directory that the demo removes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from ckpt_engine.agent.process import EngineProcess, EngineProcessError, free_port
+from ckpt_engine.client import manager_stub, open_channel
+from ckpt_engine.demo import task
+from ckpt_engine.v1 import manager_pb2
+
+LINE_MARK = "demo: "
+"""Before each JSON line of a trainer, since libraries print to standard output too."""
+
+TURNS = "turns"
+"""The name of the pipe through which the demo lets the trainer update."""
+
+STOP_SECONDS = 5.0
+"""Between SIGTERM and SIGKILL."""
+
+POLL_SECONDS = 0.1
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message says why, for a person."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the demo runs."""
+
+    engine: str = "reference"
+    updates: int = 6
+    tensor_parallel: int = 1
+    replicas: int = 2
+    trainers: int = 2
+    start_seconds: float = 150.0
+    """For all processes to be up. Engines import for long on a small machine."""
+
+
+class Stage:
+    """The processes of one run in `directory`. On one event loop; `start` once, `stop` always."""
+
+    def __init__(self, settings: Settings, directory: Path) -> None:
+        self._settings = settings
+        self._directory = directory
+        self._children: dict[str, EngineProcess] = {}
+        self._lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._turns: int | None = None
+        self.manager = f"127.0.0.1:{free_port()}"
+        self.replicas = {f"replica-{number}": f"http://127.0.0.1:{free_port()}" for number in range(settings.replicas)}
+
+    async def start(self, on_state: Callable[[str], None]) -> None:
+        """Returns when every replica is connected and every trainer rank has published.
+
+        on_state: is told in words what is being waited for. Raises DemoError if a process ends or time runs out.
+        """
+        model = task.write_model(self._directory / "model")
+        os.mkfifo(self._directory / TURNS, 0o600)
+        self._turns = os.open(self._directory / TURNS, os.O_RDWR | os.O_NONBLOCK)
+        starts = [self._start("manager", self._manager_command())]
+        starts += [self._start(name, self._replica_command(name, url, model)) for name, url in self.replicas.items()]
+        starts += [
+            self._start(f"trainer-{rank}", self._trainer_command(rank, model), self._on_trainer_line)
+            for rank in range(self._settings.trainers)
+        ]
+        await asyncio.gather(*starts)
+        try:
+            async with asyncio.timeout(self._settings.start_seconds):
+                await self._all_present(on_state)
+        except TimeoutError:
+            raise DemoError(self._tails(f"not everything was up after {self._settings.start_seconds:g} s")) from None
+
+    def give_turn(self) -> None:
+        """Lets the trainer make its next update, or end after the last one."""
+        assert self._turns is not None
+        os.write(self._turns, b"\n")
+
+    async def line(self, seconds: float) -> dict[str, Any]:
+        """The trainer's next line. Raises DemoError if a process ends instead, or nothing comes for `seconds`."""
+        reading = asyncio.ensure_future(self._lines.get())
+        deadline = self._loop.time() + seconds
+        try:
+            while not reading.done():
+                self._raise_if_ended()
+                if self._loop.time() > deadline:
+                    raise DemoError(self._tails(f"the trainer said nothing for {seconds:g} s"))
+                await asyncio.wait((reading,), timeout=POLL_SECONDS)
+            return reading.result()
+        finally:
+            reading.cancel()
+
+    async def stop(self) -> None:
+        """Ends every process, trainers first, and waits until all are gone. May be repeated."""
+        children, self._children = self._children, {}
+        for kind in ("trainer", "replica", "manager"):
+            ending = [child.stop() for name, child in children.items() if name.startswith(kind)]
+            await asyncio.gather(*ending, return_exceptions=True)
+        if self._turns is not None:
+            os.close(self._turns)
+            self._turns = None
+
+    # ------------------------------------------------------------------------------------------- processes
+
+    def _manager_command(self) -> Sequence[str]:
+        ledger = str(self._directory / "ledger.sqlite3")
+        return ("-m", "ckpt_engine", "serve", "--listen", self.manager, "--http", "", "--ledger", ledger)
+
+    def _replica_command(self, name: str, url: str, model: Path) -> Sequence[str]:
+        return ("-m", "ckpt_engine", "replica", "--name", name, "--manager", self.manager, "--url", url, str(model))
+
+    def _trainer_command(self, rank: int, model: Path) -> Sequence[str]:
+        options = {
+            "--manager": self.manager,
+            "--rank": rank,
+            "--world-size": self._settings.trainers,
+            "--directory": self._directory,
+            "--updates": self._settings.updates,
+            "--replicas": self._settings.replicas,
+        }
+        return ("-m", "ckpt_engine.demo.train", *(str(part) for option in options.items() for part in option))
+
+    async def _start(self, name: str, arguments: Sequence[str], on_line: Callable[[str], None] | None = None) -> None:
+        child = EngineProcess(
+            (sys.executable, *arguments),
+            self._environment(),
+            self._directory / f"{name}.log",
+            on_line=on_line,
+            grace_seconds=STOP_SECONDS,
+        )
+        self._children[name] = child
+        try:
+            await child.start()
+        except EngineProcessError as error:
+            raise DemoError(f"{name}: {error}") from error
+
+    def _environment(self) -> dict[str, str]:
+        here = str(self._directory)
+        return {
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "HF_HUB_OFFLINE": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "XDG_RUNTIME_DIR": here,
+            "XDG_STATE_HOME": here,
+            "TMPDIR": here,
+        }
+
+    def _on_trainer_line(self, line: str) -> None:
+        """On the log pump's thread."""
+        if line.startswith(LINE_MARK):
+            with suppress(json.JSONDecodeError, RuntimeError):
+                content = json.loads(line.removeprefix(LINE_MARK))
+                self._loop.call_soon_threadsafe(self._lines.put_nowait, content)
+
+    async def _all_present(self, on_state: Callable[[str], None]) -> None:
+        async with open_channel(self.manager) as channel:
+            stub = manager_stub(channel)
+            while True:
+                self._raise_if_ended()
+                try:
+                    status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=2.0)
+                except grpc.RpcError:
+                    on_state("starting the manager")
+                else:
+                    replicas = sum(replica.connected for replica in status.replicas)
+                    trainers = sum(trainer.published for trainer in status.trainers)
+                    if replicas == self._settings.replicas and trainers == self._settings.trainers:
+                        return
+                    on_state(
+                        f"starting: {replicas} of {self._settings.replicas} replicas connected, "
+                        f"{trainers} of {self._settings.trainers} trainer ranks published"
+                    )
+                await asyncio.sleep(POLL_SECONDS)
+
+    def _raise_if_ended(self) -> None:
+        for name, child in self._children.items():
+            if not child.running:
+                raise DemoError(f"{name}: {child.describe_exit()}")
+
+    def _tails(self, message: str) -> str:
+        tails = [f"{name}:\n  " + "\n  ".join(child.last_lines(5)) for name, child in self._children.items()]
+        return "\n".join([message, *tails])

@@ -1,0 +1,179 @@
+"""A trainer's background thread: an asyncio loop with the session, and what the two threads tell each other.
+
+Methods are called on the trainer's thread unless a comment says `loop`. Nothing on the loop waits for the trainer's
+thread except through futures with a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from ckpt_engine.core.machines.events import (
+    PublicationDecided,
+    PublishTable,
+    Released,
+    SealSource,
+    SessionEnded,
+    SessionOpened,
+)
+from ckpt_engine.core.machines.trainer import TrainerMachine
+from ckpt_engine.core.problems import CkptEngineError, deadline, precondition, unavailable
+from ckpt_engine.trainer.call import Progress, UpdateCall
+from ckpt_engine.trainer.sealer import Sealer
+from ckpt_engine.trainer.session import Sealing, TrainerSession
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+STOP_SECONDS = 15.0
+
+logger = logging.getLogger("ckpt_engine.trainer")
+
+T = TypeVar("T")
+
+
+class Background:
+    """Runs one TrainerSession on a daemon thread, from `start` to `stop`."""
+
+    def __init__(self, address: str, machine: TrainerMachine, sealer: Sealer) -> None:
+        self._address = address
+        self._machine = machine
+        self._sealer = sealer
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="ckpt-engine trainer", daemon=True)
+        self._keeper = ThreadPoolExecutor(1, thread_name_prefix="ckpt-engine keep")
+        self._session: TrainerSession | None = None
+        self._call: UpdateCall | None = None
+        # Guarded by the condition: what the machine said last.
+        self._changed = threading.Condition()
+        self._open = False
+        self._lost: weights_pb2.Problem | None = None
+        self._final = False
+        self._decision: PublicationDecided | None = None
+
+    def start(self) -> None:
+        """Starts the thread; connecting goes on in it."""
+        self._thread.start()
+        self._wait(self._begin(), STOP_SECONDS)
+
+    def stop(self, reason: str) -> None:
+        """Says goodbye and ends the thread. May be repeated."""
+        if not self._thread.is_alive():
+            return
+        try:
+            assert self._session is not None
+            self._wait(self._session.stop(reason), STOP_SECONDS)
+        except TimeoutError:
+            logger.warning("the session with the manager at %s did not end within %s s", self._address, STOP_SECONDS)
+        finally:
+            self._keeper.shutdown(wait=False, cancel_futures=True)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(STOP_SECONDS)
+
+    def publish(self, table: bytes) -> None:
+        """Publishes a table, now or once the manager is there."""
+        self._require_running()
+        self._wait(self._publish(table), STOP_SECONDS)
+
+    def await_published(self, connect_seconds: float, gather_seconds: float) -> None:
+        """Returns once the session is open and the tables of all ranks were accepted.
+
+        Raises UNAVAILABLE after `connect_seconds` without a session, DEADLINE_EXCEEDED after `gather_seconds` of
+        waiting for other ranks, and the problem with which the manager refused session or tables.
+        """
+        self._require_running()
+        started = time.monotonic()
+        with self._changed:
+            while True:
+                if self._final:
+                    assert self._lost is not None
+                    raise CkptEngineError(self._lost)
+                if self._open and self._decision is not None:
+                    if self._decision.problem is not None:
+                        raise CkptEngineError(self._decision.problem)
+                    return
+                limit = gather_seconds if self._open else connect_seconds
+                left = limit - (time.monotonic() - started)
+                if left <= 0:
+                    raise self._late(limit)
+                self._changed.wait(left)
+
+    def update(
+        self, request: manager_pb2.UpdateWeightsRequest, seconds: float, on_progress: Progress | None
+    ) -> manager_pb2.UpdateReport:
+        """Makes the UpdateWeights call and seals on this thread when asked to. Raises as UpdateCall.serve does."""
+        self._require_running()
+        assert self._session is not None
+        self._call = call = UpdateCall()
+        calling = asyncio.run_coroutine_threadsafe(self._session.update(request, seconds, call.event), self._loop)
+        try:
+            calling.add_done_callback(call.ended)
+            return call.serve(lambda task, atoms: self._sealer.seal(atoms, task.keep), on_progress, seconds)
+        finally:
+            self._call = None
+            calling.cancel()
+            call.close()
+
+    # ---------------------------------------------------------------------------------------------- loop
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    async def _begin(self) -> None:
+        self._session = TrainerSession(self._address, self._machine, self._seal, self._notified)
+        self._session.start()
+
+    async def _publish(self, table: bytes) -> None:
+        assert self._session is not None
+        with self._changed:
+            self._decision = None
+        self._session.feed(PublishTable(table))
+
+    async def _seal(self, task: SealSource, atoms: weights_pb2.Atoms) -> Sealing:
+        if task.keep:
+            return await self._loop.run_in_executor(self._keeper, self._sealer.seal, atoms, True)
+        call = self._call
+        if call is None:
+            raise precondition("this rank does not wait in update_weights, so its weights may be changing")
+        return await call.seal(task, atoms)
+
+    def _notified(self, said: SessionOpened | SessionEnded | PublicationDecided | Released) -> None:
+        with self._changed:
+            match said:
+                case SessionOpened(cluster):
+                    self._open, self._lost = True, None
+                    logger.info("connected to the manager at %s (cluster %s)", self._address, cluster)
+                case SessionEnded(problem, final):
+                    if self._lost is None or final:
+                        logger.warning("no session with the manager at %s: %s", self._address, problem.message)
+                    self._open, self._lost, self._final, self._decision = False, problem, final, None
+                case PublicationDecided():
+                    self._decision = said
+                case Released(epoch):
+                    logger.debug("epoch %d is released", epoch)
+            self._changed.notify_all()
+
+    # ----------------------------------------------------------------------------------- trainer's thread
+
+    def _late(self, seconds: float) -> CkptEngineError:
+        if self._open:
+            return deadline(f"not all ranks published within {seconds:.0f} s; the manager waits for the others' tables")
+        why = f": {self._lost.message}" if self._lost is not None else ""
+        return unavailable(f"no session with a manager at {self._address} within {seconds:.0f} s{why}")
+
+    def _require_running(self) -> None:
+        if not self._thread.is_alive():
+            raise precondition("this Trainer was closed")
+
+    def _wait(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return future.result(seconds)

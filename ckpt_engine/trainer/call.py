@@ -1,0 +1,131 @@
+"""One `update_weights` in flight: what the background thread has for the trainer's own thread, and how that serves it.
+
+The trainer's thread waits in `serve`. The background thread puts seal work, events and the end of the call into it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+
+from ckpt_engine.core.machines.events import SealSource
+from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, internal
+from ckpt_engine.trainer.session import Sealing
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+Progress = Callable[[manager_pb2.UpdateProgress], None]
+
+
+@dataclass(frozen=True)
+class _SealWork:
+    task: SealSource
+    atoms: weights_pb2.Atoms
+    answer: Future[Sealing]
+
+
+@dataclass(frozen=True)
+class _Ended:
+    error: BaseException | None
+
+
+class UpdateCall:
+    """Made by the trainer's thread before the call starts; `close` when it has left `serve`, however it left."""
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[_SealWork | manager_pb2.UpdateEvent | _Ended] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    # --------------------------------------------------------------------------------- background thread
+
+    async def seal(self, task: SealSource, atoms: weights_pb2.Atoms) -> Sealing:
+        """Has the trainer's thread seal. Raises CkptEngineError: what sealing raised, or ABORTED if it left."""
+        answer: Future[Sealing] = Future()
+        with self._lock:
+            if self._closed:
+                raise left()
+            self._items.put(_SealWork(task, atoms, answer))
+        return await asyncio.wrap_future(answer)
+
+    def event(self, event: manager_pb2.UpdateEvent) -> None:
+        """The manager sent an event."""
+        self._items.put(event)
+
+    def ended(self, call: Future[None]) -> None:
+        """The call ended, well or not."""
+        self._items.put(_Ended(CancelledError() if call.cancelled() else call.exception()))
+
+    # ---------------------------------------------------------------------------------- trainer's thread
+
+    def serve(
+        self,
+        seal: Callable[[SealSource, weights_pb2.Atoms], Sealing],
+        on_progress: Progress | None,
+        seconds: float,
+    ) -> manager_pb2.UpdateReport:
+        """Does what the call asks of this thread until the report is there. Raises CkptEngineError, or what
+        `on_progress` raises; KeyboardInterrupt gets out at once."""
+        report: manager_pb2.UpdateReport | None = None
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                item = self._items.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                raise deadline(
+                    f"no report came within {seconds:.0f} s, although the manager should end by then"
+                ) from None
+            match item:
+                case _SealWork():
+                    _seal(item, seal)
+                case manager_pb2.UpdateEvent():
+                    if item.HasField("report"):
+                        report = item.report
+                    elif on_progress is not None:
+                        on_progress(item.progress)
+                case _Ended(error):
+                    if isinstance(error, CkptEngineError):
+                        raise CkptEngineError(error.problem) from error
+                    if error is not None:
+                        raise internal(f"the call ended unexpectedly: {type(error).__name__}: {error}") from error
+                    if report is None:
+                        raise internal("the manager ended the update without a report")
+                    return report
+
+    def close(self) -> None:
+        """Refuses what still waits to be sealed. May be repeated."""
+        with self._lock:
+            self._closed = True
+        while True:
+            try:
+                item = self._items.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(item, _SealWork) and item.answer.set_running_or_notify_cancel():
+                item.answer.set_exception(left())
+
+
+def left() -> CkptEngineError:
+    """The error for work that nobody is there to do."""
+    return aborted("the trainer rank has left update_weights (an interrupt, an error or its timeout)")
+
+
+def _seal(work: _SealWork, seal: Callable[[SealSource, weights_pb2.Atoms], Sealing]) -> None:
+    if not work.answer.set_running_or_notify_cancel():
+        return  # it was given up while it waited
+    try:
+        sealed = seal(work.task, work.atoms)
+    except CkptEngineError as error:
+        work.answer.set_exception(error)
+    except Exception as error:
+        # The manager is told, and the call then ends with this very problem.
+        work.answer.set_exception(internal(f"sealing failed: {type(error).__name__}: {error}"))
+    except BaseException:
+        work.answer.set_exception(left())
+        raise
+    else:
+        work.answer.set_result(sealed)

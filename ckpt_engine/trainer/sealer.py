@@ -1,0 +1,59 @@
+"""The source that a trainer publishes, and the only place where its weights are read."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from ckpt_engine.core.manifest import blob_digest, canonical
+from ckpt_engine.core.problems import precondition
+from ckpt_engine.source.base import Source
+from ckpt_engine.trainer.session import Sealing
+from ckpt_engine.v1 import weights_pb2
+
+
+class Sealer:
+    """Holds the current source. Callable from any thread; one sealing at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._source: Source | None = None
+        self._table_digest = b""
+
+    def offer(self, source: Source) -> bytes:
+        """Takes the place of the former source, which is closed. Returns the table to publish, serialised."""
+        table = canonical(source.table())
+        with self._lock:
+            former, self._source, self._table_digest = self._source, source, blob_digest(table)
+        if former is not None:
+            former.close()
+        return table
+
+    @property
+    def offering(self) -> bool:
+        """Whether there is a source."""
+        return self._source is not None
+
+    def seal(self, atoms: weights_pb2.Atoms, keep: bool) -> Sealing:
+        """Seals and digests. keep=False reads the live weights: only on the thread that could change them.
+
+        Raises CkptEngineError: there is no source, `atoms` belong to another table, or as the source does.
+        """
+        with self._lock:
+            if self._source is None:
+                raise precondition("nothing is published")
+            if atoms.table_digest != self._table_digest:
+                raise precondition("other weights were published since this was planned; update again")
+            if not keep:
+                self._source.check()
+            copy_seconds = self._source.seal(keep)
+            started = time.perf_counter()
+            values = self._source.digest(atoms)
+            return weights_pb2.Digests(values=values), copy_seconds, time.perf_counter() - started
+
+    def close(self) -> None:
+        """Frees what the source holds. May be repeated."""
+        with self._lock:
+            former, self._source = self._source, None
+        if former is not None:
+            former.close()

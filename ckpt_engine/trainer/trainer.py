@@ -1,0 +1,209 @@
+"""What a training loop calls: publish a model once, then `update_weights` after each step.
+
+The calls are synchronous. A background thread keeps the session with the manager alive while the caller computes; it
+never reads live parameters. Whatever reads them (the snapshot, if the source needs one, and the digests) runs on the
+caller's thread, inside `update_weights`, where the caller by being there promises that nothing changes them.
+
+Not supported: using a Trainer after a fork or from two threads at once, and pickling it. A forked child that tries is
+refused.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Self
+
+import torch
+from torch import nn
+
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.machines.trainer import TrainerMachine
+from ckpt_engine.core.problems import invalid, precondition
+from ckpt_engine.report import UpdateReport
+from ckpt_engine.source.open import open_source
+from ckpt_engine.trainer.background import Background
+from ckpt_engine.trainer.call import Progress
+from ckpt_engine.trainer.lineage import resolve_lineage
+from ckpt_engine.trainer.sealer import Sealer
+from ckpt_engine.transport.host import this_host
+from ckpt_engine.v1 import manager_pb2
+
+PAUSE_MODES: Mapping[str, manager_pb2.PauseMode] = {
+    "keep": manager_pb2.KEEP,
+    "abort": manager_pb2.ABORT,
+    "wait": manager_pb2.WAIT,
+    "in_place": manager_pb2.IN_PLACE,
+}
+"""What becomes of requests that run during an update: they wait and go on with the new weights (caches recomputed),
+end early with what they have, finish first with the old weights, or go on with the new weights over old caches."""
+
+CONNECT_SECONDS = 60.0
+"""How long `update_weights` waits for a manager that does not answer."""
+
+GRACE_SECONDS = 10.0
+"""What the manager's report may be late by, before the caller stops waiting for it."""
+
+
+class Trainer:
+    """One trainer rank. Use it as a context manager, or call `close`.
+
+    address: the manager, host:port. It need not run yet; a lost one is dialled again by itself.
+    rank, world_size: of the ranks that publish; each has a Trainer of its own in its own process.
+    lineage: the training run; equal on all ranks. Left out, see `lineage.resolve_lineage`: it may need
+        torch.distributed. A run that starts again or goes back to an earlier version needs a new one.
+    advertise: the address at which other hosts reach this one; only for transports between hosts.
+    deadlines: how long the steps may take.
+
+    Every method raises CkptEngineError, whose `problem` names tensors and ranks, and leaves the trainer usable.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        rank: int = 0,
+        world_size: int = 1,
+        lineage: str | None = None,
+        *,
+        advertise: str = "",
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise invalid(f"rank {rank} is not in a world of {world_size}: ranks count from 0", ranks=[max(rank, 0)])
+        self.address = address
+        self.rank = rank
+        self.world_size = world_size
+        self.lineage = resolve_lineage(lineage, rank, world_size, os.environ)
+        self._advertise = advertise
+        self._deadlines = deadlines or Deadlines()
+        self._session_id = uuid.uuid4().hex
+        self._process = os.getpid()
+        self._sealer = Sealer()
+        self._busy = threading.Lock()
+        machine = TrainerMachine(
+            self.lineage, rank, world_size, self._session_id, this_host(advertise), self._deadlines
+        )
+        self._background = Background(address, machine, self._sealer)
+        self._background.start()
+        atexit.register(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def publish(
+        self,
+        weights: nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | str | os.PathLike[str],
+        *,
+        dtype: str | torch.dtype | None = None,
+        snapshot: bool | None = None,
+    ) -> None:
+        """Says which weights updates send: an nn.Module (also sharded by FSDP2), pairs, or a safetensors directory.
+
+        Once, and again only when tensors are replaced (not when their values change). Each rank publishes what it
+        holds. dtype: served, if another than the weights'. snapshot: True copies the weights at each update, so that
+        replicas that join late can be served between updates; False refuses what needs a copy. The table in
+        `source.open.open_source` says what each kind of weights does by default.
+
+        Returns at once; whether all ranks' weights fit together is known, and raised, in `update_weights`.
+        Raises CkptEngineError (INVALID_ARGUMENT, naming the tensor) for weights that cannot be published.
+        """
+        with self._alone("publish"):
+            source = open_source(
+                weights,
+                rank=self.rank,
+                world_size=self.world_size,
+                dtype=dtype,
+                snapshot=snapshot,
+                advertise=self._advertise,
+            )
+            self._background.publish(self._sealer.offer(source))
+
+    def update_weights(
+        self,
+        version: int | None = None,
+        *,
+        pause_mode: str | None = None,
+        timeout: float | None = None,
+        min_replicas: int | None = None,
+        replicas: Sequence[str] = (),
+        on_progress: Progress | None = None,
+    ) -> UpdateReport:
+        """Brings the replicas to the weights as they are now. Every rank calls it; all return when it is over.
+
+        Do not change the weights meanwhile: this thread copies (if the source needs it) and digests them in here.
+
+        version: rises within the lineage; none: the last one plus one. All ranks give the same.
+        pause_mode: "keep" (the engine's default), "abort", "wait" or "in_place", see PAUSE_MODES.
+        timeout: of the whole update, seconds; none: the manager's default.
+        min_replicas: refuse to update fewer; default 1. replicas: only these; empty: all that receive weights.
+        on_progress: called on this thread with each UpdateProgress; what it raises ends the wait.
+
+        Returns the report also if some replicas failed: look at `report.ok`. Raises CkptEngineError when the update
+        was refused (INVALID_ARGUMENT, FAILED_PRECONDITION: no replica was touched) or could not be brought to a report
+        (ABORTED, UNAVAILABLE, DEADLINE_EXCEEDED). KeyboardInterrupt cancels the call. The next update repairs
+        whatever an unfinished one left.
+        """
+        request = self._request(version, pause_mode, timeout, min_replicas, replicas)
+        with self._alone("update_weights"):
+            if not self._sealer.offering:
+                raise precondition("publish weights before update_weights", ranks=[self.rank])
+            whole = timeout if timeout is not None else self._deadlines.update
+            end = time.monotonic() + whole
+            self._background.await_published(min(CONNECT_SECONDS, whole), min(self._deadlines.gather, whole))
+            return UpdateReport(self._background.update(request, end - time.monotonic() + GRACE_SECONDS, on_progress))
+
+    def close(self) -> None:
+        """Says goodbye to the manager and frees shared memory. May be repeated; a closed trainer stays closed."""
+        if os.getpid() != self._process:
+            return  # a forked child: thread and session are its parent's
+        atexit.unregister(self.close)
+        self._background.stop("the trainer was closed")
+        self._sealer.close()
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        if os.getpid() != self._process:
+            raise precondition(f"{what}: this Trainer belongs to process {self._process}; make one in this process")
+        if not self._busy.acquire(blocking=False):
+            raise precondition(f"{what}: this Trainer is in use by another thread")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _request(
+        self,
+        version: int | None,
+        pause_mode: str | None,
+        timeout: float | None,
+        min_replicas: int | None,
+        replicas: Sequence[str],
+    ) -> manager_pb2.UpdateWeightsRequest:
+        if version is not None and not 0 <= version < 1 << 63:
+            raise invalid(f"version {version} is not a count of steps")
+        if pause_mode is not None and pause_mode not in PAUSE_MODES:
+            raise invalid(f"pause_mode {pause_mode!r} is none of {', '.join(PAUSE_MODES)}")
+        if timeout is not None and not timeout > 0:
+            raise invalid(f"a timeout of {timeout} s leaves no time")
+        if min_replicas is not None and min_replicas < 0:
+            raise invalid(f"min_replicas {min_replicas} is negative")
+        if isinstance(replicas, str):
+            raise invalid(f"replicas is a list of names: [{replicas!r}]")
+        return manager_pb2.UpdateWeightsRequest(
+            lineage=self.lineage,
+            rank=self.rank,
+            session_id=self._session_id,
+            version=version,
+            pause_mode=PAUSE_MODES[pause_mode] if pause_mode is not None else manager_pb2.PAUSE_MODE_UNSPECIFIED,
+            timeout_seconds=timeout or 0.0,
+            min_replicas=min_replicas,
+            replicas=replicas,
+        )
