@@ -1,0 +1,47 @@
+"""Digests of what a source has sealed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from ckpt_engine.core.digest import digest_boxes
+from ckpt_engine.core.problems import invalid, precondition
+from ckpt_engine.v1.weights_pb2 import Atoms, SourceTable
+
+
+def digest_atoms(table: SourceTable, sealed: Sequence[torch.Tensor], atoms: Atoms) -> list[int]:
+    """The digest of each atom, in order. `sealed[i]` is the memory of `table.shards[i]`, with the shard's shape.
+
+    Raises FAILED_PRECONDITION if the atoms were made for another table, INVALID_ARGUMENT if one is not in its shard.
+    """
+    own = hashlib.sha256(table.SerializeToString(deterministic=True)).digest()
+    if atoms.table_digest and atoms.table_digest != own:
+        raise precondition(
+            f"the atoms are of table {atoms.table_digest.hex()[:16]}, but rank {table.rank} offers "
+            f"{own.hex()[:16]}; it published again meanwhile",
+            ranks=[table.rank],
+        )
+    boxes: list[tuple[torch.Tensor, Sequence[int]]] = []
+    for atom in atoms.atoms:
+        if atom.shard >= len(sealed):
+            raise invalid(f"atom of shard {atom.shard}, but rank {table.rank} has {len(sealed)}", ranks=[table.rank])
+        shard = table.shards[atom.shard]
+        start, stop = tuple(atom.start), tuple(atom.stop)
+        inside = len(start) == len(stop) == len(shard.start) and all(
+            lowest <= first <= last <= highest
+            for lowest, first, last, highest in zip(shard.start, start, stop, shard.stop, strict=True)
+        )
+        if not inside:
+            raise invalid(
+                f"atom [{list(start)}, {list(stop)}) is not in shard [{list(shard.start)}, {list(shard.stop)})",
+                tensors=[table.tensors[shard.tensor].name],
+                ranks=[table.rank],
+            )
+        part = tuple(
+            slice(first - lowest, last - lowest) for lowest, first, last in zip(shard.start, start, stop, strict=True)
+        )
+        boxes.append((sealed[atom.shard][part], start))
+    return digest_boxes(boxes)

@@ -1,0 +1,154 @@
+"""A source of a checkpoint directory: safetensors files, read where they lie.
+
+Nothing is copied, and it stays sealed as long as nobody changes the files, so late replicas can install from it. With
+`snapshot`, or a served dtype that differs, the weights are copied into shared memory at each seal instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ckpt_engine.core.problems import invalid, precondition
+from ckpt_engine.source.digests import digest_atoms
+from ckpt_engine.source.held import Held
+from ckpt_engine.source.memory import CASTABLE, MemorySource, contiguous
+from ckpt_engine.source.safetensors import FileTensor, read_directory
+from ckpt_engine.transport.file import FileTransport, file_region
+from ckpt_engine.transport.mapped import MappedRegions
+from ckpt_engine.v1.weights_pb2 import Atoms, Host, Region, Shard, SourceTable, TensorSpec
+
+
+def directory_source(
+    path: Path,
+    *,
+    host: Host,
+    rank: int = 0,
+    snapshot: bool | None = None,
+    dtype: torch.dtype | None = None,
+) -> DirectorySource | MemorySource:
+    """Opens a checkpoint directory, or one safetensors file.
+
+    Raises NOT_FOUND or INVALID_ARGUMENT if the files are not a whole checkpoint (see source/safetensors.py).
+    """
+    opened, tensors = _open(path)
+    views = [tensor.view(opened) for tensor in tensors]
+    cast = dtype is not None and any(view.dtype in CASTABLE and view.dtype != dtype for view in views)
+    if not cast and not snapshot:
+        return DirectorySource(opened, tensors, views, host=host, rank=rank, description=f"safetensors {path.name}")
+    return MemorySource(
+        _finder(opened, tensors, views),
+        host=host,
+        rank=rank,
+        snapshot=snapshot,
+        dtype=dtype,
+        kind=f"safetensors {path.name}",
+    )
+
+
+class DirectorySource:
+    """Offers files as they are. See Source for which call runs when; any thread may make them."""
+
+    def __init__(
+        self,
+        opened: MappedRegions,
+        tensors: list[_InFile],
+        views: list[torch.Tensor],
+        *,
+        host: Host,
+        rank: int,
+        description: str,
+    ) -> None:
+        self._opened = opened
+        self._sealed = views
+        self._has_seal = False
+        regions = {tensor.region.id: tensor.region for tensor in tensors}
+        self._table = SourceTable(
+            host=host,
+            rank=rank,
+            tensors=[TensorSpec(name=found.name, dtype=found.dtype, shape=found.shape) for found in _entries(tensors)],
+            regions=[regions[id] for id in sorted(regions)],
+            shards=[
+                Shard(
+                    tensor=index,
+                    start=[0] * len(tensor.entry.shape),
+                    stop=tensor.entry.shape,
+                    region=tensor.region.id,
+                    offset=tensor.entry.offset,
+                    stride=contiguous(tensor.entry.shape),
+                )
+                for index, tensor in enumerate(tensors)
+            ],
+            stays_sealed=True,
+            source_copies=0,
+            description=f"{description}, read in place",
+        )
+
+    def table(self) -> SourceTable:
+        """What the files hold."""
+        return self._table
+
+    def check(self) -> None:
+        """Raises DATA_LOSS if a file was changed, UNAVAILABLE if it is gone."""
+        self._opened.check()
+
+    def seal(self, keep: bool = False) -> float:
+        """Looks whether the files are unchanged; copies nothing."""
+        self.check()
+        self._has_seal = True
+        return 0.0
+
+    def digest(self, atoms: Atoms) -> list[int]:
+        """Digests of what the files hold; reads them once."""
+        if not self._has_seal:
+            raise precondition("the checkpoint was not sealed, or was closed")
+        return digest_atoms(self._table, self._sealed, atoms)
+
+    def close(self) -> None:
+        """Unmaps the files. Readers can still open them: they are not ours."""
+        self._has_seal = False
+        self._sealed = []
+        self._opened.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _InFile:
+    entry: FileTensor
+    region: Region
+
+    def view(self, opened: MappedRegions) -> torch.Tensor:
+        shape = self.entry.shape
+        return opened.view(self.region, self.entry.offset, shape, contiguous(shape), self.entry.dtype)
+
+
+def _entries(tensors: list[_InFile]) -> list[FileTensor]:
+    return [tensor.entry for tensor in tensors]
+
+
+def _open(path: Path) -> tuple[MappedRegions, list[_InFile]]:
+    """Maps the files of a checkpoint; its tensors sorted by name."""
+    tensors = []
+    regions = []
+    for id, header in enumerate(read_directory(path)):
+        region = file_region(id, str(header.path), header.data_start, header.data_size)
+        regions.append(region)
+        tensors += [_InFile(entry, region) for entry in header.tensors]
+    if not tensors:
+        raise invalid(f"nothing to publish: {path} holds no tensors")
+    return FileTransport().open(regions), sorted(tensors, key=lambda tensor: tensor.entry.name)
+
+
+def _finder(opened: MappedRegions, tensors: list[_InFile], views: list[torch.Tensor]) -> Callable[[], list[Held]]:
+    boxes = [
+        Held(entry.name, view, entry.shape, (0,) * len(entry.shape), "is in a file")
+        for entry, view in zip(_entries(tensors), views, strict=True)
+    ]
+
+    def find() -> list[Held]:
+        opened.check()
+        return boxes
+
+    return find

@@ -1,0 +1,111 @@
+"""A tensor, or the box of one, that this process holds; and which box of a sharded tensor that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ckpt_engine.core.problems import invalid, precondition
+
+if torch.distributed.is_available():
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The box of the global tensor `name` that starts at `start` and has the shape of `tensor`.
+
+    tensor: the live memory, on any device, with any strides. shape: of the global tensor.
+    twins: other tensor objects of exactly this memory; where it moves, they move.
+    must_copy: why its memory cannot be moved, so that it is copied at each seal; empty: it can.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    must_copy: str = ""
+    twins: tuple[torch.Tensor, ...] = ()
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether each rank holds only a part of it (DTensor)."""
+    return torch.distributed.is_available() and isinstance(tensor, DTensor)
+
+
+def held(named: Iterable[tuple[str, torch.Tensor]]) -> list[Held]:
+    """What this process holds of each tensor: all of it, or its shard of a DTensor; nothing if that shard is empty.
+
+    Raises INVALID_ARGUMENT for tensors whose memory cannot be offered (meta, sparse, quantised, other subclasses,
+    placements other than Shard and Replicate) and for names that occur twice.
+    """
+    found: dict[str, Held | None] = {}
+    for name, tensor in named:
+        if name in found:
+            raise invalid(f"two tensors are called {name!r} once wrappers are stripped; rename one", tensors=[name])
+        if is_sharded(tensor):
+            found[name] = _shard(name, tensor)
+        else:
+            whole = _plain(name, tensor)
+            found[name] = Held(name, whole, tuple(whole.shape), (0,) * whole.dim(), _must_copy(whole))
+    return [box for box in found.values() if box is not None]
+
+
+def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if torch.nn.parameter.is_lazy(tensor):
+        raise invalid(f"{name!r} has no shape yet: run the model once before publishing it", tensors=[name])
+    if is_traceable_wrapper_subclass(tensor):
+        raise invalid(
+            f"{name!r} is a {type(tensor).__name__}, which has no plain memory of its own; publish the tensors inside",
+            tensors=[name],
+        )
+    if tensor.device.type == "meta":
+        raise invalid(f"{name!r} is on the meta device and has no values", tensors=[name])
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        raise invalid(f"{name!r} is nested, quantised or not strided ({tensor.layout}, {tensor.dtype})", tensors=[name])
+    return tensor
+
+
+def _must_copy(tensor: torch.Tensor) -> str:
+    if tensor.device.type != "cpu":
+        return f"is on {tensor.device}"
+    if tensor.is_inference():
+        return "is an inference tensor"
+    return "is conjugated or negated lazily" if tensor.is_conj() or tensor.is_neg() else ""
+
+
+def _shard(name: str, tensor: torch.Tensor) -> Held | None:
+    """This rank's box of a DTensor; None if it is empty, or if this rank is not in its mesh."""
+    assert isinstance(tensor, DTensor)
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    start, extent = [0] * tensor.dim(), list(tensor.shape)
+    for axis_of_mesh, placement in enumerate(tensor.placements):
+        if type(placement) is Replicate:
+            continue
+        if type(placement) is not Shard:
+            raise invalid(
+                f"{name!r} is placed as {placement} on axis {axis_of_mesh} of its mesh; "
+                "only Shard and Replicate can be published",
+                tensors=[name],
+            )
+        axis, parts = placement.dim, tensor.device_mesh.size(axis_of_mesh)
+        chunk = -(-extent[axis] // parts)
+        first = min(chunk * coordinate[axis_of_mesh], extent[axis])
+        start[axis] += first
+        extent[axis] = min(chunk, extent[axis] - first)
+    with torch.no_grad():
+        local = _plain(name, tensor.to_local().detach())
+    if list(local.shape) != extent:
+        raise precondition(
+            f"{name!r}: this rank should hold {extent} of {list(tensor.shape)} under {tensor.placements}, "
+            f"but holds {list(local.shape)}",
+            tensors=[name],
+        )
+    if local.numel() == 0 and tensor.numel() > 0:
+        return None
+    return Held(name, local, tuple(tensor.shape), tuple(start), "is a shard that its DTensor owns")

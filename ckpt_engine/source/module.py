@@ -1,0 +1,95 @@
+"""A source of an nn.Module: what its checkpoint would hold.
+
+Parameters and persistent buffers, each memory once: of tied weights the first name is published, as Hugging Face does
+when it saves. A model sharded by FSDP2 publishes this rank's shards, copied at each seal.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ckpt_engine.core.problems import invalid
+from ckpt_engine.source.held import Held, held, is_sharded
+from ckpt_engine.source.memory import MemorySource
+from ckpt_engine.source.names import strip_wrappers
+from ckpt_engine.v1.weights_pb2 import Host
+
+if torch.distributed.is_available():
+    from torch.distributed.fsdp import FSDPModule
+
+
+def module_source(
+    module: nn.Module, *, host: Host, rank: int = 0, snapshot: bool | None = None, dtype: torch.dtype | None = None
+) -> MemorySource:
+    """Opens a module. `snapshot` and `dtype` as in MemorySource.
+
+    A CPU model that is not sharded is re-homed unless `snapshot`. Raises INVALID_ARGUMENT, naming the tensor, for what
+    cannot be published; FSDP1 (flattened) models are among it.
+    """
+    sharded = any(is_sharded(tensor) for _, tensor in _tensors(module))
+    return MemorySource(
+        partial(_find, module),
+        host=host,
+        rank=rank,
+        snapshot=True if sharded and snapshot is None else snapshot,
+        dtype=dtype,
+        kind="FSDP2 module" if sharded else "nn.Module",
+        may_be_empty=sharded,
+    )
+
+
+def _find(module: nn.Module) -> list[Held]:
+    _reshard(module)
+    first: dict[tuple[object, ...], str] = {}
+    twins: dict[str, list[torch.Tensor]] = defaultdict(list)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in _tensors(module):
+        if name.rpartition(".")[2].startswith("_flat_param"):
+            raise invalid(
+                f"{name!r} is flattened by FSDP1, which does not keep tensors apart; shard with fully_shard (FSDP2)",
+                tensors=[name],
+            )
+        known = first.setdefault(_memory(tensor), name)
+        if known == name:
+            tensors[name] = tensor
+        else:
+            twins[known].append(tensor)
+    stripped = dict(zip(strip_wrappers(list(tensors)), tensors, strict=True))
+    if len(stripped) < len(tensors):
+        doubled = sorted(set(tensors) - set(stripped.values()))
+        raise invalid(f"{doubled[0]!r} has the name of another tensor once wrappers are stripped", tensors=doubled)
+    return [
+        replace(box, twins=tuple(twins[stripped[box.name]]))
+        for box in held((name, tensors[whole]) for name, whole in stripped.items())
+    ]
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _reshard(module: nn.Module) -> None:
+    """Frees gathered parameters: FSDP2 leaves those of the root whole after a forward pass."""
+    if torch.distributed.is_available():
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for two tensors if they are the same elements of the same memory."""
+    strange = is_sharded(tensor) or tensor.layout != torch.strided or tensor.is_nested or is_lazy(tensor)
+    if strange or tensor.device.type == "meta" or not tensor.numel():
+        return (id(tensor),)
+    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())

@@ -1,0 +1,72 @@
+"""Opens whatever a trainer has as a source."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ckpt_engine.core.dtypes import UnsupportedDtypeError, dtype_name, torch_dtype
+from ckpt_engine.core.problems import invalid
+from ckpt_engine.source.base import Source
+from ckpt_engine.source.directory import directory_source
+from ckpt_engine.source.module import module_source
+from ckpt_engine.source.named import named_source
+from ckpt_engine.transport.host import this_host
+
+
+def open_source(
+    obj: nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | str | os.PathLike[str],
+    rank: int = 0,
+    world_size: int = 1,
+    dtype: str | torch.dtype | None = None,
+    snapshot: bool | None = None,
+    advertise: str = "",
+) -> Source:
+    """Opens `obj` as what trainer rank `rank` of `world_size` offers. In the process that owns the weights.
+
+    | obj                                      | by default                                | `snapshot=True`      |
+    |------------------------------------------|-------------------------------------------|----------------------|
+    | nn.Module on the CPU                     | re-homed in shared memory, no copies      | copied at each seal  |
+    | nn.Module on a GPU                       | copied at each seal                       | the same             |
+    | nn.Module sharded by FSDP2               | this rank's shards, copied at each seal   | the same             |
+    | (name, tensor) pairs, or a mapping       | copied at each seal                       | the same             |
+    | safetensors directory or file            | files read in place, no copies            | copied at each seal  |
+
+    Every rank publishes all that it holds: equal tensors of several ranks are replicas of each other. `dtype` is the
+    served dtype of floating-point tensors; those of another one are cast, hence copied, at each seal. `snapshot=False`
+    refuses what cannot do without a copy. `advertise` is the address at which other hosts reach this one.
+
+    Raises CkptEngineError INVALID_ARGUMENT for anything else and for what cannot be published, naming the tensor.
+    """
+    if not 0 <= rank < world_size:
+        raise invalid(f"rank {rank} is not in a world of {world_size}")
+    host, served = this_host(advertise), _dtype(dtype)
+    if isinstance(obj, nn.Module):
+        return module_source(obj, host=host, rank=rank, snapshot=snapshot, dtype=served)
+    if isinstance(obj, str | os.PathLike):
+        if world_size != 1:
+            raise invalid(f"a checkpoint directory is published by one process, not by {world_size} ranks")
+        return directory_source(Path(obj), host=host, rank=rank, snapshot=snapshot, dtype=served)
+    if isinstance(obj, Iterable) and not isinstance(obj, torch.Tensor | bytes):
+        return named_source(obj, host=host, rank=rank, snapshot=snapshot, dtype=served)
+    raise invalid(
+        f"cannot publish a {type(obj).__name__}: give an nn.Module, (name, tensor) pairs, a mapping of names to "
+        "tensors, or the path of a safetensors directory"
+    )
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    try:
+        served = torch_dtype(dtype) if isinstance(dtype, str) else dtype
+        dtype_name(served)
+    except UnsupportedDtypeError as error:
+        raise invalid(f"cannot serve weights as {dtype}: {error}") from error
+    if not served.is_floating_point:
+        raise invalid(f"cannot serve weights as {dtype}: give a floating-point dtype")
+    return served
