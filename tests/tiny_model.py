@@ -88,6 +88,19 @@ def reference_tokens(model: Any, prompt: list[int], count: int) -> Reference:
     return _generate(model, torch.tensor([prompt]), count)[0]
 
 
+def regrets(model: Any, prompt: list[int], output: list[int]) -> list[float]:
+    """How far each greedy token of `output` is from the best one, in logits of one pass over all of them.
+
+    Correct output stays within rounding of 0 also where two tokens tie; tokens of other weights do not.
+    """
+    tokens = torch.tensor([prompt + output])
+    with torch.no_grad():
+        logits = model(tokens).logits[0, len(prompt) - 1 : -1].float()
+    chosen = logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
+    regret: list[float] = (logits.amax(dim=1) - chosen).tolist()
+    return regret
+
+
 def decisive_prompts(model: Any, number: int, count: int = 32, length: int = 6) -> list[list[int]]:
     """`number` prompts of `length` tokens whose greedy continuation of `count` tokens nowhere comes near a tie.
 

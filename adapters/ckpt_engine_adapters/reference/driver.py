@@ -109,9 +109,8 @@ class ReferenceAdapter:
         except httpx.HTTPError as error:
             # Also for a refused connection: an engine that has just died may have done it before.
             cause = str(error) or type(error).__name__
-            raise EngineCallError(
-                f"{method} {route}: no answer within {seconds:.1f} s: {cause}", answered=False
-            ) from error
+            message = f"{method} {route}: no answer within {seconds:.1f} s: {cause}"
+            raise EngineCallError(message, answered=False) from error
         if response.status_code == 504:
             raise EngineCallError(f"{method} {route}: {_detail(response)}", answered=False)
         if response.is_error:

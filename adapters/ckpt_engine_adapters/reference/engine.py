@@ -195,8 +195,8 @@ class Engine:
         async with self._exclusive(seconds):
             return [reply["done"] for reply in await self._pool.call("prepare", seconds)]
 
-    async def install(self, seconds: float) -> list[bool]:
-        """Lets every worker fetch and install the agent's weights; by rank, whether it says it did.
+    async def install(self, epoch: int, seconds: float) -> list[bool]:
+        """Lets every worker fetch the agent's order for `epoch` and install it; by rank, whether it says it did.
 
         Raises:
             ConflictError: the engine is not paused, or its weights' memory is given up.
@@ -207,7 +207,7 @@ class Engine:
                 raise ConflictError("weights are installed into a paused engine only: POST /pause first")
             if "weights" in self.asleep:
                 raise ConflictError('the memory of the weights is given up: POST /wake {"tags": ["weights"]} first')
-            return [reply["done"] for reply in await self._pool.call("install", seconds)]
+            return [reply["done"] for reply in await self._pool.call("install", seconds, epoch=epoch)]
 
     def confirm(self, lineage: str, version: int, root: str) -> None:
         """Checks a label against what the workers hold, which is what responses name anyway.

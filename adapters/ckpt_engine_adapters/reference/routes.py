@@ -167,8 +167,7 @@ def create_app(engine: Engine, facts: ModelFacts) -> FastAPI:
 
     @app.post("/ckpt_engine/install")
     async def install(body: InstallBody) -> dict[str, list[bool]]:
-        # The epoch is for the log of whoever reads requests: workers obey the one in the agent's order.
-        return {"done": await engine.install(body.seconds)}
+        return {"done": await engine.install(body.epoch, body.seconds)}
 
     return app
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import logging
 import os
 import signal
 import sys
@@ -26,7 +27,7 @@ import zmq
 
 from ckpt_engine.install.directory import EngineDirectory
 from ckpt_engine.install.worker import EngineWorker
-from ckpt_engine_adapters.reference.model import ReferenceModel
+from ckpt_engine_adapters.reference.model import ReferenceModel, UnsupportedModelError
 from ckpt_engine_adapters.reference.sampling import choose
 
 PROCESS_GROUP_SECONDS = 300.0
@@ -55,7 +56,7 @@ class Worker:
             case "prepare":
                 return {"done": self._engine_worker.prepare()}
             case "install":
-                return {"done": self._engine_worker.install()}
+                return {"done": self._engine_worker.install(command["epoch"])}
             case "sleep":
                 return self._sleep(command["level"])
             case "wake":
@@ -81,7 +82,7 @@ class Worker:
         """Level 1 drops the caches, level 2 also the weights: the state word says so before the first byte goes."""
         self._caches.clear()
         if level == 2:
-            self._engine_worker.slot.none()
+            self._engine_worker.discard()
             self._model.discard()
         return {"parameter_bytes": self._model.parameter_bytes()}
 
@@ -125,6 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parent", type=int, required=True)
     options = parser.parse_args(arguments)
 
+    logging.basicConfig(format=f"worker {options.rank}: %(message)s")
     die_with_parent(options.parent)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # sent to the whole group: the API process obeys, and ends us
@@ -139,15 +141,14 @@ def main(arguments: list[str] | None = None) -> None:
             world_size=options.world_size,
             timeout=timedelta(seconds=PROCESS_GROUP_SECONDS),
         )
-    model = ReferenceModel(
-        options.model,
-        getattr(torch, options.dtype),
-        rank=options.rank,
-        world_size=options.world_size,
-        initialise=options.load_format == "dummy",
-    )
-    if options.load_format != "dummy":
-        model.load_directory(options.model)
+    dummy = options.load_format == "dummy"
+    dtype = getattr(torch, options.dtype)
+    try:
+        model = ReferenceModel(options.model, dtype, rank=options.rank, world_size=options.world_size, initialise=dummy)
+        if not dummy:
+            model.load_directory(options.model)
+    except (UnsupportedModelError, ValueError, OSError) as error:
+        sys.exit(f"worker {options.rank}: {error}")
     worker = Worker(model, EngineWorker(directory, options.rank, options.world_size, model.target()), options.rank)
 
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
