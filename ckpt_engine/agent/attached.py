@@ -1,0 +1,146 @@
+"""An engine that somebody else started, on this host, with our gate in it.
+
+It is never ended or restarted from here. When it goes, its agent waits for whatever answers at the same URL next; that
+may be a new start with a new runtime directory, and then the agent moves there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from urllib.parse import urlsplit
+
+from ckpt_engine.agent.adapter import EngineAdapter, EngineCallError, load_adapter
+from ckpt_engine.agent.channel import AgentChannel, Answer
+from ckpt_engine.agent.engine import (
+    HEALTH_SECONDS,
+    WATCH_SECONDS,
+    EngineEvents,
+    Watch,
+    connect,
+    locate,
+    probe,
+)
+from ckpt_engine.core.problems import CkptEngineError, precondition
+from ckpt_engine.install.directory import EngineDirectory
+from ckpt_engine.install.state import EnginePage
+
+RETRY_SECONDS = 1.0
+
+
+class AttachedEngine:
+    """See `EngineHost`. url: of the engine's API on loopback. startup_seconds: for it to answer the first time."""
+
+    def __init__(self, kind: str, url: str, events: EngineEvents, answer: Answer, startup_seconds: float) -> None:
+        self._kind = kind
+        self._url = url.rstrip("/")
+        self._events = events
+        self._answer = answer
+        self._startup_seconds = startup_seconds
+        self._module = load_adapter(kind)
+        self._directory: EngineDirectory | None = None
+        self._channel: AgentChannel | None = None
+        self.agent_epoch = 0
+        self.page: EnginePage | None = None
+        self.adapter: EngineAdapter | None = None
+
+    @property
+    def default_name(self) -> str:
+        parts = urlsplit(self._url)
+        return f"{self._kind}-{parts.port or {'https': 443}.get(parts.scheme, 80)}"
+
+    async def open(self) -> None:
+        """Waits for the engine, and takes its directory. Raises CkptEngineError."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._startup_seconds
+        while True:
+            try:
+                await self._enter()
+                return
+            except EngineCallError as error:
+                if error.answered or loop.time() > until:
+                    raise precondition(str(error)) from error
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def run(self) -> None:
+        """Never returns by itself; raises EngineFailedError if what answers cannot be driven."""
+        last = ""
+        while True:
+            try:
+                await self._enter()
+                await self._serve()
+            except (EngineCallError, CkptEngineError) as error:
+                if str(error) != last:
+                    self._events.say(f"waiting for the engine: {error}")
+                last = str(error)
+            else:
+                last = ""
+            await self._forget_engine()
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def close(self) -> None:
+        """Leaves the engine as it is; another agent may take over."""
+        await self._forget_engine()
+        await self._leave()
+
+    async def _enter(self) -> None:
+        """Makes the directory that the engine names now ours, unless it is already."""
+        path = (await locate(self._url, HEALTH_SECONDS)).directory
+        if self._directory is not None and self._directory.path == path:
+            return
+        await self._leave()
+        try:
+            directory = EngineDirectory(path)
+            directory.token()
+        except OSError as error:
+            reason = f"the engine's directory {path} cannot be used from here: {error.strerror}"
+            raise precondition(f"{reason}; run the agent as the same user, in the same container") from error
+        directory.lock()
+        self._directory = directory
+        self.agent_epoch = max(self.agent_epoch, directory.next_agent_epoch())
+        self.page = EnginePage(directory.page)
+        self._channel = AgentChannel(directory, self._answer)
+        await self._channel.start()
+
+    async def _leave(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+        if self.page is not None:
+            self.page.close()
+            self.page = None
+        if self._directory is not None:
+            self._directory.unlock()
+            self._directory = None
+
+    async def _serve(self) -> None:
+        """From the engine being ready to its being gone."""
+        assert self._directory is not None
+        assert self.page is not None
+        adapter = connect(self._module, self._url, self._directory)
+        self.adapter = adapter
+        if not await adapter.healthy(HEALTH_SECONDS):
+            raise EngineCallError(f"{self._url} is not healthy yet", answered=True)
+        ready = await probe(adapter, self._url)
+        self._events.say(f"engine ready at {self._url}")
+        self._events.engine_ready(ready)
+        watch = Watch(adapter, self.page)
+        reason = ""
+        while not reason:
+            await asyncio.sleep(WATCH_SECONDS)
+            reason = await watch.look() or await self._moved()
+        self._events.say(reason)
+        self._events.engine_exited(reason)
+
+    async def _moved(self) -> str:
+        """Whether a new start of the engine answers at the URL, which the health route would not show."""
+        assert self._directory is not None
+        try:
+            path = (await locate(self._url, HEALTH_SECONDS)).directory
+        except EngineCallError:
+            return ""  # that is for the watch to judge
+        return "" if path == self._directory.path else f"the engine at {self._url} was started anew"
+
+    async def _forget_engine(self) -> None:
+        if self.adapter is not None:
+            adapter, self.adapter = self.adapter, None
+            await adapter.close()

@@ -1,0 +1,155 @@
+"""An engine as its agent sees it: where it lies, how it is driven, whether it is still there.
+
+Two kinds, with one face (`EngineHost`): an engine that we launch (launched.py) and one that runs beside us
+(attached.py). Both tell `EngineEvents` when the engine is ready and when it has gone, any number of times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+
+from ckpt_engine.agent.adapter import AdapterModule, AdapterSettings, EngineAdapter, EngineCallError
+from ckpt_engine.core.machines.events import EngineReady
+from ckpt_engine.install.directory import EngineDirectory
+from ckpt_engine.install.gate import INFO_ROUTE
+from ckpt_engine.install.state import EnginePage
+from ckpt_engine.v1 import manager_pb2
+
+PROBE_SECONDS = 30.0
+WATCH_SECONDS = 1.0
+"""Between two looks at whether the engine is still there."""
+HEALTH_SECONDS = 5.0
+"""For one answer of the health route."""
+UNHEALTHY_SECONDS = 60.0
+"""An engine that has not answered for so long will not answer. Generous: installing may keep a server busy."""
+DEAD_WORKER_SECONDS = 10.0
+"""A server that has not noticed in this time that one of its workers is dead will not notice."""
+
+
+class EngineEvents(Protocol):
+    """Told on the agent's loop; must neither block nor raise."""
+
+    def engine_ready(self, ready: EngineReady) -> None: ...
+
+    def engine_exited(self, reason: str) -> None:
+        """After each `engine_ready` at most one. Its workers hold nothing any more."""
+        ...
+
+    def say(self, line: str) -> None:
+        """One plain line for people."""
+        ...
+
+
+class EngineFailedError(Exception):
+    """The engine is gone and will not be started again; the message says why, with its last lines."""
+
+
+class EngineHost(Protocol):
+    """One engine and its runtime directory, of which we are the only agent from `open` to `close`."""
+
+    async def open(self) -> None:
+        """Takes the directory. Raises CkptEngineError if another agent has it, or the engine cannot be found."""
+        ...
+
+    async def run(self) -> None:
+        """Until cancelled, or until the engine is gone for good: EngineFailedError, or a plain return if it ended well.
+
+        Being cancelled does not end the engine; `close` does.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Ends the engine if it is ours, and gives the directory back. Safe to call at any time, also twice."""
+        ...
+
+    @property
+    def agent_epoch(self) -> int: ...
+
+    @property
+    def default_name(self) -> str:
+        """What the replica is called if nobody says otherwise, after the host's name: kind and port."""
+        ...
+
+    @property
+    def page(self) -> EnginePage | None: ...
+
+    @property
+    def adapter(self) -> EngineAdapter | None:
+        """None unless the engine is there."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineLocation:
+    """What the engine says of itself at /ckpt_engine/info."""
+
+    directory: Path
+
+
+async def locate(url: str, seconds: float) -> EngineLocation:
+    """Asks the engine at `url` for its runtime directory. Raises EngineCallError in words for people."""
+    try:
+        async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
+            response = await client.get(url + INFO_ROUTE)
+            response.raise_for_status()
+            directory = response.json()["directory"]
+    except httpx.HTTPStatusError as error:
+        status = error.response.status_code
+        message = f"the server at {url} answers {INFO_ROUTE} with {status}: it was started without ckpt-engine's gate"
+        raise EngineCallError(message if status == 404 else f"{url}{INFO_ROUTE}: {error}", answered=True) from error
+    except httpx.HTTPError as error:
+        raise EngineCallError(f"{url} does not answer: {error or type(error).__name__}", answered=False) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise EngineCallError(
+            f"{url}{INFO_ROUTE} answers something else than an engine's gate", answered=True
+        ) from error
+    return EngineLocation(Path(directory))
+
+
+def connect(module: AdapterModule, url: str, directory: EngineDirectory) -> EngineAdapter:
+    """A driver for the engine at `url`, with the token of its directory."""
+    return module.create_adapter(AdapterSettings(url, directory.path, directory.token()))
+
+
+async def probe(adapter: EngineAdapter, url: str) -> EngineReady:
+    """Asks a healthy engine what it is. Raises EngineFailedError if this adapter cannot drive it."""
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            info = await adapter.probe(PROBE_SECONDS)
+    except TimeoutError:
+        raise EngineCallError(f"{url} did not say within {PROBE_SECONDS:g} s what it is", answered=False) from None
+    if not info.supported:
+        raise EngineFailedError(f"{adapter.kind} {info.version} at {url} cannot be driven: {info.reason}")
+    engine = manager_pb2.Engine(kind=adapter.kind, version=info.version, url=url)
+    return EngineReady(engine, info.world_size, info.paused, info.asleep)
+
+
+class Watch:
+    """Decides from repeated looks whether an engine is gone. One instance a start of an engine."""
+
+    def __init__(self, adapter: EngineAdapter, page: EnginePage, clock: Callable[[], float] = time.monotonic) -> None:
+        self._adapter = adapter
+        self._page = page
+        self._clock = clock
+        self._healthy_at = clock()
+        self._workers_alive_at = clock()
+
+    async def look(self) -> str:
+        """Why the engine is gone for good, or an empty string. Takes at most HEALTH_SECONDS."""
+        if await self._adapter.healthy(HEALTH_SECONDS):
+            self._healthy_at = self._clock()
+        elif self._clock() - self._healthy_at > UNHEALTHY_SECONDS:
+            return f"the engine has not answered its health route for {UNHEALTHY_SECONDS:g} s"
+        dead = [word for word in self._page.read() if word.boot_id and not word.alive]
+        if not dead:
+            self._workers_alive_at = self._clock()
+        elif self._clock() - self._workers_alive_at > DEAD_WORKER_SECONDS:
+            return f"worker {dead[0].rank} of the engine (pid {dead[0].pid}) is dead"
+        return ""

@@ -1,0 +1,225 @@
+"""An engine that the agent launches, restarts when it fails, and ends with itself."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from ckpt_engine.agent.adapter import EngineAdapter, EngineCallError, LaunchPlan, load_adapter
+from ckpt_engine.agent.channel import AgentChannel, Answer
+from ckpt_engine.agent.engine import (
+    WATCH_SECONDS,
+    EngineEvents,
+    EngineFailedError,
+    Watch,
+    connect,
+    locate,
+    probe,
+)
+from ckpt_engine.agent.process import EngineProcess, EngineProcessError, LineSink, free_port
+from ckpt_engine.core.machines.events import EngineReady
+from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory, default_root
+from ckpt_engine.install.state import EnginePage
+
+FIRST_RESTART_SECONDS = 1.0
+LONGEST_RESTART_SECONDS = 60.0
+STEADY_SECONDS = 300.0
+"""An engine that has served for so long has recovered: the next restart does not wait longer than the first."""
+
+
+class Restart(StrEnum):
+    """What to do when an engine that has been healthy ends without having been asked to."""
+
+    NEVER = "never"
+    ON_FAILURE = "on-failure"
+    """Unless it exited with status 0."""
+
+
+@dataclass(frozen=True)
+class LaunchSettings:
+    """How to launch and keep an engine.
+
+    arguments: to the engine, untouched. port: 0: a free one, chosen anew at each start. startup_seconds: from launch
+    until it answers. log_path: empty: in the runtime directory's `logs`.
+    """
+
+    kind: str
+    arguments: tuple[str, ...] = ()
+    model: str = ""
+    port: int = 0
+    restart: Restart = Restart.ON_FAILURE
+    startup_seconds: float = 600.0
+    log_path: Path | None = None
+    root: Path | None = None
+
+
+class LaunchedEngine:
+    """See `EngineHost`. answer: of the worker channel. on_output: gets every line that the engine prints."""
+
+    def __init__(
+        self, settings: LaunchSettings, events: EngineEvents, answer: Answer, on_output: LineSink | None = None
+    ) -> None:
+        self._settings = settings
+        self._events = events
+        self._answer = answer
+        self._on_output = on_output
+        self._module = load_adapter(settings.kind)
+        self._port = settings.port or free_port()
+        self._directory: EngineDirectory | None = None
+        self._channel: AgentChannel | None = None
+        self._process: EngineProcess | None = None
+        self.agent_epoch = 0
+        self.page: EnginePage | None = None
+        self.adapter: EngineAdapter | None = None
+
+    @property
+    def default_name(self) -> str:
+        return f"{self._settings.kind}-{self._port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's first process; None unless it runs."""
+        return self._process.pid if self._process is not None and self._process.running else None
+
+    async def open(self) -> None:
+        """Makes the directory and listens in it. Raises ValueError if the adapter refuses the launch arguments."""
+        self._plan()
+        directory = EngineDirectory.create(self._settings.root)
+        self._directory = directory
+        directory.lock()
+        self.agent_epoch = directory.next_agent_epoch()
+        self.page = EnginePage(directory.page)
+        self._channel = AgentChannel(directory, self._answer)
+        await self._channel.start()
+
+    async def run(self) -> None:
+        """Keeps the engine running as the policy says. See `EngineHost.run`."""
+        backoff = FIRST_RESTART_SECONDS
+        restarts = 0
+        while True:
+            ready = False
+            try:
+                started = time.monotonic()
+                engine = await self._start()
+                ready = True
+                serving_since = time.monotonic()
+                self._events.say(f"engine ready at {engine.engine.url} after {serving_since - started:.1f} s")
+                self._events.engine_ready(engine)
+                reason, status = await self._until_gone()
+            except (EngineProcessError, EngineCallError, EngineFailedError) as error:
+                await self._end_process()
+                if restarts == 0:
+                    # It has never worked: that is a mistake in how it is launched, and repeating it hides the message.
+                    raise EngineFailedError(str(error)) from error
+                reason, status = str(error), 1
+            await self._forget_engine()
+            if ready:
+                self._events.engine_exited(reason)
+                if time.monotonic() - serving_since > STEADY_SECONDS:
+                    backoff = FIRST_RESTART_SECONDS
+            if status == 0 and self._settings.restart is Restart.ON_FAILURE:
+                self._events.say("the engine ended well (status 0); it is not started again")
+                return
+            if self._settings.restart is Restart.NEVER:
+                raise EngineFailedError(reason)
+            restarts += 1
+            self._events.say(f"{reason}\nrestart {restarts} of the engine in {backoff:g} s")
+            await asyncio.sleep(backoff)
+            backoff = min(backoff * 2, LONGEST_RESTART_SECONDS)
+            if self._settings.port == 0:
+                self._port = free_port()
+
+    async def close(self) -> None:
+        """SIGTERM, a grace, SIGKILL to all that the engine started; then the directory goes."""
+        await self._end_process()
+        await self._forget_engine()
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+        if self.page is not None:
+            self.page.close()
+            self.page = None
+        if self._directory is not None:
+            self._directory.remove()
+            self._directory = None
+
+    def _plan(self) -> LaunchPlan:
+        settings = self._settings
+        plan = self._module.launch_plan(settings.arguments, self._port, settings.model)
+        if ENVIRONMENT in plan.env:
+            raise ValueError(f"the adapter for {settings.kind} sets {ENVIRONMENT}, which is the agent's to set")
+        return replace(plan, url=plan.url.rstrip("/"))
+
+    def _log_path(self) -> Path:
+        if self._settings.log_path is not None:
+            return self._settings.log_path
+        root = self._settings.root or default_root()
+        return root / "logs" / (re.sub(r"[^A-Za-z0-9._-]", "_", self.default_name) + ".log")
+
+    async def _start(self) -> EngineReady:
+        """Launches, waits until it answers, and asks what it is."""
+        assert self._directory is not None
+        self._renew_page(self._directory)
+        plan = self._plan()
+        env = {**plan.env, ENVIRONMENT: str(self._directory.path)}
+        process = EngineProcess(plan.argv, env, self._log_path(), on_line=self._on_output)
+        self._process = process
+        await process.start()
+        self._events.say(f"engine launched: pid {process.pid}, {plan.url}, log {self._log_path()}")
+        adapter = connect(self._module, plan.url, self._directory)
+        self.adapter = adapter
+        path = self._directory.path
+
+        async def ours_and_healthy(seconds: float) -> bool:
+            # Whoever holds the port answers, and that may be another engine while ours fails to get it.
+            if not await adapter.healthy(seconds):
+                return False
+            try:
+                return (await locate(plan.url, seconds)).directory == path
+            except EngineCallError:
+                return False
+
+        await process.wait_healthy(ours_and_healthy, self._settings.startup_seconds)
+        return await probe(adapter, plan.url)
+
+    def _renew_page(self, directory: EngineDirectory) -> None:
+        """A new file, so that nothing which outlived the last engine can write into this one's words."""
+        if self.page is not None:
+            self.page.close()
+        directory.page.unlink(missing_ok=True)
+        self.page = EnginePage(directory.page)
+
+    async def _until_gone(self) -> tuple[str, int]:
+        """Why the engine is gone, and its exit status. A server that is there but does not work is ended."""
+        assert self._process is not None
+        assert self.adapter is not None
+        assert self.page is not None
+        watch = Watch(self.adapter, self.page)
+        ended = asyncio.ensure_future(self._process.wait())
+        try:
+            while True:
+                done, _ = await asyncio.wait((ended,), timeout=WATCH_SECONDS)
+                if done:
+                    return self._process.describe_exit(), ended.result()
+                if reason := await watch.look():
+                    if ended.done():
+                        continue
+                    self._events.say(f"{reason}; ending it")
+                    await self._process.kill()
+                    return reason, 1
+        finally:
+            ended.cancel()
+
+    async def _end_process(self) -> None:
+        if self._process is not None:
+            await self._process.stop()
+
+    async def _forget_engine(self) -> None:
+        if self.adapter is not None:
+            adapter, self.adapter = self.adapter, None
+            await adapter.close()
+        self._process = None

@@ -1,0 +1,72 @@
+"""What an agent tells people: one plain line for each thing that happened. Pure."""
+
+from __future__ import annotations
+
+from google.protobuf.message import Message
+
+from ckpt_engine.v1 import manager_pb2
+
+_OUTCOMES = {
+    manager_pb2.NEW_SERVING: "new weights, serving",
+    manager_pb2.OLD_SERVING: "old weights, serving",
+    manager_pb2.QUARANTINED: "QUARANTINED",
+}
+
+
+def heard(body: Message) -> str:
+    """What a message of the manager is worth to people; empty: nothing."""
+    match body:
+        case manager_pb2.Welcome():
+            return f"registered with the manager of cluster {body.fence.cluster[:8]}"
+        case manager_pb2.Refused():
+            return f"refused by the manager: {body.problem.message}"
+        case manager_pb2.Abandon():
+            return f"update {body.fence.epoch}: abandoned by the manager: {body.reason}"
+        case _:
+            return ""
+
+
+def said(body: Message) -> str:
+    """What a message to the manager is worth to people; empty: nothing."""
+    match body:
+        case manager_pb2.Prepared():
+            if body.HasField("problem"):
+                return f"update {body.fence.epoch}: cannot be prepared: {body.problem.message}"
+            return f"update {body.fence.epoch}: prepared, {_count(len(body.workers), 'worker')}"
+        case manager_pb2.ReplicaOutcome():
+            return _outcome(body)
+        case manager_pb2.SleepWakeDone() if body.HasField("problem"):
+            return f"sleep or wake failed: {body.problem.message}"
+        case _:
+            return ""
+
+
+def _outcome(outcome: manager_pb2.ReplicaOutcome) -> str:
+    parts = [f"update {outcome.fence.epoch}: {_OUTCOMES.get(outcome.outcome, 'unknown')}"]
+    if outcome.outcome == manager_pb2.NEW_SERVING:
+        parts[0] += f" (version {outcome.after.version})"
+    parts.append(size(outcome.bytes))
+    parts.append(f"pause {seconds(outcome.pause_seconds)}")
+    parts.append(f"sync {seconds(outcome.sync_seconds)}")
+    if outcome.HasField("problem"):
+        parts.append(outcome.problem.message)
+    return ", ".join(parts)
+
+
+def size(count: int) -> str:
+    """Bytes for people, in powers of 1000 as network and disk speeds are told."""
+    amount = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 1000:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    return f"{amount:.2f} TB"
+
+
+def seconds(duration: float) -> str:
+    """Seconds for people."""
+    return f"{duration * 1000:.1f} ms" if duration < 1 else f"{duration:.2f} s"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

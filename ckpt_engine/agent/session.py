@@ -1,0 +1,294 @@
+"""The agent of one rollout replica: the shell around AgentMachine.
+
+The machine decides everything about updates; this carries out its commands and brings it what happens. All of it runs
+on one event loop, and nothing on that loop waits for a file, a digest or an engine: those are tasks, threads and
+processes of their own. A dead manager is no reason to stop, and neither is a dead engine that may be started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.message import Message as ProtobufMessage
+
+from ckpt_engine.agent import narration
+from ckpt_engine.agent.attached import AttachedEngine
+from ckpt_engine.agent.engine import EngineHost
+from ckpt_engine.agent.launched import LaunchedEngine, LaunchSettings
+from ckpt_engine.agent.process import LineSink
+from ckpt_engine.agent.stream import ManagerStream
+from ckpt_engine.agent.tasks import TaskRunner
+from ckpt_engine.client import manager_stub, open_channel
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.machines import events
+from ckpt_engine.core.machines.agent import AgentMachine
+from ckpt_engine.transport.host import this_host
+from ckpt_engine.transport.registry import all_transports
+from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, worker_pb2
+
+REPLY_SECONDS = 60.0
+"""For the machine to answer a worker; it decides at once, so this only bounds what a fault of ours could cost."""
+IDLE_SECONDS = 60.0
+"""How long a stopping agent waits for what it does with an engine that goes on without it."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """One replica.
+
+    manager: host:port. name: empty: host-kind-port. Exactly one of launch and url says which engine; kind is its kind.
+    advertise: address at which other hosts reach this one. startup_seconds: for an attached engine to answer.
+    """
+
+    manager: str
+    kind: str
+    launch: LaunchSettings | None = None
+    url: str = ""
+    name: str = ""
+    mode: manager_pb2.Mode = manager_pb2.STANDALONE
+    advertise: str = ""
+    startup_seconds: float = 600.0
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        if (self.launch is None) == (not self.url):
+            raise ValueError("an agent either launches its engine or is told the url of one that runs")
+        if not re.fullmatch(r"[^\s:]+:\d+|\[[^\s]+\]:\d+|unix:.+", self.manager):
+            raise ValueError(f"the manager's address must be HOST:PORT, not {self.manager!r}")
+
+
+class ReplicaAgent:
+    """One engine's agent, for one life of this process.
+
+    say: gets one plain line an event, on the loop. on_output: gets the engine's output lines, on another thread.
+    """
+
+    def __init__(self, settings: AgentSettings, say: Callable[[str], None], on_output: LineSink | None = None) -> None:
+        self.settings = settings
+        self.name = settings.name
+        self._say = say
+        self._host: EngineHost
+        if settings.launch is not None:
+            self._host = LaunchedEngine(settings.launch, self, self._answer_worker, on_output)
+        else:
+            seconds = settings.startup_seconds
+            self._host = AttachedEngine(settings.kind, settings.url, self, self._answer_worker, seconds)
+        self._machine: AgentMachine | None = None
+        self._runner: TaskRunner | None = None
+        self._inbox: deque[events.AgentEvent] = deque()
+        self._handling = False
+        self._streams: dict[events.Peer, ManagerStream] = {}
+        self._timers: dict[events.Key, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._engine_calls = 0
+        self._questions: dict[int, asyncio.Future[worker_pb2.AgentReply | None]] = {}
+        self._asked = 0
+        self._fault: asyncio.Future[None] | None = None
+        self._stub: manager_pb2_grpc.CheckpointEngineManagerStub | None = None
+
+    @property
+    def host(self) -> EngineHost:
+        """The engine; for tests and for people who embed an agent."""
+        return self._host
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop` is set, or the engine has ended well and stays so. Ends a launched engine in every case.
+
+        Raises CkptEngineError (the engine has another agent, or cannot be found), EngineFailedError (it cannot be
+        launched, or is not to be launched again), and whatever fault of ours the machine shows.
+        """
+        channel = open_channel(self.settings.manager)
+        stub = manager_stub(channel)
+        transports = all_transports()
+        self._fault = asyncio.get_running_loop().create_future()
+        try:
+            if not await self._opened(stop):
+                return
+            self.name = self.name or f"{socket.gethostname()}-{self._host.default_name}"
+            self._runner = TaskRunner(stub, self._host, transports)
+            self._stub = stub
+            self._machine = AgentMachine(
+                self.name,
+                uuid.uuid4().hex,
+                self._host.agent_epoch,
+                self.settings.mode,
+                this_host(self.settings.advertise),
+                tuple(transports),
+                self.settings.deadlines,
+            )
+            self.say(f"replica {self.name}, manager {self.settings.manager}")
+            self._feed(events.Start())
+            await self._until(stop)
+        finally:
+            await self._shut_down()
+            await channel.close(grace=None)
+
+    async def _opened(self, stop: asyncio.Event) -> bool:
+        """Takes the engine's directory; False if we are to stop before that is done."""
+        opening = asyncio.ensure_future(self._host.open())
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait((opening, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if opening.done():
+                await opening
+            return not stop.is_set()
+        finally:
+            opening.cancel()
+            stopping.cancel()
+            await asyncio.gather(opening, stopping, return_exceptions=True)
+
+    async def _until(self, stop: asyncio.Event) -> None:
+        """Runs the engine until the end of one of: it, our wish to run, our health."""
+        assert self._fault is not None
+        engine = asyncio.ensure_future(self._host.run())
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait((engine, stopping, self._fault), return_when=asyncio.FIRST_COMPLETED)
+            if engine.done() or self._fault.done():
+                await (engine if engine.done() else self._fault)
+            elif self.settings.launch is None:
+                await self._until_idle()
+        finally:
+            reason = "the engine has ended" if engine.done() else "the agent was asked to stop"
+            for task in (engine, stopping):
+                task.cancel()
+            await asyncio.gather(engine, stopping, return_exceptions=True)
+            if not self._fault.done():
+                self._feed(events.Stop(reason))
+
+    async def _until_idle(self) -> None:
+        """An engine that stays must not be left in the middle of an install that nobody would resume it from."""
+        until = time.monotonic() + IDLE_SECONDS
+        while self._engine_calls and time.monotonic() < until:  # noqa: ASYNC110 - bounded, and only while stopping
+            await asyncio.sleep(0.05)
+
+    async def _shut_down(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        streams = list(self._streams.values())
+        self._streams.clear()
+        await asyncio.gather(*(stream.close() for stream in streams), return_exceptions=True)
+        # What the last commands started (a stream that says goodbye) gets its time; nothing here is unbounded.
+        if self._tasks:
+            await asyncio.wait(tuple(self._tasks), timeout=3.0)
+        for task in self._tasks:
+            task.cancel()
+        await self._host.close()
+        if self._runner is not None:
+            self._runner.close()
+
+    # ---------------------------------------------------------------- what happens, brought to the machine
+
+    def engine_ready(self, ready: events.EngineReady) -> None:
+        self._feed(ready)
+
+    def engine_exited(self, reason: str) -> None:
+        self._feed(events.EngineExited(reason))
+
+    def say(self, line: str) -> None:
+        self._say(line)
+
+    def _heard(self, peer: events.Peer, body: ProtobufMessage) -> None:
+        if line := narration.heard(body):
+            self.say(line)
+        self._feed(events.Message(peer, body))
+
+    def _lost(self, peer: events.Peer, reason: str) -> None:
+        self._streams.pop(peer, None)
+        self._feed(events.PeerLost(peer, reason))
+
+    async def _answer_worker(self, request: worker_pb2.WorkerRequest) -> worker_pb2.AgentReply | None:
+        self._asked += 1
+        number = self._asked
+        answer: asyncio.Future[worker_pb2.AgentReply | None] = asyncio.get_running_loop().create_future()
+        self._questions[number] = answer
+        try:
+            self._feed(events.WorkerAsked(number, request))
+            return await asyncio.wait_for(answer, REPLY_SECONDS)
+        except TimeoutError:
+            return None
+        finally:
+            del self._questions[number]
+
+    def _feed(self, event: events.AgentEvent) -> None:
+        """Brings one event to the machine and carries out what it says; events that come meanwhile wait their turn."""
+        self._inbox.append(event)
+        if self._handling or self._machine is None or self._fault is None or self._fault.done():
+            return
+        self._handling = True
+        try:
+            while self._inbox:
+                for command in self._machine.handle(self._inbox.popleft(), time.monotonic()):
+                    self._perform(command)
+        except Exception as error:
+            # The machine promises not to raise. If it does, nobody knows what it believes, so it must not go on.
+            logger.exception("the agent's machine failed")
+            self._fault.set_exception(error)
+        finally:
+            self._handling = False
+
+    # ---------------------------------------------------------------- what the machine says, carried out
+
+    def _perform(self, command: events.AgentCommand) -> None:
+        match command:
+            case events.Send(peer, body):
+                if line := narration.said(body):
+                    self.say(line)
+                if (stream := self._streams.get(peer)) is not None:
+                    stream.send(body)
+            case events.OpenStream(peer):
+                assert self._stub is not None
+                self._streams[peer] = ManagerStream(
+                    self._stub, lambda body: self._heard(peer, body), lambda reason: self._lost(peer, reason)
+                )
+            case events.ClosePeer(peer):
+                if (stream := self._streams.pop(peer, None)) is not None:
+                    self._start(stream.close())
+            case events.SetTimer(key, seconds):
+                self._cancel_timer(key)
+                loop = asyncio.get_running_loop()
+                self._timers[key] = loop.call_later(seconds, self._timer_fired, key)
+            case events.CancelTimer(key):
+                self._cancel_timer(key)
+            case events.Run(key, task):
+                self._start(self._run(key, task))
+            case events.Reply(request, reply):
+                answer = self._questions.get(request)
+                if answer is not None and not answer.done():
+                    answer.set_result(reply)
+
+    def _cancel_timer(self, key: events.Key) -> None:
+        if (timer := self._timers.pop(key, None)) is not None:
+            timer.cancel()
+
+    def _timer_fired(self, key: events.Key) -> None:
+        del self._timers[key]
+        self._feed(events.TimerFired(key))
+
+    async def _run(self, key: events.Key, task: events.Task) -> None:
+        assert self._runner is not None
+        drives_engine = not isinstance(task, events.PutBlobs | events.FetchBlobs | events.ReadWords)
+        self._engine_calls += drives_engine
+        try:
+            done = await self._runner.run(key, task)
+        finally:
+            self._engine_calls -= drives_engine
+        self._feed(done)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,89 @@
+"""One session stream to the manager, as the agent machine's `OpenStream`, `Send` and `ClosePeer` want it.
+
+It opens, carries and ends; when to dial again, what to say first and what a lease is are the machine's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from ckpt_engine.client import problem_of
+from ckpt_engine.core.machines.wire import pack, unpack
+from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
+
+QUEUE_LIMIT = 1000
+"""Messages waiting to be written. A manager that reads nothing for so long is as good as gone."""
+CLOSE_SECONDS = 2.0
+"""For the manager to take what was queued, and to end the stream, after `close`."""
+
+Outgoing = asyncio.Queue[manager_pb2.ReplicaMessage | None]
+
+
+class ManagerStream:
+    """Begins at once, on the running loop. `on_message` and `on_lost` are called on it, `on_lost` at most once.
+
+    on_lost is not called after `close`. Neither may block.
+    """
+
+    def __init__(
+        self,
+        stub: manager_pb2_grpc.CheckpointEngineManagerStub,
+        on_message: Callable[[Message], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._outgoing: Outgoing = asyncio.Queue()
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._closing = False
+        self._overrun = False
+        self._call = stub.ReplicaSession(_drain(self._outgoing))
+        self._reading = asyncio.create_task(self._read(), name="manager stream")
+
+    def send(self, body: Message) -> None:
+        """Queues a message; dropped if the stream is gone."""
+        if self._closing or self._reading.done():
+            return
+        if self._outgoing.qsize() >= QUEUE_LIMIT:
+            self._overrun = True
+            self._call.cancel()
+            return
+        self._outgoing.put_nowait(pack(manager_pb2.ReplicaMessage, body))
+
+    async def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Ends the stream after what was queued. Returns when that is done, or the time for it is over."""
+        if not self._closing:
+            self._closing = True
+            self._outgoing.put_nowait(None)
+        await asyncio.wait((self._reading,), timeout=seconds)
+        self._call.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+
+    async def _read(self) -> None:
+        reason = "the manager ended the session"
+        try:
+            async for command in self._call:
+                body = unpack(command)
+                if body is not None and not self._closing:
+                    self._on_message(body)
+        except grpc.RpcError as error:
+            reason = problem_of(error).message
+        except asyncio.CancelledError:
+            # grpc raises this also when the call was cancelled and not this task.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            reason = f"the manager did not read {QUEUE_LIMIT} messages" if self._overrun else "the stream was cancelled"
+        finally:
+            self._call.cancel()
+        if not self._closing:
+            self._on_lost(reason)
+
+
+async def _drain(outgoing: Outgoing) -> AsyncIterator[manager_pb2.ReplicaMessage]:
+    while (message := await outgoing.get()) is not None:
+        yield message

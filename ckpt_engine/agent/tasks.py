@@ -1,0 +1,141 @@
+"""The agent machine's tasks, carried out: blobs, engine calls, state words, digests of a directory.
+
+Each task gives exactly one Done, at the latest when its seconds have passed. Everything runs on the agent's loop,
+except digests, which are worked out on a thread of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from ckpt_engine.agent.adapter import EngineAdapter, EngineCallError
+from ckpt_engine.agent.blobs import BlobCache
+from ckpt_engine.agent.engine import EngineHost
+from ckpt_engine.agent.reader_seal import digest_for_readers
+from ckpt_engine.client import get_blob, put_blob
+from ckpt_engine.core.machines import events
+from ckpt_engine.core.manifest import canonical
+from ckpt_engine.core.problems import CkptEngineError, deadline, internal, unavailable
+from ckpt_engine.install.state import verdict
+from ckpt_engine.transport.base import Transport
+from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
+
+BLOB_SECONDS = 300.0
+"""For one blob that several tasks may wait for; each of them waits no longer than its own time."""
+
+logger = logging.getLogger(__name__)
+
+
+class TaskRunner:
+    """Used on the agent's loop. host: whose engine, page and adapter the tasks are about."""
+
+    def __init__(
+        self,
+        stub: manager_pb2_grpc.CheckpointEngineManagerStub,
+        host: EngineHost,
+        transports: dict[str, Transport],
+    ) -> None:
+        self._stub = stub
+        self._host = host
+        self._transports = transports
+        self._blobs = BlobCache(lambda ref: get_blob(stub, ref, BLOB_SECONDS))
+        self._digester = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest")
+
+    def close(self) -> None:
+        """Does not wait for a digest under way; its thread ends at its own deadline."""
+        self._digester.shutdown(wait=False, cancel_futures=True)
+
+    async def run(self, key: events.Key, task: events.Task) -> events.Done:
+        """Carries `task` out. Never raises, except when it is cancelled."""
+        try:
+            async with asyncio.timeout(task.seconds):
+                return events.Done(key, result=await self._carry_out(task))
+        except TimeoutError:
+            problem = deadline(f"{_name(task)} took longer than {task.seconds:.3g} s").problem
+            return events.Done(key, problem=problem, answered=False)
+        except EngineCallError as error:
+            refused = internal if error.answered else unavailable
+            return events.Done(key, problem=refused(f"{_name(task)}: {error}").problem, answered=error.answered)
+        except CkptEngineError as error:
+            return events.Done(key, problem=error.problem)
+        except Exception as error:
+            logger.exception("%s failed in a way that nobody foresaw", _name(task))
+            text = f"{_name(task)} failed: {type(error).__name__}: {error}"
+            return events.Done(key, problem=internal(text).problem, answered=False)
+
+    async def _carry_out(self, task: events.Task) -> object:
+        match task:
+            case events.PutBlobs():
+                return tuple([await self._put(data, task.seconds) for data in task.blobs])
+            case events.FetchBlobs():
+                return tuple(await asyncio.gather(*(self._blobs.get(ref) for ref in task.refs)))
+            case events.ReadWords():
+                return self._words()
+            case events.SealDirectory():
+                return await self._seal(task)
+            case (
+                events.PrepareEngine()
+                | events.PauseEngine()
+                | events.InstallEngine()
+                | events.StampEngine()
+                | events.ResumeEngine()
+                | events.SleepEngine()
+                | events.WakeEngine()
+            ):
+                adapter = self._host.adapter
+                if adapter is None:
+                    raise EngineCallError("the engine is not there", answered=True)
+                await _call_engine(adapter, task)
+                return None
+            case _:
+                raise internal(f"an agent carries out no {_name(task)}")
+
+    async def _put(self, data: bytes, seconds: float) -> manager_pb2.BlobRef:
+        ref = await put_blob(self._stub, data, seconds)
+        self._blobs.keep(ref, data)
+        return ref
+
+    def _words(self) -> events.Words:
+        words = self._host.page.read() if self._host.page is not None else []
+        found = verdict(words)
+        return events.Words(tuple(word.status() for word in words), found.open, found.reason, found.identity)
+
+    async def _seal(self, task: events.SealDirectory) -> events.SealResult:
+        started = time.monotonic()
+        table, atoms = await asyncio.gather(self._blobs.get(task.table), self._blobs.get(task.atoms))
+        left = task.seconds - (time.monotonic() - started)
+        began = time.monotonic()
+        loop = asyncio.get_running_loop()
+        digests: weights_pb2.Digests = await loop.run_in_executor(
+            self._digester, digest_for_readers, table, atoms, self._transports, left
+        )
+        digest_seconds = time.monotonic() - began
+        ref = await self._put(canonical(digests), task.seconds)
+        return events.SealResult(ref, 0.0, digest_seconds)
+
+
+async def _call_engine(adapter: EngineAdapter, task: events.EngineTask) -> None:
+    match task:
+        case events.PrepareEngine():
+            await adapter.prepare(task.seconds)
+        case events.PauseEngine():
+            await adapter.pause(task.mode, task.seconds)
+        case events.InstallEngine():
+            await adapter.install(task.epoch, task.seconds)
+        case events.StampEngine():
+            await adapter.stamp(task.identity, task.seconds)
+        case events.ResumeEngine():
+            await adapter.resume(task.seconds)
+        case events.SleepEngine():
+            await adapter.sleep(task.level, task.seconds)
+        case events.WakeEngine():
+            await adapter.wake(task.tags, task.seconds)
+
+
+def _name(task: events.Task) -> str:
+    """The task in words: "install engine"."""
+    name = type(task).__name__
+    return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in name).strip()

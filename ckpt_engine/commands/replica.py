@@ -1,0 +1,91 @@
+"""``ckpt-engine replica``: the agent of one inference server, in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from ckpt_engine.agent.adapter import UnknownAdapterError
+from ckpt_engine.agent.engine import EngineFailedError
+from ckpt_engine.agent.launched import LaunchSettings, Restart
+from ckpt_engine.agent.session import AgentSettings, ReplicaAgent
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.v1 import manager_pb2
+
+_MODES = {
+    "standalone": manager_pb2.STANDALONE,
+    "hybrid": manager_pb2.HYBRID,
+    "colocated": manager_pb2.COLOCATED,
+}
+
+
+def replica(
+    manager: Annotated[str, typer.Option(help="HOST:PORT of the manager.")],
+    engine: Annotated[str, typer.Option(help="Kind of the engine: reference, vllm.")],
+    model: Annotated[str, typer.Option(help="Model directory for the engine; or name it in the arguments.")] = "",
+    name: Annotated[str, typer.Option(help="Name of this replica. Default: host, engine and port.")] = "",
+    mode: Annotated[str, typer.Option(help="standalone, hybrid or colocated.")] = "standalone",
+    port: Annotated[int, typer.Option(help="Port for the launched engine; 0: a free one.")] = 0,
+    url: Annotated[str, typer.Option(help="Attach to the engine that runs at this URL instead of launching one.")] = "",
+    advertise: Annotated[str, typer.Option(help="Address at which other hosts reach this one.")] = "",
+    restart: Annotated[Restart, typer.Option(help="When a launched engine ends.")] = Restart.ON_FAILURE,
+    startup_timeout: Annotated[float, typer.Option(help="Seconds for the engine to answer.", min=1)] = 600.0,
+    engine_output: Annotated[bool, typer.Option(help="Show the engine's own output as well.")] = False,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="-- LAUNCH ARGUMENTS", help="To the engine, untouched.")
+    ] = None,
+) -> None:
+    """Runs the agent of one inference server, and launches the server unless --url names one that runs.
+
+    Stays until SIGTERM or Ctrl-C; a manager that is away is dialled again and again. Example:
+    ckpt-engine replica --manager 127.0.0.1:7070 --engine vllm --model ./model -- --max-model-len 4096
+    """
+    if mode not in _MODES:
+        raise typer.BadParameter(f"{mode!r} is none of {', '.join(_MODES)}", param_hint="--mode")
+    if url and (arguments or model or port):
+        raise typer.BadParameter(
+            "--url attaches to an engine that runs; --model, --port and launch arguments are for launching one",
+            param_hint="--url",
+        )
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    launch = LaunchSettings(engine, tuple(arguments or ()), model, port, restart, startup_timeout)
+    try:
+        settings = AgentSettings(
+            manager=manager,
+            kind=engine,
+            launch=None if url else launch,
+            url=url,
+            name=name,
+            mode=_MODES[mode],
+            advertise=advertise,
+            startup_seconds=startup_timeout,
+        )
+        agent = ReplicaAgent(settings, _say, _pass_on if engine_output else None)
+    except (ValueError, UnknownAdapterError) as error:
+        raise typer.BadParameter(str(error)) from error
+    try:
+        asyncio.run(_run(agent))
+    except (EngineFailedError, CkptEngineError, ValueError) as error:
+        print(f"ckpt-engine replica: {error}", file=sys.stderr, flush=True)
+        raise typer.Exit(1) from error
+
+
+async def _run(agent: ReplicaAgent) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await agent.run(stop)
+
+
+def _say(line: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
+
+def _pass_on(line: str) -> None:
+    print(f"engine | {line}", flush=True)

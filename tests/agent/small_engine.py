@@ -1,0 +1,182 @@
+"""The smallest engine that an agent can drive: one process, one worker, no model, up in a tenth of a second.
+
+Everything about it is real (process, HTTP, state word, worker channel) except that it computes nothing: its "weights"
+are the manifest's root. Tests of the agent's own duties use it; what needs weights uses the reference engine.
+Run as a script it is the engine; imported it is its adapter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+
+from ckpt_engine.agent.adapter import (
+    AdapterAvailability,
+    AdapterSettings,
+    Capabilities,
+    EngineAdapter,
+    EngineCallError,
+    EngineInfo,
+    LaunchPlan,
+)
+from ckpt_engine.install.directory import EngineDirectory
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+ROOT = Path(__file__).parents[2]
+
+
+class SmallAdapter:
+    """Drives it. Every call is a POST to the route of that name."""
+
+    kind = "small"
+    capabilities = Capabilities(frozenset({manager_pb2.KEEP, manager_pb2.ABORT}), manager_pb2.KEEP)
+
+    def __init__(self, settings: AdapterSettings) -> None:
+        self._client = httpx.AsyncClient(base_url=settings.url, trust_env=False)
+
+    async def probe(self, seconds: float) -> EngineInfo:
+        info = await self._call("probe", seconds)
+        return EngineInfo("1", 1, info["supported"], info["reason"], paused=info["paused"], asleep=False)
+
+    async def healthy(self, seconds: float) -> bool:
+        try:
+            return (await self._client.get("/health", timeout=seconds)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def prepare(self, seconds: float) -> None:
+        await self._call("prepare", seconds)
+
+    async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
+        await self._call("pause", seconds)
+
+    async def install(self, epoch: int, seconds: float) -> None:
+        await self._call("install", seconds)
+
+    async def resume(self, seconds: float) -> None:
+        await self._call("resume", seconds)
+
+    async def sleep(self, level: int, seconds: float) -> None:
+        await self._call("sleep", seconds)
+
+    async def wake(self, tags: Sequence[str], seconds: float) -> None:
+        await self._call("wake", seconds)
+
+    async def stamp(self, identity: weights_pb2.Identity, seconds: float) -> None:
+        await self._call("stamp", seconds)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _call(self, route: str, seconds: float) -> dict[str, object]:
+        try:
+            response = await self._client.post(f"/{route}", timeout=seconds)
+        except httpx.HTTPError as error:
+            raise EngineCallError(f"{route}: {error or type(error).__name__}", answered=False) from error
+        if response.status_code != 200:
+            raise EngineCallError(f"{route}: {response.status_code} {response.text}", answered=True)
+        body: dict[str, object] = response.json()
+        return body
+
+
+def create_adapter(settings: AdapterSettings) -> EngineAdapter:
+    return SmallAdapter(settings)
+
+
+def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
+    if "--port" in arguments:
+        raise ValueError("the port is the agent's to choose")
+    url = f"http://127.0.0.1:{port}/"
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return LaunchPlan((sys.executable, __file__, "--port", str(port), *arguments), url, url + "health", 1, environment)
+
+
+def availability() -> AdapterAvailability:
+    return AdapterAvailability(True, "1", "")
+
+
+class Server(ThreadingHTTPServer):
+    """The engine: `paused` is all the state it has beside its state word."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int, directory: EngineDirectory, options: argparse.Namespace) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.directory = directory
+        self.options = options
+        self.paused = options.paused
+        self.deaf = False
+        self.started = time.monotonic()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        return
+
+    def do_GET(self) -> None:
+        while self.server.deaf:
+            time.sleep(0.1)
+        if self.path == "/health":
+            self._answer(200 if time.monotonic() - self.server.started > self.server.options.healthy_after else 503)
+        elif self.path == "/ckpt_engine/info":
+            self._answer(200, directory=str(self.server.directory.path))
+        else:
+            self._answer(404)
+
+    def do_POST(self) -> None:
+        route = self.path.strip("/")
+        if route == "probe":
+            reason = self.server.options.unsupported
+            self._answer(200, supported=not reason, reason=reason, paused=self.server.paused)
+            return
+        if route == "deaf":
+            self.server.deaf = True
+        if route in ("pause", "resume"):
+            self.server.paused = route == "pause"
+        self._answer(200)
+
+    def _answer(self, status: int, **body: object) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--healthy-after", type=float, default=0.0)
+    parser.add_argument("--exit-after", type=float, default=0.0)
+    parser.add_argument("--exit-status", type=int, default=3)
+    parser.add_argument("--unsupported", default="")
+    parser.add_argument("--paused", action="store_true")
+    parser.add_argument("--root", type=Path)
+    options = parser.parse_args()
+    directory = EngineDirectory.from_environment() or EngineDirectory.create(options.root)
+
+    from ckpt_engine.install.state import EnginePage
+
+    slot = EnginePage(directory.page).claim(0, 1)
+    server = Server(options.port, directory, options)
+    print(f"small engine with boot id {slot.boot_id.hex()}", flush=True)
+    if options.exit_after:
+        threading.Timer(
+            options.exit_after, lambda: (print("ending", flush=True), os._exit(options.exit_status))
+        ).start()
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""Engines launched and attached: ready, gone, restarted, refused, and never more than one agent each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ckpt_engine.agent import adapter, attached, engine, launched
+from ckpt_engine.agent.attached import AttachedEngine
+from ckpt_engine.agent.engine import EngineFailedError
+from ckpt_engine.agent.launched import LaunchedEngine, LaunchSettings, Restart
+from ckpt_engine.agent.process import free_port
+from ckpt_engine.core.machines.events import EngineReady
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.install.directory import EngineDirectory
+from ckpt_engine.v1 import worker_pb2
+
+SECONDS = 15.0
+ENGINE = Path(__file__).parent / "small_engine.py"
+
+
+class Events:
+    """What the host told, in order: "ready", and the reasons of exits."""
+
+    def __init__(self) -> None:
+        self.ready: list[EngineReady] = []
+        self.exits: list[str] = []
+        self.lines: list[str] = []
+        self._changed = asyncio.Event()
+
+    def engine_ready(self, ready: EngineReady) -> None:
+        self.ready.append(ready)
+        self._changed.set()
+
+    def engine_exited(self, reason: str) -> None:
+        self.exits.append(reason)
+        self._changed.set()
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+        self._changed.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(SECONDS):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+async def nobody_asks(request: worker_pb2.WorkerRequest) -> worker_pb2.AgentReply | None:
+    return None
+
+
+@pytest.fixture(autouse=True)
+def small_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "ADAPTERS", {"small": "tests.agent.small_engine"})
+    monkeypatch.setattr(launched, "FIRST_RESTART_SECONDS", 0.1)
+    monkeypatch.setattr(attached, "RETRY_SECONDS", 0.1)
+    for module in (attached, launched):
+        monkeypatch.setattr(module, "WATCH_SECONDS", 0.1)
+
+
+@pytest.fixture
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engines")
+
+
+Launch = Callable[..., LaunchedEngine]
+
+
+@pytest.fixture
+async def events() -> Events:
+    return Events()
+
+
+@pytest.fixture
+async def launch(root: Path, events: Events) -> AsyncIterator[Launch]:
+    """Makes launched engines, and closes them whatever happens."""
+    made: list[LaunchedEngine] = []
+
+    def launch(*arguments: str, restart: Restart = Restart.ON_FAILURE, startup: float = SECONDS) -> LaunchedEngine:
+        settings = LaunchSettings("small", arguments, restart=restart, startup_seconds=startup, root=root)
+        made.append(LaunchedEngine(settings, events, nobody_asks))
+        return made[-1]
+
+    yield launch
+    for host in made:
+        await host.close()
+
+
+@contextlib.asynccontextmanager
+async def running(host: LaunchedEngine | AttachedEngine) -> AsyncIterator[asyncio.Future[None]]:
+    await host.open()
+    run = asyncio.ensure_future(host.run())
+    try:
+        yield run
+    finally:
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+
+
+async def test_a_launched_engine_becomes_ready_and_goes_with_its_directory(
+    launch: Launch, events: Events, root: Path
+) -> None:
+    host = launch()
+    async with running(host):
+        await events.until(lambda: bool(events.ready))
+        ready = events.ready[0]
+        assert (ready.engine.kind, ready.world_size, ready.paused) == ("small", 1, False)
+        assert ready.engine.url.startswith("http://127.0.0.1:")
+        assert host.agent_epoch == 1
+        assert host.page is not None
+        assert host.page.read()[0].alive
+        pid = host.pid
+        assert pid is not None
+        await host.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert os.listdir(root) == ["logs"]
+
+
+async def test_a_killed_engine_is_started_again_on_a_new_page(launch: Launch, events: Events) -> None:
+    host = launch()
+    async with running(host):
+        await events.until(lambda: len(events.ready) == 1)
+        assert host.page is not None
+        first = host.page.read()[0].boot_id
+        assert host.pid is not None
+        os.kill(host.pid, signal.SIGKILL)
+        await events.until(lambda: len(events.exits) == 1)
+        assert "was killed by SIGKILL" in events.exits[0]
+        await events.until(lambda: len(events.ready) == 2)
+        assert host.page.read()[0].boot_id != first
+
+
+async def test_an_engine_that_fails_on_its_first_start_is_not_tried_again(launch: Launch, events: Events) -> None:
+    host = launch("--nonsense")
+    async with running(host) as run:
+        with pytest.raises(EngineFailedError, match=r"(?s)exited with status 2.*unrecognized arguments: --nonsense"):
+            await asyncio.wait_for(run, SECONDS)
+    assert events.exits == events.ready == []
+
+
+async def test_an_engine_that_cannot_be_driven_is_told_so(launch: Launch) -> None:
+    async with running(launch("--unsupported", "too old: 0.1")) as run:
+        with pytest.raises(EngineFailedError, match=r"small 1 at .* cannot be driven: too old: 0.1"):
+            await asyncio.wait_for(run, SECONDS)
+
+
+async def test_an_engine_that_does_not_become_healthy_in_time_is_ended(launch: Launch) -> None:
+    host = launch("--healthy-after", "60", startup=1.0)
+    async with running(host) as run:
+        with pytest.raises(EngineFailedError, match="not healthy within 1 s"):
+            await asyncio.wait_for(run, SECONDS)
+        assert host.pid is None
+
+
+async def test_never_means_never(launch: Launch, events: Events) -> None:
+    async with running(launch("--exit-after", "1", restart=Restart.NEVER)) as run:
+        with pytest.raises(EngineFailedError, match=r"(?s)exited with status 3.*ending"):
+            await asyncio.wait_for(run, SECONDS)
+    assert len(events.ready) == len(events.exits) == 1
+
+
+async def test_an_engine_that_ends_well_stays_so(launch: Launch, events: Events) -> None:
+    async with running(launch("--exit-after", "1", "--exit-status", "0")) as run:
+        await asyncio.wait_for(run, SECONDS)
+    assert len(events.ready) == len(events.exits) == 1
+
+
+async def test_an_engine_that_is_there_but_deaf_is_replaced(
+    launch: Launch, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "HEALTH_SECONDS", 0.2)
+    monkeypatch.setattr(engine, "UNHEALTHY_SECONDS", 0.5)
+    host = launch()
+    async with running(host):
+        await events.until(lambda: len(events.ready) == 1)
+        deaf = host.pid
+        async with httpx.AsyncClient(base_url=events.ready[0].engine.url) as client:
+            await client.post("/deaf")
+        await events.until(lambda: len(events.ready) == 2)
+        assert events.exits == ["the engine has not answered its health route for 0.5 s"]
+        assert host.pid != deaf
+
+
+async def test_whoever_else_holds_the_port_is_not_taken_for_ours(
+    events: Events, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    other = await asyncio.create_subprocess_exec(*by_hand(port, root), env=environment())
+    try:
+        await answers(port)
+        host = LaunchedEngine(
+            LaunchSettings("small", port=port, startup_seconds=SECONDS, root=root), events, nobody_asks
+        )
+        try:
+            async with running(host) as run:
+                with pytest.raises(EngineFailedError, match="Address already in use"):
+                    await asyncio.wait_for(run, SECONDS)
+        finally:
+            await host.close()
+    finally:
+        other.kill()
+        await other.wait()
+
+
+async def test_arguments_that_the_adapter_refuses_are_refused_before_anything_starts(
+    launch: Launch, root: Path
+) -> None:
+    with pytest.raises(ValueError, match="the port is the agent's to choose"):
+        await launch("--port", "1").open()
+    assert os.listdir(root) == []
+
+
+# ---------------------------------------------------------------- attached
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ENGINE.parents[2]), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def by_hand(port: int, root: Path, *arguments: str) -> list[str]:
+    return [sys.executable, str(ENGINE), "--port", str(port), "--root", str(root), *arguments]
+
+
+async def answers(port: int) -> None:
+    async with asyncio.timeout(SECONDS), httpx.AsyncClient() as client:
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if (await client.get(f"http://127.0.0.1:{port}/health")).status_code == 200:
+                    return
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def start_by_hand(root: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(port: int, *arguments: str) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(by_hand(port, root, *arguments), env=environment()))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def attach(port: int, events: Events, seconds: float = SECONDS) -> AttachedEngine:
+    return AttachedEngine("small", f"http://127.0.0.1:{port}/", events, nobody_asks, seconds)
+
+
+StartByHand = Callable[..., "subprocess.Popen[bytes]"]
+
+
+async def test_an_engine_started_by_hand_gets_one_agent(start_by_hand: StartByHand, events: Events) -> None:
+    port = free_port()
+    process = start_by_hand(port, "--paused")
+    first, second = attach(port, events), attach(port, events)
+    try:
+        async with running(first):
+            await events.until(lambda: bool(events.ready))
+            assert events.ready[0].paused is True, "a new agent must know that somebody paused the engine"
+            assert first.default_name == f"small-{port}"
+            with pytest.raises(CkptEngineError, match=rf"already has an agent \(pid {os.getpid()}\)"):
+                await second.open()
+        await first.close()
+        async with running(second):
+            await events.until(lambda: len(events.ready) == 2)
+            assert second.agent_epoch == first.agent_epoch + 1
+    finally:
+        await first.close()
+        await second.close()
+    assert process.poll() is None, "an engine that is not ours goes on"
+
+
+async def test_an_agent_follows_its_engine_to_a_new_start(start_by_hand: StartByHand, events: Events) -> None:
+    port = free_port()
+    process = start_by_hand(port)
+    host = attach(port, events)
+    try:
+        async with running(host):
+            await events.until(lambda: len(events.ready) == 1)
+            assert host.page is not None
+            old = host.page.path
+            process.kill()
+            process.wait()
+            start_by_hand(port)
+            await events.until(lambda: len(events.ready) == 2)
+            assert len(events.exits) == 1
+            assert host.page is not None
+            assert host.page.path != old
+            assert host.page.read()[0].alive
+            # The lock of the old directory is free again, so that it can be cleaned away.
+            EngineDirectory(old.parent).lock()
+    finally:
+        await host.close()
+
+
+async def test_a_url_where_nothing_answers(events: Events) -> None:
+    host = attached(free_port(), events, seconds=0.5)
+    with pytest.raises(CkptEngineError, match="does not answer"):
+        await host.open()
+
+
+async def test_a_server_without_our_gate(events: Events) -> None:
+    port = free_port()
+    server = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", stderr=subprocess.DEVNULL
+    )
+    try:
+        with pytest.raises(CkptEngineError, match="without ckpt-engine's gate"):
+            await attach(port, events).open()
+    finally:
+        server.kill()
+        await server.wait()
