@@ -232,7 +232,7 @@ def _narrow(view: View, axes: Iterable[Axis], axis: Axis = _NOWHERE, index: int 
 def _block(part: Part, rank: int) -> Block | Placed:
     """The box that ``part`` is, or the axis whose indices have to be told apart first."""
     extent = [1] * rank
-    stride = [0] * rank
+    stride = [1] * rank  # of axes with one element, which nothing is ever multiplied with
     for axis in sorted(part.placed, key=lambda axis: axis.step):
         if axis.step != extent[axis.digit]:
             return axis  # a gap: indices between are not shown

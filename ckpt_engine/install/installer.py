@@ -1,0 +1,330 @@
+"""Brings one worker's model from one weight version to the next, and proves it.
+
+`prepare` learns what the model needs of a manifest and touches nothing. `install` follows a plan: everything that can
+be checked is checked first, then the worker marks itself DIRTY, bytes are read straight to where they belong, padding
+is filled, derived tensors are recomputed, every box is hashed where it lies and compared with what its source sealed,
+and only then is the worker CLEAN.
+
+Both answer with a message and raise nothing: an exception inside an engine would leave its other workers wedged.
+They run on the engine's thread. What costs Python per tensor is kept from one update to the next for as long as plan
+and memory stay the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from google.protobuf.message import DecodeError
+
+from ckpt_engine.core.digest import digest_boxes
+from ckpt_engine.core.manifest import blob_digest
+from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid, precondition
+from ckpt_engine.install.record import record
+from ckpt_engine.install.recording import Recording, TensorLayout
+from ckpt_engine.install.resolve import Bound, Resolved, bind, resolve
+from ckpt_engine.install.state import LINEAGE_BYTES, WorkerSlot
+from ckpt_engine.install.target import LoadTarget
+from ckpt_engine.transport.base import OpenedRegions, PreparedCopy, Transport
+from ckpt_engine.transport.host import this_host
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+
+log = logging.getLogger(__name__)
+
+OnProgress = Callable[[manager_pb2.Stage, int, int], None]
+"""Called in the installing thread with (stage, bytes done, bytes in all), every few milliseconds of work."""
+
+_RECORDINGS_KEPT = 4
+_CHECKS_AT_ONCE = 256
+
+
+@dataclass(slots=True)
+class _Ready:
+    """Work on tensors, checked and made ready to run."""
+
+    copies: list[PreparedCopy]
+    bound: Bound
+
+
+@dataclass(slots=True)
+class _Current:
+    """What is kept of a plan. resident: of the tensors that stay; `addresses` tells whether they did."""
+
+    plan: bytes
+    resolved: Resolved
+    opened: dict[str, OpenedRegions]
+    staged: frozenset[str]
+    resident: _Ready | None = None
+    addresses: tuple[tuple[int, TensorLayout], ...] = ()
+
+    def close(self) -> None:
+        self.resident = None
+        for regions in self.opened.values():
+            regions.close()
+
+
+class Installer:
+    """One worker's installer. Used from one thread at a time."""
+
+    def __init__(self, target: LoadTarget, slot: WorkerSlot, transports: Mapping[str, Transport]) -> None:
+        """transports: those of this process, by name (`transport.registry.all_transports()`)."""
+        self._target = target
+        self._slot = slot
+        self._transports = dict(transports)
+        self._recordings: OrderedDict[bytes, tuple[Recording, object]] = OrderedDict()
+        self._current: _Current | None = None
+        self._fence = weights_pb2.Fence()
+        self._last: worker_pb2.WorkerInstalled | None = None
+
+    def prepare(self, order: worker_pb2.PrepareOrder) -> worker_pb2.WorkerPrepared:
+        """Records the loader against a manifest, or finds the recording again. Touches no weight. Never raises."""
+        prepared = worker_pb2.WorkerPrepared(fence=order.fence, host=this_host())
+        stop_at = time.monotonic() + order.deadline_seconds
+        try:
+            self._check_fence(order.fence)
+            prepared.needs = self._recording(order.manifest, stop_at).needs_bytes
+        except Exception as error:
+            prepared.problem.CopyFrom(_problem_of(error, "preparing"))
+        return prepared
+
+    def install(
+        self, order: worker_pb2.InstallOrder, on_progress: OnProgress | None = None
+    ) -> worker_pb2.WorkerInstalled:
+        """Installs a version. The slot says how it ended; the answer says why. Never raises.
+
+        An order that was already carried out is answered as before and not repeated.
+        """
+        if self._last is not None and self._last.fence == order.fence:
+            return self._last
+        run = _Run(self, order, on_progress)
+        installed = worker_pb2.WorkerInstalled(fence=order.fence, report=run.report)
+        try:
+            self._check_fence(order.fence)
+            if order.fence.epoch == self._fence.epoch:
+                raise aborted(f"worker {self._slot.rank} has already seen epoch {order.fence.epoch}")
+            self._fence = order.fence
+            run.everything()
+        except Exception as error:
+            run.report.problem.CopyFrom(_problem_of(error, "installing"))
+        installed.report.CopyFrom(run.report)
+        if self._current is not None and not run.report.HasField("problem"):
+            installed.edges.extend(self._current.resolved.edges)
+        if installed.fence == self._fence:
+            self._last = installed
+        return installed
+
+    def release(self) -> None:
+        """Lets go of every source's memory. The next install opens it again."""
+        if self._current is not None:
+            self._current.close()
+            self._current = None
+
+    def _check_fence(self, fence: weights_pb2.Fence) -> None:
+        if self._fence.cluster and fence.cluster != self._fence.cluster:
+            raise precondition(
+                f"worker {self._slot.rank} serves cluster {self._fence.cluster}, not {fence.cluster}; "
+                "restart the engine to move it"
+            )
+        highest = max(self._fence.epoch, self._slot.epoch)
+        if fence.epoch < highest:
+            raise aborted(f"epoch {fence.epoch} was overtaken by {highest} on worker {self._slot.rank}")
+
+    def _recording(self, manifest_bytes: bytes, stop_at: float) -> Recording:
+        digest = blob_digest(manifest_bytes)
+        layout = tuple((name, TensorLayout.of(tensor)) for name, tensor in self._target.named_tensors())
+        kept = self._recordings.get(digest)
+        if kept is not None and kept[1] == layout:
+            self._recordings.move_to_end(digest)
+            return kept[0]
+        try:
+            manifest = weights_pb2.Manifest.FromString(manifest_bytes)
+        except DecodeError as error:
+            raise invalid(f"the manifest cannot be read: {error}") from error
+        recording = record(manifest, self._target, stop_at, digest=digest)
+        self._recordings[digest] = (recording, layout)
+        while len(self._recordings) > _RECORDINGS_KEPT:
+            self._recordings.popitem(last=False)
+        return recording
+
+    def _plan(self, plan_bytes: bytes) -> _Current:
+        """The plan, resolved, with its regions open. What the plan before it had open is closed."""
+        current = self._current
+        if current is not None and current.plan == plan_bytes:
+            kept = self._recordings.get(current.resolved.recording.manifest_digest)
+            if kept is not None and kept[0] is current.resolved.recording:
+                for opened_regions in current.opened.values():
+                    opened_regions.check()
+                return current
+        try:
+            plan = weights_pb2.WorkerPlan.FromString(plan_bytes)
+        except DecodeError as error:
+            raise invalid(f"the plan cannot be read: {error}") from error
+        found = self._recordings.get(plan.manifest_digest)
+        if found is None:
+            raise precondition(f"worker {self._slot.rank} has not prepared the manifest of this plan")
+        resolved = resolve(plan, found[0], self._slot.rank)
+        opened: dict[str, OpenedRegions] = {}
+        fresh = _Current(plan_bytes, resolved, opened, frozenset(self._target.staged()))
+        try:
+            for name, regions in resolved.regions.items():
+                if name not in self._transports:
+                    have = ", ".join(sorted(self._transports)) or "none"
+                    raise invalid(f"worker {self._slot.rank} has no transport {name} (it has {have})")
+                opened[name] = self._transports[name].open(regions)
+        except BaseException:
+            fresh.close()
+            raise
+        self.release()
+        self._current = fresh
+        return fresh
+
+    def _resident(self, current: _Current) -> _Ready:
+        """The resident work, made anew only if a tensor moved. Its moves are checked here, before DIRTY."""
+        tensors = dict(self._target.named_tensors())
+        names = [name for name in current.resolved.work if name not in current.staged]
+        present = [tensors[name] for name in names if name in tensors]
+        addresses = tuple((tensor.data_ptr(), TensorLayout.of(tensor)) for tensor in present)
+        if current.resident is None or current.addresses != addresses:
+            current.resident = _make_ready(current, bind(current.resolved, names, tensors))
+            current.addresses = addresses
+        return current.resident
+
+
+class _Run:
+    """One install."""
+
+    def __init__(self, installer: Installer, order: worker_pb2.InstallOrder, on_progress: OnProgress | None) -> None:
+        self._installer = installer
+        self._target = installer._target
+        self._slot = installer._slot
+        self._order = order
+        self._on_progress = on_progress
+        self._stop_at = time.monotonic() + order.deadline_seconds
+        self._total = 0
+        self._as_loaded: set[int] = set()
+        self._verified: set[int] = set()
+        self.report = manager_pb2.WorkerReport(rank=installer._slot.rank)
+
+    def everything(self) -> None:
+        """Raises whatever goes wrong; DIRTY then stays, if it was reached."""
+        order, report = self._order, self.report
+        expected = self._checked_order()
+        current = self._installer._plan(order.plan)
+        recording = current.resolved.recording
+        if len(expected) != len(recording.needs):
+            raise invalid(f"{len(expected)} digests are expected for {len(recording.needs)} needs")
+        resident = self._installer._resident(current)
+        self._total = current.resolved.bytes
+        self._in_time()
+
+        self._slot.dirty(order.fence.epoch)
+        self._write(resident)
+        if current.staged:
+            self._write_staged(current, expected)
+        started = time.monotonic()
+        self._target.post_load()
+        report.install_seconds += time.monotonic() - started
+        self._in_time()
+        self._verified = self._verify(resident.bound, recording, expected)
+        report.verified_as_loaded = len(self._as_loaded)
+        report.verified = len(self._verified - self._as_loaded)
+        report.tensors = len({need.tensor for need in recording.needs})
+        report.copies = 1 if report.bytes else 0
+        self._slot.clean(order.fence.epoch, order.identity)
+
+    def _checked_order(self) -> Sequence[int]:
+        identity = self._order.identity
+        if len(identity.root) != 32 or not identity.lineage or len(identity.lineage.encode()) > LINEAGE_BYTES:
+            raise invalid(
+                f"an identity needs a lineage of 1 to {LINEAGE_BYTES} bytes and a root of 32 bytes, not "
+                f"{identity.lineage!r} and {len(identity.root)} bytes"
+            )
+        try:
+            return weights_pb2.Digests.FromString(self._order.expected).values
+        except DecodeError as error:
+            raise invalid(f"the expected digests cannot be read: {error}") from error
+
+    def _write(self, ready: _Ready) -> None:
+        started = time.monotonic()
+        for copy in ready.copies:
+            copy.run(self._on_bytes)
+        copied = time.monotonic()
+        with torch.inference_mode():
+            for destination, value in ready.bound.fills:
+                destination.fill_(value)
+        self.report.transfer_seconds += copied - started
+        self.report.install_seconds += time.monotonic() - copied
+
+    def _write_staged(self, current: _Current, expected: Sequence[int]) -> None:
+        waiting = {name for name in current.resolved.work if name in current.staged}
+        recording = current.resolved.recording
+        started = time.monotonic()
+        elsewhere = self.report.transfer_seconds + self.report.verify_seconds
+        fills = self.report.install_seconds
+        with self._target.staging() as layers:
+            for layer in layers:
+                names = [name for name in layer.tensors if name in waiting]
+                waiting.difference_update(names)
+                ready = _make_ready(current, bind(current.resolved, names, layer.tensors))
+                self._write(ready)
+                self._as_loaded |= self._verify(ready.bound, recording, expected)
+                layer.finish()
+                self._in_time()
+        if waiting:
+            name = min(waiting)
+            raise internal(f"the engine's adapter staged no tensor {name} ({len(waiting)} in all)", [name])
+        elsewhere = self.report.transfer_seconds + self.report.verify_seconds - elsewhere
+        self.report.install_seconds = fills + time.monotonic() - started - elsewhere
+
+    def _verify(self, bound: Bound, recording: Recording, expected: Sequence[int]) -> set[int]:
+        """The needs that hash to what was sealed; raises DATA_LOSS naming those that do not."""
+        started = time.monotonic()
+        wrong: list[int] = []
+        for first in range(0, len(bound.checks), _CHECKS_AT_ONCE):
+            checks = bound.checks[first : first + _CHECKS_AT_ONCE]
+            found = digest_boxes([(view, start) for _, view, start in checks])
+            pairs = zip(checks, found, strict=True)
+            wrong += (need for (need, _, _), digest in pairs if digest != expected[need])
+            self._in_time()
+        self.report.verify_seconds += time.monotonic() - started
+        if wrong:
+            raise _differs(recording, wrong)
+        return {need for need, _, _ in bound.checks}
+
+    def _on_bytes(self, count: int) -> None:
+        self.report.bytes += count
+        self._in_time()
+        if self._on_progress is not None:
+            self._on_progress(manager_pb2.TRANSFER, self.report.bytes, self._total)
+
+    def _in_time(self) -> None:
+        if time.monotonic() > self._stop_at:
+            raise deadline(
+                f"worker {self._slot.rank} had read {self.report.bytes} of {self._total} bytes after "
+                f"{self._order.deadline_seconds:g} s"
+            )
+
+
+def _make_ready(current: _Current, bound: Bound) -> _Ready:
+    return _Ready([current.opened[name].prepare(moves) for name, moves in bound.moves.items()], bound)
+
+
+def _differs(recording: Recording, wrong: Sequence[int]) -> CkptEngineError:
+    names = sorted({recording.name(need) for need in wrong})
+    message = f"what was installed of {', '.join(names[:16])} does not hash to what its source sealed"
+    touched = {copy.tensor for copy in recording.copies if copy.need in set(wrong)}
+    others = {recording.name(copy.need) for copy in recording.copies if copy.tensor in touched} - set(names)
+    if others:
+        message += f" (the same tensors of the model are also loaded from {', '.join(sorted(others)[:4])})"
+    return data_loss(message, names)
+
+
+def _problem_of(error: Exception, doing: str) -> weights_pb2.Problem:
+    if isinstance(error, CkptEngineError):
+        return error.problem
+    log.exception("ckpt-engine: %s failed", doing)
+    return internal(f"{doing} failed inside the engine: {type(error).__name__}: {error}").problem

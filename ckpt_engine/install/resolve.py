@@ -1,0 +1,169 @@
+"""From a plan and a recording to moves: what is read from where, and to which part of which tensor.
+
+Checks that a plan fits the recording, piece by piece, and knows no tensor and no memory: `bind` brings in the
+tensors. Both fail without having touched anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ckpt_engine.core.boxes import Box, contains
+from ckpt_engine.core.problems import invalid, precondition
+from ckpt_engine.install.coverage import remainder
+from ckpt_engine.install.recording import Copy, Recording, TensorLayout
+from ckpt_engine.transport.base import Move
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A strided part of a tensor of the model. offset and stride in elements, from the tensor's first element."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One piece on its way to one destination."""
+
+    transport: str
+    region: weights_pb2.Region
+    offset: int  # bytes
+    stride: tuple[int, ...]  # elements
+    dtype: str
+    target: Target
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A need as it lies in the model, to be digested from global coordinate `start` on."""
+
+    need: int
+    start: tuple[int, ...]
+    target: Target
+
+
+@dataclass(slots=True)
+class TensorWork:
+    """Everything that an install does to one tensor of the model."""
+
+    reads: list[Read] = field(default_factory=list)
+    fills: list[tuple[tuple[slice, ...], bool | int | float]] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """One plan for one recording. regions: by transport, what has to be open. bytes: of all reads."""
+
+    recording: Recording
+    work: dict[str, TensorWork]
+    regions: dict[str, list[weights_pb2.Region]]
+    edges: tuple[manager_pb2.EdgeReport, ...]
+    bytes: int
+
+
+def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Resolved:
+    """Raises FAILED_PRECONDITION if the plan was made for another recording, INVALID_ARGUMENT if it is inconsistent."""
+    if (plan.manifest_digest, plan.needs_digest) != (recording.manifest_digest, recording.needs_digest):
+        raise precondition(f"the plan is not for what worker {rank} prepared; it has to be prepared again")
+    copies: list[list[Copy]] = [[] for _ in recording.needs]
+    work: dict[str, TensorWork] = {name: TensorWork() for name in recording.layouts}
+    for copy in recording.copies:
+        copies[copy.need].append(copy)
+        box = recording.needs[copy.need].box
+        work[copy.tensor].checks.append(Check(copy.need, box.start, Target(copy.offset, box.shape, copy.stride)))
+    for fill in recording.fills:
+        place = tuple(map(slice, fill.box.start, fill.box.stop))
+        work[fill.tensor].fills.append((place, fill.value))
+    regions = [{region.id: region for region in source.regions} for source in plan.sources]
+    read = [0] * len(plan.sources)
+    served: list[list[Box]] = [[] for _ in recording.needs]
+    for piece in plan.pieces:
+        if piece.need >= len(served) or piece.source >= len(regions) or piece.region not in regions[piece.source]:
+            raise invalid(f"the plan for worker {rank} names a need, source or region that is not there")
+        need = recording.needs[piece.need]
+        box = Box(tuple(piece.start), tuple(piece.stop))
+        if len(box.start) != need.box.rank or len(piece.stride) != need.box.rank or not contains(need.box, box):
+            raise invalid(f"a piece of the plan reaches beyond what worker {rank} needs", [recording.name(piece.need)])
+        served[piece.need].append(box)
+        spec = recording.manifest.tensors[need.tensor]
+        transport = plan.sources[piece.source].transport
+        for copy in copies[piece.need]:
+            offset = copy.offset + sum(
+                (here - first) * step for here, first, step in zip(box.start, need.box.start, copy.stride, strict=True)
+            )
+            target = Target(offset, box.shape, copy.stride)
+            region = regions[piece.source][piece.region]
+            work[copy.tensor].reads.append(
+                Read(transport, region, piece.offset, tuple(piece.stride), spec.dtype, target)
+            )
+            read[piece.source] += box.volume * recording.layouts[copy.tensor].dtype.itemsize
+    _check_served(recording, served, rank)
+    opened: dict[str, list[weights_pb2.Region]] = {}
+    for source in plan.sources:
+        opened.setdefault(source.transport, []).extend(source.regions)
+    edges = tuple(
+        manager_pb2.EdgeReport(
+            source_rank=source.rank, worker_rank=rank, transport=source.transport, reason=source.reason, bytes=size
+        )
+        for source, size in zip(plan.sources, read, strict=True)
+    )
+    return Resolved(recording, work, opened, edges, sum(read))
+
+
+def _check_served(recording: Recording, served: list[list[Box]], rank: int) -> None:
+    for number, (need, boxes) in enumerate(zip(recording.needs, served, strict=True)):
+        if len(boxes) == 1 and boxes[0] == need.box:
+            continue
+        if sum(box.volume for box in boxes) != need.box.volume or remainder(need.box, boxes):
+            raise invalid(
+                f"the plan for worker {rank} does not bring every element of {recording.name(number)} exactly once",
+                [recording.name(number)],
+            )
+
+
+@dataclass(slots=True)
+class Bound:
+    """Work on real tensors. moves: by transport. checks: (need, view in global axis order, start)."""
+
+    moves: dict[str, list[Move]] = field(default_factory=dict)
+    fills: list[tuple[torch.Tensor, bool | int | float]] = field(default_factory=list)
+    checks: list[tuple[int, torch.Tensor, tuple[int, ...]]] = field(default_factory=list)
+
+
+def bind(resolved: Resolved, names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> Bound:
+    """The work of `names` on `tensors`.
+
+    Raises FAILED_PRECONDITION if one is missing, has no memory or lies otherwise than when it was recorded.
+    """
+    bound = Bound()
+    for name in names:
+        tensor = tensors.get(name)
+        expected = resolved.recording.layouts[name]
+        if tensor is None or tensor.is_meta:
+            raise precondition(f"the model's tensor {name} has gone since its loader was recorded", [name])
+        if TensorLayout.of(tensor) != expected:
+            raise precondition(
+                f"the model's tensor {name} is {TensorLayout.of(tensor)}, but was {expected} when its loader was "
+                "recorded; it has to be prepared again",
+                [name],
+            )
+        tensor = tensor.detach()
+        work = resolved.work[name]
+        for read in work.reads:
+            view = read.target.of(tensor)
+            move = Move(read.region, read.offset, read.target.shape, read.stride, read.dtype, view)
+            bound.moves.setdefault(read.transport, []).append(move)
+        bound.fills += ((tensor[place], value) for place, value in work.fills)
+        bound.checks += ((check.need, check.target.of(tensor), check.start) for check in work.checks)
+    return bound

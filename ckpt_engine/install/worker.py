@@ -1,0 +1,120 @@
+"""What an engine's hook holds: one worker, between the engine that calls it and the agent that gives the orders.
+
+`prepare()` and `install()` are called by the engine (through whatever hook it offers) on the thread that owns the
+model. Each fetches its order from the agent, carries it out, and reports. They never raise: an exception in one worker
+leaves an engine's other workers waiting for ever, so everything that goes wrong travels over the channel, and the state
+word tells the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from ckpt_engine.install.channel import WorkerChannel
+from ckpt_engine.install.directory import EngineDirectory
+from ckpt_engine.install.installer import Installer
+from ckpt_engine.install.state import EnginePage
+from ckpt_engine.install.target import LoadTarget
+from ckpt_engine.transport.base import Transport
+from ckpt_engine.transport.registry import all_transports
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+
+log = logging.getLogger(__name__)
+
+ASK_SECONDS = 10.0
+"""How long the agent may take to answer. It answers from memory, so only a dead or stuck one takes longer."""
+
+PROGRESS_SECONDS = 0.2
+"""Least time between two progress messages."""
+
+
+class EngineWorker:
+    """One worker of an engine. Used from one thread at a time."""
+
+    def __init__(
+        self,
+        directory: EngineDirectory | Path,
+        rank: int,
+        world_size: int,
+        target: LoadTarget,
+        transports: Mapping[str, Transport] | None = None,
+    ) -> None:
+        """Claims the worker's slot: from now on it holds no version, and the engine's gate is closed.
+
+        rank: among all workers of the engine, 0 to world_size - 1. transports: default, all that work here.
+        Raises OSError, ValueError: the directory or the slot cannot be used; an engine should not start then.
+        """
+        directory = directory if isinstance(directory, EngineDirectory) else EngineDirectory(directory)
+        self._page = EnginePage(directory.page)
+        self.slot = self._page.claim(rank, world_size)
+        self._channel = WorkerChannel(directory.endpoint, rank, self.slot.boot_id)
+        self._installer = Installer(target, self.slot, all_transports() if transports is None else transports)
+        self._told = 0.0
+
+    def prepare(self) -> bool:
+        """Records the loader as the agent orders. True if the model can be loaded; the agent knows why not."""
+        try:
+            reply = self._channel.ask(worker_pb2.WorkerRequest(want_prepare=worker_pb2.WantOrder()), ASK_SECONDS)
+            if not reply.HasField("prepare"):
+                return self._refused(reply)
+            prepared = self._installer.prepare(reply.prepare)
+            self._channel.ask(worker_pb2.WorkerRequest(prepared=prepared), ASK_SECONDS)
+            return not prepared.HasField("problem")
+        except Exception:
+            log.exception("ckpt-engine: worker %d could not prepare", self.slot.rank)
+            return False
+
+    def install(self, epoch: int | None = None) -> bool:
+        """Installs as the agent orders. True if the worker is CLEAN afterwards; the agent knows why not.
+
+        epoch: the one that the engine was told, if any; an order of another one is not carried out.
+        """
+        try:
+            reply = self._channel.ask(worker_pb2.WorkerRequest(want_install=worker_pb2.WantOrder()), ASK_SECONDS)
+            if not reply.HasField("install"):
+                return self._refused(reply)
+            order = reply.install
+            if epoch is not None and epoch != order.fence.epoch:
+                log.warning("ckpt-engine: called to install epoch %d, ordered %d", epoch, order.fence.epoch)
+                return False
+
+            def on_progress(stage: manager_pb2.Stage, done: int, total: int) -> None:
+                self._progress(order.fence, stage, done, total)
+
+            installed = self._installer.install(order, on_progress)
+            self._channel.ask(worker_pb2.WorkerRequest(installed=installed), ASK_SECONDS)
+            return not installed.report.HasField("problem")
+        except Exception:
+            log.exception("ckpt-engine: worker %d could not install", self.slot.rank)
+            return False
+
+    def discard(self) -> None:
+        """The engine has thrown its weights away (sleep level 2): the worker holds no version, and no memory of any
+        source stays mapped."""
+        self.slot.none()
+        self._installer.release()
+
+    def release(self) -> None:
+        """Lets go of all memory of sources; the next install opens it again."""
+        self._installer.release()
+
+    def close(self) -> None:
+        """Ends the worker in an orderly way: it holds no version any more."""
+        self.discard()
+        self._channel.close()
+        self._page.close()
+
+    def _progress(self, fence: weights_pb2.Fence, stage: manager_pb2.Stage, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._told >= PROGRESS_SECONDS:
+            self._told = now
+            progress = worker_pb2.WorkerProgress(fence=fence, stage=stage, bytes_done=done, bytes_total=total)
+            self._channel.tell(worker_pb2.WorkerRequest(progress=progress))
+
+    def _refused(self, reply: worker_pb2.AgentReply) -> bool:
+        why = reply.refused.message if reply.HasField("refused") else "the agent gave no order"
+        log.warning("ckpt-engine: worker %d does nothing: %s", self.slot.rank, why)
+        return False
