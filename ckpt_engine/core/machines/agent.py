@@ -1,17 +1,56 @@
-"""The agent's machine: one replica, its engine and its workers."""
+"""The agent's machine: one replica, its engine and its workers.
+
+Decides which command is obeyed (fences), runs one operation on the engine at a time, answers repetitions as before,
+tells the manager what the state words say, and resumes an engine that has no reason to be paused. It believes the
+workers' state words over everything that the engine or the manager says.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.core.machines.events import AgentCommand, AgentEvent
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.core.machines.agent_install import Installing, no_order
+from ckpt_engine.core.machines.agent_operations import Preparing, Resuming, SleepingOrWaking
+from ckpt_engine.core.machines.agent_state import NO_WORDS, Operation, Replica, acknowledged
+from ckpt_engine.core.machines.events import (
+    AgentCommand,
+    AgentEvent,
+    Done,
+    EngineExited,
+    EngineReady,
+    Key,
+    Message,
+    PeerLost,
+    PutBlobs,
+    ReadWords,
+    Reply,
+    Run,
+    SealDirectory,
+    SealResult,
+    SetTimer,
+    Start,
+    Stop,
+    TimerFired,
+    Words,
+    WorkerAsked,
+)
+from ckpt_engine.core.machines.session import Session
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+
+LOOK: Key = ("words",)
+OUTCOME: Key = ("outcome",)
 
 
 class AgentMachine:
-    """Decides everything that a replica's agent does.
+    """One agent process.
 
-    name: of the replica. session_id: of this agent process. agent_epoch: from the engine's directory.
-    transports: available on this host.
+    name: of the replica. session_id: of this process. agent_epoch: from the engine's directory. transports: available
+    on this host. Engine and workers may live longer than the agent: a new one starts from what they say.
+
+    A command with a later fence that comes during an operation is left unanswered (the manager repeats it), except
+    that it turns an install back which no worker has begun.
     """
 
     def __init__(
@@ -24,8 +63,285 @@ class AgentMachine:
         transports: tuple[str, ...],
         deadlines: Deadlines | None = None,
     ) -> None:
-        raise NotImplementedError
+        self._session_id = session_id
+        self._agent_epoch = agent_epoch
+        self._mode = mode
+        self._host = host
+        self._transports = transports
+        self._deadlines = deadlines or Deadlines()
+        self._out: list[AgentCommand] = []
+        self._replica = Replica(name, self._deadlines, self._out)
+        self._session = Session(self._deadlines, self._out.append, self._dial, self._hello, self._beat)
+        self._replica.session = self._session
+        self._highest = 0
+        self._answers: dict[str, manager_pb2.Prepared | manager_pb2.SleepWakeDone] = {}
+        self._outcome_received = True
+        self._seals: dict[tuple[int, bytes], tuple[manager_pb2.SealForReaders, manager_pb2.Sealed | None]] = {}
+        self._looking = False
+        self._told: object = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether an operation on the engine goes on; a shell that shuts down in good order waits for its end."""
+        return self._replica.operation is not None
+
+    @property
+    def closed_reason(self) -> str:
+        """Why the replica is not serving; empty if it is."""
+        return self._replica.closed_reason()
 
     def handle(self, event: AgentEvent, now: float) -> list[AgentCommand]:
         """Takes one event and says what is to be done."""
-        raise NotImplementedError
+        match event:
+            case Message(peer, body):
+                if self._session.heard(peer, now):
+                    self._message(body, now)
+            case PeerLost(peer, reason):
+                self._session.lost(peer, reason, now)
+            case TimerFired(key):
+                self._timer(key, now)
+            case Done():
+                self._done(event, now)
+            case WorkerAsked(request, asked):
+                self._out.append(Reply(request, self._asked(asked, now)))
+            case EngineReady():
+                self._engine_ready(event, now)
+            case EngineExited(reason):
+                self._engine_exited(reason, now)
+            case Start():
+                self._session.start(now)
+                self._out.append(SetTimer(LOOK, self._deadlines.words))
+            case Stop(reason):
+                self._session.stop(reason)
+        while self._replica.ended:
+            self._ended(self._replica.ended.pop(0), now)
+        self._tell_changes()
+        out = self._out[:]
+        self._out.clear()
+        return out
+
+    # -- session
+
+    def _dial(self, now: float) -> None:
+        """Needs are stored before the hello that refers to them: the manager may have been restarted."""
+        needs = tuple(self._replica.needs[rank] for rank in sorted(self._replica.prepared))
+        if needs:
+            self._out.append(Run(("put",), PutBlobs(needs, self._deadlines.blobs)))
+        else:
+            self._session.open(now)
+
+    def _hello(self) -> manager_pb2.ReplicaHello:
+        replica = self._replica
+        return manager_pb2.ReplicaHello(
+            cluster=self._session.cluster,
+            name=replica.name,
+            session_id=self._session_id,
+            agent_epoch=self._agent_epoch,
+            engine=None if replica.engine is None else replica.engine.engine,
+            mode=self._mode,
+            host=self._host,
+            workers=replica.words.workers,
+            transports=self._transports,
+            prepared=[replica.prepared[rank] for rank in sorted(replica.prepared)],
+            last_outcome=replica.last_outcome,
+            asleep=replica.asleep,
+        )
+
+    def _beat(self, sequence: int) -> manager_pb2.ReplicaHeartbeat:
+        replica = self._replica
+        return manager_pb2.ReplicaHeartbeat(
+            sequence=sequence,
+            workers=replica.words.workers,
+            serving=replica.serving(),
+            asleep=replica.asleep,
+            closed_reason=replica.closed_reason(),
+        )
+
+    def _tell_changes(self) -> None:
+        """What changed is told at once: a late replica need not wait for a heartbeat to be brought up."""
+        replica = self._replica
+        state = (replica.words.workers, replica.serving(), replica.asleep, replica.engine is None)
+        if state != self._told and self._session.welcomed:
+            self._told = state
+            self._session.beat_now()
+
+    # -- messages
+
+    def _message(self, body: object, now: float) -> None:
+        match body:
+            case manager_pb2.Welcome():
+                if self._session.welcome(body):
+                    self._highest = max(self._highest, body.fence.epoch)
+                    self._send_outcome()
+            case manager_pb2.Refused():
+                self._session.refused(body.problem, now)
+            case manager_pb2.Prepare():
+                self._command("prepare", body.fence, lambda: Preparing(self._replica, body), now)
+            case manager_pb2.Install():
+                self._command("install", body.fence, lambda: Installing(self._replica, body), now)
+            case manager_pb2.SleepWake():
+                self._command("sleep", body.fence, lambda: SleepingOrWaking(self._replica, body), now)
+            case manager_pb2.Abandon():
+                operation = self._replica.operation
+                if operation is not None and operation.fence == body.fence:
+                    operation.overtaken(body.reason, now)
+            case manager_pb2.OutcomeReceived():
+                outcome = self._replica.last_outcome
+                if outcome is not None and outcome.fence == body.fence:
+                    self._outcome_received = True
+            case manager_pb2.SealForReaders():
+                self._seal(body)
+
+    def _command(self, kind: str, fence: weights_pb2.Fence, make: Callable[[], Operation], now: float) -> None:
+        """Begins the operation that a command asks for, or answers a repetition, or leaves it unanswered."""
+        if fence.cluster != self._session.cluster or fence.epoch < self._highest:
+            return
+        operation = self._replica.operation
+        if operation is not None:
+            if operation.kind == kind and operation.fence == fence:
+                operation.repeated(now)
+            elif fence.epoch > operation.fence.epoch:
+                operation.overtaken(f"the manager went on to epoch {fence.epoch}", now)
+            return
+        outcome, answer = self._replica.last_outcome, self._answers.get(kind)
+        if kind == "install" and outcome is not None and outcome.fence == fence:
+            self._outcome_received = False
+            self._send_outcome()
+        elif answer is not None and answer.fence == fence:
+            self._session.send(answer)
+        else:
+            self._highest = fence.epoch
+            self._replica.begin(make(), now)
+
+    def _ended(self, operation: Operation, now: float) -> None:
+        """Tells what became of an operation, until it is known that it arrived."""
+        if isinstance(operation, Installing):
+            self._outcome_received = False
+            self._send_outcome()
+        elif isinstance(operation, (Preparing, SleepingOrWaking)) and operation.answer is not None:
+            self._answers[operation.kind] = operation.answer
+            self._session.send(operation.answer)
+        self._reconcile(now)
+
+    def _send_outcome(self) -> None:
+        if self._replica.last_outcome is not None and not self._outcome_received:
+            self._session.send(self._replica.last_outcome)
+            self._out.append(SetTimer(OUTCOME, self._deadlines.resend))
+
+    # -- the engine and its workers
+
+    def _engine_ready(self, event: EngineReady, now: float) -> None:
+        if self._replica.engine is not None:
+            self._engine_exited("it was started again", now)
+        self._replica.engine = event
+        self._replica.engine_reason = ""
+        self._replica.paused = event.paused
+        self._replica.asleep = bool(event.asleep)
+        self._session.hello_again()
+        self._look()
+
+    def _engine_exited(self, reason: str, now: float) -> None:
+        replica = self._replica
+        replica.engine = None
+        replica.engine_reason = reason
+        replica.words = NO_WORDS
+        replica.paused = None
+        replica.asleep = False
+        replica.orders.clear()
+        replica.prepared.clear()
+        replica.needs.clear()
+        if replica.operation is not None:
+            replica.operation.engine_exited(reason, now)
+
+    def _look(self) -> None:
+        if not self._looking:
+            self._looking = True
+            self._out.append(Run(LOOK, ReadWords()))
+
+    def _reconcile(self, now: float) -> None:
+        """An engine whose workers are whole, and none of which may begin to write, has no reason to be paused."""
+        replica = self._replica
+        if (
+            replica.operation is None
+            and replica.engine is not None
+            and replica.paused is not False
+            and not replica.asleep
+            and replica.words.open
+            and not replica.orders
+        ):
+            replica.begin(Resuming(replica, weights_pb2.Fence()), now)
+
+    def _asked(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
+        replica = self._replica
+        kind = request.WhichOneof("body")
+        if kind == "installed":
+            replica.settle_order(request.rank, request.boot_id, request.installed.fence.epoch)
+        reply = None if replica.operation is None else replica.operation.asked(request, now)
+        if reply is not None:
+            return reply
+        return no_order(replica) if kind in ("want_prepare", "want_install") else acknowledged()
+
+    # -- timers and tasks
+
+    def _timer(self, key: Key, now: float) -> None:
+        if self._session.timer(key, now):
+            return
+        match key:
+            case ("words",):
+                if self._replica.engine is not None:
+                    self._look()
+                self._out.append(SetTimer(LOOK, self._deadlines.words))
+            case ("outcome",):
+                self._send_outcome()
+            case ("operation", number, str() as step):
+                operation = self._replica.operation
+                if operation is not None and operation.number == number:
+                    operation.timer(step, now)
+
+    def _done(self, done: Done, now: float) -> None:
+        match done.key:
+            case ("words",):
+                self._looking = False
+                if done.problem is None and self._replica.engine is not None:
+                    self._replica.take_words(cast(Words, done.result))
+                    self._reconcile(now)
+            case ("put",):
+                if done.problem is None:
+                    self._session.open(now)
+                else:
+                    self._session.failed(done.problem.message, now)
+            case ("operation", number, str() as step):
+                operation = self._replica.operation
+                if operation is not None and operation.number == number:
+                    operation.done(step, done, now)
+            case ("seal", int() as epoch, str() as table):
+                self._sealed((epoch, bytes.fromhex(table)), done)
+
+    # -- sealing a directory for its readers
+
+    def _seal(self, seal: manager_pb2.SealForReaders) -> None:
+        if seal.fence.cluster != self._session.cluster or seal.fence.epoch < self._highest:
+            return
+        key = (seal.fence.epoch, seal.table.digest)
+        if key in self._seals:
+            answer = self._seals[key][1]
+            if answer is not None:
+                self._session.send(answer)
+            return
+        self._seals = {other: value for other, value in self._seals.items() if other[0] == seal.fence.epoch}
+        self._seals[key] = (seal, None)
+        task = SealDirectory(seal.table, seal.atoms, seal.deadline_seconds)
+        self._out.append(Run(("seal", seal.fence.epoch, seal.table.digest.hex()), task))
+
+    def _sealed(self, key: tuple[int, bytes], done: Done) -> None:
+        if key not in self._seals:
+            return  # of an update before this one
+        seal = self._seals[key][0]
+        answer = manager_pb2.Sealed(fence=seal.fence, atoms=seal.atoms, problem=done.problem)
+        if done.problem is None:
+            sealed = cast(SealResult, done.result)
+            answer.digests.CopyFrom(sealed.digests)
+            answer.copy_seconds = sealed.copy_seconds
+            answer.digest_seconds = sealed.digest_seconds
+        self._seals[key] = (seal, answer)
+        self._session.send(answer)

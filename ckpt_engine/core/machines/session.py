@@ -82,6 +82,16 @@ class Session:
         if self.peer is not None and self.welcomed:
             self._emit(Send(self.peer, body))
 
+    def beat_now(self) -> None:
+        """Sends a heartbeat out of turn."""
+        self._sequence += 1
+        self.send(self._beat(self._sequence))
+
+    def hello_again(self) -> None:
+        """Tells on the open stream what has changed in the hello; the manager takes it as a repetition."""
+        if self.welcomed:
+            self.send(self._hello())
+
     def heard(self, peer: Peer, now: float) -> bool:
         """Whether a message came over the current stream; any message keeps the lease."""
         if peer != self.peer:
@@ -166,8 +176,7 @@ class Session:
             self._close()
             self.failed(f"nothing was heard from it for {silence:.1f} s", now)
         elif self.welcomed:
-            self._sequence += 1
-            self._emit(Send(self.peer, self._beat(self._sequence)))
+            self.beat_now()
             self._emit(SetTimer(BEAT, self._heartbeat))
         else:
             self._emit(Send(self.peer, self._hello()))
