@@ -7,19 +7,17 @@ are read where they lie, through the transport that the readers use as well.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping
 
 import torch
 
-from ckpt_engine.core.digest import digest_boxes
-from ckpt_engine.core.dtypes import itemsize
-from ckpt_engine.core.problems import deadline, invalid, unavailable
+from ckpt_engine.core.problems import deadline, invalid, precondition, unavailable
+from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.transport.base import OpenedRegions, Transport
 from ckpt_engine.v1 import weights_pb2
 
-ATOMS_AT_ONCE = 64
+ATOMS_AT_ONCE = 1024
 """Digested together; between such groups the deadline is looked at."""
 
 
@@ -28,58 +26,50 @@ def digest_for_readers(
 ) -> weights_pb2.Digests:
     """The digests of `atoms_bytes` (Atoms) over the regions of `table_bytes` (SourceTable), in the order of the atoms.
 
-    Blocks for as long as reading takes: runs on a thread. Raises CkptEngineError: the atoms belong to another table or
-    leave their shard, a region cannot be opened here or has changed since it was published, or `seconds` have passed.
+    Blocks for as long as reading takes: runs on a thread. Raises CkptEngineError: the source does not stay sealed, the
+    atoms belong to another table or leave their shard, a region cannot be opened here or has changed since it was
+    published, or `seconds` have passed.
     """
     until = time.monotonic() + seconds
     table = weights_pb2.SourceTable.FromString(table_bytes)
     atoms = weights_pb2.Atoms.FromString(atoms_bytes)
-    if atoms.table_digest != hashlib.sha256(table_bytes).digest():
-        raise invalid("the atoms to digest were made for another table than the one that came with them")
-    regions = {region.id: region for region in table.regions}
+    if not table.stays_sealed:
+        raise precondition(f"source {table.description!r} does not stay sealed; only its own process can seal it")
     opened: dict[str, OpenedRegions] = {}
     digests = weights_pb2.Digests()
     try:
-        for name in {region.transport for region in table.regions}:
+        for name in sorted({region.transport for region in table.regions}):
             if name not in transports:
-                raise unavailable(
-                    f"transport {name!r} of the source does not work on this host; see `ckpt-engine doctor`"
-                )
+                raise unavailable(f"the source needs transport {name!r}, which is off here; see `ckpt-engine doctor`")
             opened[name] = transports[name].open([region for region in table.regions if region.transport == name])
             opened[name].check()
+        shards = _shards(table, opened)
         for first in range(0, len(atoms.atoms), ATOMS_AT_ONCE):
             if time.monotonic() > until:
                 raise deadline(f"digested {first} of {len(atoms.atoms)} atoms in {seconds:g} s")
             group = atoms.atoms[first : first + ATOMS_AT_ONCE]
-            digests.values.extend(digest_boxes([_view(table, regions, opened, atom) for atom in group]))
-        for regions_of_transport in opened.values():
-            regions_of_transport.check()  # a file that was replaced meanwhile: what we digested is not what is there
+            part = weights_pb2.Atoms(table_digest=atoms.table_digest, atoms=group)
+            digests.values.extend(digest_atoms(table, shards, part))
+        for regions in opened.values():
+            regions.check()  # a file that was replaced meanwhile: what was digested is not what is there
     finally:
-        for regions_of_transport in opened.values():
-            regions_of_transport.close()
+        for regions in opened.values():
+            regions.close()
     return digests
 
 
-def _view(
-    table: weights_pb2.SourceTable,
-    regions: Mapping[int, weights_pb2.Region],
-    opened: Mapping[str, OpenedRegions],
-    atom: weights_pb2.Atom,
-) -> tuple[torch.Tensor, list[int]]:
-    """The atom's elements, and the global coordinates of the first of them."""
-    if atom.shard >= len(table.shards):
-        raise invalid(f"an atom names shard {atom.shard}, but the source has {len(table.shards)}")
-    shard = table.shards[atom.shard]
-    spec = table.tensors[shard.tensor]
-    inside = all(
-        low <= start <= stop <= high
-        for low, start, stop, high in zip(shard.start, atom.start, atom.stop, shard.stop, strict=True)
-    )
-    if not inside:
-        raise invalid(f"an atom leaves its shard of tensor {spec.name}", tensors=[spec.name])
-    elements = sum((at - low) * step for at, low, step in zip(atom.start, shard.start, shard.stride, strict=True))
-    region = regions[shard.region]
-    shape = [stop - start for start, stop in zip(atom.start, atom.stop, strict=True)]
-    offset = shard.offset + elements * itemsize(spec.dtype)
-    view = opened[region.transport].view(region, offset, shape, list(shard.stride), spec.dtype)
-    return view, list(atom.start)
+def _shards(table: weights_pb2.SourceTable, opened: Mapping[str, OpenedRegions]) -> list[torch.Tensor]:
+    """The memory of each shard, as a tensor of the shard's shape. Nothing is read."""
+    regions = {region.id: region for region in table.regions}
+    shards = []
+    for shard in table.shards:
+        spec = table.tensors[shard.tensor]
+        region = regions.get(shard.region)
+        if region is None:
+            raise invalid(
+                f"a shard lies in region {shard.region}, which the source does not offer", tensors=[spec.name]
+            )
+        shape = [stop - start for start, stop in zip(shard.start, shard.stop, strict=True)]
+        view = opened[region.transport].view(region, shard.offset, shape, list(shard.stride), spec.dtype)
+        shards.append(view)
+    return shards

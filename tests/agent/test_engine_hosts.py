@@ -309,7 +309,7 @@ async def test_an_agent_follows_its_engine_to_a_new_start(start_by_hand: StartBy
 
 
 async def test_a_url_where_nothing_answers(events: Events) -> None:
-    host = attached(free_port(), events, seconds=0.5)
+    host = attach(free_port(), events, seconds=0.5)
     with pytest.raises(CkptEngineError, match="does not answer"):
         await host.open()
 
