@@ -39,7 +39,6 @@ ITEMSIZES: Mapping[str, int] = MappingProxyType(
         "int64": 8,
         "float64": 8,
         "complex64": 8,
-        "complex128": 16,
     }
 )
 """Every supported dtype and the bytes of one element."""

@@ -166,7 +166,6 @@ def _collect(
     if len(regions) != len(table.regions):
         raise invalid(f"rank {table.rank} gives two regions one id", ranks=[table.rank])
     known = [(boxes[tensor_index[spec.name]], spec, tuple(spec.shape), itemsize(spec.dtype)) for spec in table.tensors]
-    shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], bool] = {}
     for index, shard in enumerate(table.shards):
         if shard.tensor >= len(known):
             raise invalid(
@@ -175,10 +174,7 @@ def _collect(
             )
         found, spec, shape, width = known[shard.tensor]
         box = Box(tuple(shard.start), tuple(shard.stop))
-        key = (box, shape)
-        if key not in shapes:
-            shapes[key] = _inside(box, shape)
-        if not shapes[key]:
+        if not _inside(box, shape):
             raise _shard_error(
                 table.rank, spec, f"box {_text(box)} does not lie in its shape {list(shape)}; publish global shapes"
             )
