@@ -276,6 +276,7 @@ def test_after_close_nobody_new_reads_and_the_model_lives_on() -> None:
     model(torch.ones(1, 4)).sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:The PyTorch API of nested")
 def test_what_cannot_be_published_is_refused_by_name() -> None:
     class Holder(nn.Module):
         def __init__(self, tensor: torch.Tensor) -> None:

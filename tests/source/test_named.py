@@ -1,0 +1,103 @@
+"""Named tensors, names, and what is not a source at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.source.names import strip_wrappers
+from ckpt_engine.source.open import open_source
+from ckpt_engine.v1.weights_pb2 import Problem
+from tests.source.reading import assert_equal, read
+
+
+def test_pairs_and_mappings_are_copied_and_their_memory_left_alone() -> None:
+    tensors = {"module.b": torch.randn(3, 4).t(), "module.a": torch.arange(5), "module.c": torch.tensor(2.5)}
+    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+    def pairs() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from tensors.items()
+
+    for given in (tensors, pairs(), list(tensors.items())):
+        source = open_source(given)
+        table = source.table()
+        assert (table.stays_sealed, table.source_copies) == (True, 1)
+        assert table.description == "named tensors, copied at each seal"
+        tensors["module.a"].add_(1)
+        source.check()
+        source.seal()
+        assert_equal(read(table), {name.removeprefix("module."): tensor for name, tensor in tensors.items()})
+        source.close()
+    assert {name: tensor.data_ptr() for name, tensor in tensors.items()} == addresses
+
+
+def test_they_are_rehomed_only_when_told_to() -> None:
+    tensors = {"a": torch.randn(3, 4)}
+    before = tensors["a"].data_ptr()
+    source = open_source(tensors, snapshot=False)
+    assert tensors["a"].data_ptr() != before
+    source.seal()
+    tensors["a"].fill_(3)
+    assert_equal(read(source.table()), {"a": torch.full((3, 4), 3.0)})
+    assert source.table().source_copies == 0
+
+
+def test_every_rank_publishes_what_it_holds() -> None:
+    tables = [open_source({"a": torch.ones(2)}, rank=rank, world_size=2).table() for rank in range(2)]
+    assert [table.rank for table in tables] == [0, 1]
+    assert tables[0].shards == tables[1].shards
+    assert tables[0].host == tables[1].host
+
+
+def test_names_lose_what_wrappers_add_and_nothing_else() -> None:
+    assert strip_wrappers(["module._orig_mod.layers.0._checkpoint_wrapped_module.w", "module.w"]) == ["layers.0.w", "w"]
+    assert strip_wrappers(["_orig_mod.module.module.w", "module.module.b"]) == ["w", "b"]
+    assert strip_wrappers(["module.w", "head.w", "my_orig_mod.w", "a.module.w"]) == [
+        "module.w",
+        "head.w",
+        "my_orig_mod.w",
+        "a.module.w",
+    ]
+    assert strip_wrappers(["module", "module"]) == ["module", "module"]
+    assert strip_wrappers(["a._fsdp_wrapped_module.w"]) == ["a.w"]
+    assert strip_wrappers([]) == []
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        7,
+        None,
+        torch.zeros(3),
+        b"weights",
+        [1],
+        ["ab"],
+        [("a", 1)],
+        [(1, torch.zeros(1))],
+        {"a": "b"},
+        [],
+        {},
+        [("a", torch.zeros(1)), ("a", torch.ones(1))],
+        [("module.a", torch.zeros(1)), ("module._orig_mod.a", torch.ones(1))],
+    ],
+)
+def test_anything_else_is_refused(odd: object) -> None:
+    with pytest.raises(CkptEngineError) as error:
+        open_source(odd)  # type: ignore[arg-type]
+    assert error.value.problem.code == Problem.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("options", [{"rank": 1}, {"rank": -1}, {"dtype": "float"}, {"dtype": "int64"}, {"dtype": "x"}])
+def test_odd_options_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(CkptEngineError) as error:
+        open_source({"a": torch.zeros(1)}, **options)  # type: ignore[arg-type]
+    assert error.value.problem.code == Problem.INVALID_ARGUMENT
+
+
+def test_a_directory_has_one_publisher(tmp_path: Path) -> None:
+    with pytest.raises(CkptEngineError, match="one process"):
+        open_source(tmp_path, world_size=2)
