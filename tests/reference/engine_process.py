@@ -24,12 +24,13 @@ CALL_SECONDS = 30.0
 
 
 class EngineProcess:
-    """One running server. `log()` is what it has written so far."""
+    """One running server. `log()` is what it has written so far; `epoch` counts the updates that tests have begun."""
 
     def __init__(self, process: subprocess.Popen[bytes], url: str, directory: EngineDirectory, log_path: Path) -> None:
         self.process = process
         self.url = url
         self.directory = directory
+        self.epoch = 0
         self._log_path = log_path
 
     def log(self) -> str:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,6 @@ class ReferenceModel:
             for name, parameter in self.module.named_parameters(remove_duplicate=False)
             if name not in self._parameters and any(parameter is other for other in self._parameters.values())
         }
-        self._discarded: dict[str, int] = {}
 
     # ----------------------------------------------------------------------------------------------- loading
 
@@ -201,23 +201,26 @@ class ReferenceModel:
 
     def parameter_bytes(self) -> int:
         """Memory that the parameters occupy now, bytes; 0 while they are discarded."""
-        return sum(parameter.untyped_storage().nbytes() for parameter in self._parameters.values())
+        return sum(parameter.nbytes for parameter in self._parameters.values() if not parameter.is_meta)
 
     def discard(self) -> None:
-        """Gives the parameters' memory back. Buffers, which follow from the configuration, stay. Twice is once."""
-        for name, parameter in self._parameters.items():
-            storage = parameter.untyped_storage()
-            if name not in self._discarded:
-                self._discarded[name] = storage.nbytes()
-                storage.resize_(0)
+        """Gives the parameters' memory back; they stand as meta tensors until `restore`, so the loader can still be
+        recorded, and computing with them is an error. Buffers, which follow from the configuration, stay."""
+        self._replace(lambda parameter: torch.empty_like(parameter, device="meta"))
 
     def restore(self) -> None:
         """Takes memory for discarded parameters and fills it with NaN: what is not loaded again cannot be served."""
-        for name, nbytes in self._discarded.items():
-            parameter = self._parameters[name]
-            parameter.untyped_storage().resize_(nbytes)
-            parameter.data.fill_(float("nan"))
-        self._discarded.clear()
+        if any(parameter.is_meta for parameter in self._parameters.values()):
+            self._replace(lambda parameter: torch.full_like(parameter, math.nan, device="cpu"))
+
+    def _replace(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        for module in self.module.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter not in made:  # tied ones stay tied
+                    made[parameter] = nn.Parameter(make(parameter.data), requires_grad=False)
+                module.register_parameter(name, made[parameter])
+        self._parameters = dict(self.module.named_parameters())
 
 
 def _check_shape(name: str, given: Iterable[int], wanted: Iterable[int]) -> None:
