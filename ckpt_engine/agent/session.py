@@ -31,9 +31,10 @@ from ckpt_engine.client import manager_stub, open_channel
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines import events
 from ckpt_engine.core.machines.agent import AgentMachine
+from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.transport.host import this_host
 from ckpt_engine.transport.registry import all_transports
-from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, worker_pb2
+from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2, worker_pb2
 
 REPLY_SECONDS = 60.0
 """For the machine to answer a worker; it decides at once, so this only bounds what a fault of ours could cost."""
@@ -92,7 +93,8 @@ class ReplicaAgent:
         self._streams: dict[events.Peer, ManagerStream] = {}
         self._timers: dict[events.Key, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._engine_calls = 0
+        self._stopping = False
+        self._manager_lost = False
         self._questions: dict[int, asyncio.Future[worker_pb2.AgentReply | None]] = {}
         self._asked = 0
         self._fault: asyncio.Future[None] | None = None
@@ -165,13 +167,13 @@ class ReplicaAgent:
             for task in (engine, stopping):
                 task.cancel()
             await asyncio.gather(engine, stopping, return_exceptions=True)
-            if not self._fault.done():
-                self._feed(events.Stop(reason))
+            self._stopping = True
+            self._feed(events.Stop(reason))
 
     async def _until_idle(self) -> None:
         """An engine that stays must not be left in the middle of an install that nobody would resume it from."""
         until = time.monotonic() + IDLE_SECONDS
-        while self._engine_calls and time.monotonic() < until:  # noqa: ASYNC110 - bounded, and only while stopping
+        while self._machine is not None and self._machine.busy and time.monotonic() < until:  # noqa: ASYNC110 - bounded, and only while stopping
             await asyncio.sleep(0.05)
 
     async def _shut_down(self) -> None:
@@ -269,6 +271,21 @@ class ReplicaAgent:
                 answer = self._questions.get(request)
                 if answer is not None and not answer.done():
                     answer.set_result(reply)
+            case events.SessionOpened():
+                self._manager_lost = False
+            case events.SessionEnded(problem, final):
+                self._session_ended(problem, final)
+
+    def _session_ended(self, problem: weights_pb2.Problem, final: bool) -> None:
+        if self._stopping:
+            return
+        if final:
+            # The manager does not want this agent: another one has taken its place, or its name.
+            assert self._fault is not None
+            self._fault.set_exception(CkptEngineError(problem))
+        elif not self._manager_lost:
+            self._manager_lost = True  # said once, not at each attempt
+            self.say(problem.message)
 
     def _cancel_timer(self, key: events.Key) -> None:
         if (timer := self._timers.pop(key, None)) is not None:
@@ -280,13 +297,7 @@ class ReplicaAgent:
 
     async def _run(self, key: events.Key, task: events.Task) -> None:
         assert self._runner is not None
-        drives_engine = not isinstance(task, events.PutBlobs | events.FetchBlobs | events.ReadWords)
-        self._engine_calls += drives_engine
-        try:
-            done = await self._runner.run(key, task)
-        finally:
-            self._engine_calls -= drives_engine
-        self._feed(done)
+        self._feed(await self._runner.run(key, task))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -8,6 +8,7 @@ Run as a script it is the engine; imported it is its adapter.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -28,8 +29,11 @@ from ckpt_engine.agent.adapter import (
     EngineInfo,
     LaunchPlan,
 )
+from ckpt_engine.install.channel import WorkerChannel
 from ckpt_engine.install.directory import EngineDirectory
+from ckpt_engine.install.state import EnginePage
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1.worker_pb2 import WantOrder, WorkerInstalled, WorkerPrepared, WorkerRequest
 
 ROOT = Path(__file__).parents[2]
 
@@ -113,9 +117,31 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
         self.directory = directory
         self.options = options
+        self.slot = EnginePage(directory.page).claim(0, 1)
+        self.channel = WorkerChannel(directory.endpoint, 0, self.slot.boot_id)
         self.paused = options.paused
         self.deaf = False
         self.started = time.monotonic()
+
+    def prepare(self) -> None:
+        """What a worker does when its engine is told to prepare: it needs nothing of any manifest."""
+        reply = self.channel.ask(WorkerRequest(want_prepare=WantOrder()), 5)
+        if reply.HasField("prepare"):
+            digest = hashlib.sha256(reply.prepare.manifest).digest()
+            needs = weights_pb2.WorkerNeeds(manifest_digest=digest).SerializeToString(deterministic=True)
+            prepared = WorkerPrepared(fence=reply.prepare.fence, needs=needs)
+            self.channel.ask(WorkerRequest(prepared=prepared), 5)
+
+    def install(self) -> None:
+        """Dirty, some time, clean: with the identity that was ordered."""
+        reply = self.channel.ask(WorkerRequest(want_install=WantOrder()), 5)
+        if reply.HasField("install"):
+            order = reply.install
+            self.slot.dirty(order.fence.epoch)
+            time.sleep(self.options.install_seconds)
+            self.slot.clean(order.fence.epoch, order.identity)
+            report = manager_pb2.WorkerReport(bytes=len(order.plan), copies=1)
+            self.channel.ask(WorkerRequest(installed=WorkerInstalled(fence=order.fence, report=report)), 5)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -142,6 +168,10 @@ class Handler(BaseHTTPRequestHandler):
             return
         if route == "deaf":
             self.server.deaf = True
+        if route == "prepare":
+            self.server.prepare()
+        if route == "install":
+            self.server.install()
         if route in ("pause", "resume"):
             self.server.paused = route == "pause"
         self._answer(200)
@@ -161,16 +191,14 @@ def main() -> None:
     parser.add_argument("--exit-after", type=float, default=0.0)
     parser.add_argument("--exit-status", type=int, default=3)
     parser.add_argument("--unsupported", default="")
+    parser.add_argument("--install-seconds", type=float, default=0.0)
     parser.add_argument("--paused", action="store_true")
     parser.add_argument("--root", type=Path)
     options = parser.parse_args()
     directory = EngineDirectory.from_environment() or EngineDirectory.create(options.root)
 
-    from ckpt_engine.install.state import EnginePage
-
-    slot = EnginePage(directory.page).claim(0, 1)
     server = Server(options.port, directory, options)
-    print(f"small engine with boot id {slot.boot_id.hex()}", flush=True)
+    print(f"small engine with boot id {server.slot.boot_id.hex()}", flush=True)
     if options.exit_after:
         threading.Timer(
             options.exit_after, lambda: (print("ending", flush=True), os._exit(options.exit_status))

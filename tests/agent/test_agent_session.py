@@ -1,0 +1,282 @@
+"""The whole agent against a manager that a test plays and a small real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ckpt_engine.agent import adapter, attached, launched
+from ckpt_engine.agent.launched import LaunchedEngine, LaunchSettings
+from ckpt_engine.agent.process import free_port
+from ckpt_engine.agent.session import AgentSettings, ReplicaAgent
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.agent.plain_manager import CLUSTER, PlainManager
+from tests.agent.test_engine_hosts import answers, by_hand, environment
+
+SECONDS = 15.0
+MANIFEST = weights_pb2.Manifest(tensors=[weights_pb2.TensorSpec(name="w", dtype="float32", shape=[1])])
+IDENTITY = weights_pb2.Identity(lineage="run", version=3, root=bytes(range(32)))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "ADAPTERS", {"small": "tests.agent.small_engine"})
+    monkeypatch.setattr(launched, "FIRST_RESTART_SECONDS", 0.1)
+    monkeypatch.setattr(attached, "RETRY_SECONDS", 0.1)
+    for module in (attached, launched):
+        monkeypatch.setattr(module, "WATCH_SECONDS", 0.1)
+
+
+@pytest.fixture
+async def manager() -> AsyncIterator[PlainManager]:
+    manager = await PlainManager().start()
+    yield manager
+    await manager.stop()
+
+
+class RunningAgent:
+    """An agent on the test's own loop."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self.lines: list[str] = []
+        self.agent = ReplicaAgent(settings, self.lines.append)
+        self.stop = asyncio.Event()
+        self.run = asyncio.ensure_future(self.agent.run(self.stop))
+
+    @property
+    def engine_pid(self) -> int:
+        assert isinstance(self.agent.host, LaunchedEngine)
+        assert self.agent.host.pid is not None
+        return self.agent.host.pid
+
+    async def end(self) -> None:
+        self.stop.set()
+        await asyncio.wait_for(asyncio.gather(self.run, return_exceptions=True), SECONDS)
+
+
+Start = Callable[..., RunningAgent]
+
+
+@pytest.fixture
+async def start(manager: PlainManager, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Start]:
+    started: list[RunningAgent] = []
+
+    def start(*arguments: str, url: str = "", name: str = "") -> RunningAgent:
+        launch = LaunchSettings("small", arguments, startup_seconds=SECONDS, root=tmp_path_factory.mktemp("engines"))
+        deadlines = Deadlines(words=0.1, resend=0.5, reconnect_most=0.3)
+        settings = AgentSettings(manager.address, "small", launch, name=name, deadlines=deadlines)
+        if url:
+            settings = replace(settings, launch=None, url=url)
+        started.append(RunningAgent(settings))
+        return started[-1]
+
+    yield start
+    for agent in started:
+        await agent.end()
+
+
+async def ready(manager: PlainManager) -> manager_pb2.ReplicaHeartbeat:
+    """Until the manager knows the engine's worker."""
+    await manager.until(lambda: any(beat.workers for beat in manager.all(manager_pb2.ReplicaHeartbeat)))
+    return manager.all(manager_pb2.ReplicaHeartbeat)[-1]
+
+
+def fence(epoch: int) -> weights_pb2.Fence:
+    return weights_pb2.Fence(cluster=CLUSTER, epoch=epoch)
+
+
+async def prepare(manager: PlainManager, epoch: int) -> manager_pb2.Prepared:
+    ref = manager.put(MANIFEST.SerializeToString(deterministic=True))
+    manager.send(manager_pb2.Prepare(fence=fence(epoch), manifest=ref, deadline_seconds=10))
+    return await manager.next(manager_pb2.Prepared)
+
+
+def install(manager: PlainManager, epoch: int) -> manager_pb2.Install:
+    plan, expected = manager.put(b"plan"), manager.put(b"")
+    worker = manager_pb2.WorkerInstall(rank=0, plan=plan, expected=expected)
+    return manager_pb2.Install(fence=fence(epoch), identity=IDENTITY, workers=[worker], deadline_seconds=10)
+
+
+async def test_an_agent_registers_and_says_goodbye(manager: PlainManager, start: Start) -> None:
+    agent = start(name="replica-1")
+    beat = await ready(manager)
+    hello = manager.all(manager_pb2.ReplicaHello)[-1]
+    assert hello.name == "replica-1"
+    assert hello.agent_epoch == 1
+    assert hello.engine.kind == "small"
+    assert hello.mode == manager_pb2.STANDALONE
+    assert hello.host.boot_id
+    assert {"shared_memory", "file"} <= set(hello.transports)
+    assert not beat.serving
+    assert beat.workers[0].state == manager_pb2.NONE
+    assert beat.workers[0].pid == agent.engine_pid
+    pid = agent.engine_pid
+    await agent.end()
+    assert manager.all(manager_pb2.Goodbye)[0].reason == "the agent was asked to stop"
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert any("registered with the manager" in line for line in agent.lines)
+
+
+async def test_an_update_from_prepare_to_outcome(manager: PlainManager, start: Start) -> None:
+    agent = start()
+    await ready(manager)
+    prepared = await prepare(manager, 1)
+    assert not prepared.HasField("problem")
+    assert manager.blobs[prepared.workers[0].needs.digest]
+    manager.send(install(manager, 1))
+    outcome = await manager.next(manager_pb2.ReplicaOutcome)
+    assert outcome.outcome == manager_pb2.NEW_SERVING, outcome.problem.message
+    assert outcome.after == IDENTITY
+    assert outcome.bytes == len(b"plan")
+    assert 0 < outcome.pause_seconds <= outcome.sync_seconds < 10
+    await manager.until(lambda: manager.all(manager_pb2.ReplicaHeartbeat)[-1].serving)
+    assert any(line.startswith("update 1: new weights, serving (version 3), 4 B, pause ") for line in agent.lines)
+
+    # Again with the same blobs: they are not fetched a second time, and nothing is recorded anew.
+    gets = manager.blob_gets
+    manager.send(install(manager, 2))
+    assert (await manager.next(manager_pb2.ReplicaOutcome)).fence.epoch == 2
+    assert manager.blob_gets == gets
+
+
+async def test_a_lost_manager_is_dialled_until_it_is_back(manager: PlainManager, start: Start) -> None:
+    agent = start("--install-seconds", "1")
+    await ready(manager)
+    await prepare(manager, 1)
+    manager.send(install(manager, 1))
+    await manager.next(manager_pb2.Progress)
+    await manager.stop()
+    await asyncio.sleep(1.5)  # the install ends while nobody can be told
+    assert not agent.run.done()
+    sessions = manager.sessions
+    await manager.start()
+    await manager.until(lambda: manager.sessions > sessions)
+    hello = (
+        await manager.next(manager_pb2.ReplicaHello)
+        if len(manager.all(manager_pb2.ReplicaHello)) < 2
+        else (manager.all(manager_pb2.ReplicaHello)[-1])
+    )
+    assert hello.last_outcome.outcome == manager_pb2.NEW_SERVING
+    assert hello.workers[0].state == manager_pb2.CLEAN
+    assert hello.workers[0].identity == IDENTITY
+    assert sum("no session with the manager" in line for line in agent.lines) == 1
+
+
+async def test_a_session_that_ends_is_begun_again(manager: PlainManager, start: Start) -> None:
+    start()
+    await ready(manager)
+    manager.end_session()
+    await manager.until(lambda: manager.sessions == 2)
+    hellos = manager.all(manager_pb2.ReplicaHello)
+    assert hellos[0].session_id == hellos[-1].session_id
+
+
+async def test_a_refused_agent_ends_and_says_why(manager: PlainManager, start: Start) -> None:
+    manager.refuse = weights_pb2.Problem(
+        code=weights_pb2.Problem.ABORTED, message="replica-1 is served by another agent"
+    )
+    agent = start(name="replica-1")
+    with pytest.raises(CkptEngineError, match="served by another agent"):
+        await asyncio.wait_for(asyncio.shield(agent.run), SECONDS)
+
+
+async def test_a_killed_engine_is_reported_and_comes_back_empty(manager: PlainManager, start: Start) -> None:
+    agent = start()
+    await ready(manager)
+    await prepare(manager, 1)
+    manager.send(install(manager, 1))
+    await manager.next(manager_pb2.ReplicaOutcome)
+    await manager.until(lambda: manager.all(manager_pb2.ReplicaHeartbeat)[-1].serving)
+    boot_id = manager.all(manager_pb2.ReplicaHeartbeat)[-1].workers[0].boot_id
+    os.kill(agent.engine_pid, signal.SIGKILL)
+    await manager.until(lambda: "killed by SIGKILL" in manager.all(manager_pb2.ReplicaHeartbeat)[-1].closed_reason)
+
+    def empty_again() -> bool:
+        beat = manager.all(manager_pb2.ReplicaHeartbeat)[-1]
+        return bool(beat.workers) and beat.workers[0].boot_id != boot_id
+
+    await manager.until(empty_again)
+    beat = manager.all(manager_pb2.ReplicaHeartbeat)[-1]
+    assert beat.workers[0].state == manager_pb2.NONE
+    assert not beat.serving
+
+
+async def test_a_killed_engine_in_the_middle_of_an_install(manager: PlainManager, start: Start) -> None:
+    agent = start("--install-seconds", "20")
+    await ready(manager)
+    await prepare(manager, 1)
+    manager.send(install(manager, 1))
+    dirty = manager_pb2.DIRTY
+    await manager.until(
+        lambda: any(b.workers and b.workers[0].state == dirty for b in manager.all(manager_pb2.ReplicaHeartbeat))
+    )
+    os.kill(agent.engine_pid, signal.SIGKILL)
+    outcome = await manager.next(manager_pb2.ReplicaOutcome)
+    assert outcome.outcome == manager_pb2.QUARANTINED
+    assert outcome.problem.code == weights_pb2.Problem.UNAVAILABLE
+
+
+async def test_stopping_waits_for_an_install_in_an_engine_that_stays(
+    manager: PlainManager, start: Start, tmp_path: Path
+) -> None:
+    port = free_port()
+    engine = await asyncio.create_subprocess_exec(*by_hand(port, tmp_path, "--install-seconds", "1"), env=environment())
+    try:
+        await answers(port)
+        agent = start(url=f"http://127.0.0.1:{port}")
+        await ready(manager)
+        await prepare(manager, 1)
+        manager.send(install(manager, 1))
+        await manager.next(manager_pb2.Progress)
+        await agent.end()
+        assert manager.all(manager_pb2.ReplicaOutcome)[-1].outcome == manager_pb2.NEW_SERVING
+        assert engine.returncode is None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            engine.kill()
+        await engine.wait()
+
+
+async def test_a_directory_is_sealed_for_its_readers(manager: PlainManager, start: Start, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from ckpt_engine.core.manifest import canonical
+    from ckpt_engine.source.directory import directory_source
+    from ckpt_engine.transport.host import this_host
+
+    save_file({"w": torch.arange(12.0)}, str(tmp_path / "model.safetensors"))
+    source = directory_source(tmp_path, host=this_host())
+    source.seal()
+    table = manager.put(canonical(source.table()))
+    atoms = weights_pb2.Atoms(table_digest=table.digest, atoms=[weights_pb2.Atom(shard=0, start=[0], stop=[12])])
+    start()
+    await ready(manager)
+    seal = manager_pb2.SealForReaders(
+        fence=fence(1), table=table, atoms=manager.put(canonical(atoms)), deadline_seconds=10
+    )
+    manager.send(seal)
+    sealed = await manager.next(manager_pb2.Sealed)
+    assert not sealed.HasField("problem"), sealed.problem.message
+    digests = weights_pb2.Digests.FromString(manager.blobs[sealed.digests.digest])
+    assert list(digests.values) == source.digest(atoms)
+    source.close()
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        AgentSettings("nowhere", "small", LaunchSettings("small"))
+    with pytest.raises(ValueError, match="either launches its engine or"):
+        AgentSettings("host:1", "small", LaunchSettings("small"), url="http://127.0.0.1:1")
+    with pytest.raises(ValueError, match="either launches its engine or"):
+        AgentSettings("host:1", "small")
