@@ -33,12 +33,12 @@ HIGH_WATER_MARK = 64
 class WorkerChannel:
     """One worker's channel. Connects when it is first used, so the agent may start later or start again."""
 
-    def __init__(self, endpoint: str, rank: int, boot_id: bytes, attempt_seconds: float = ATTEMPT_SECONDS) -> None:
+    def __init__(self, endpoint: str, rank: int, boot_id: bytes, attempt_seconds: float | None = None) -> None:
         """endpoint: of the agent's socket (`EngineDirectory.endpoint`). boot_id: of this worker's slot."""
         self._endpoint = endpoint
         self._rank = rank
         self._boot_id = boot_id
-        self._attempt_seconds = attempt_seconds
+        self._attempt_seconds = ATTEMPT_SECONDS if attempt_seconds is None else attempt_seconds
         self._lock = threading.Lock()
         self._sequence = 0
         self._process = 0

@@ -150,8 +150,10 @@ def _check_used(recorder: _Recorder, target: LoadTarget) -> None:
 def _meta(spec: weights_pb2.TensorSpec) -> torch.Tensor:
     try:
         return torch.empty(tuple(spec.shape), dtype=torch_dtype(spec.dtype), device="meta")
-    except (UnsupportedDtypeError, RuntimeError) as error:
-        raise invalid(f"{spec.name}: {error}", tensors=[spec.name]) from error
+    except UnsupportedDtypeError as error:
+        raise invalid(f"{spec.name}: {error.problem.message}", tensors=[spec.name]) from error
+    except RuntimeError as error:
+        raise invalid(f"{spec.name} of shape {list(spec.shape)}: {error}", tensors=[spec.name]) from error
 
 
 @dataclass(frozen=True, slots=True)
