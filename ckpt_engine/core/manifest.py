@@ -66,6 +66,11 @@ class Publication:
         """Of one copy of the weights."""
         return sum(whole(spec.shape).volume * itemsize(spec.dtype) for spec in self.manifest.tensors)
 
+    @cached_property
+    def root_hasher(self) -> RootHasher:
+        """Of the manifest; made once."""
+        return RootHasher(self.manifest)
+
 
 def manifest_of(specs: Iterable[TensorSpec]) -> Manifest:
     """The manifest of these tensors, sorted by name.

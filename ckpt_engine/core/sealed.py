@@ -1,0 +1,142 @@
+"""What sources sealed, in digests: do replicas agree, what is the root, what must each worker find? Pure.
+
+Works on index arrays that the plan made once, so each update costs milliseconds also for 50,000 tensors. All sums are
+modulo 2^64. Runs in the manager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_engine.core.cells import Cells
+from ckpt_engine.core.manifest import Publication
+from ckpt_engine.core.plan import Plans
+from ckpt_engine.core.problems import data_loss, internal, invalid, precondition
+from ckpt_engine.v1.weights_pb2 import Digests
+
+Words = npt.NDArray[np.uint64]
+_NAMED = 16
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """The digest of every cell, agreed on by all who hold it. known: which cells some source has digested."""
+
+    publication: Publication
+    cells: Cells
+    values: Words
+    known: npt.NDArray[np.bool_]
+
+    def tensor_digests(self) -> list[int]:
+        """One digest a tensor, in the manifest's order. Raises FAILED_PRECONDITION if a cell was not digested."""
+        return list(map(int, self._tensors()))
+
+    def root(self) -> bytes:
+        """The root of everything, 32 bytes; see `core.manifest.RootHasher`. Raises FAILED_PRECONDITION as above."""
+        return self.publication.root_hasher.root(self._tensors().astype("<u8").tobytes())
+
+    def _tensors(self) -> Words:
+        self._require(self.known, self.cells.tensor)
+        return _sums(self.cells.tensor, self.values, len(self.publication.parts))
+
+    def _require(self, known: npt.NDArray[np.bool_], tensors: npt.NDArray[np.int64]) -> None:
+        if not known.all():
+            names = _names(self.publication, tensors[~known])
+            raise precondition(
+                f"no source has digested all of {', '.join(names)}; all that hold it have to seal", names
+            )
+
+
+def check_replicas(plans: Plans, digests: Mapping[int, Digests]) -> Sealed:
+    """Puts the digests of all sources together. digests: by source index, in the order of its atoms.
+
+    Raises INVALID_ARGUMENT if a source answered with another number of digests than it has atoms, and
+    FAILED_PRECONDITION, naming tensors and ranks, if two sources that hold the same box hold different bytes.
+    """
+    cells, tables = plans.cells, plans.publication.tables
+    values = np.zeros(len(cells.boxes), dtype=np.uint64)
+    holder = np.full(len(cells.boxes), -1, dtype=np.int64)
+    for source in sorted(digests):
+        rank = tables[source].rank
+        atoms = cells.of_atom.get(source)
+        own = _array(digests[source])
+        if atoms is None or len(own) != len(atoms):
+            raise invalid(
+                f"rank {rank} answered with {len(own)} digests for {0 if atoms is None else len(atoms)} atoms; "
+                "it has to seal again",
+                ranks=[rank],
+            )
+        new = holder[atoms] < 0
+        values[atoms[new]] = own[new]
+        holder[atoms[new]] = source
+        wrong = atoms[values[atoms] != own]
+        if len(wrong):
+            names = _names(plans.publication, cells.tensor[wrong])
+            cell = int(wrong[0])
+            other = tables[int(holder[cell])].rank
+            more = f" (and {len(names) - 1} more tensors)" if len(names) > 1 else ""
+            raise precondition(
+                f"ranks {other} and {rank} both hold {cells.boxes[cell]} of tensor {names[0]}{more}, but different "
+                "bytes; replicas of one tensor must be equal: check that all ranks made the same optimizer step",
+                names,
+                sorted({other, rank}),
+            )
+    return Sealed(plans.publication, cells, values, holder >= 0)
+
+
+def expected_digests(plans: Plans, key: Hashable, sealed: Sealed) -> Digests:
+    """What a worker must find in each of its needs once it has read them, in their order.
+
+    `plans` may be those of a late worker, if they have the cells of `sealed`. Raises FAILED_PRECONDITION, naming
+    tensors, if a cell that it needs was not digested.
+    """
+    if plans.cells is not sealed.cells:
+        raise internal("these digests are of other atoms than the plan's")
+    found = plans.maps[key]
+    sealed._require(sealed.known[found.cells], sealed.cells.tensor[found.cells])
+    sums = _sums(found.needs, sealed.values[found.cells], found.count)
+    return Digests(values=sums.tolist())
+
+
+def check_unchanged(sealed: Sealed, again: Sealed) -> None:
+    """Compares digests of two cuttings of one publication, part by part, as far as both know them.
+
+    Raises DATA_LOSS, naming tensors, if bytes are no longer those that were sealed.
+    """
+    if sealed.publication is not again.publication:
+        raise internal("digests of two publications cannot be compared")
+    count = sum(len(parts) for parts in sealed.publication.parts)
+    totals = []
+    both = np.ones(count, dtype=np.bool_)
+    for each in (sealed, again):
+        both[each.cells.part[~each.known]] = False
+        totals.append(_sums(each.cells.part, each.values, count))
+    wrong = np.flatnonzero(both & (totals[0] != totals[1]))
+    if len(wrong):
+        tensor_of_part = np.repeat(
+            np.arange(len(sealed.publication.parts)), [len(parts) for parts in sealed.publication.parts]
+        )
+        names = _names(sealed.publication, tensor_of_part[wrong])
+        raise data_loss(
+            f"what lies in the source is not what was sealed: {', '.join(names[:_NAMED])} "
+            f"({len(names)} tensors) changed since; publish again",
+            names,
+        )
+
+
+def _sums(index: npt.NDArray[np.int64], values: Words, count: int) -> Words:
+    sums = np.zeros(count, dtype=np.uint64)
+    np.add.at(sums, index, values)
+    return sums
+
+
+def _array(digests: Digests) -> Words:
+    return np.fromiter(digests.values, dtype=np.uint64, count=len(digests.values))
+
+
+def _names(publication: Publication, tensors: npt.NDArray[np.int64]) -> list[str]:
+    return [publication.manifest.tensors[int(tensor)].name for tensor in np.unique(tensors)]
