@@ -122,7 +122,18 @@ class Stage:
         return ("-m", "ckpt_engine", "serve", "--listen", self.manager, "--http", "", "--ledger", ledger)
 
     def _replica_command(self, name: str, url: str, model: Path) -> Sequence[str]:
-        return ("-m", "ckpt_engine", "replica", "--name", name, "--manager", self.manager, "--url", url, str(model))
+        port = url.rpartition(":")[2]
+        agent = ("--name", name, "--manager", self.manager, "--engine", self._settings.engine, "--model", str(model))
+        return ("-m", "ckpt_engine", "replica", *agent, "--port", port, "--restart", "never", "--", *self._serving())
+
+    def _serving(self) -> Sequence[str]:
+        """Arguments of the engine itself."""
+        parallel, positions = str(self._settings.tensor_parallel), str(task.MODEL["max_position_embeddings"])
+        if self._settings.engine == "reference":
+            return ("--dtype", "float32", "--load-format", "dummy", "--tensor-parallel", parallel)
+        small = ("--enforce-eager", "--max-model-len", positions, "--gpu-memory-utilization", "0.3")
+        weights = ("--dtype", "float32", "--load-format", "dummy", "--skip-tokenizer-init")
+        return (*small, *weights, "--tensor-parallel-size", parallel)
 
     def _trainer_command(self, rank: int, model: Path) -> Sequence[str]:
         options = {

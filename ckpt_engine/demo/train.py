@@ -22,12 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ckpt_engine import CkptEngineError, Trainer
 from ckpt_engine.demo import task
-
-LINE_MARK = "demo: "
-"""Before each JSON line, since libraries print to standard output too."""
-
-TURNS = "turns"
-"""The name of the pipe."""
+from ckpt_engine.demo.stage import LINE_MARK, TURNS
 
 WARM_UP_STEPS = 10
 LAST_RATE = 0.1

@@ -1,0 +1,64 @@
+"""``ckpt-engine demo``: training, updates and inference on this machine, to watch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ckpt_engine.demo import task
+from ckpt_engine.demo.play import Outcome, play
+from ckpt_engine.demo.show import ConsoleShow
+from ckpt_engine.demo.stage import Settings
+
+
+class Engine(StrEnum):
+    """Engines that the demo can start."""
+
+    REFERENCE = "reference"
+    VLLM = "vllm"
+
+
+def demo(
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object on standard output, all else on standard error.")
+    ] = False,
+    engine: Annotated[Engine, typer.Option(help="What serves the model; vllm must be installed.")] = Engine.REFERENCE,
+    updates: Annotated[
+        int, typer.Option(min=1, max=task.STEPS + 1, help="How often the replicas get new weights.")
+    ] = 6,
+    tensor_parallel: Annotated[
+        bool, typer.Option("--tensor-parallel", help="Split each replica's model over two workers.")
+    ] = False,
+) -> None:
+    """Train a tiny model on this machine and watch replicas follow.
+
+    Starts a manager, two agents with an inference server each, and two trainer ranks, in processes of their own on
+    free ports of the loopback interface. Needs no GPU and no network; leaves nothing behind. Exits with 0 only if
+    every update was verified and every replica recites the text in the end.
+    """
+    settings = Settings(engine=engine.value, updates=updates, tensor_parallel=2 if tensor_parallel else 1)
+    try:
+        outcome = asyncio.run(_show(settings, Console(stderr=json_output, highlight=False)))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        typer.echo("ckpt-engine demo: interrupted; everything was stopped", err=True)
+        raise typer.Exit(130) from None
+    if json_output:
+        typer.echo(json.dumps(outcome.to_dict()))
+    raise typer.Exit(0 if outcome.ok else 1)
+
+
+async def _show(settings: Settings, console: Console) -> Outcome:
+    playing = asyncio.current_task()
+    assert playing is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, playing.cancel)
+    with ConsoleShow(console) as show:
+        show.introduce(settings)
+        outcome = await play(settings, show)
+        show.end(outcome)
+    return outcome

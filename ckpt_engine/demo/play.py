@@ -1,0 +1,139 @@
+"""The demo's course: start everything, then train, update and recite until the text is known, and end everything."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ckpt_engine.demo.recital import Recital, recite
+from ckpt_engine.demo.stage import DemoError, Settings, Stage
+
+LINE_SECONDS = 120.0
+"""The longest that the trainer may say nothing: an update, or a training step on a crowded machine."""
+
+
+@dataclass(frozen=True)
+class Act:
+    """One update and what the replicas said after it. report: UpdateReport.to_dict() of the trainer."""
+
+    report: dict[str, Any]
+    loss: float
+    """Before the last optimizer step, nats a byte; NaN if there was none yet."""
+    recitals: list[Recital]
+
+    @property
+    def verified(self) -> bool:
+        """The update was whole and verified, and each replica answered with its version."""
+        served = all(recital.version == self.report["version"] for recital in self.recitals)
+        return bool(self.report["ok"] and self.report["verified"]) and served
+
+    @property
+    def matches(self) -> bool:
+        """Every replica recites the text."""
+        return bool(self.recitals) and all(recital.matches for recital in self.recitals)
+
+
+@dataclass
+class Outcome:
+    """What the demo found. problem: why it ended early; empty if it did not."""
+
+    settings: Settings
+    acts: list[Act] = field(default_factory=list)
+    start_seconds: float = 0.0
+    play_seconds: float = 0.0
+    stop_seconds: float = 0.0
+    problem: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """All updates were made and verified, and the text is recited in the end."""
+        complete = len(self.acts) == self.settings.updates
+        return not self.problem and complete and self.verified and self.final_text_matches
+
+    @property
+    def verified(self) -> bool:
+        """Every update that was made is."""
+        return bool(self.acts) and all(act.verified for act in self.acts)
+
+    @property
+    def final_text_matches(self) -> bool:
+        """After the last update every replica recites the text."""
+        return bool(self.acts) and self.acts[-1].matches
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        replicas = [replica for act in self.acts for replica in act.report["replicas"]]
+        return {
+            "ok": self.ok,
+            "updates": len(self.acts),
+            "replicas": self.settings.replicas,
+            "verified": self.verified,
+            "final_text_matches": self.final_text_matches,
+            "problem": self.problem,
+            "bytes": self.acts[-1].report["bytes"] if self.acts else 0,
+            "timings": {
+                "start_seconds": round(self.start_seconds, 3),
+                "play_seconds": round(self.play_seconds, 3),
+                "stop_seconds": round(self.stop_seconds, 3),
+                "update_seconds": [round(act.report["seconds"], 4) for act in self.acts],
+                "sync_seconds_worst": round(max((r["sync_seconds"] for r in replicas), default=0.0), 4),
+                "pause_seconds_worst": round(max((r["pause_seconds"] for r in replicas), default=0.0), 4),
+            },
+        }
+
+
+class Show(Protocol):
+    """What the demo tells whoever shows it."""
+
+    def state(self, words: str) -> None:
+        """What is going on; replaces what was said before."""
+        ...
+
+    def started(self, stage: Stage, seconds: float) -> None: ...
+
+    def act(self, act: Act) -> None: ...
+
+
+async def play(settings: Settings, show: Show) -> Outcome:
+    """Runs the demo. When it returns, or is cancelled, no process of it runs and no file is left."""
+    outcome = Outcome(settings)
+    with tempfile.TemporaryDirectory(prefix="ckpt-engine-demo-") as directory:
+        stage = Stage(settings, Path(directory))
+        try:
+            await _play(stage, settings, show, outcome)
+        except DemoError as error:
+            outcome.problem = str(error)
+        finally:
+            stopping = time.monotonic()
+            show.state("stopping")
+            await stage.stop()
+            outcome.stop_seconds = time.monotonic() - stopping
+    return outcome
+
+
+async def _play(stage: Stage, settings: Settings, show: Show, outcome: Outcome) -> None:
+    began = time.monotonic()
+    await stage.start(show.state)
+    outcome.start_seconds = time.monotonic() - began
+    show.started(stage, outcome.start_seconds)
+    began = time.monotonic()
+    loss = math.nan
+    while len(outcome.acts) < settings.updates:
+        stage.give_turn()
+        while "report" not in (line := await stage.line(LINE_SECONDS)):
+            if "problem" in line:
+                raise DemoError(f"the update was not made: {line['problem']}")
+            loss = line["loss"]
+            show.state(f"training: step {line['step']}, loss {loss:.3f}")
+        if not line["report"]["ok"]:
+            raise DemoError(f"the update is not whole:\n{line['table']}")
+        show.state(f"asking {settings.replicas} replicas to go on from the opening words")
+        act = Act(line["report"], loss, await recite(settings.engine, stage.replicas))
+        outcome.acts.append(act)
+        show.act(act)
+        outcome.play_seconds = time.monotonic() - began
+    stage.give_turn()

@@ -1,0 +1,125 @@
+"""Shows the demo on a terminal, or as plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+from typing import Self
+
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+from rich.text import Text
+
+from ckpt_engine.demo import task
+from ckpt_engine.demo.play import Act, Outcome
+from ckpt_engine.demo.recital import Recital
+from ckpt_engine.demo.stage import Settings, Stage
+from ckpt_engine.report import human_bytes
+
+
+class ConsoleShow:
+    """Prints what happens. A context manager: a spinner says what is going on meanwhile, on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status: Status = console.status("starting")
+        self._said = ""
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def introduce(self, settings: Settings) -> None:
+        """Says what will be seen."""
+        workers = f", each with {settings.tensor_parallel} tensor-parallel workers" * (settings.tensor_parallel > 1)
+        self._console.print(
+            Text(
+                f"{settings.trainers} trainer ranks (FSDP2) teach a Qwen3 of 3.3 million parameters, byte by byte, the "
+                f"opening of Moby-Dick.\n{settings.replicas} {settings.engine} replicas{workers} get its weights "
+                f"{settings.updates} times and go on from the opening words; what is right is green.\n"
+            )
+        )
+
+    def state(self, words: str) -> None:
+        if self._console.is_terminal:
+            self._status.update(Text(words))
+        elif words.startswith(("starting", "stopping")) and words != self._said:
+            self._console.print(Text(words, style="dim"))
+        self._said = words
+
+    def started(self, stage: Stage, seconds: float) -> None:
+        where = ", ".join(f"{name} {url}" for name, url in stage.replicas.items())
+        self._console.print(Text(f"up in {seconds:.1f} s: manager {stage.manager}, {where}\n", style="dim"))
+
+    def act(self, act: Act) -> None:
+        report = act.report
+        trained = "untrained" if math.isnan(act.loss) else f"loss {act.loss:.3f}"
+        pause = max(replica["pause_seconds"] for replica in report["replicas"])
+        self._console.print(
+            Text.assemble(
+                (f"version {report['version']}", "bold"),
+                f"  {trained}; {human_bytes(report['bytes'])} to each of {len(report['replicas'])} replicas in "
+                f"{report['seconds']:.2f} s, paused for {pause:.3f} s, ",
+                ("verified", "green") if act.verified else ("NOT VERIFIED", "bold red"),
+            )
+        )
+        for recital in act.recitals:
+            self._console.print(_spoken(recital))
+        self._console.print()
+
+    def end(self, outcome: Outcome) -> None:
+        """The table of all updates, and the verdict."""
+        self._status.stop()
+        if outcome.acts:
+            self._console.print(_table(outcome))
+        if outcome.problem:
+            self._console.print(Text(outcome.problem, style="red"))
+        recited = "yes" if outcome.final_text_matches else "NO"
+        timing = f"{outcome.start_seconds:.0f} s to start, {outcome.play_seconds:.0f} s to train and update"
+        self._console.print(
+            Text.assemble(
+                "every update verified: ",
+                ("yes", "green") if outcome.verified else ("NO", "bold red"),
+                f"; the next {task.CONTINUATION_BYTES} bytes of the text are recited by every replica: ",
+                (recited, "green" if outcome.final_text_matches else "bold red"),
+                f"; {timing}",
+            )
+        )
+
+
+def _spoken(recital: Recital) -> Text:
+    opening = task.text()[: task.PROMPT_BYTES]
+    right, wrong = recital.continuation[: recital.matching], recital.continuation[recital.matching :]
+    return Text.assemble(
+        (f"  {recital.replica}  ", "dim"), (_readable(opening), "bold"), (_readable(right), "green"), _readable(wrong)
+    )
+
+
+def _readable(spoken: bytes) -> str:
+    """Printable ASCII as it is, everything else as a dot: one character a byte."""
+    return "".join(chr(byte) if 32 <= byte < 127 else "·" for byte in spoken)
+
+
+def _table(outcome: Outcome) -> Table:
+    titles = ("version", "loss", "replica", "bytes", "sync", "pause", "GB/s", "transport", "verified", "recited")
+    table = Table(*titles, box=None, pad_edge=False)
+    for act in outcome.acts:
+        recited = {recital.replica: recital.matching for recital in act.recitals}
+        for number, replica in enumerate(act.report["replicas"]):
+            table.add_row(
+                str(act.report["version"]) if number == 0 else "",
+                ("-" if math.isnan(act.loss) else f"{act.loss:.3f}") if number == 0 else "",
+                replica["name"],
+                human_bytes(replica["bytes"]),
+                f"{replica['sync_seconds']:.3f} s",
+                f"{replica['pause_seconds']:.3f} s",
+                f"{replica['gigabytes_per_second']:.2f}",
+                ", ".join(dict.fromkeys(use["transport"] for use in replica["transports"])),
+                Text("yes", style="green") if replica["verified"] else Text("NO", style="bold red"),
+                f"{recited.get(replica['name'], 0)} of {task.CONTINUATION_BYTES}",
+            )
+    return table
