@@ -8,6 +8,8 @@ Run as a script it is the engine; imported it is its adapter.
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -106,6 +108,27 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
 
 def availability() -> AdapterAvailability:
     return AdapterAvailability(True, "1", "")
+
+
+def environment() -> dict[str, str]:
+    """For an engine that a test starts by hand."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def by_hand(port: int, root: Path, *arguments: str) -> list[str]:
+    """The command of such an engine; its directory is made below `root`."""
+    return [sys.executable, __file__, "--port", str(port), "--root", str(root), *arguments]
+
+
+async def answers(port: int) -> None:
+    """Until the engine at that port is healthy."""
+    async with asyncio.timeout(15), httpx.AsyncClient() as client:
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if (await client.get(f"http://127.0.0.1:{port}/health")).status_code == 200:
+                    return
+            await asyncio.sleep(0.05)
 
 
 class Server(ThreadingHTTPServer):

@@ -20,7 +20,7 @@ from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.agent.plain_manager import CLUSTER, PlainManager
-from tests.agent.test_engine_hosts import answers, by_hand, environment
+from tests.agent.small_engine import answers, by_hand, environment
 
 SECONDS = 15.0
 MANIFEST = weights_pb2.Manifest(tensors=[weights_pb2.TensorSpec(name="w", dtype="float32", shape=[1])])

@@ -23,9 +23,9 @@ from ckpt_engine.core.machines.events import EngineReady
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.install.directory import EngineDirectory
 from ckpt_engine.v1 import worker_pb2
+from tests.agent.small_engine import answers, by_hand, environment
 
 SECONDS = 15.0
-ENGINE = Path(__file__).parent / "small_engine.py"
 
 
 class Events:
@@ -223,24 +223,6 @@ async def test_arguments_that_the_adapter_refuses_are_refused_before_anything_st
 
 
 # ---------------------------------------------------------------- attached
-
-
-def environment() -> dict[str, str]:
-    path = os.pathsep.join([str(ENGINE.parents[2]), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path}
-
-
-def by_hand(port: int, root: Path, *arguments: str) -> list[str]:
-    return [sys.executable, str(ENGINE), "--port", str(port), "--root", str(root), *arguments]
-
-
-async def answers(port: int) -> None:
-    async with asyncio.timeout(SECONDS), httpx.AsyncClient() as client:
-        while True:
-            with contextlib.suppress(httpx.HTTPError):
-                if (await client.get(f"http://127.0.0.1:{port}/health")).status_code == 200:
-                    return
-            await asyncio.sleep(0.05)
 
 
 @pytest.fixture
