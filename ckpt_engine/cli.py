@@ -1,7 +1,7 @@
 """The ``ckpt-engine`` command: puts the commands together and does nothing else.
 
-Only the module of the command that was asked for is imported: ``serve`` must start without torch, and one command's
-missing dependency must not take the others away. The list of commands is therefore told here and not by them.
+Only the module of the command that was asked for is imported: commands start fast, and one command's missing
+dependency does not take the others away. The list of commands is therefore told here and not by them.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+
+from ckpt_engine.manager.about import software_version
 
 COMMANDS = {
     "serve": "Run the manager, which trainers and replicas connect to.",
@@ -28,10 +30,10 @@ def app_for(arguments: Sequence[str]) -> typer.Typer:
     app = typer.Typer(
         name="ckpt-engine",
         help="Each training step's weights, in every inference server, exactly.",
-        no_args_is_help=True,
+        add_completion=False,
         pretty_exceptions_show_locals=False,
     )
-    app.callback()(_nothing_in_common)
+    app.callback(invoke_without_command=True, no_args_is_help=True)(_in_common)
     wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
     if wanted in COMMANDS:
         app.command(wanted, help=None)(_function(wanted))
@@ -52,8 +54,13 @@ def _function(name: str) -> Callable[..., Any]:
     return function
 
 
-def _nothing_in_common() -> None:
+def _in_common(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
     """Each training step's weights, in every inference server, exactly."""
+    if version:
+        typer.echo(f"ckpt-engine {software_version()}")
+        raise typer.Exit
 
 
 def _only_listed() -> None:

@@ -40,6 +40,11 @@ class Outbox(Generic[Outgoing]):
         """Whether nothing is taken in any more."""
         return self._closed
 
+    @property
+    def has_room(self) -> bool:
+        """Whether less than half of the limit waits: the moment to leave out what can be left out."""
+        return len(self._waiting) < self._limit // 2
+
     def put(self, message: Outgoing) -> None:
         """Queues a message. It is dropped when the outbox is closed, which an overflow does too."""
         if self._closed:

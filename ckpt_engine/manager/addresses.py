@@ -1,0 +1,41 @@
+"""The addresses that servers bind to: ``host:port``, with brackets around an IPv6 host."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+
+from ckpt_engine.core.problems import invalid
+
+log = logging.getLogger("ckpt_engine.manager")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host (without brackets) and port. Raises INVALID_ARGUMENT naming an address that is not ``host:port``."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise invalid(f"{address!r} is not an address: write host:port, like 127.0.0.1:50051 or [::1]:50051")
+    if host.startswith("[") and host.endswith("]"):
+        return host[1:-1], int(port)
+    if ":" in host:
+        raise invalid(f"{address!r} is not an address: an IPv6 host stands in brackets, like [::1]:50051")
+    return host, int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """The inverse of ``split_address``."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the host; names other than localhost count as reachable."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def warn_unless_loopback(host: str) -> None:
+    """Says in the log that a channel which others reach is not protected."""
+    if not is_loopback(host):
+        log.warning("listening on %s: everybody who reaches it can drive this manager, nothing is encrypted", host)

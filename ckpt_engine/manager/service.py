@@ -1,0 +1,242 @@
+"""The manager as a whole: starts and stops the gRPC server, the HTTP side and what stands behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc.aio
+import uvicorn
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from ckpt_engine.client import MESSAGE_BYTES
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.machines.manager import ManagerMachine
+from ckpt_engine.core.problems import unavailable
+from ckpt_engine.manager.about import software_version
+from ckpt_engine.manager.addresses import join_address, split_address, warn_unless_loopback
+from ckpt_engine.manager.blobs import MEBIBYTE, BlobStore
+from ckpt_engine.manager.compiler import Compiler
+from ckpt_engine.manager.http import build_app
+from ckpt_engine.manager.ledger import Ledger, default_path
+from ckpt_engine.manager.metrics import Metrics
+from ckpt_engine.manager.servicer import ManagerServicer, stopping
+from ckpt_engine.manager.shell import Shell
+from ckpt_engine.manager.tasks import Tasks
+from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
+
+SERVICE = manager_pb2.DESCRIPTOR.services_by_name["CheckpointEngineManager"].full_name
+
+RECEIVED_MESSAGE_BYTES = 4 * MEBIBYTE
+"""The largest message that members may send; what can grow travels as blobs."""
+
+START_SECONDS = 60.0
+"""How long ``running_manager`` waits for a start, and beyond ``stop_seconds`` for an end."""
+
+log = logging.getLogger("ckpt_engine.manager")
+
+
+@dataclass(frozen=True)
+class ManagerConfig:
+    """How a manager runs.
+
+    listen: host:port of the gRPC server; port 0 takes a free one. The channel is not encrypted, so by default only
+        this machine reaches it; another address works and warns.
+    http: host:port of the HTTP side; empty: none.
+    ledger: its file; None: ``ledger.default_path()``.
+    advertise: the address that members on other hosts are told to use, for people; empty: what is bound.
+    deadlines: every wait of the protocol.
+    max_blob_bytes, max_total_bytes: limits of the content store, for one blob and all of them.
+    stop_seconds: how long ``stop`` waits for a running update before it ends it with UNAVAILABLE.
+    """
+
+    listen: str = "127.0.0.1:50051"
+    http: str = "127.0.0.1:8080"
+    ledger: Path | None = None
+    advertise: str = ""
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    max_blob_bytes: int = 256 * MEBIBYTE
+    max_total_bytes: int = 2048 * MEBIBYTE
+    stop_seconds: float = 30.0
+
+
+class ManagerServer:
+    """One manager. Use it on one event loop: ``async with ManagerServer(config) as server``.
+
+    After ``start``: ``address`` (gRPC, host:port as bound), ``http_address`` (empty without an HTTP side), ``ledger``,
+    ``metrics`` and ``status()``.
+    """
+
+    address: str
+    http_address: str
+    ledger: Ledger
+    metrics: Metrics
+
+    def __init__(self, config: ManagerConfig) -> None:
+        self.config = config
+        self._undo = contextlib.AsyncExitStack()
+
+    async def start(self) -> None:
+        """Opens the ledger and both ports. Raises CkptEngineError when one cannot be had; then nothing stays open."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._undo.aclose()
+            raise
+
+    async def stop(self) -> None:
+        """Ends everything in bounded time: a running update may finish for ``stop_seconds``, then it is told so."""
+        await self._undo.aclose()
+
+    async def __aenter__(self) -> ManagerServer:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def status(self) -> manager_pb2.GetStatusResponse:
+        """What GetStatus answers."""
+        return self._shell.status()
+
+    async def _start(self) -> None:
+        config = self.config
+        self.ledger = await Ledger.open(config.ledger or default_path())
+        self._undo.push_async_callback(self.ledger.close)
+        blobs = BlobStore(config.max_blob_bytes, config.max_total_bytes)
+        self.metrics = Metrics(self.status, blobs)
+        tasks = Tasks(self.ledger, Compiler(blobs), self.metrics)
+        self._undo.callback(tasks.close)
+        intents = [intent.identity for intent in await self.ledger.last_intents()]
+        machine = ManagerMachine(self.ledger.cluster, self.ledger.epoch, intents, config.deadlines, software_version())
+        self._shell = Shell(machine, tasks, blobs, self.metrics)
+        self.http_address = await self._start_http() if config.http else ""
+        self.address = await self._start_grpc(ManagerServicer(self._shell, blobs, config.deadlines))
+        log.info(
+            "manager started grpc=%s http=%s ledger=%s cluster=%s epoch=%d",
+            config.advertise or self.address,
+            self.http_address or "none",
+            self.ledger.path,
+            self.ledger.cluster,
+            self.ledger.epoch,
+        )
+
+    async def _start_grpc(self, servicer: ManagerServicer) -> str:
+        host, _ = split_address(self.config.listen)
+        server = grpc.aio.server(options=_server_options(self.config.deadlines))
+        manager_pb2_grpc.add_CheckpointEngineManagerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+        healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the package fills it in at run time
+        health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        try:
+            port = server.add_insecure_port(self.config.listen)
+        except RuntimeError as error:
+            raise unavailable(f"cannot listen on {self.config.listen}: is another manager there? ({error})") from error
+        await server.start()
+        for name in ("", SERVICE):
+            await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._undo.push_async_callback(self._stop_grpc, server, servicer, healthy)
+        warn_unless_loopback(host)
+        return join_address(host, port)
+
+    async def _stop_grpc(self, server: grpc.aio.Server, servicer: ManagerServicer, healthy: Any) -> None:
+        servicer.stop()
+        await healthy.enter_graceful_shutdown()
+        if not await self._shell.quiet(self.config.stop_seconds):
+            log.warning("an update still ran after %g s: its callers are told UNAVAILABLE", self.config.stop_seconds)
+        await self._shell.stop(stopping().problem)
+        await server.stop(1.0)
+        log.info("manager stopped")
+
+    async def _start_http(self) -> str:
+        host, port = split_address(self.config.http)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            bound = socket.create_server((host, port), family=family)
+        except OSError as error:
+            raise unavailable(f"cannot listen on {self.config.http} for HTTP: {error.strerror}") from error
+        server = _HttpServer(
+            uvicorn.Config(
+                build_app(self),
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=2,
+            )
+        )
+        running = asyncio.ensure_future(server.serve(sockets=[bound]))
+
+        async def end() -> None:
+            server.should_exit = True
+            await running
+
+        self._undo.push_async_callback(end)
+        warn_unless_loopback(host)
+        return join_address(host, bound.getsockname()[1])
+
+
+class _HttpServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals alone: they belong to the process, and the manager stops this server itself."""
+        yield
+
+
+def _server_options(deadlines: Deadlines) -> list[tuple[str, int]]:
+    """Small messages in, silent connections found out within a lease, and one server for a port."""
+    return [
+        ("grpc.max_receive_message_length", RECEIVED_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", int(deadlines.lease * 500)),
+        ("grpc.keepalive_timeout_ms", int(deadlines.lease * 500)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+@contextlib.contextmanager
+def running_manager(config: ManagerConfig) -> Iterator[str]:
+    """A manager on a background thread with an event loop of its own; gives its gRPC address. For tests and demos.
+
+    Raises what ``ManagerServer.start`` raises. Leaving it stops the manager.
+    """
+    started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        ended = asyncio.Event()
+        async with ManagerServer(config) as server:
+            started.set_result((server.address, asyncio.get_running_loop(), ended))
+            await ended.wait()
+
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            if started.done():
+                log.exception("the manager's thread failed")
+            else:
+                started.set_exception(error)
+
+    thread = threading.Thread(target=run, name="manager", daemon=True)
+    thread.start()
+    address, loop, ended = started.result(START_SECONDS)
+    try:
+        yield address
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join(config.stop_seconds + START_SECONDS)

@@ -1,0 +1,167 @@
+"""The gRPC calls of the manager, turned into sessions, calls and blobs. It decides nothing about updates."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeAlias
+
+import grpc.aio
+from google.protobuf.message import Message as ProtobufMessage
+
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.machines import events
+from ckpt_engine.core.machines.events import Call, ManagerEvent
+from ckpt_engine.core.machines.wire import unpack
+from ckpt_engine.core.problems import CkptEngineError, deadline, internal, invalid, unavailable
+from ckpt_engine.manager.blobs import BlobStore, chunks_of, receive
+from ckpt_engine.manager.errors import refuse
+from ckpt_engine.manager.sessions import carry, first_message
+from ckpt_engine.manager.shell import Shell
+from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+HELLO_SECONDS = 10.0
+"""How long a new stream may stay silent."""
+
+WRITE_SECONDS = 20.0
+"""How long a peer may leave a message unread once the connection's buffers are full."""
+
+log = logging.getLogger("ckpt_engine.manager")
+
+
+class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
+    """Runs on the manager's event loop; each method is one call of one peer."""
+
+    def __init__(self, shell: Shell, blobs: BlobStore, deadlines: Deadlines) -> None:
+        self._shell = shell
+        self._blobs = blobs
+        self._deadlines = deadlines
+        self._stopping = False
+
+    def stop(self) -> None:
+        """From now on sessions and calls are refused with UNAVAILABLE; what runs goes on."""
+        self._stopping = True
+
+    # -- sessions
+
+    async def TrainerSession(self, requests: object, context: Context) -> None:  # noqa: N802
+        await self._session("trainer", manager_pb2.TrainerHello, manager_pb2.TrainerCommand, context)
+
+    async def ReplicaSession(self, requests: object, context: Context) -> None:  # noqa: N802
+        await self._session("replica", manager_pb2.ReplicaHello, manager_pb2.ReplicaCommand, context)
+
+    async def _session(
+        self, kind: str, hello_type: type[ProtobufMessage], envelope: type[ProtobufMessage], context: Context
+    ) -> None:
+        await self._admit(context)
+        try:
+            first = await first_message(context, HELLO_SECONDS)
+            if first is None:
+                return
+            hello = unpack(first)
+            if not isinstance(hello, hello_type):
+                came = "an unknown message" if hello is None else hello.DESCRIPTOR.name
+                raise invalid(f"a session begins with {hello_type.DESCRIPTOR.name}, but {came} came first")
+        except CkptEngineError as error:
+            await refuse(context, error)
+        await self._admit(context)
+        peer, outbox = self._shell.open_session(kind, envelope, hello)
+        log.info("session opened peer=%s address=%s", peer, context.peer())
+
+        def on_message(message: ProtobufMessage) -> None:
+            body = unpack(message)
+            if body is not None and not outbox.closed:
+                self._shell.handle(events.Message(peer, body))
+
+        reason = "the connection broke"
+        try:
+            reason = await carry(context, outbox, on_message, WRITE_SECONDS)
+        finally:
+            reason = outbox.problem.message if outbox.problem is not None else reason
+            log.info("session ended peer=%s reason=%r", peer, reason)
+            self._shell.end_session(peer, reason)
+
+    # -- calls
+
+    async def UpdateWeights(self, request: manager_pb2.UpdateWeightsRequest, context: Context) -> None:  # noqa: N802
+        await self._call("update", lambda call: events.UpdateCall(call, request), context)
+
+    async def Sleep(self, request: manager_pb2.SleepRequest, context: Context) -> ProtobufMessage:  # noqa: N802
+        return await self._answer("sleep", lambda call: events.SleepCall(call, request), context)
+
+    async def Wake(self, request: manager_pb2.WakeRequest, context: Context) -> ProtobufMessage:  # noqa: N802
+        return await self._answer("wake", lambda call: events.WakeCall(call, request), context)
+
+    async def GetStatus(  # noqa: N802
+        self, request: manager_pb2.GetStatusRequest, context: Context
+    ) -> manager_pb2.GetStatusResponse:
+        return self._shell.status()
+
+    async def _call(self, kind: str, event: Callable[[Call], ManagerEvent], context: Context) -> None:
+        """Writes what the machine says to this call until it finishes it, then ends with the machine's problem."""
+        await self._admit(context)
+        call, outbox = self._shell.open_call(kind, event)
+        try:
+            while (message := await outbox.take()) is not None:
+                try:
+                    await asyncio.wait_for(context.write(message), WRITE_SECONDS)
+                except TimeoutError:
+                    await refuse(context, unavailable(f"the caller took no event for {WRITE_SECONDS:g} s"))
+        finally:
+            self._shell.end_call(call)
+        if outbox.problem is not None:
+            await refuse(context, CkptEngineError(outbox.problem))
+
+    async def _answer(self, kind: str, event: Callable[[Call], ManagerEvent], context: Context) -> ProtobufMessage:
+        """The one response of the machine to this call, or its problem as the call's status."""
+        await self._admit(context)
+        call, outbox = self._shell.open_call(kind, event)
+        try:
+            response: ProtobufMessage | None = await outbox.take()
+        finally:
+            self._shell.end_call(call)
+        if response is None:
+            await refuse(
+                context, CkptEngineError(outbox.problem or internal("the call ended without an answer").problem)
+            )
+        return response
+
+    async def _admit(self, context: Context) -> None:
+        if self._stopping:
+            await refuse(context, stopping())
+
+    # -- blobs
+
+    async def PutBlob(  # noqa: N802
+        self, requests: AsyncIterator[manager_pb2.BlobChunk], context: Context
+    ) -> manager_pb2.BlobRef:
+        try:
+            return await asyncio.wait_for(receive(self._blobs, requests), self._deadlines.blobs)
+        except TimeoutError:
+            await refuse(context, deadline(f"the blob did not arrive within {self._deadlines.blobs:g} s"))
+        except CkptEngineError as error:
+            await refuse(context, error)
+
+    async def GetBlob(self, request: manager_pb2.BlobRef, context: Context) -> None:  # noqa: N802
+        try:
+            data = self._blobs.get(request)
+        except CkptEngineError as error:
+            await refuse(context, error)
+        for chunk in chunks_of(request, data):
+            try:
+                await asyncio.wait_for(context.write(chunk), WRITE_SECONDS)
+            except TimeoutError:
+                await refuse(context, unavailable(f"the caller took no chunk for {WRITE_SECONDS:g} s"))
+
+    async def HasBlob(  # noqa: N802
+        self, request: manager_pb2.BlobRef, context: Context
+    ) -> manager_pb2.HasBlobResponse:
+        return manager_pb2.HasBlobResponse(present=self._blobs.has(request))
+
+
+def stopping() -> CkptEngineError:
+    """What callers and members hear from a manager that ends."""
+    return unavailable("the manager is stopping: try again when it is back")

@@ -1,0 +1,291 @@
+"""Members that speak the raw protocol over a real channel, one step at a time, as a test tells them to.
+
+They are clients written against the wire contract alone: none of the package's own trainer or agent code runs here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+import torch
+from google.protobuf.message import Message
+
+from ckpt_engine.core.digest import digest_boxes
+from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
+
+WAIT = 20.0
+"""Seconds that any expected message may take."""
+
+HOST = weights_pb2.Host(boot_id="boot", pid_namespace="pid", name="here")
+
+
+@contextlib.asynccontextmanager
+async def stub_at(address: str) -> AsyncIterator[manager_pb2_grpc.CheckpointEngineManagerStub]:
+    """The manager's calls over a channel of this test."""
+    async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        yield manager_pb2_grpc.CheckpointEngineManagerStub(channel)  # type: ignore[no-untyped-call]
+
+
+def problem_of(error: grpc.aio.AioRpcError) -> weights_pb2.Problem:
+    """The Problem that came with a failed call."""
+    (data,) = [value for key, value in error.trailing_metadata() if key == "ckpt-engine-problem-bin"]
+    return weights_pb2.Problem.FromString(data)
+
+
+async def put(stub: manager_pb2_grpc.CheckpointEngineManagerStub, message: Message) -> manager_pb2.BlobRef:
+    """Stores a message as a blob, in chunks of half a mebibyte."""
+    data = message.SerializeToString(deterministic=True)
+    ref = manager_pb2.BlobRef(digest=hashlib.sha256(data).digest(), size=len(data))
+
+    async def chunks() -> AsyncIterator[manager_pb2.BlobChunk]:
+        yield manager_pb2.BlobChunk(ref=ref)
+        for offset in range(0, len(data), 1 << 19):
+            yield manager_pb2.BlobChunk(data=data[offset : offset + (1 << 19)])
+
+    stored: manager_pb2.BlobRef = await stub.PutBlob(chunks(), timeout=WAIT)
+    assert stored == ref
+    return ref
+
+
+async def get(stub: manager_pb2_grpc.CheckpointEngineManagerStub, ref: manager_pb2.BlobRef) -> bytes:
+    """A blob's bytes."""
+    return b"".join([chunk.data async for chunk in stub.GetBlob(ref, timeout=WAIT)])
+
+
+class Stream:
+    """One session stream: sends what it is told, and hands out what comes, heartbeats aside."""
+
+    def __init__(self, call: Any, envelope: type[Message]) -> None:
+        self.call = call
+        self._envelope = envelope
+
+    async def send(self, **body: Message) -> None:
+        await self.call.write(self._envelope(**body))
+
+    async def next(self) -> Any:
+        """The next message's body. Raises AioRpcError when the stream ended with a status, EOFError when without."""
+        while True:
+            message = await asyncio.wait_for(self.call.read(), WAIT)
+            if message is grpc.aio.EOF:
+                if (code := await self.call.code()) is not grpc.StatusCode.OK:
+                    raise grpc.aio.AioRpcError(
+                        code, await self.call.initial_metadata(), await self.call.trailing_metadata()
+                    )
+                raise EOFError
+            field = message.WhichOneof("body")
+            if field != "heartbeat":
+                return getattr(message, field)
+
+    async def expect(self, kind: type[Message]) -> Any:
+        """The next message's body, which must be of this kind."""
+        body = await self.next()
+        assert isinstance(body, kind), f"expected {kind.__name__}, got {type(body).__name__}: {body}"
+        return body
+
+    async def until(self, kind: type[Message]) -> Any:
+        """The next message of this kind; others on the way are skipped."""
+        while not isinstance(body := await self.next(), kind):
+            pass
+        return body
+
+
+class ScriptedTrainer:
+    """One rank. It holds rows of each weight: [rank * n / world_size, (rank + 1) * n / world_size) of axis 0."""
+
+    def __init__(
+        self,
+        stub: manager_pb2_grpc.CheckpointEngineManagerStub,
+        rank: int = 0,
+        world_size: int = 1,
+        lineage: str = "run",
+    ) -> None:
+        self.stub = stub
+        self.rank = rank
+        self.world_size = world_size
+        self.lineage = lineage
+        self.session_id = str(uuid.uuid4())
+        self.weights: dict[str, torch.Tensor] = {}
+        self.table = weights_pb2.SourceTable()
+        self.stream: Stream
+
+    def rows(self, name: str) -> tuple[int, int]:
+        count = self.weights[name].shape[0]
+        return self.rank * count // self.world_size, (self.rank + 1) * count // self.world_size
+
+    def hold(self, weights: dict[str, torch.Tensor], stays_sealed: bool = False) -> None:
+        """Takes over weights (global tensors) and makes the table of this rank's rows."""
+        self.weights = weights
+        self.table = weights_pb2.SourceTable(host=HOST, rank=self.rank, stays_sealed=stays_sealed)
+        self.table.regions.add(id=7, transport="shared_memory", size=1 << 40)
+        offset = 0
+        for index, name in enumerate(sorted(weights)):
+            tensor = weights[name]
+            self.table.tensors.add(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
+            first, last = self.rows(name)
+            self.table.shards.add(
+                tensor=index,
+                start=[first, *(0 for _ in tensor.shape[1:])],
+                stop=[last, *tensor.shape[1:]],
+                region=7,
+                offset=offset,
+                stride=list(tensor.stride()),
+            )
+            offset += (last - first) * (tensor[0].numel() if tensor.numel() else 0) * tensor.itemsize
+
+    async def open(self) -> manager_pb2.Welcome:
+        self.stream = Stream(self.stub.TrainerSession(), manager_pb2.TrainerMessage)
+        await self.stream.send(
+            hello=manager_pb2.TrainerHello(
+                lineage=self.lineage, rank=self.rank, world_size=self.world_size, session_id=self.session_id, host=HOST
+            )
+        )
+        welcome: manager_pb2.Welcome = await self.stream.expect(manager_pb2.Welcome)
+        return welcome
+
+    async def publish(self) -> None:
+        await self.stream.send(publish=manager_pb2.Publish(table=await put(self.stub, self.table)))
+
+    async def join(self, weights: dict[str, torch.Tensor], stays_sealed: bool = False) -> None:
+        """Opens, publishes and is accepted; only for a world of one rank."""
+        self.hold(weights, stays_sealed)
+        await self.open()
+        await self.publish()
+        await self.stream.until(manager_pb2.PublicationAccepted)
+
+    def update(self, **fields: Any) -> asyncio.Task[list[manager_pb2.UpdateEvent]]:
+        """Calls UpdateWeights; the task gives all its events."""
+        request = manager_pb2.UpdateWeightsRequest(
+            lineage=self.lineage, rank=self.rank, session_id=self.session_id, **fields
+        )
+
+        async def collect() -> list[manager_pb2.UpdateEvent]:
+            return [event async for event in self.stub.UpdateWeights(request, timeout=60.0)]
+
+        return asyncio.ensure_future(collect())
+
+    async def seal(self) -> manager_pb2.Seal:
+        """Answers the next Seal with the digests of what this rank holds."""
+        order: manager_pb2.Seal = await self.stream.until(manager_pb2.Seal)
+        atoms = weights_pb2.Atoms.FromString(await get(self.stub, order.atoms))
+        names = sorted(self.weights)
+        boxes = []
+        for atom in atoms.atoms:
+            tensor = self.weights[names[self.table.shards[atom.shard].tensor]]
+            part = tensor[tuple(slice(first, last) for first, last in zip(atom.start, atom.stop, strict=True))]
+            boxes.append((part, list(atom.start)))
+        digests = await put(self.stub, weights_pb2.Digests(values=digest_boxes(boxes)))
+        await self.stream.send(sealed=manager_pb2.Sealed(fence=order.fence, atoms=order.atoms, digests=digests))
+        return order
+
+
+class ScriptedReplica:
+    """The agent of one replica whose workers each need all of every tensor."""
+
+    def __init__(
+        self, stub: manager_pb2_grpc.CheckpointEngineManagerStub, name: str = "replica", workers: int = 1
+    ) -> None:
+        self.stub = stub
+        self.name = name
+        self.session_id = str(uuid.uuid4())
+        self.workers = [
+            manager_pb2.WorkerStatus(rank=rank, boot_id=uuid.uuid4().bytes, pid=1000 + rank, state=manager_pb2.NONE)
+            for rank in range(workers)
+        ]
+        self.stream: Stream
+        self.installed: list[manager_pb2.Install] = []
+
+    def hello(self, **fields: Any) -> manager_pb2.ReplicaHello:
+        return manager_pb2.ReplicaHello(
+            name=self.name,
+            session_id=self.session_id,
+            agent_epoch=fields.pop("agent_epoch", 1),
+            engine=manager_pb2.Engine(kind="scripted", version="1", url="http://127.0.0.1:1"),
+            mode=manager_pb2.STANDALONE,
+            host=HOST,
+            workers=self.workers,
+            transports=["shared_memory"],
+            **fields,
+        )
+
+    async def open(self) -> manager_pb2.Welcome:
+        self.stream = Stream(self.stub.ReplicaSession(), manager_pb2.ReplicaMessage)
+        await self.stream.send(hello=self.hello())
+        welcome: manager_pb2.Welcome = await self.stream.expect(manager_pb2.Welcome)
+        await self.beat()
+        return welcome
+
+    async def beat(self) -> None:
+        await self.stream.send(heartbeat=manager_pb2.ReplicaHeartbeat(sequence=1, workers=self.workers, serving=True))
+
+    async def prepare(self) -> manager_pb2.Prepare:
+        """Answers the next Prepare: every worker needs every tensor, whole."""
+        order: manager_pb2.Prepare = await self.stream.until(manager_pb2.Prepare)
+        manifest = weights_pb2.Manifest.FromString(await get(self.stub, order.manifest))
+        needs = weights_pb2.WorkerNeeds(manifest_digest=order.manifest.digest)
+        for index, spec in enumerate(manifest.tensors):
+            needs.needs.add(tensor=index, start=[0] * len(spec.shape), stop=spec.shape)
+        ref = await put(self.stub, needs)
+        await self.stream.send(
+            prepared=manager_pb2.Prepared(
+                fence=order.fence,
+                manifest_digest=order.manifest.digest,
+                workers=[
+                    manager_pb2.PreparedWorker(
+                        rank=worker.rank,
+                        needs=ref,
+                        host=HOST,
+                        boot_id=worker.boot_id,
+                        manifest_digest=order.manifest.digest,
+                    )
+                    for worker in self.workers
+                ],
+            )
+        )
+        return order
+
+    async def install(self) -> manager_pb2.Install:
+        """Takes the next Install and reports that every worker carried it out; reads no weights."""
+        order: manager_pb2.Install = await self.stream.until(manager_pb2.Install)
+        self.installed.append(order)
+        before = self.workers[0].identity
+        outcome = manager_pb2.ReplicaOutcome(
+            replica=self.name,
+            fence=order.fence,
+            outcome=manager_pb2.NEW_SERVING,
+            before=before if self.workers[0].HasField("identity") else None,
+            after=order.identity,
+            pause_seconds=0.01,
+            sync_seconds=0.02,
+            stages=[manager_pb2.StageSeconds(stage=manager_pb2.QUIESCE, seconds=0.01)],
+        )
+        for worker, part in zip(self.workers, order.workers, strict=True):
+            plan = weights_pb2.WorkerPlan.FromString(await get(self.stub, part.plan))
+            needs = len(weights_pb2.Digests.FromString(await get(self.stub, part.expected)).values)
+            worker.state = manager_pb2.CLEAN
+            worker.epoch = order.fence.epoch
+            worker.identity.CopyFrom(order.identity)
+            outcome.workers.add(rank=worker.rank, bytes=plan.bytes, tensors=needs, verified=needs, copies=1)
+            outcome.bytes += plan.bytes
+            outcome.edges.add(worker_rank=worker.rank, transport=plan.sources[0].transport, bytes=plan.bytes)
+        await self.beat()
+        await self.stream.send(outcome=outcome)
+        await self.stream.until(manager_pb2.OutcomeReceived)
+        return order
+
+
+def some_weights(seed: int = 0, sizes: Sequence[int] = (8, 4)) -> dict[str, torch.Tensor]:
+    """Two bfloat16 weights and a bias, small."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = sizes
+    return {
+        "layer.weight": torch.randn(rows, columns, generator=generator).bfloat16(),
+        "layer.bias": torch.randn(rows, generator=generator),
+        "head.weight": torch.randn(2 * rows, columns, generator=generator).bfloat16(),
+    }

@@ -1,0 +1,121 @@
+"""The HTTP side shows what the gRPC side did."""
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from scripted_members import ScriptedReplica, ScriptedTrainer, some_weights, stub_at
+from test_updates import one_update, refused
+
+from ckpt_engine.manager.service import ManagerConfig, ManagerServer
+from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
+
+
+@pytest.fixture
+async def client(manager: ManagerServer) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"http://{manager.http_address}", timeout=10, trust_env=False) as made:
+        yield made
+
+
+async def samples(client: httpx.AsyncClient) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Every sample of /metrics by name and label values."""
+    answer = await client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    return {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+async def test_an_idle_manager(client: httpx.AsyncClient, manager: ManagerServer) -> None:
+    health = (await client.get("/healthz")).json()
+    assert health["status"] == "ok"
+    assert health["cluster"] == manager.ledger.cluster
+    assert (await client.get("/v1/replicas")).json() == {"replicas": []}
+    assert (await client.get("/v1/updates")).json() == {"updates": [], "next_before": None}
+    values = await samples(client)
+    assert values["ckpt_engine_replicas", ("serving",)] == 0
+    assert values["ckpt_engine_updates_total", ("ok",)] == 0
+
+
+async def test_updates_and_replicas_are_shown(
+    client: httpx.AsyncClient, manager: ManagerServer, stub: CheckpointEngineManagerStub
+) -> None:
+    trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub, "rollout-0", workers=2)
+    await trainer.join(some_weights())
+    await refused(trainer.update(timeout_seconds=3.0))
+    await replica.open()
+    first = await one_update([trainer], [replica], prepares=True)
+    for _ in range(2):
+        last = await one_update([trainer], [replica], prepares=False)
+
+    shown = (await client.get("/v1/replicas/rollout-0")).json()
+    assert shown["state"] == "serving"
+    assert shown["identity"] == {"lineage": "run", "version": last.identity.version, "root": last.identity.root.hex()}
+    assert [worker["state"] for worker in shown["workers"]] == ["clean", "clean"]
+    assert shown["last_outcome"]["outcome"] == "new_serving"
+    assert (await client.get("/v1/replicas")).json()["replicas"] == [shown]
+
+    page = (await client.get("/v1/updates", params={"limit": 2})).json()
+    assert page["updates"][0]["epoch"] == last.fence.epoch
+    rest = (await client.get("/v1/updates", params={"before": page["next_before"]})).json()
+    assert [update["epoch"] for update in rest["updates"]] == [first.fence.epoch]
+    assert rest["next_before"] is None
+    one = (await client.get(f"/v1/updates/{first.fence.epoch}")).json()
+    assert one == rest["updates"][0]
+    assert one["report"]["ok"]
+    assert one["report"]["replicas"][0]["workers"][1]["rank"] == 1
+    assert one["identity"]["root"] == first.identity.root.hex()
+
+    values = await samples(client)
+    assert values["ckpt_engine_updates_total", ("ok",)] == 3
+    assert values["ckpt_engine_updates_total", ("refused",)] == 1
+    assert values["ckpt_engine_replica_outcomes_total", ("new_serving",)] == 3
+    assert values["ckpt_engine_pause_seconds_count", ()] == 3
+    assert values["ckpt_engine_transferred_bytes_total", ("shared_memory",)] == sum(
+        update["report"]["bytes"] for update in [*page["updates"], one]
+    )
+    assert values["ckpt_engine_replicas", ("serving",)] == 1
+    assert values["ckpt_engine_sessions", ("trainer",)] == 1
+    assert values["ckpt_engine_latest_version", ()] == last.identity.version
+    assert values["ckpt_engine_epoch", ()] == last.fence.epoch
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/v1/replicas/nobody", 404),
+        ("/v1/updates/99", 404),
+        ("/v1/updates/-1", 404),
+        ("/v1/updates/x", 422),
+        ("/v1/updates?limit=0", 422),
+        ("/nowhere", 404),
+    ],
+)
+async def test_errors_are_problem_documents(client: httpx.AsyncClient, path: str, status: int) -> None:
+    answer = await client.get(path)
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json()["status"] == status
+    assert answer.json()["detail"]
+
+
+async def test_the_interface_describes_itself(client: httpx.AsyncClient) -> None:
+    paths = (await client.get("/openapi.json")).json()["paths"]
+    assert {"/healthz", "/v1/replicas", "/v1/replicas/{name}", "/v1/updates", "/v1/updates/{epoch}"} <= set(paths)
+    assert (await client.get("/docs")).status_code == 200
+
+
+async def test_history_survives_a_restart(config: ManagerConfig) -> None:
+    async with ManagerServer(config) as server, stub_at(server.address) as stub:
+        trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
+        await trainer.join(some_weights())
+        await replica.open()
+        report = await one_update([trainer], [replica], prepares=True)
+    async with ManagerServer(config) as server:
+        async with httpx.AsyncClient(base_url=f"http://{server.http_address}", trust_env=False) as client:
+            (update,) = (await client.get("/v1/updates")).json()["updates"]
+        assert update["epoch"] == report.fence.epoch
+        assert server.ledger.epoch >= report.fence.epoch

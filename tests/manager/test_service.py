@@ -1,0 +1,229 @@
+"""What a manager is to anybody who connects: its ports, its manners at hello, its blobs, its end."""
+
+import asyncio
+import hashlib
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from scripted_members import ScriptedReplica, ScriptedTrainer, Stream, get, problem_of, put, some_weights, stub_at
+
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.manager import servicer, shell
+from ckpt_engine.manager.service import SERVICE, ManagerConfig, ManagerServer, running_manager
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
+
+
+async def test_health_answers_and_ends_before_the_server(config: ManagerConfig) -> None:
+    server = ManagerServer(config)
+    await server.start()
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", SERVICE):
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=10)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        stopping = asyncio.ensure_future(server.stop())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await stopping
+
+
+async def test_reflection_describes_the_service(manager: ManagerServer) -> None:
+    async with grpc.aio.insecure_channel(manager.address) as channel:
+        reflect = reflection_pb2_grpc.ServerReflectionStub(channel)
+
+        async def ask(**question: str) -> reflection_pb2.ServerReflectionResponse:
+            async def questions() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
+                yield reflection_pb2.ServerReflectionRequest(**question)
+
+            async for answer in reflect.ServerReflectionInfo(questions(), timeout=10):
+                return answer
+            raise AssertionError("no answer")
+
+        listed = (await ask(list_services="")).list_services_response.service
+        assert SERVICE in [service.name for service in listed]
+        files = (await ask(file_containing_symbol=SERVICE)).file_descriptor_response.file_descriptor_proto
+        described = FileDescriptorProto.FromString(files[0])
+        assert "UpdateWeights" in [method.name for service in described.service for method in service.method]
+
+
+@pytest.mark.parametrize("kind", ["trainer", "replica"])
+async def test_a_session_begins_with_hello(stub: CheckpointEngineManagerStub, kind: str) -> None:
+    envelope = manager_pb2.TrainerMessage if kind == "trainer" else manager_pb2.ReplicaMessage
+    stream = Stream(stub.TrainerSession() if kind == "trainer" else stub.ReplicaSession(), envelope)
+    await stream.send(goodbye=manager_pb2.Goodbye(reason="rude"))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream.next()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "Goodbye came first" in problem_of(caught.value).message
+
+
+async def test_a_silent_stream_is_closed(stub: CheckpointEngineManagerStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "HELLO_SECONDS", 0.3)
+    begun = time.monotonic()
+    stream = Stream(stub.TrainerSession(), manager_pb2.TrainerMessage)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream.next()
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert time.monotonic() - begun < 5
+
+
+async def test_sessions_show_in_the_status_until_they_end(stub: CheckpointEngineManagerStub) -> None:
+    trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
+    welcome = await trainer.open()
+    assert welcome.lease_seconds > welcome.heartbeat_seconds > 0
+    await replica.open()
+    status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)
+    assert [(found.lineage, found.connected) for found in status.trainers] == [("run", True)]
+    assert [(found.name, found.connected) for found in status.replicas] == [("replica", True)]
+    assert status.fence.cluster == welcome.fence.cluster
+    replica.stream.call.cancel()
+    for _ in range(100):
+        status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)
+        if not any(found.connected for found in status.replicas):
+            break
+        await asyncio.sleep(0.05)
+    assert not any(found.connected for found in status.replicas)
+
+
+async def test_blobs_over_the_wire(stub: CheckpointEngineManagerStub) -> None:
+    message = weights_pb2.Digests(values=range(400_000))  # 3.2 MB: several chunks
+    ref = manager_pb2.BlobRef(digest=hashlib.sha256(message.SerializeToString()).digest(), size=message.ByteSize())
+    assert not (await stub.HasBlob(ref, timeout=10)).present
+    assert await put(stub, message) == ref
+    assert (await stub.HasBlob(ref, timeout=10)).present
+    assert await get(stub, ref) == message.SerializeToString()
+    assert await put(stub, message) == ref
+
+
+async def test_a_corrupt_blob_is_refused(stub: CheckpointEngineManagerStub) -> None:
+    ref = manager_pb2.BlobRef(digest=hashlib.sha256(b"right").digest(), size=5)
+
+    async def chunks() -> AsyncIterator[manager_pb2.BlobChunk]:
+        yield manager_pb2.BlobChunk(ref=ref, data=b"wrong")
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.PutBlob(chunks(), timeout=10)
+    assert caught.value.code() is grpc.StatusCode.DATA_LOSS
+    assert problem_of(caught.value).code == weights_pb2.Problem.DATA_LOSS
+    assert not (await stub.HasBlob(ref, timeout=10)).present
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await get(stub, ref)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_an_oversized_blob_is_refused(stub: CheckpointEngineManagerStub, config: ManagerConfig) -> None:
+    async def chunks() -> AsyncIterator[manager_pb2.BlobChunk]:
+        yield manager_pb2.BlobChunk(ref=manager_pb2.BlobRef(digest=bytes(32), size=config.max_blob_bytes + 1))
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.PutBlob(chunks(), timeout=10)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_message_over_the_limit_does_not_reach_the_manager(stub: CheckpointEngineManagerStub) -> None:
+    stream = Stream(stub.TrainerSession(), manager_pb2.TrainerMessage)
+    await stream.send(hello=manager_pb2.TrainerHello(lineage="x" * (5 << 20), world_size=1))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream.next()
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_second_manager_on_the_ledger_or_port_is_refused(manager: ManagerServer, config: ManagerConfig) -> None:
+    with pytest.raises(CkptEngineError, match="is in use by pid"):
+        await ManagerServer(config).start()
+    assert config.ledger is not None
+    other = replace(config, ledger=config.ledger.with_name("other.sqlite3"))
+    for busy in (replace(other, listen=manager.address), replace(other, http=manager.http_address)):
+        with pytest.raises(CkptEngineError, match="cannot listen"):
+            await ManagerServer(busy).start()
+    async with ManagerServer(other):  # nothing of the failed ones is left
+        pass
+
+
+async def test_a_restarted_manager_is_the_same_cluster(config: ManagerConfig) -> None:
+    clusters = set()
+    for _ in range(2):
+        async with ManagerServer(config) as server:
+            clusters.add(server.status().fence.cluster)
+    assert len(clusters) == 1
+
+
+def test_a_manager_on_a_thread_of_its_own(config: ManagerConfig) -> None:
+    with running_manager(config) as address:
+        with grpc.insecure_channel(address) as channel:
+            status = CheckpointEngineManagerStub(channel).GetStatus(manager_pb2.GetStatusRequest(), timeout=10)
+        assert status.fence.cluster
+        with pytest.raises(CkptEngineError, match="is in use"), running_manager(config):
+            raise AssertionError("started")
+
+
+async def test_stopping_tells_members_and_callers(config: ManagerConfig) -> None:
+    server = ManagerServer(replace(config, stop_seconds=0.2))
+    await server.start()
+    async with stub_at(server.address) as stub:
+        first, replica = ScriptedTrainer(stub, 0, 2), ScriptedReplica(stub)
+        first.hold(some_weights())
+        await first.open()
+        await first.publish()
+        await replica.open()
+        call = first.update()  # waits for rank 1, which never comes
+        await asyncio.sleep(0.3)
+        begun = time.monotonic()
+        await server.stop()
+        assert time.monotonic() - begun < 5
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "stopping" in problem_of(caught.value).message
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await replica.stream.until(manager_pb2.Refused)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_member_that_does_not_read_is_closed(
+    manager: ManagerServer, stub: CheckpointEngineManagerStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica says so much that the answers fill the connection; the manager ends it and goes on."""
+    monkeypatch.setattr(shell, "SESSION_QUEUE", 16)
+    monkeypatch.setattr(servicer, "WRITE_SECONDS", 0.5)
+    replica = ScriptedReplica(stub)
+    await replica.open()
+    closed = False
+    for _ in range(40_000):
+        try:
+            await replica.beat()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            closed = True
+            break
+    assert closed
+    assert (await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)).fence.cluster
+
+
+async def test_serve_runs_until_it_is_told_to_end(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "ckpt_engine", "serve", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"),
+        *("--ledger", str(tmp_path / "ledger.sqlite3")),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    line = (await asyncio.wait_for(process.stderr.readline(), 60)).decode()
+    assert "manager started" in line
+    address = dict(word.split("=", 1) for word in line.split() if "=" in word)["grpc"]
+    async with stub_at(address) as stub:
+        assert (await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)).fence.cluster
+    process.send_signal(signal.SIGTERM)
+    _, rest = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 0
+    assert "manager stopped" in rest.decode()
+    assert "Traceback" not in rest.decode()

@@ -1,0 +1,181 @@
+"""Whole updates and refused ones, driven by scripted members over real channels."""
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+import pytest
+from scripted_members import ScriptedReplica, ScriptedTrainer, get, problem_of, some_weights
+
+from ckpt_engine.core.digest import digest_box
+from ckpt_engine.core.manifest import root
+from ckpt_engine.manager.service import ManagerServer
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
+
+Code = weights_pb2.Problem.Code
+
+
+async def refused(call: "asyncio.Task[Any]") -> weights_pb2.Problem:
+    """The Problem of a call that must fail; its code must be the status."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    problem = problem_of(caught.value)
+    assert caught.value.code().name == Code.Name(problem.code)
+    assert caught.value.details() == problem.message
+    return problem
+
+
+async def one_update(
+    trainers: list[ScriptedTrainer], replicas: list[ScriptedReplica], prepares: bool, **fields: Any
+) -> manager_pb2.UpdateReport:
+    calls = [trainer.update(**fields) for trainer in trainers]
+    if prepares:
+        await asyncio.gather(*(replica.prepare() for replica in replicas))
+    await asyncio.gather(*(trainer.seal() for trainer in trainers))
+    await asyncio.gather(*(replica.install() for replica in replicas))
+    reports = [(await call)[-1].report for call in calls]
+    assert all(report == reports[0] for report in reports)
+    return reports[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_an_update_reaches_every_worker_with_what_was_sealed(
+    manager: ManagerServer, stub: CheckpointEngineManagerStub, ranks: int
+) -> None:
+    weights = some_weights()
+    trainers = [ScriptedTrainer(stub, rank, ranks) for rank in range(ranks)]
+    replicas = [ScriptedReplica(stub, "a", workers=2), ScriptedReplica(stub, "b")]
+    for trainer in trainers:
+        trainer.hold(weights)
+        await trainer.open()
+    for trainer in trainers:
+        await trainer.publish()
+    for trainer in trainers:
+        await trainer.stream.until(manager_pb2.PublicationAccepted)
+    for replica in replicas:
+        await replica.open()
+
+    report = await one_update(trainers, replicas, prepares=True, version=5)
+    assert report.ok
+    assert (report.identity.lineage, report.identity.version) == ("run", 5)
+    assert [outcome.outcome for outcome in report.replicas] == [manager_pb2.NEW_SERVING] * 2
+
+    sums = [digest_box(weights[name], [0] * weights[name].dim()) for name in sorted(weights)]
+    order = replicas[0].installed[0]
+    expected = weights_pb2.Digests.FromString(await get(stub, order.workers[1].expected))
+    assert list(expected.values) == sums
+    plan = weights_pb2.WorkerPlan.FromString(await get(stub, order.workers[0].plan))
+    assert {source.rank for source in plan.sources} == set(range(ranks))
+    assert plan.bytes == sum(tensor.nbytes for tensor in weights.values())
+    manifest = weights_pb2.Manifest.FromString(b"".join([await get(stub, (await publication(trainers[0])).manifest)]))
+    assert report.identity.root == root(manifest, sums)
+
+    # The next one changes the weights and records, merges and compiles nothing.
+    changed = {name: tensor + 1 for name, tensor in weights.items()}
+    for trainer in trainers:
+        trainer.weights = changed
+    again = await one_update(trainers, replicas, prepares=False)
+    assert (again.ok, again.identity.version) == (True, 6)
+    assert again.identity.root != report.identity.root
+    assert again.fence.epoch > report.fence.epoch
+    assert replicas[0].installed[1].workers[0].plan == order.workers[0].plan
+
+
+async def publication(trainer: ScriptedTrainer) -> manager_pb2.PublicationAccepted:
+    """Publishes the same table again, which is answered like the first time."""
+    await trainer.publish()
+    accepted: manager_pb2.PublicationAccepted = await trainer.stream.until(manager_pb2.PublicationAccepted)
+    return accepted
+
+
+async def test_a_missing_rank_is_named_after_the_deadline(stub: CheckpointEngineManagerStub) -> None:
+    first, second = ScriptedTrainer(stub, 0, 2), ScriptedTrainer(stub, 1, 2)
+    for trainer in (first, second):
+        trainer.hold(some_weights())
+        await trainer.open()
+        await trainer.publish()
+    replica = ScriptedReplica(stub)
+    await replica.open()
+    problem = await refused(first.update(timeout_seconds=3.0))
+    assert problem.code in (Code.DEADLINE_EXCEEDED, Code.FAILED_PRECONDITION)
+    assert list(problem.ranks) == [1]
+    assert replica.installed == []
+
+
+async def test_disagreeing_ranks_are_refused_naming_tensor_and_ranks(stub: CheckpointEngineManagerStub) -> None:
+    first, second = ScriptedTrainer(stub, 0, 2), ScriptedTrainer(stub, 1, 2)
+    first.hold(some_weights())
+    second.hold(some_weights(sizes=(8, 6)))
+    for trainer in (first, second):
+        await trainer.open()
+        await trainer.publish()
+    replica = ScriptedReplica(stub)
+    await replica.open()
+    for call in [trainer.update(timeout_seconds=5.0) for trainer in (first, second)]:
+        problem = await refused(call)
+        assert problem.code == Code.INVALID_ARGUMENT
+        assert sorted(problem.ranks) == [0, 1]
+        assert list(problem.tensors) == ["head.weight"]
+    assert replica.installed == []
+
+
+async def test_a_second_update_is_refused_while_one_runs(stub: CheckpointEngineManagerStub) -> None:
+    trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
+    await trainer.join(some_weights())
+    await replica.open()
+    running = trainer.update()
+    await replica.stream.until(manager_pb2.Prepare)
+    problem = await refused(trainer.update())
+    assert problem.code == Code.ABORTED
+    running.cancel()
+
+
+async def test_an_update_without_a_replica_is_refused(stub: CheckpointEngineManagerStub) -> None:
+    trainer = ScriptedTrainer(stub)
+    await trainer.join(some_weights())
+    problem = await refused(trainer.update(timeout_seconds=3.0))
+    assert problem.code in (Code.FAILED_PRECONDITION, Code.UNAVAILABLE)
+    assert "replica" in problem.message
+
+
+async def test_going_backwards_is_refused(stub: CheckpointEngineManagerStub) -> None:
+    trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
+    await trainer.join(some_weights())
+    await replica.open()
+    assert (await one_update([trainer], [replica], prepares=True, version=5)).ok
+    problem = await refused(trainer.update(version=4))
+    assert problem.code in (Code.FAILED_PRECONDITION, Code.INVALID_ARGUMENT)
+    assert "4" in problem.message
+    assert "5" in problem.message
+
+
+async def test_a_model_that_cannot_be_loaded_refuses_the_update(stub: CheckpointEngineManagerStub) -> None:
+    trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
+    await trainer.join(some_weights())
+    await replica.open()
+    call = trainer.update()
+    order = await replica.stream.until(manager_pb2.Prepare)
+    why = weights_pb2.Problem(code=Code.FAILED_PRECONDITION, message="wrong model", tensors=["head.weight"])
+    await replica.stream.send(
+        prepared=manager_pb2.Prepared(fence=order.fence, manifest_digest=order.manifest.digest, problem=why)
+    )
+    problem = await refused(call)
+    assert problem.code == Code.FAILED_PRECONDITION
+    assert "wrong model" in problem.message
+    assert list(problem.tensors) == ["head.weight"]
+    assert replica.installed == []
+
+
+async def test_a_rank_that_cannot_seal_refuses_the_update(stub: CheckpointEngineManagerStub) -> None:
+    trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
+    await trainer.join(some_weights())
+    await replica.open()
+    call = trainer.update()
+    await replica.prepare()
+    order = await trainer.stream.until(manager_pb2.Seal)
+    why = weights_pb2.Problem(code=Code.FAILED_PRECONDITION, message="the weights moved")
+    await trainer.stream.send(sealed=manager_pb2.Sealed(fence=order.fence, atoms=order.atoms, problem=why))
+    problem = await refused(call)
+    assert "the weights moved" in problem.message
+    assert replica.installed == []
