@@ -31,6 +31,9 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 STOP_SECONDS = 15.0
 
+SETTLE_SECONDS = 3.0
+"""How long tables of several ranks may disagree before that is an error: the others may be publishing anew as well."""
+
 logger = logging.getLogger("ckpt_engine.trainer")
 
 T = TypeVar("T")
@@ -54,6 +57,7 @@ class Background:
         self._lost: weights_pb2.Problem | None = None
         self._final = False
         self._decision: PublicationDecided | None = None
+        self._decided_at = 0.0
 
     def start(self) -> None:
         """Starts the thread; connecting goes on in it."""
@@ -79,27 +83,32 @@ class Background:
         self._require_running()
         self._wait(self._publish(table), STOP_SECONDS)
 
-    def await_published(self, connect_seconds: float, gather_seconds: float) -> None:
+    def await_published(self, connect_seconds: float, gather_seconds: float, settle_seconds: float) -> None:
         """Returns once the session is open and the tables of all ranks were accepted.
 
         Raises UNAVAILABLE after `connect_seconds` without a session, DEADLINE_EXCEEDED after `gather_seconds` of
-        waiting for other ranks, and the problem with which the manager refused session or tables.
+        waiting for other ranks, and the problem with which the manager refused the session, or for
+        `settle_seconds` the tables.
         """
         self._require_running()
         started = time.monotonic()
         with self._changed:
             while True:
+                now = time.monotonic()
                 if self._final:
                     assert self._lost is not None
                     raise CkptEngineError(self._lost)
                 if self._open and self._decision is not None:
-                    if self._decision.problem is not None:
+                    if self._decision.problem is None:
+                        return
+                    left = self._decided_at + settle_seconds - now
+                    if left <= 0:
                         raise CkptEngineError(self._decision.problem)
-                    return
-                limit = gather_seconds if self._open else connect_seconds
-                left = limit - (time.monotonic() - started)
-                if left <= 0:
-                    raise self._late(limit)
+                else:
+                    limit = gather_seconds if self._open else connect_seconds
+                    left = started + limit - now
+                    if left <= 0:
+                        raise self._late(limit)
                 self._changed.wait(left)
 
     def update(
@@ -157,7 +166,7 @@ class Background:
                         logger.warning("no session with the manager at %s: %s", self._address, problem.message)
                     self._open, self._lost, self._final, self._decision = False, problem, final, None
                 case PublicationDecided():
-                    self._decision = said
+                    self._decision, self._decided_at = said, time.monotonic()
                 case Released(epoch):
                     logger.debug("epoch %d is released", epoch)
             self._changed.notify_all()

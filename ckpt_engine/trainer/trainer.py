@@ -27,7 +27,7 @@ from ckpt_engine.core.machines.trainer import TrainerMachine
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.source.open import open_source
-from ckpt_engine.trainer.background import Background
+from ckpt_engine.trainer.background import SETTLE_SECONDS, Background
 from ckpt_engine.trainer.call import Progress
 from ckpt_engine.trainer.lineage import resolve_lineage
 from ckpt_engine.trainer.sealer import Sealer
@@ -157,7 +157,8 @@ class Trainer:
                 raise precondition("publish weights before update_weights", ranks=[self.rank])
             whole = timeout if timeout is not None else self._deadlines.update
             end = time.monotonic() + whole
-            self._background.await_published(min(CONNECT_SECONDS, whole), min(self._deadlines.gather, whole))
+            settle = SETTLE_SECONDS if self.world_size > 1 else 0.0
+            self._background.await_published(min(CONNECT_SECONDS, whole), min(self._deadlines.gather, whole), settle)
             return UpdateReport(self._background.update(request, end - time.monotonic() + GRACE_SECONDS, on_progress))
 
     def close(self) -> None:
