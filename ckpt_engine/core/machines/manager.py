@@ -1,12 +1,48 @@
-"""The manager's machine: who is there, and one update at a time."""
+"""The manager's machine: who is there, and one thing at a time for all of them.
+
+Decides who may join, which call begins an update, and what waits for what:
+- One update runs at a time. Calls of its other ranks join while it gathers; any other call is ABORTED, naming it.
+- Sleep and Wake run alone too; an update that was gathered meanwhile waits for their end.
+- When nothing else is to be done, late replicas are brought up, one after the other. A call cuts that short: before
+  its install begins at once, afterwards when the replica's outcome has come.
+- A manager that was restarted waits a moment before its first update, so that all members can dial in again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.core.machines.events import ManagerCommand, ManagerEvent
+from ckpt_engine.core.machines.catch_up import CATCH_UP, CatchUp
+from ckpt_engine.core.machines.events import (
+    Call,
+    CallCancelled,
+    ClosePeer,
+    Done,
+    FinishCall,
+    Key,
+    ManagerCommand,
+    ManagerEvent,
+    Message,
+    Peer,
+    PeerLost,
+    SleepCall,
+    TimerFired,
+    UpdateCall,
+    WakeCall,
+)
+from ckpt_engine.core.machines.gather import GATHER, Gather
+from ckpt_engine.core.machines.manager_state import SPEND, State
+from ckpt_engine.core.machines.members import Replica, Trainer
+from ckpt_engine.core.machines.publications import Publications
+from ckpt_engine.core.machines.sleepers import Sleepers
+from ckpt_engine.core.machines.status import status_of
+from ckpt_engine.core.machines.update import Order, Update
+from ckpt_engine.core.problems import CkptEngineError, aborted, unavailable
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+SETTLE: Key = ("settle",)
+SPEND_AGAIN: Key = ("spend again",)
 
 
 class ManagerMachine:
@@ -23,16 +59,329 @@ class ManagerMachine:
         deadlines: Deadlines | None = None,
         software_version: str = "",
     ) -> None:
-        raise NotImplementedError
+        self._deadlines = deadlines or Deadlines()
+        self._software_version = software_version
+        self._state = State.from_ledger(cluster, epoch, intents, self._deadlines)
+        self._members = self._state.members
+        self._publications = Publications(self._state)
+        self._catch_up = CatchUp(self._state, self._publications)
+        self._gather: Gather | None = None
+        self._update: Update | None = None
+        self._sleepers: Sleepers | None = None
+        self._restarted = epoch > 0
+        self._settled = False
+        self._begun = False
 
     def handle(self, event: ManagerEvent, now: float) -> list[ManagerCommand]:
         """Takes one event and says what is to be done."""
-        raise NotImplementedError
+        if not self._begun:
+            self._begin()
+        match event:
+            case Message(peer, body):
+                self._message(peer, body, now)
+            case PeerLost(peer):
+                self._lost(peer, now)
+            case TimerFired(key):
+                self._timer(key, now)
+            case Done():
+                self._done(event, now)
+            case UpdateCall(call, request):
+                self._update_call(call, request, now)
+            case SleepCall() | WakeCall():
+                self._sleep_call(event, now)
+            case CallCancelled(call):
+                self._cancelled(call, now)
+        self._next(now)
+        out = self._state.out[:]
+        self._state.out.clear()
+        return out
 
     def status(self) -> manager_pb2.GetStatusResponse:
         """What GetStatus answers."""
-        raise NotImplementedError
+        return status_of(self._state, self._phase(), self._software_version)
 
     def blobs_in_use(self) -> dict[str, list[manager_pb2.BlobRef]]:
-        """Blobs that must stay, by what needs them; for BlobStore.pin after each event that changed something."""
-        raise NotImplementedError
+        """Blobs that must stay, by what needs them; for BlobStore.pin. Owners that are not named need nothing."""
+        used: dict[str, list[manager_pb2.BlobRef]] = {}
+        for lineage, publication in self._publications.lineages.items():
+            if publication.published is not None:
+                used[f"lineage {lineage}"] = [publication.published.manifest]
+        for trainer in self._members.trainers.values():
+            if trainer.table is not None:
+                used[f"rank {trainer.rank} of {trainer.lineage}"] = [trainer.table]
+        for replica in self._members.replicas.values():
+            used[f"replica {replica.name}"] = [prepared.needs for prepared in replica.prepared.values()]
+        latest = self._state.latest
+        if latest is not None and latest.published is not None:
+            used["latest"] = [latest.published.manifest, *(source.table for source in latest.published.sources)]
+        if self._update is not None:
+            used["update"] = self._update.blobs()
+        return used
+
+    def _phase(self) -> str:
+        for running in (self._update, self._sleepers, self._gather):
+            if running is not None:
+                return running.describe()
+        return "idle"
+
+    # -- members
+
+    def _message(self, peer: Peer, body: object, now: float) -> None:
+        member = self._members.by_peer.get(peer)
+        if member is not None:
+            member.heard = now
+        match body:
+            case manager_pb2.TrainerHello() | manager_pb2.ReplicaHello():
+                self._hello(peer, body, now)
+            case _ if member is None:
+                return  # of a stream that was refused or replaced
+            case manager_pb2.Goodbye():
+                self._goodbye(member, now)
+            case manager_pb2.Heartbeat():
+                self._state.send(member, body)
+            case manager_pb2.Publish() if isinstance(member, Trainer):
+                member.table = body.table
+                self._publications.offered(member)
+                if self._update is not None:
+                    self._update.member_back(member, now)
+            case manager_pb2.ReplicaHeartbeat() if isinstance(member, Replica):
+                member.workers = tuple(body.workers)
+                member.serving, member.asleep = body.serving, body.asleep
+                member.closed_reason = body.closed_reason
+                self._state.send(member, manager_pb2.Heartbeat(sequence=body.sequence))
+            case manager_pb2.ReplicaOutcome() if isinstance(member, Replica):
+                self._outcome(member, body, now)
+            case manager_pb2.SleepWakeDone() if isinstance(member, Replica):
+                if self._sleepers is not None:
+                    self._sleepers.answer(member, body)
+            case _:
+                if self._update is not None:
+                    self._update.message(member, body, now)
+
+    def _outcome(self, replica: Replica, outcome: manager_pb2.ReplicaOutcome, now: float) -> None:
+        if outcome.fence.cluster != self._members.cluster:
+            return
+        last = replica.last_outcome
+        if last is None or last.fence.epoch <= outcome.fence.epoch:
+            replica.last_outcome = outcome
+        if self._update is not None:
+            self._update.message(replica, outcome, now)
+        self._state.send(replica, manager_pb2.OutcomeReceived(fence=outcome.fence))
+
+    def _hello(self, peer: Peer, hello: manager_pb2.TrainerHello | manager_pb2.ReplicaHello, now: float) -> None:
+        member: Trainer | Replica
+        try:
+            if isinstance(hello, manager_pb2.TrainerHello):
+                session = self._session_of(self._members.trainers.get((hello.lineage, hello.rank)))
+                member, before = self._members.trainer_hello(peer, hello, now)
+            else:
+                session = self._session_of(self._members.replicas.get(hello.name))
+                member, before = self._members.replica_hello(peer, hello, now)
+        except CkptEngineError as error:
+            self._state.out.append(ClosePeer(peer, error.problem))
+            return
+        if before is not None and before != peer:
+            self._state.cancel_timer(("lease", before))
+            self._state.out.append(ClosePeer(before, aborted("this session went on over another stream").problem))
+        self._state.send(
+            member,
+            manager_pb2.Welcome(
+                fence=self._state.fence(),
+                lease_seconds=self._deadlines.lease,
+                heartbeat_seconds=self._deadlines.heartbeat,
+            ),
+        )
+        self._state.set_timer(("lease", peer), self._deadlines.lease)
+        if isinstance(member, Trainer):
+            if self._update is not None and session not in ("", member.session_id):
+                self._update.member_gone(member, now)
+            self._publications.offered(member)
+        if self._update is not None:
+            self._update.member_back(member, now)
+        if self._sleepers is not None:
+            self._sleepers.send_missing(now)
+
+    def _session_of(self, member: Trainer | Replica | None) -> str:
+        return "" if member is None else member.session_id
+
+    def _goodbye(self, member: Trainer | Replica, now: float) -> None:
+        peer = member.peer
+        if peer is not None:
+            self._state.cancel_timer(("lease", peer))
+            self._state.out.append(ClosePeer(peer))
+        self._members.forget(member)
+        member.peer = None
+        self._gone(member, now)
+        if self._update is not None:
+            self._update.member_gone(member, now)
+        self._publications.prune()
+
+    def _lost(self, peer: Peer, now: float) -> None:
+        member = self._members.lose(peer)
+        if member is None:
+            return
+        self._state.cancel_timer(("lease", peer))
+        self._gone(member, now)
+        if self._update is not None:
+            self._update.member_lost(member, now)
+
+    def _gone(self, member: Trainer | Replica, now: float) -> None:
+        if self._sleepers is not None and isinstance(member, Replica):
+            self._sleepers.lost(member.name)
+
+    def _lease(self, peer: Peer, now: float) -> None:
+        member = self._members.by_peer.get(peer)
+        if member is None:
+            return
+        silence = now - member.heard
+        if silence < self._deadlines.lease:
+            self._state.set_timer(("lease", peer), self._deadlines.lease - silence)
+        else:
+            message = f"nothing was heard from it for {silence:.1f} s"
+            self._state.out.append(ClosePeer(peer, unavailable(message).problem))
+            self._lost(peer, now)
+
+    # -- calls
+
+    def _update_call(self, call: Call, request: manager_pb2.UpdateWeightsRequest, now: float) -> None:
+        try:
+            if self._update is not None and self._update.order.late is None:
+                raise aborted(f"another update runs: {self._update.describe()}")
+            if self._gather is None:
+                gather = Gather(self._state, self._publications, request.lineage, now)
+                gather.join(call, request, now)
+                self._gather = gather
+            else:
+                self._gather.join(call, request, now)
+        except CkptEngineError as error:
+            self._state.finish(call, error.problem)
+
+    def _sleep_call(self, event: SleepCall | WakeCall, now: float) -> None:
+        try:
+            busy = self._update or self._sleepers or self._gather
+            if self._update is not None and self._update.order.late is not None:
+                self._cut_short("a call to sleep or wake came", now)
+                busy = self._update or self._sleepers or self._gather
+            if busy is not None:
+                raise aborted(f"replicas are in use: {busy.describe()}")
+            if not self._state.epoch_ready():
+                raise unavailable("the ledger is busy: try again")
+            self._sleepers = Sleepers(self._state, event, now)
+        except CkptEngineError as error:
+            self._state.finish(event.call, error.problem)
+            return
+        self._sleepers.start(now)
+
+    def _cancelled(self, call: Call, now: float) -> None:
+        if self._sleepers is not None and self._sleepers.call == call:
+            self._sleepers.call = None
+        if self._gather is not None:
+            for rank in [rank for rank, other in self._gather.calls.items() if other == call]:
+                self._gather.leave(rank)
+            if not self._gather.calls:
+                self._end_gather()
+        if self._update is not None:
+            for rank in [rank for rank, other in self._update.order.calls.items() if other == call]:
+                self._update.caller_left(rank, now)
+
+    # -- what comes next
+
+    def _begin(self) -> None:
+        self._begun = True
+        self._state.spend_ahead()
+        if self._restarted:
+            self._state.set_timer(SETTLE, self._deadlines.reconnect_most + self._deadlines.heartbeat)
+        else:
+            self._settled = True
+
+    def _next(self, now: float) -> None:
+        """Begins what can begin. Called after every event."""
+        if self._sleepers is not None and self._sleepers.over:
+            self._sleepers = None
+        if self._gather is not None:
+            self._try_gathered(now)
+        if (
+            self._gather is None
+            and self._update is None
+            and self._sleepers is None
+            and self._settled
+            and self._state.epoch_ready()
+        ):
+            order = self._catch_up.order(now)
+            if order is not None:
+                self._start(order, now)
+
+    def _try_gathered(self, now: float) -> None:
+        assert self._gather is not None
+        try:
+            order = self._gather.order() if self._settled else None
+        except CkptEngineError as error:
+            self._refuse_gathered(error.problem)
+            return
+        if self._update is not None:
+            self._cut_short(f"an update of lineage {self._gather.lineage!r} came", now)
+        if order is None or self._update is not None or self._sleepers is not None or not self._state.epoch_ready():
+            return
+        self._end_gather()
+        self._start(order, now)
+
+    def _start(self, order: Order, now: float) -> None:
+        self._update = Update(self._state, order, self._over)
+        self._update.start(now)
+
+    def _over(self, report: manager_pb2.UpdateReport | None, problem: weights_pb2.Problem | None, now: float) -> None:
+        self._update = None
+
+    def _cut_short(self, reason: str, now: float) -> None:
+        update = self._update
+        if update is not None and update.order.late is not None and not update.cut:
+            self._catch_up.cut_short(update.order.replicas[0])
+            update.cut_short(reason, now)
+
+    def _end_gather(self) -> None:
+        self._gather = None
+        self._state.cancel_timer(GATHER)
+
+    def _refuse_gathered(self, problem: weights_pb2.Problem) -> None:
+        assert self._gather is not None
+        for call in self._gather.calls.values():
+            self._state.out.append(FinishCall(call, problem))
+        self._end_gather()
+
+    # -- timers and tasks
+
+    def _timer(self, key: Key, now: float) -> None:
+        match key:
+            case ("lease", str() as peer):
+                self._lease(Peer(peer), now)
+            case ("update", int() as epoch, str() as step):
+                if self._update is not None and self._update.fence.epoch == epoch:
+                    self._update.timer(step, now)
+            case ("sleepers", int() as epoch, str() as step):
+                if self._sleepers is not None and self._sleepers.fence.epoch == epoch:
+                    self._sleepers.timer(step, now)
+            case ("gather",):
+                if self._gather is not None:
+                    self._refuse_gathered(self._gather.overdue().problem)
+            case ("settle",):
+                self._settled = True
+            case ("spend again",):
+                self._state.spend_ahead()
+            case _:
+                assert key == CATCH_UP  # nothing but another look
+
+    def _done(self, done: Done, now: float) -> None:
+        match done.key:
+            case ("update", int() as epoch, str() as step):
+                if self._update is not None and self._update.fence.epoch == epoch:
+                    self._update.done(step, done, now)
+            case ("merge", str() as lineage, int() as number):
+                self._publications.merged(lineage, number, done)
+            case ("spend",):
+                self._state.spending = False
+                if done.problem is None:
+                    self._state.spent = self._state.epoch + 1
+                else:
+                    self._state.set_timer(SPEND_AGAIN, self._deadlines.resend)
+            case _:
+                assert done.key == SPEND

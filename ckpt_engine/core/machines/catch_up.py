@@ -1,0 +1,103 @@
+"""Which replica is to be brought to the latest version, and when it is tried again.
+
+A replica that came late, was restarted or was quarantined does not hold the latest version. If all of that version's
+sources stay sealed, it is brought up alone, without a caller. Decides nothing about how: that is an update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
+from ckpt_engine.core.machines.events import Key, Published
+from ckpt_engine.core.machines.manager_state import State
+from ckpt_engine.core.machines.members import Replica
+from ckpt_engine.core.machines.publications import Publications
+from ckpt_engine.core.machines.update import Order
+from ckpt_engine.v1 import manager_pb2
+
+CATCH_UP: Key = ("catch up",)
+
+
+@dataclass
+class Attempts:
+    """Of bringing the same workers to the same version."""
+
+    workers: tuple[bytes, ...]
+    identity: bytes
+    count: int = 0
+    next: float = 0.0
+
+
+@dataclass
+class CatchUp:
+    """Remembers attempts by replica, so that what cannot work is not tried for ever."""
+
+    state: State
+    publications: Publications
+    attempts: dict[str, Attempts] = field(default_factory=dict)
+
+    def order(self, now: float) -> Order | None:
+        """The next replica's turn, if there is one; sets a timer for the next one that must wait."""
+        latest, published = self.state.latest, self._published()
+        if latest is None or published is None:
+            return None
+        waits = []
+        for replica in self.state.members.receivers():
+            if not self._lacks(replica):
+                self.attempts.pop(replica.name, None)
+                continue
+            attempts = self._attempts(replica)
+            if attempts.count >= CATCH_UP_ATTEMPTS:
+                continue
+            if attempts.next > now:
+                waits.append(attempts.next - now)
+                continue
+            attempts.count += 1
+            attempts.next = now + self.state.deadlines.catch_up_retry * 2 ** (attempts.count - 1)
+            return Order(
+                lineage=latest.identity.lineage,
+                version=latest.identity.version,
+                published=published,
+                replicas=(replica.name,),
+                calls={},
+                pause_mode=manager_pb2.PAUSE_MODE_UNSPECIFIED,
+                min_replicas=1,
+                selection=None,
+                end=now + self.state.deadlines.catch_up,
+                late=latest.identity,
+            )
+        if waits:
+            self.state.set_timer(CATCH_UP, min(waits))
+        return None
+
+    def cut_short(self, name: str) -> None:
+        """The attempt was given up for something more important: it does not count."""
+        attempts = self.attempts.get(name)
+        if attempts is not None:
+            attempts.count -= 1
+            attempts.next = 0.0
+
+    def _published(self) -> Published | None:
+        """Where the latest version's bytes lie, if they stay there."""
+        latest = self.state.latest
+        if latest is None:
+            return None
+        published = latest.published or self.publications.get(latest.identity.lineage).published
+        if published is None or not all(source.stays_sealed for source in published.sources):
+            return None
+        return published
+
+    def _lacks(self, replica: Replica) -> bool:
+        latest = self.state.latest
+        assert latest is not None
+        wanted = latest.selection is None or replica.name in latest.selection
+        return wanted and bool(replica.workers) and not replica.asleep and not replica.holds(latest.identity)
+
+    def _attempts(self, replica: Replica) -> Attempts:
+        assert self.state.latest is not None
+        workers, identity = replica.boot_ids(), self.state.latest.identity.SerializeToString(deterministic=True)
+        known = self.attempts.get(replica.name)
+        if known is None or known.workers != workers or known.identity != identity:
+            known = self.attempts[replica.name] = Attempts(workers, identity)
+        return known

@@ -1,0 +1,125 @@
+"""What the parts of the manager's machine share: members, epochs, the order of versions, and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from google.protobuf.message import Message as ProtobufMessage
+
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.machines.events import (
+    Call,
+    CancelTimer,
+    EmitEvent,
+    FinishCall,
+    Key,
+    ManagerCommand,
+    ManagerTask,
+    Published,
+    Run,
+    Send,
+    SetTimer,
+    SpendEpoch,
+)
+from ckpt_engine.core.machines.members import Members, Replica, Trainer
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+SPEND: Key = ("spend",)
+
+
+@dataclass
+class Latest:
+    """The last version that was sealed and meant for installing.
+
+    published: where its bytes lie; None after a restart of the manager, until its ranks have published again.
+    selection: the replicas that it is for; None: all that receive weights.
+    """
+
+    identity: weights_pb2.Identity
+    published: Published | None = None
+    selection: frozenset[str] | None = None
+
+
+@dataclass
+class State:
+    """Shared by the manager's parts; each changes only what it is about.
+
+    epoch: the last one that was given out. spent: up to which the ledger will never give one out again; one epoch is
+    spent ahead, so that an update need not wait for the disk. last: each lineage's last identity.
+    """
+
+    members: Members
+    deadlines: Deadlines
+    out: list[ManagerCommand]
+    epoch: int
+    spent: int
+    last: dict[str, weights_pb2.Identity] = field(default_factory=dict)
+    latest: Latest | None = None
+    spending: bool = False
+
+    @classmethod
+    def from_ledger(
+        cls, cluster: str, epoch: int, intents: Sequence[weights_pb2.Identity], deadlines: Deadlines
+    ) -> State:
+        """As a manager begins."""
+        state = cls(Members(cluster), deadlines, [], epoch, epoch)
+        for identity in intents:
+            state.last[identity.lineage] = identity
+            state.latest = Latest(identity)
+        return state
+
+    # -- epochs
+
+    def spend_ahead(self) -> None:
+        """Has the next epoch made durable, if that is not done."""
+        if self.spent <= self.epoch and not self.spending:
+            self.spending = True
+            self.run(SPEND, SpendEpoch(self.epoch + 1, self.deadlines.ledger))
+
+    def epoch_ready(self) -> bool:
+        """Whether `next_fence` may be called."""
+        return self.spent > self.epoch
+
+    def next_fence(self) -> weights_pb2.Fence:
+        """A fence above all before it."""
+        assert self.epoch_ready()
+        self.epoch += 1
+        self.spend_ahead()
+        return self.fence()
+
+    def fence(self) -> weights_pb2.Fence:
+        """Of what was begun last."""
+        return weights_pb2.Fence(cluster=self.members.cluster, epoch=self.epoch)
+
+    # -- the way out
+
+    def send(self, member: Trainer | Replica, body: ProtobufMessage) -> None:
+        """Dropped if the member is not connected; what must arrive is sent again by its owner."""
+        if member.peer is not None:
+            self.out.append(Send(member.peer, body))
+
+    def run(self, key: Key, task: ManagerTask) -> None:
+        """Starts a task."""
+        self.out.append(Run(key, task))
+
+    def set_timer(self, key: Key, seconds: float) -> None:
+        """Sets or replaces a timer."""
+        self.out.append(SetTimer(key, max(0.0, seconds)))
+
+    def cancel_timer(self, key: Key) -> None:
+        """Forgets a timer."""
+        self.out.append(CancelTimer(key))
+
+    def emit(self, call: Call, event: manager_pb2.UpdateEvent) -> None:
+        """Tells a caller of UpdateWeights something."""
+        self.out.append(EmitEvent(call, event))
+
+    def finish(self, call: Call, problem: weights_pb2.Problem | None = None) -> None:
+        """Ends a call."""
+        self.out.append(FinishCall(call, problem))
+
+
+def describe(identity: weights_pb2.Identity) -> str:
+    """A version for people."""
+    return f"version {identity.version} of lineage {identity.lineage!r} (root {identity.root.hex()[:12]})"

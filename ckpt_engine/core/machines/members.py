@@ -1,0 +1,244 @@
+"""Who is there: trainer ranks and replicas, and which stream speaks for each of them.
+
+Decides which hello is accepted. A member that lost its stream is remembered until it says goodbye or is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ckpt_engine.core.machines.events import Peer
+from ckpt_engine.core.problems import aborted, invalid, precondition
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+LINEAGE_BYTES = 120
+"""The most that a worker's state word holds of a lineage's name (install/state.py)."""
+
+
+@dataclass
+class Trainer:
+    """One trainer rank. peer: None while its session is lost."""
+
+    lineage: str
+    rank: int
+    world_size: int
+    session_id: str
+    host: weights_pb2.Host
+    peer: Peer | None
+    heard: float
+    table: manager_pb2.BlobRef | None = None
+
+
+@dataclass
+class Replica:
+    """One rollout replica, as its agent tells. peer: None while its session is lost.
+
+    engine: None until the agent has one that answers. prepared: what its workers last recorded, by rank.
+    """
+
+    name: str
+    session_id: str
+    agent_epoch: int
+    mode: manager_pb2.Mode
+    host: weights_pb2.Host
+    peer: Peer | None
+    heard: float
+    engine: manager_pb2.Engine | None = None
+    transports: tuple[str, ...] = ()
+    workers: tuple[manager_pb2.WorkerStatus, ...] = ()
+    prepared: dict[int, manager_pb2.PreparedWorker] = field(default_factory=dict)
+    serving: bool = False
+    asleep: bool = False
+    closed_reason: str = ""
+    last_outcome: manager_pb2.ReplicaOutcome | None = None
+
+    @property
+    def receives(self) -> bool:
+        """Whether updates bring it weights."""
+        return self.mode != manager_pb2.COLOCATED
+
+    def identity(self) -> weights_pb2.Identity | None:
+        """What all its workers hold, None if they do not agree."""
+        first = self.workers[0].identity if self.workers else None
+        if first is not None and self.holds(first):
+            return first
+        return None
+
+    def holds(self, identity: weights_pb2.Identity) -> bool:
+        """Whether all its workers say that they hold it."""
+        return bool(self.workers) and all(
+            worker.state == manager_pb2.CLEAN and worker.identity == identity for worker in self.workers
+        )
+
+    def boot_ids(self) -> tuple[bytes, ...]:
+        """Of its workers, by rank."""
+        return tuple(worker.boot_id for worker in sorted(self.workers, key=lambda worker: worker.rank))
+
+    def prepared_for(self, manifest_digest: bytes) -> list[manager_pb2.PreparedWorker] | None:
+        """What its present workers recorded for a manifest, by rank; None if one has not."""
+        found = []
+        for worker in sorted(self.workers, key=lambda worker: worker.rank):
+            prepared = self.prepared.get(worker.rank)
+            if (
+                prepared is None
+                or not worker.boot_id
+                or prepared.boot_id != worker.boot_id
+                or prepared.manifest_digest != manifest_digest
+            ):
+                return None
+            found.append(prepared)
+        return found or None
+
+
+@dataclass
+class Members:
+    """All of them. cluster: this manager's ledger; whoever served another one is refused."""
+
+    cluster: str
+    trainers: dict[tuple[str, int], Trainer] = field(default_factory=dict)
+    replicas: dict[str, Replica] = field(default_factory=dict)
+    by_peer: dict[Peer, Trainer | Replica] = field(default_factory=dict)
+
+    def ranks(self, lineage: str) -> dict[int, Trainer]:
+        """The known ranks of a lineage, by rank."""
+        found = (trainer for trainer in self.trainers.values() if trainer.lineage == lineage)
+        return {trainer.rank: trainer for trainer in sorted(found, key=lambda trainer: trainer.rank)}
+
+    def source(self, lineage: str, rank: int, table: manager_pb2.BlobRef) -> Trainer | None:
+        """The rank, if it is connected and still offers this table."""
+        trainer = self.trainers.get((lineage, rank))
+        if trainer is None or trainer.peer is None or trainer.table != table:
+            return None
+        return trainer
+
+    def receivers(self) -> list[Replica]:
+        """Connected replicas that updates bring weights, by name."""
+        names = sorted(self.replicas)
+        return [self.replicas[name] for name in names if self.replicas[name].receives and self.replicas[name].peer]
+
+    def lose(self, peer: Peer) -> Trainer | Replica | None:
+        """The member that this stream spoke for, now without one; None if the stream spoke for nobody."""
+        member = self.by_peer.pop(peer, None)
+        if member is not None:
+            member.peer = None
+            if isinstance(member, Replica):
+                member.serving = False
+                member.closed_reason = "its agent is not connected"
+        return member
+
+    def forget(self, member: Trainer | Replica) -> None:
+        """It said goodbye."""
+        if member.peer is not None:
+            self.by_peer.pop(member.peer, None)
+        if isinstance(member, Trainer):
+            self.trainers.pop((member.lineage, member.rank), None)
+        else:
+            self.replicas.pop(member.name, None)
+
+    # -- hellos: both return the member and the stream that it spoke over before, or raise CkptEngineError
+
+    def trainer_hello(self, peer: Peer, hello: manager_pb2.TrainerHello, now: float) -> tuple[Trainer, Peer | None]:
+        """Takes a rank in. Raises ABORTED if another process is connected as this rank, and INVALID_ARGUMENT or
+        FAILED_PRECONDITION for a hello that does not fit."""
+        self._check_cluster(hello.cluster)
+        if not hello.lineage or len(hello.lineage.encode()) > LINEAGE_BYTES:
+            raise invalid(f"a lineage's name has 1 to {LINEAGE_BYTES} bytes, {hello.lineage!r} has not")
+        if not hello.rank < hello.world_size:
+            raise invalid(f"there is no rank {hello.rank} among {hello.world_size} ranks")
+        known = self.ranks(hello.lineage)
+        old = known.get(hello.rank)
+        if old is not None and old.peer is not None and old.session_id != hello.session_id:
+            raise aborted(
+                f"rank {hello.rank} of lineage {hello.lineage!r} is connected from host {old.host.name!r} as another "
+                f"process: stop that one first, or give this run a lineage of its own",
+                ranks=(hello.rank,),
+            )
+        for other in known.values():
+            if other.world_size == hello.world_size or other.rank == hello.rank:
+                continue
+            if other.peer is not None:
+                raise invalid(
+                    f"rank {hello.rank} says that lineage {hello.lineage!r} has {hello.world_size} ranks, "
+                    f"rank {other.rank} said {other.world_size}",
+                    ranks=(hello.rank, other.rank),
+                )
+            self.forget(other)
+        trainer = Trainer(
+            hello.lineage, hello.rank, hello.world_size, hello.session_id, hello.host, peer, now, _table(hello)
+        )
+        if old is not None and old.session_id == hello.session_id and trainer.table is None:
+            trainer.table = old.table
+        before = None if old is None else old.peer
+        if before is not None:
+            self.by_peer.pop(before, None)
+        self.trainers[hello.lineage, hello.rank] = trainer
+        self.by_peer[peer] = trainer
+        return trainer, before
+
+    def replica_hello(self, peer: Peer, hello: manager_pb2.ReplicaHello, now: float) -> tuple[Replica, Peer | None]:
+        """Takes a replica in. Raises ABORTED if its agent was overtaken or the name is taken, INVALID_ARGUMENT or
+        FAILED_PRECONDITION for a hello that does not fit."""
+        self._check_cluster(hello.cluster)
+        if not hello.name:
+            raise invalid("a replica needs a name")
+        old = self.replicas.get(hello.name)
+        if old is not None and old.session_id != hello.session_id:
+            self._check_agent(old, hello)
+        replica = Replica(hello.name, hello.session_id, hello.agent_epoch, hello.mode, hello.host, peer, now)
+        if hello.HasField("engine"):
+            replica.engine = hello.engine
+        replica.transports = tuple(hello.transports)
+        replica.workers = tuple(hello.workers)
+        replica.prepared = {prepared.rank: prepared for prepared in hello.prepared}
+        replica.asleep = hello.asleep
+        replica.closed_reason = "its agent has just connected"
+        before = None
+        if old is not None:
+            before, replica.last_outcome = old.peer, old.last_outcome
+            if before is not None:
+                self.by_peer.pop(before, None)
+            if before == peer:
+                replica.serving, replica.closed_reason = old.serving, old.closed_reason
+        if hello.HasField("last_outcome"):
+            replica.last_outcome = hello.last_outcome
+        self.replicas[hello.name] = replica
+        self.by_peer[peer] = replica
+        return replica, before
+
+    def _check_cluster(self, cluster: str) -> None:
+        if cluster and cluster != self.cluster:
+            raise precondition(
+                f"it served cluster {cluster}, this manager is of cluster {self.cluster} (another ledger): "
+                "restart it to have it join this one"
+            )
+
+    def _check_agent(self, old: Replica, hello: manager_pb2.ReplicaHello) -> None:
+        same_engine = _same_engine(old, hello)
+        if same_engine and hello.agent_epoch < old.agent_epoch:
+            raise aborted(
+                f"agent {hello.agent_epoch} of replica {hello.name!r} was overtaken by agent {old.agent_epoch}",
+                replica=hello.name,
+            )
+        if old.peer is not None and (not same_engine or hello.agent_epoch == old.agent_epoch):
+            raise aborted(
+                f"a replica named {hello.name!r} is connected from host {old.host.name!r} with another engine: "
+                "give this one another name, or stop that one first",
+                replica=hello.name,
+            )
+
+
+def _table(hello: manager_pb2.TrainerHello) -> manager_pb2.BlobRef | None:
+    return hello.table if hello.HasField("table") else None
+
+
+def _same_engine(old: Replica, hello: manager_pb2.ReplicaHello) -> bool:
+    """By the workers' boot ids, which no two engines share; engines without workers by their address."""
+    there = _boots(old.workers) & _boots(hello.workers)
+    if there or (_boots(old.workers) and _boots(hello.workers)):
+        return bool(there)
+    return old.host.boot_id == hello.host.boot_id and old.engine == (hello.engine if hello.HasField("engine") else None)
+
+
+def _boots(workers: Iterable[manager_pb2.WorkerStatus]) -> set[bytes]:
+    return {worker.boot_id for worker in workers if worker.boot_id}

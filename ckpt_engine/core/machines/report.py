@@ -1,0 +1,66 @@
+"""What an update says at its end: outcomes for replicas that gave none, and the report of all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckpt_engine.core.machines.events import Published
+from ckpt_engine.core.machines.members import Replica
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+
+def already_there(name: str, fence: weights_pb2.Fence, identity: weights_pb2.Identity) -> manager_pb2.ReplicaOutcome:
+    """Of a replica that serves these very weights already: it was left alone."""
+    return manager_pb2.ReplicaOutcome(
+        replica=name, fence=fence, outcome=manager_pb2.NEW_SERVING, before=identity, after=identity
+    )
+
+
+def left_out(
+    name: str, replica: Replica | None, fence: weights_pb2.Fence, problem: weights_pb2.Problem
+) -> manager_pb2.ReplicaOutcome:
+    """Of a replica that gave no outcome.
+
+    replica: None if it was told to install, or is unknown: then nobody knows what became of it, and it counts as
+    closed. Otherwise it still serves the old version if that is what it said last.
+    """
+    named = weights_pb2.Problem()
+    named.CopyFrom(problem)
+    named.replica = name
+    outcome = manager_pb2.ReplicaOutcome(replica=name, fence=fence, outcome=manager_pb2.QUARANTINED, problem=named)
+    identity = None if replica is None else replica.identity()
+    if replica is not None and replica.peer is not None and replica.serving and identity is not None:
+        outcome.outcome = manager_pb2.OLD_SERVING
+        outcome.before.CopyFrom(identity)
+        outcome.after.CopyFrom(identity)
+    return outcome
+
+
+def build_report(
+    fence: weights_pb2.Fence,
+    identity: weights_pb2.Identity,
+    published: Published,
+    outcomes: Mapping[str, manager_pb2.ReplicaOutcome],
+    seconds: float,
+    planning: float,
+) -> manager_pb2.UpdateReport:
+    """The report of an update. planning: seconds until the first install command."""
+    ordered = [outcomes[name] for name in sorted(outcomes)]
+    ok = all(outcome.outcome == manager_pb2.NEW_SERVING for outcome in ordered)
+    slowest: dict[manager_pb2.Stage, float] = {}
+    for outcome in ordered:
+        for stage in outcome.stages:
+            slowest[stage.stage] = max(slowest.get(stage.stage, 0.0), stage.seconds)
+    slowest[manager_pb2.PLAN] = planning + slowest.get(manager_pb2.PLAN, 0.0)
+    return manager_pb2.UpdateReport(
+        fence=fence,
+        identity=identity,
+        ok=ok,
+        replicas=ordered,
+        seconds=seconds,
+        stages=[manager_pb2.StageSeconds(stage=stage, seconds=slowest[stage]) for stage in sorted(slowest)],
+        bytes=sum(outcome.bytes for outcome in ordered),
+        tensors=published.tensors,
+        source_copies=max((source.source_copies for source in published.sources), default=0),
+        verified=ok and not any(worker.HasField("problem") for outcome in ordered for worker in outcome.workers),
+    )
