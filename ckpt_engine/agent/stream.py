@@ -80,6 +80,7 @@ class ManagerStream:
             reason = f"the manager did not read {QUEUE_LIMIT} messages" if self._overrun else "the stream was cancelled"
         finally:
             self._call.cancel()
+            self._outgoing.put_nowait(None)  # ends the writer, which may wait for a message
         if not self._closing:
             self._on_lost(reason)
 
