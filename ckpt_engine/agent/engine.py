@@ -16,6 +16,7 @@ from typing import Protocol
 import httpx
 
 from ckpt_engine.agent.adapter import AdapterModule, AdapterSettings, EngineAdapter, EngineCallError
+from ckpt_engine.agent.http import engine_client
 from ckpt_engine.core.machines.events import EngineReady
 from ckpt_engine.install.directory import EngineDirectory
 from ckpt_engine.install.gate import INFO_ROUTE
@@ -96,8 +97,8 @@ class EngineLocation:
 async def locate(url: str, seconds: float) -> EngineLocation:
     """Asks the engine at `url` for its runtime directory. Raises EngineCallError in words for people."""
     try:
-        async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
-            response = await client.get(url + INFO_ROUTE)
+        async with engine_client(url) as client:
+            response = await client.get(INFO_ROUTE, timeout=seconds)
             response.raise_for_status()
             directory = response.json()["directory"]
     except httpx.HTTPStatusError as error:

@@ -31,6 +31,7 @@ from ckpt_engine.agent.adapter import (
     EngineInfo,
     LaunchPlan,
 )
+from ckpt_engine.agent.http import engine_client
 from ckpt_engine.install.channel import WorkerChannel
 from ckpt_engine.install.directory import EngineDirectory
 from ckpt_engine.install.state import EnginePage
@@ -47,7 +48,7 @@ class SmallAdapter:
     capabilities = Capabilities(frozenset({manager_pb2.KEEP, manager_pb2.ABORT}), manager_pb2.KEEP)
 
     def __init__(self, settings: AdapterSettings) -> None:
-        self._client = httpx.AsyncClient(base_url=settings.url, trust_env=False)
+        self._client = engine_client(settings.url)
 
     async def probe(self, seconds: float) -> EngineInfo:
         info = await self._call("probe", seconds)
