@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise, product
 from math import prod
-from operator import le
+from operator import ge, le, sub
 from typing import NamedTuple
 
 
@@ -21,11 +21,11 @@ class Box(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def volume(self) -> int:
-        return prod(self.shape)
+        return prod(map(sub, self.stop, self.start))
 
     @property
     def rank(self) -> int:
@@ -49,10 +49,7 @@ def intersect(a: Box, b: Box) -> Box | None:
         return a if a.volume else None
     start = tuple(map(max, a.start, b.start))
     stop = tuple(map(min, a.stop, b.stop))
-    for first, last in zip(start, stop, strict=True):
-        if first >= last:
-            return None
-    return Box(start, stop)
+    return None if any(map(ge, start, stop)) else Box(start, stop)
 
 
 def contains(a: Box, b: Box) -> bool:

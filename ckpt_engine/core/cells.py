@@ -4,35 +4,30 @@ Each part of a tensor (core/manifest.py) is cut where a worker's need begins or 
 whole cells and its digest the sum of theirs. Replicas of a part have the same cells. What a source digests, its atoms,
 are the cells of its shards, all of them: also those that nobody reads, because the root is over everything.
 
-Cells are numbered, and who has what is kept in index arrays, so that the sums of an update cost milliseconds.
+Cells are numbered through all tensors, and who has what is kept in index arrays, so that the sums of an update cost
+milliseconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_engine.core.boxes import Box, contains, tile
+from ckpt_engine.core.boxes import Box
+from ckpt_engine.core.layout import Tiling
 from ckpt_engine.core.manifest import Publication
 from ckpt_engine.v1.weights_pb2 import Atom, Atoms
 
 Indices = npt.NDArray[np.int64]
+Wanted = Sequence[tuple[int, Box]]
+"""A worker's needs, in their order: tensor and box."""
 
 
-class Overlap(NamedTuple):
-    """What a need has in common with a part of its tensor; `box` is never empty."""
-
-    need: int
-    tensor: int
-    part: int
-    box: Box
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NeedMap:
     """Which cells each need consists of: pairs (needs[i], cells[i]), sorted by need. count: number of needs."""
 
@@ -45,82 +40,73 @@ class NeedMap:
 class Cells:
     """One way to cut a publication. Compare by identity: digests of one cutting mean nothing in another.
 
-    first: for each tensor and part the number of its first cell, and one past its last in the next entry.
-    boxes: of each cell. tensor: its tensor. part: numbers the parts of all tensors. atoms: what each source digests.
-    of_atom: for each source, the cell of each of its atoms.
+    first: the number of each tensor's first cell. tilings: of each tensor. tensor, part: of each cell, its tensor and
+    the number of its part among those of all tensors. atoms: what each source digests. of_atom: their cells.
     """
 
-    first: tuple[tuple[int, ...], ...]
-    boxes: tuple[Box, ...]
+    publication: Publication
+    first: Sequence[int]
+    tilings: Sequence[Tiling]
     tensor: Indices
     part: Indices
     atoms: Mapping[int, Atoms]
     of_atom: Mapping[int, Indices]
 
-    def map(self, overlaps: Iterable[Overlap], count: int) -> NeedMap | None:
-        """The cells of `count` needs; None if these cells are not cut finely enough."""
-        needs: list[int] = []
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def box(self, cell: int) -> Box:
+        """Of one cell."""
+        tensor = int(self.tensor[cell])
+        return self.tilings[tensor].boxes[cell - self.first[tensor]]
+
+    def map(self, wanted: Wanted) -> NeedMap | None:
+        """The cells of all needs; None if these cells are not cut finely enough."""
+        counts: list[int] = []
         cells: list[int] = []
-        for need, tensor, part, box in overlaps:
-            begin, end = self.first[tensor][part : part + 2]
-            if end - begin == 1:
-                if self.boxes[begin] != box:
-                    return None
-                needs.append(need)
-                cells.append(begin)
-                continue
-            inside = [cell for cell in range(begin, end) if contains(box, self.boxes[cell])]
-            if sum(self.boxes[cell].volume for cell in inside) != box.volume:
+        for tensor, box in wanted:
+            found = self.tilings[tensor].cells(box, self.publication.layouts[tensor])
+            if found is None:
                 return None
-            needs += [need] * len(inside)
-            cells += inside
-        return NeedMap(count, np.array(needs, dtype=np.int64), np.array(cells, dtype=np.int64))
+            first = self.first[tensor]
+            counts.append(len(found))
+            cells += [first + cell for cell in found]
+        needs = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+        return NeedMap(len(counts), needs, np.array(cells, dtype=np.int64))
 
 
-def cut(publication: Publication, overlaps: Iterable[Overlap], sources: Collection[int]) -> Cells:
-    """Cuts a publication so that each of `overlaps` is a union of cells. Only `sources` get atoms."""
-    cuts: dict[tuple[int, int], set[Box]] = {}
-    for overlap in overlaps:
-        if overlap.box != publication.parts[overlap.tensor][overlap.part].box:
-            cuts.setdefault((overlap.tensor, overlap.part), set()).add(overlap.box)
-    boxes: list[Box] = []
-    first: list[tuple[int, ...]] = []
-    tensors: list[int] = []
-    part_numbers: list[int] = []
-    held: dict[int, list[tuple[int, int, int]]] = {source: [] for source in sources}
-    number = 0
-    for tensor, parts in enumerate(publication.parts):
-        begins = [len(boxes)]
-        for index, part in enumerate(parts):
-            begin = len(boxes)
-            boxes += tile(part.box, cuts.get((tensor, index), ()))
-            end = len(boxes)
-            begins.append(end)
-            part_numbers += [number] * (end - begin)
-            number += 1
+def cut(publication: Publication, needed: Iterable[Wanted], sources: Collection[int]) -> Cells:
+    """Cuts a publication so that each need is a union of cells. Only `sources` get atoms."""
+    boxes: list[set[Box]] = [set() for _ in publication.parts]
+    for wanted in needed:
+        for tensor, box in wanted:
+            boxes[tensor].add(box)
+    tilings = [layout.tiling(frozenset(needed)) for layout, needed in zip(publication.layouts, boxes, strict=True)]
+    counts = [len(tiling.boxes) for tiling in tilings]
+    first = [0, *accumulate(counts)]
+    in_part = [len(cells) for tiling in tilings for cells in tiling.parts]
+    held: dict[int, list[tuple[int, int, tuple[Box, ...]]]] = {source: [] for source in sources}
+    for tensor, (parts, tiling) in enumerate(zip(publication.parts, tilings, strict=True)):
+        for part, begin, cells in zip(parts, tiling.first, tiling.parts, strict=False):
             for source, shard in part.holders:
                 if source in held:
-                    held[source].append((shard, begin, end))
-        tensors += [tensor] * (len(boxes) - begins[0])
-        first.append(tuple(begins))
+                    held[source].append((shard, first[tensor] + begin, cells))
     atoms: dict[int, Atoms] = {}
     of_atom: dict[int, Indices] = {}
     for source, shards in held.items():
-        shards.sort()
-        of_atom[source] = np.array([cell for _, begin, end in shards for cell in range(begin, end)], dtype=np.int64)
+        shards.sort(key=lambda entry: entry[0])
+        numbers = [cell for _, begin, cells in shards for cell in range(begin, begin + len(cells))]
+        of_atom[source] = np.array(numbers, dtype=np.int64)
         atoms[source] = Atoms(
             table_digest=publication.table_digests[source],
-            atoms=[
-                Atom(shard=shard, start=boxes[cell].start, stop=boxes[cell].stop)
-                for shard, begin, end in shards
-                for cell in range(begin, end)
-            ],
+            atoms=[Atom(shard=shard, start=cell.start, stop=cell.stop) for shard, _, cells in shards for cell in cells],
         )
     return Cells(
-        tuple(first),
-        tuple(boxes),
-        np.array(tensors, dtype=np.int64),
-        np.array(part_numbers, dtype=np.int64),
-        atoms,
-        of_atom,
+        publication=publication,
+        first=first,
+        tilings=tilings,
+        tensor=np.repeat(np.arange(len(counts), dtype=np.int64), counts),
+        part=np.repeat(np.arange(len(in_part), dtype=np.int64), in_part),
+        atoms=atoms,
+        of_atom=of_atom,
     )

@@ -17,8 +17,8 @@ from google.protobuf.message import Message
 
 from ckpt_engine.core.boxes import Box, overlap, uncovered, whole
 from ckpt_engine.core.dtypes import UnsupportedDtypeError, itemsize
+from ckpt_engine.core.layout import Layout
 from ckpt_engine.core.problems import CkptEngineError, invalid
-from ckpt_engine.v1 import weights_pb2
 from ckpt_engine.v1.weights_pb2 import Manifest, SourceTable, TensorSpec
 
 
@@ -42,11 +42,20 @@ class Part(NamedTuple):
     holders: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
+class Place(NamedTuple):
+    """Where a shard's elements lie: Region.id, offset of the first (bytes), strides (elements)."""
+
+    region: int
+    offset: int
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Publication:
     """Everything that a trainer's ranks offer together. Sources are numbered as `tables` lists them.
 
-    parts: for each tensor of the manifest the boxes that tile it, sorted by start.
+    parts: for each tensor of the manifest the boxes that tile it, sorted. layouts: for each tensor these boxes alone;
+    tensors that are split alike have the same one. places: for each source and shard where it lies.
     """
 
     manifest: Manifest
@@ -55,6 +64,8 @@ class Publication:
     tables: tuple[SourceTable, ...]
     table_digests: tuple[bytes, ...]
     parts: tuple[tuple[Part, ...], ...]
+    layouts: tuple[Layout, ...]
+    places: tuple[tuple[Place, ...], ...]
 
     @cached_property
     def holders(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -112,16 +123,21 @@ def merge_tables(tables: Sequence[SourceTable], table_digests: Sequence[bytes] |
     _check_ranks(tables)
     specs = _agreed(tables)
     manifest = manifest_of(specs.values())
-    tensor_index = {spec.name: index for index, spec in enumerate(manifest.tensors)}
-    boxes: list[dict[Box, list[tuple[int, int]]]] = [{} for _ in manifest.tensors]
-    for source, table in enumerate(tables):
-        _collect(source, table, tensor_index, boxes)
-    parts = tuple(_tiling(spec, found, tables) for spec, found in zip(manifest.tensors, boxes, strict=True))
+    merger = _Merger(tables, manifest)
+    places = tuple(merger.collect(source) for source in range(len(tables)))
+    merged = [merger.parts(tensor) for tensor in range(len(manifest.tensors))]
     manifest_bytes = canonical(manifest)
     if table_digests is None:
         table_digests = [blob_digest(canonical(table)) for table in tables]
     return Publication(
-        manifest, manifest_bytes, blob_digest(manifest_bytes), tuple(tables), tuple(table_digests), parts
+        manifest=manifest,
+        manifest_bytes=manifest_bytes,
+        manifest_digest=blob_digest(manifest_bytes),
+        tables=tuple(tables),
+        table_digests=tuple(table_digests),
+        parts=tuple(parts for parts, _ in merged),
+        layouts=tuple(layout for _, layout in merged),
+        places=places,
     )
 
 
@@ -160,105 +176,122 @@ def _agreed(tables: Sequence[SourceTable]) -> dict[str, TensorSpec]:
     return specs
 
 
-def _collect(
-    source: int,
-    table: SourceTable,
-    tensor_index: dict[str, int],
-    boxes: list[dict[Box, list[tuple[int, int]]]],
-) -> None:
-    """Puts every shard of a table where it belongs; checks each by itself."""
-    regions = {region.id: region.size for region in table.regions}
-    if len(regions) != len(table.regions):
-        raise invalid(f"rank {table.rank} gives two regions one id", ranks=[table.rank])
-    known = [(boxes[tensor_index[spec.name]], spec, tuple(spec.shape), itemsize(spec.dtype)) for spec in table.tensors]
-    for index, shard in enumerate(table.shards):
-        if shard.tensor >= len(known):
+class _Merger:
+    """Puts shards together, tensor by tensor. What was checked once is not checked again for tensors split alike."""
+
+    def __init__(self, tables: Sequence[SourceTable], manifest: Manifest) -> None:
+        self._tables = tables
+        self._specs = list(manifest.tensors)
+        self._index = {spec.name: index for index, spec in enumerate(self._specs)}
+        self._shapes = [tuple(spec.shape) for spec in self._specs]
+        self._widths = [itemsize(spec.dtype) for spec in self._specs]
+        self._found: list[dict[Box, list[tuple[int, int]]]] = [{} for _ in self._specs]
+        self._layouts: dict[tuple[tuple[int, ...], tuple[Box, ...]], Layout] = {}
+        self._extents: dict[tuple[tuple[int, ...], ...], tuple[Box, int, int]] = {}
+
+    def collect(self, source: int) -> tuple[Place, ...]:
+        """Where the shards of one source lie; raises unless each lies in its tensor and its region."""
+        table = self._tables[source]
+        regions = {region.id: region.size for region in table.regions}
+        if len(regions) != len(table.regions):
+            raise invalid(f"rank {table.rank} gives two regions one id", ranks=[table.rank])
+        tensors = [self._index[spec.name] for spec in table.tensors]
+        places = []
+        for index, shard in enumerate(table.shards):
+            if shard.tensor >= len(tensors):
+                raise invalid(
+                    f"rank {table.rank}: shard {index} is of tensor {shard.tensor}, but its table has {len(tensors)}",
+                    ranks=[table.rank],
+                )
+            tensor = tensors[shard.tensor]
+            stride = tuple(shard.stride)
+            key = tuple(shard.start), tuple(shard.stop), stride, self._shapes[tensor]
+            extent = self._extents.get(key)
+            if extent is None:
+                extent = self._extents[key] = self._extent(table.rank, tensor, *key)
+            box, lowest, end = extent
+            place = Place(shard.region, shard.offset, stride)
+            size = regions.get(place.region)
+            if size is None:
+                raise self._error(table.rank, tensor, f"region {place.region} is not in the table")
+            width = self._widths[tensor]
+            if lowest < end and not 0 <= place.offset + lowest * width < place.offset + end * width <= size:
+                raise self._error(
+                    table.rank,
+                    tensor,
+                    f"shard {box} takes bytes [{place.offset + lowest * width}, {place.offset + end * width}) of "
+                    f"region {place.region}, which has {size}; offsets are in bytes, strides in elements",
+                )
+            places.append(place)
+            self._found[tensor].setdefault(box, []).append((source, index))
+        return tuple(places)
+
+    def parts(self, tensor: int) -> tuple[tuple[Part, ...], Layout]:
+        """Who holds which box of a tensor; raises unless the boxes tile it."""
+        found = self._found[tensor]
+        parts = tuple(Part(box, tuple(found[box])) for box in sorted(found))
+        key = self._shapes[tensor], tuple(part.box for part in parts)
+        layout = self._layouts.get(key)
+        if layout is None:
+            self._check_tiling(tensor, parts)
+            layout = self._layouts[key] = Layout(key[1])
+        return parts, layout
+
+    def _extent(
+        self,
+        rank: int,
+        tensor: int,
+        start: tuple[int, ...],
+        stop: tuple[int, ...],
+        stride: tuple[int, ...],
+        shape: tuple[int, ...],
+    ) -> tuple[Box, int, int]:
+        """The box, and [lowest, end) that its elements reach, in elements from the first."""
+        inside = len(start) == len(stop) == len(shape) and all(
+            0 <= first <= last <= size for first, last, size in zip(start, stop, shape, strict=True)
+        )
+        if not inside:
+            raise self._error(
+                rank,
+                tensor,
+                f"box {list(start)} to {list(stop)} does not lie in the tensor; publish global coordinates",
+            )
+        box = Box(start, stop)
+        if len(stride) != len(shape):
+            raise self._error(rank, tensor, f"shard {box} has strides {list(stride)}; one an axis is needed")
+        if not box.volume:
+            return box, 0, 0
+        reach = [(length - 1) * step for length, step in zip(box.shape, stride, strict=True)]
+        return box, sum(min(each, 0) for each in reach), sum(max(each, 0) for each in reach) + 1
+
+    def _check_tiling(self, tensor: int, parts: Sequence[Part]) -> None:
+        spec, everything = self._specs[tensor], whole(self._shapes[tensor])
+        boxes = [part.box for part in parts]
+        both = overlap(boxes)
+        if both is not None:
+            one, other = parts[both[0]], parts[both[1]]
+            ranks = [self._tables[part.holders[0][0]].rank for part in (one, other)]
             raise invalid(
-                f"rank {table.rank}: shard {index} is of tensor {shard.tensor}, but its table has {len(known)}",
-                ranks=[table.rank],
+                f"tensor {spec.name}: rank {ranks[0]} holds {one.box} and rank {ranks[1]} holds {other.box}, which "
+                "overlap without being equal; two shards of a tensor must be equal or disjoint",
+                [spec.name],
+                ranks,
             )
-        found, spec, shape, width = known[shard.tensor]
-        box = Box(tuple(shard.start), tuple(shard.stop))
-        if not _inside(box, shape):
-            raise _shard_error(
-                table.rank, spec, f"box {_text(box)} does not lie in its shape {list(shape)}; publish global shapes"
+        if sum(box.volume for box in boxes) != everything.volume:
+            ranks = sorted({self._tables[source].rank for part in parts for source, _ in part.holders})
+            others = f"its other parts come from ranks {ranks}" if ranks else "nor any other part of it"
+            raise invalid(
+                f"missing part {uncovered(everything, boxes)} of tensor {spec.name} (shape {list(spec.shape)}): no "
+                f"rank publishes it, {others}; did every rank publish?",
+                [spec.name],
+                ranks,
             )
-        _check_memory(table.rank, spec, box, shard, regions, width)
-        found.setdefault(box, []).append((source, index))
 
-
-def _inside(box: Box, shape: tuple[int, ...]) -> bool:
-    return len(box.start) == len(box.stop) == len(shape) and all(
-        0 <= start <= stop <= size for start, stop, size in zip(box.start, box.stop, shape, strict=True)
-    )
-
-
-def _check_memory(
-    rank: int, spec: TensorSpec, box: Box, shard: weights_pb2.Shard, regions: dict[int, int], width: int
-) -> None:
-    """A shard must lie in its region, wholly."""
-    size = regions.get(shard.region)
-    if size is None:
-        raise _shard_error(rank, spec, f"region {shard.region} is not in the table")
-    stride = tuple(shard.stride)
-    if len(stride) != len(box.start):
-        raise _shard_error(rank, spec, f"shard {_text(box)} has strides {list(stride)}; one an axis is needed")
-    lowest = highest = 0
-    for start, stop, step in zip(box.start, box.stop, stride, strict=True):
-        if stop == start:
-            return
-        reach = (stop - start - 1) * step
-        lowest += min(reach, 0)
-        highest += max(reach, 0)
-    first, end = shard.offset + lowest * width, shard.offset + (highest + 1) * width
-    if first < 0 or end > size:
-        raise _shard_error(
-            rank,
-            spec,
-            f"shard {_text(box)} takes bytes [{first}, {end}) of region {shard.region}, which has {size}; offsets are "
-            "in bytes, strides in elements",
+    def _error(self, rank: int, tensor: int, message: str) -> CkptEngineError:
+        spec = self._specs[tensor]
+        return invalid(
+            f"rank {rank}, tensor {spec.name} ({spec.dtype} {list(spec.shape)}): {message}", [spec.name], [rank]
         )
-
-
-def _shard_error(rank: int, spec: TensorSpec, message: str) -> CkptEngineError:
-    return invalid(f"rank {rank}, tensor {spec.name} ({spec.dtype} {list(spec.shape)}): {message}", [spec.name], [rank])
-
-
-def _text(box: Box) -> str:
-    if len(box.start) != len(box.stop):
-        return f"{list(box.start)} to {list(box.stop)}"
-    return str(box)
-
-
-def _tiling(
-    spec: TensorSpec, found: dict[Box, list[tuple[int, int]]], tables: Sequence[SourceTable]
-) -> tuple[Part, ...]:
-    """The parts of one tensor, which must tile it."""
-    everything = whole(spec.shape)
-    parts = tuple(Part(box, tuple(holders)) for box, holders in sorted(found.items()))
-    if len(parts) == 1 and parts[0].box == everything:
-        return parts
-    boxes = [part.box for part in parts]
-    both = overlap(boxes)
-    if both is not None:
-        one, other = parts[both[0]], parts[both[1]]
-        ranks = [tables[part.holders[0][0]].rank for part in (one, other)]
-        raise invalid(
-            f"tensor {spec.name}: rank {ranks[0]} holds {one.box} and rank {ranks[1]} holds {other.box}, which overlap "
-            "without being equal; two shards of a tensor must be equal or disjoint",
-            [spec.name],
-            ranks,
-        )
-    if sum(box.volume for box in boxes) != everything.volume:
-        missing = uncovered(everything, boxes)
-        ranks = sorted({tables[source].rank for part in parts for source, _ in part.holders})
-        raise invalid(
-            f"missing part {missing} of tensor {spec.name} (shape {list(spec.shape)}): no rank publishes it. "
-            f"Its other parts come from ranks {ranks}; did every rank publish?",
-            [spec.name],
-            ranks,
-        )
-    return parts
 
 
 _ROOT_TAG = b"ckpt-engine root 1\n"

@@ -7,18 +7,19 @@ Runs in the manager, once for each set of tables and needs; workers with equal n
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from operator import mul
 
-from ckpt_engine.core.boxes import Box, intersect
-from ckpt_engine.core.cells import Cells, NeedMap, Overlap, cut
+import numpy as np
+
+from ckpt_engine.core.boxes import Box
+from ckpt_engine.core.cells import Cells, NeedMap, Wanted, cut
 from ckpt_engine.core.dtypes import itemsize
-from ckpt_engine.core.manifest import Part, Publication, blob_digest, canonical
+from ckpt_engine.core.manifest import Part, Place, Publication, blob_digest, canonical
 from ckpt_engine.core.problems import CkptEngineError, error, internal, invalid, precondition
 from ckpt_engine.core.topology import choose_transport, same_host
-from ckpt_engine.v1.weights_pb2 import Atoms, Host, Piece, PlanSource, Region, WorkerNeeds, WorkerPlan
+from ckpt_engine.v1.weights_pb2 import Atoms, Host, Piece, PlanSource, WorkerNeeds, WorkerPlan
 
 Choose = Callable[[Host, str, Host, Sequence[str]], tuple[str, str]]
 """(source's host, its region's transport, worker's host, transports available there) to (transport, reason)."""
@@ -64,7 +65,7 @@ def compile_plans(
         raise precondition("the tables have changed since they were merged; merge them again")
     everyone = range(len(publication.tables))
     compiled = _compile(publication, workers, everyone, choose)
-    cells = cut(publication, (overlap for each in compiled for overlap in each.overlaps), everyone)
+    cells = cut(publication, [each.wanted for each in compiled], everyone)
     return _plans(publication, compiled, cells)
 
 
@@ -79,9 +80,9 @@ def compile_late(
     `compile_plans`.
     """
     compiled = _compile(sealed.publication, workers, sources, choose)
-    if all(each.map_on(sealed.cells) is not None for each in compiled):
+    if all(sealed.cells.map(each.wanted) is not None for each in compiled):
         return _plans(sealed.publication, compiled, sealed.cells)
-    cells = cut(sealed.publication, (overlap for each in compiled for overlap in each.overlaps), sources)
+    cells = cut(sealed.publication, [each.wanted for each in compiled], sources)
     return _plans(sealed.publication, compiled, cells)
 
 
@@ -90,19 +91,15 @@ class _Compiled:
     """One plan, and the workers that share it."""
 
     keys: list[Hashable]
-    overlaps: list[Overlap]
-    count: int
+    wanted: Wanted
     plan: WorkerPlan
-
-    def map_on(self, cells: Cells) -> NeedMap | None:
-        return cells.map(self.overlaps, self.count)
 
 
 def _plans(publication: Publication, compiled: list[_Compiled], cells: Cells) -> Plans:
     workers: dict[Hashable, WorkerPlan] = {}
     maps: dict[Hashable, NeedMap] = {}
     for each in compiled:
-        found = each.map_on(cells)
+        found = cells.map(each.wanted)
         if found is None:
             raise internal("the cells of a plan are not cut along its needs")
         for key in each.keys:
@@ -114,9 +111,8 @@ def _plans(publication: Publication, compiled: list[_Compiled], cells: Cells) ->
 def _compile(
     publication: Publication, workers: Sequence[PlanRequest], sources: Collection[int], choose: Choose
 ) -> list[_Compiled]:
-    needed: dict[bytes, list[Overlap]] = {}
+    wanted: dict[bytes, Wanted] = {}
     compiled: dict[tuple[bytes, bytes, tuple[str, ...]], _Compiled] = {}
-    finder = _Finder(publication)
     keys: set[Hashable] = set()
     for worker in workers:
         if worker.key in keys:
@@ -127,90 +123,52 @@ def _compile(
         if same in compiled:
             compiled[same].keys.append(worker.key)
             continue
-        if needs_digest not in needed:
-            needed[needs_digest] = finder.overlaps(worker)
-        overlaps = needed[needs_digest]
+        if needs_digest not in wanted:
+            wanted[needs_digest] = _wanted(publication, worker)
         reader = _Reader(publication, worker, frozenset(sources), choose, spread=len(compiled))
-        plan = reader.plan(overlaps, needs_digest)
-        compiled[same] = _Compiled([worker.key], overlaps, len(worker.needs.needs), plan)
+        plan = reader.plan(wanted[needs_digest], needs_digest)
+        compiled[same] = _Compiled([worker.key], wanted[needs_digest], plan)
     return list(compiled.values())
 
 
-class _Finder:
-    """Finds the parts that a need overlaps. Tensors of many parts are searched by bisection."""
-
-    _MANY = 8
-
-    def __init__(self, publication: Publication) -> None:
-        self._publication = publication
-        self._sorted: dict[int, tuple[int, list[int], list[int]] | None] = {}
-
-    def overlaps(self, worker: PlanRequest) -> list[Overlap]:
-        """Of all needs of a worker, in their order."""
-        publication = self._publication
-        if worker.needs.manifest_digest != publication.manifest_digest:
-            raise precondition(
-                f"worker {worker.key} prepared for manifest {worker.needs.manifest_digest.hex()[:16]}, but "
-                f"{publication.manifest_digest.hex()[:16]} is published; it has to prepare again"
-            )
-        shapes = [tuple(spec.shape) for spec in publication.manifest.tensors]
-        found: list[Overlap] = []
-        for index, need in enumerate(worker.needs.needs):
-            tensor = need.tensor
-            box = Box(tuple(need.start), tuple(need.stop))
-            if tensor >= len(shapes) or not _fits(box, shapes[tensor]):
-                raise self._unfit(worker, index, tensor, box)
-            for number, part in self._near(tensor, box):
-                common = intersect(box, part.box)
-                if common is not None:
-                    found.append(Overlap(index, tensor, number, common))
-        return found
-
-    def _near(self, tensor: int, box: Box) -> Iterator[tuple[int, Part]]:
-        parts = self._publication.parts[tensor]
-        if len(parts) < self._MANY:
-            yield from enumerate(parts)
-            return
-        if tensor not in self._sorted:
-            self._sorted[tensor] = _monotone(parts)
-        order = self._sorted[tensor]
-        first, end = 0, len(parts)
-        if order is not None:
-            axis, starts, stops = order
-            first, end = bisect_right(stops, box.start[axis]), bisect_left(starts, box.stop[axis])
-        for number in range(first, end):
-            yield number, parts[number]
-
-    def _unfit(self, worker: PlanRequest, index: int, tensor: int, box: Box) -> CkptEngineError:
-        specs = self._publication.manifest.tensors
-        if tensor >= len(specs):
-            return invalid(
+def _wanted(publication: Publication, worker: PlanRequest) -> Wanted:
+    """What a worker needs, checked."""
+    if worker.needs.manifest_digest != publication.manifest_digest:
+        raise precondition(
+            f"worker {worker.key} prepared for manifest {worker.needs.manifest_digest.hex()[:16]}, but "
+            f"{publication.manifest_digest.hex()[:16]} is published; it has to prepare again"
+        )
+    specs = publication.manifest.tensors
+    shapes = [tuple(spec.shape) for spec in specs]
+    known: dict[tuple[Box, tuple[int, ...]], bool] = {}
+    wanted: list[tuple[int, Box]] = []
+    for index, need in enumerate(worker.needs.needs):
+        tensor = need.tensor
+        box = Box(tuple(need.start), tuple(need.stop))
+        if tensor >= len(shapes):
+            raise invalid(
                 f"need {index} of worker {worker.key} is of tensor {tensor}, but the manifest has {len(specs)}; "
                 "it has to prepare again"
             )
-        spec = specs[tensor]
-        return invalid(
-            f"need {index} of worker {worker.key} is {list(box.start)} to {list(box.stop)} of tensor {spec.name}, "
-            f"whose shape is {list(spec.shape)}; it has to prepare again",
-            [spec.name],
-        )
+        shape = shapes[tensor]
+        fits = known.get((box, shape))
+        if fits is None:
+            fits = known[box, shape] = _fits(box, shape)
+        if not fits:
+            name = specs[tensor].name
+            raise invalid(
+                f"need {index} of worker {worker.key} is {list(box.start)} to {list(box.stop)} of tensor {name}, whose "
+                f"shape is {list(shape)}; it has to prepare again",
+                [name],
+            )
+        wanted.append((tensor, box))
+    return wanted
 
 
 def _fits(box: Box, shape: tuple[int, ...]) -> bool:
     if not len(box.start) == len(box.stop) == len(shape):
         return False
     return all(0 <= start <= stop <= size for start, stop, size in zip(box.start, box.stop, shape, strict=True))
-
-
-def _monotone(parts: Sequence[Part]) -> tuple[int, list[int], list[int]] | None:
-    """An axis along which both starts and stops of sorted parts rise, with them; None if there is none."""
-    for axis in range(parts[0].box.rank):
-        starts = [part.box.start[axis] for part in parts]
-        if starts[0] != starts[-1]:
-            stops = [part.box.stop[axis] for part in parts]
-            rising = all(a <= b for a, b in pairwise(starts)) and all(a <= b for a, b in pairwise(stops))
-            return (axis, starts, stops) if rising else None
-    return None
 
 
 class _Reader:
@@ -224,76 +182,105 @@ class _Reader:
         self._sources = sources
         self._choose = choose
         self._spread = spread
-        self._near = {source: same_host(table.host, worker.host) for source, table in enumerate(publication.tables)}
+        self._near = [same_host(table.host, worker.host) for table in publication.tables]
         self._regions = [{region.id: region for region in table.regions} for table in publication.tables]
         self._edges: dict[tuple[int, str], tuple[str, str] | CkptEngineError] = {}
+        self._reached: dict[tuple[int, int], bool] = {}  # by source and region
 
-    def plan(self, overlaps: Sequence[Overlap], needs_digest: bytes) -> WorkerPlan:
+    def plan(self, wanted: Wanted, needs_digest: bytes) -> WorkerPlan:
         publication = self._publication
         widths = [itemsize(spec.dtype) for spec in publication.manifest.tensors]
-        pieces: list[tuple[int, int, int, Overlap, tuple[int, ...], str]] = []
         total = 0
-        for overlap in overlaps:
-            part = publication.parts[overlap.tensor][overlap.part]
-            source, shard_index, transport = self._holder(overlap, part)
-            shard = publication.tables[source].shards[shard_index]
-            stride = tuple(shard.stride)
-            width = widths[overlap.tensor]
-            offset = shard.offset
-            if overlap.box != part.box:
-                offset += width * sum(
-                    (inner - outer) * step
-                    for inner, outer, step in zip(overlap.box.start, part.box.start, stride, strict=True)
-                )
-            total += overlap.box.volume * width
-            pieces.append((source, shard.region, offset, overlap, stride, transport))
-        pieces.sort()  # as they lie in memory
-        edges: dict[tuple[int, str], tuple[int, set[int]]] = {}
-        for source, region, _, _, _, transport in pieces:
-            edges.setdefault((source, transport), (len(edges), set()))[1].add(region)
+        pieces: list[tuple[int, int, Box]] = []  # need, source, box
+        places: list[tuple[int, int, tuple[int, ...]]] = []  # region, offset, stride
+        for need, (tensor, box) in enumerate(wanted):
+            parts = publication.parts[tensor]
+            width = widths[tensor]
+            for hit in publication.layouts[tensor].hits(box):
+                source, shard = self._holder(tensor, hit.box, parts[hit.part])
+                place = publication.places[source][shard]
+                if hit.delta:
+                    offset = place.offset + width * sum(map(mul, hit.delta, place.stride))
+                    place = Place(place.region, offset, place.stride)
+                total += hit.volume * width
+                pieces.append((need, source, hit.box))
+                places.append(place)
+        # As they lie in memory: by source, region, offset.
+        order = np.lexsort(
+            (
+                np.array([offset for _, offset, _ in places], dtype=np.uint64),
+                np.array([region for region, _, _ in places], dtype=np.int64),
+                np.array([source for _, source, _ in pieces], dtype=np.int64),
+            )
+        ).tolist()
+        plan_sources, source_index = self._plan_sources(
+            sorted({(source, region) for (_, source, _), (region, _, _) in zip(pieces, places, strict=True)})
+        )
         return WorkerPlan(
             manifest_digest=publication.manifest_digest,
             needs_digest=needs_digest,
-            sources=[self._source(source, offered, regions) for (source, offered), (_, regions) in edges.items()],
-            pieces=[
-                Piece(
-                    need=overlap.need,
-                    source=edges[source, transport][0],
-                    region=region,
-                    offset=offset,
-                    start=overlap.box.start,
-                    stop=overlap.box.stop,
-                    stride=stride,
-                )
-                for source, region, offset, overlap, stride, transport in pieces
-            ],
+            sources=plan_sources,
+            pieces=[self._piece(pieces[index], places[index], source_index) for index in order],
             bytes=total,
         )
 
-    def _holder(self, overlap: Overlap, part: Part) -> tuple[int, int, str]:
-        """(source, shard, transport that its region offers): near ones first, then another one for each worker."""
-        reached: list[tuple[int, int, str]] = []
-        problems: dict[int, CkptEngineError] = {}
-        for source, shard in part.holders:
-            if source not in self._sources:
-                continue
-            transport = self._region(source, shard).transport
-            edge = self._edge(source, transport)
-            if isinstance(edge, CkptEngineError):
-                problems[source] = edge
-            else:
-                reached.append((source, shard, transport))
+    def _piece(
+        self,
+        piece: tuple[int, int, Box],
+        place: tuple[int, int, tuple[int, ...]],
+        source_index: Mapping[tuple[int, int], int],
+    ) -> Piece:
+        need, source, (start, stop) = piece
+        region, offset, stride = place
+        return Piece(
+            need=need,
+            source=source_index[source, region],
+            region=region,
+            offset=offset,
+            start=start,
+            stop=stop,
+            stride=stride,
+        )
+
+    def _plan_sources(self, used: Sequence[tuple[int, int]]) -> tuple[list[PlanSource], dict[tuple[int, int], int]]:
+        """One entry an edge: a source that offers two transports is two edges. Also where each region is listed."""
+        found: dict[tuple[int, str], PlanSource] = {}
+        index: dict[tuple[int, int], int] = {}
+        for source, region in used:
+            offered = self._regions[source][region]
+            key = source, offered.transport
+            if key not in found:
+                table = self._publication.tables[source]
+                transport, reason = self._edge(*key)
+                found[key] = PlanSource(rank=table.rank, host=table.host, transport=transport, reason=reason)
+            found[key].regions.append(offered)
+            index[source, region] = list(found).index(key)
+        return list(found.values()), index
+
+    def _holder(self, tensor: int, box: Box, part: Part) -> tuple[int, int]:
+        """(source, shard): near ones first, then another one for each worker."""
+        reached = [holder for holder in part.holders if self._reaches(*holder)]
         if len(reached) == 1:
             return reached[0]
         if not reached:
-            raise self._unreachable(overlap, part, problems)
+            raise self._unreachable(tensor, box, part)
         near = [holder for holder in reached if self._near[holder[0]]] or reached
         return near[self._spread % len(near)]
 
-    def _region(self, source: int, shard: int) -> Region:
-        return self._regions[source][self._publication.tables[source].shards[shard].region]
+    def _reaches(self, source: int, shard: int) -> bool:
+        region = self._publication.places[source][shard].region
+        known = self._reached.get((source, region))
+        if known is None:
+            known = source in self._sources
+            if known:
+                try:
+                    self._edge(source, self._regions[source][region].transport)
+                except CkptEngineError:
+                    known = False
+            self._reached[source, region] = known
+        return known
 
-    def _edge(self, source: int, transport: str) -> tuple[str, str] | CkptEngineError:
+    def _edge(self, source: int, transport: str) -> tuple[str, str]:
         key = source, transport
         if key not in self._edges:
             host = self._publication.tables[source].host
@@ -301,30 +288,23 @@ class _Reader:
                 self._edges[key] = self._choose(host, transport, self._worker.host, self._worker.transports)
             except CkptEngineError as problem:
                 self._edges[key] = problem
-        return self._edges[key]
-
-    def _source(self, source: int, offered: str, regions: Collection[int]) -> PlanSource:
-        edge = self._edge(source, offered)
+        edge = self._edges[key]
         if isinstance(edge, CkptEngineError):
             raise edge
-        table = self._publication.tables[source]
-        return PlanSource(
-            rank=table.rank,
-            host=table.host,
-            transport=edge[0],
-            reason=edge[1],
-            regions=[self._regions[source][id] for id in sorted(regions)],
-        )
+        return edge
 
-    def _unreachable(self, overlap: Overlap, part: Part, problems: Mapping[int, CkptEngineError]) -> CkptEngineError:
-        name = self._publication.manifest.tensors[overlap.tensor].name
+    def _unreachable(self, tensor: int, box: Box, part: Part) -> CkptEngineError:
+        name = self._publication.manifest.tensors[tensor].name
         ranks = sorted({self._publication.tables[source].rank for source, _ in part.holders})
-        where = f"worker {self._worker.key} cannot read {overlap.box} of tensor {name}"
-        if not problems:
-            return precondition(
-                f"{where}: ranks {ranks}, which hold it, do not keep it sealed; it is served by the next update",
-                [name],
-                ranks,
-            )
-        first = next(iter(problems.values())).problem
-        return error(first.code, f"{where} from ranks {ranks}: {first.message}", [name], ranks)
+        where = f"worker {self._worker.key} cannot read {box} of tensor {name}"
+        for source, shard in part.holders:
+            if source in self._sources:
+                region = self._publication.places[source][shard].region
+                try:
+                    self._edge(source, self._regions[source][region].transport)
+                except CkptEngineError as failure:
+                    problem = failure.problem
+                    return error(problem.code, f"{where} from ranks {ranks}: {problem.message}", [name], ranks)
+        return precondition(
+            f"{where}: ranks {ranks}, which hold it, do not keep it sealed; the next update brings it", [name], ranks
+        )

@@ -58,8 +58,8 @@ def check_replicas(plans: Plans, digests: Mapping[int, Digests]) -> Sealed:
     FAILED_PRECONDITION, naming tensors and ranks, if two sources that hold the same box hold different bytes.
     """
     cells, tables = plans.cells, plans.publication.tables
-    values = np.zeros(len(cells.boxes), dtype=np.uint64)
-    holder = np.full(len(cells.boxes), -1, dtype=np.int64)
+    values = np.zeros(len(cells), dtype=np.uint64)
+    holder = np.full(len(cells), -1, dtype=np.int64)
     for source in sorted(digests):
         rank = tables[source].rank
         atoms = cells.of_atom.get(source)
@@ -80,7 +80,7 @@ def check_replicas(plans: Plans, digests: Mapping[int, Digests]) -> Sealed:
             other = tables[int(holder[cell])].rank
             more = f" (and {len(names) - 1} more tensors)" if len(names) > 1 else ""
             raise precondition(
-                f"ranks {other} and {rank} both hold {cells.boxes[cell]} of tensor {names[0]}{more}, but different "
+                f"ranks {other} and {rank} both hold {cells.box(cell)} of tensor {names[0]}{more}, but different "
                 "bytes; replicas of one tensor must be equal: check that all ranks made the same optimizer step",
                 names,
                 sorted({other, rank}),
