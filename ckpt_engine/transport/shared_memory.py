@@ -152,7 +152,7 @@ def _map(region: Region) -> Mapping:
         ) from error
     try:
         _same(os.fstat(descriptor), locator, region, path)
-        return Mapping(descriptor, region.size, populate=True)
+        return Mapping(descriptor, region.size)
     except OSError as error:
         raise unavailable(f"shared memory region {region.id} cannot be mapped: {error}") from error
     finally:
