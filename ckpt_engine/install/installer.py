@@ -106,7 +106,7 @@ class Installer:
             self._check_fence(order.fence)
             if order.fence.epoch == self._fence.epoch:
                 raise aborted(f"worker {self._slot.rank} has already seen epoch {order.fence.epoch}")
-            self._fence = order.fence
+            self._fence = weights_pb2.Fence(cluster=order.fence.cluster, epoch=order.fence.epoch)
             run.everything()
         except Exception as error:
             run.report.problem.CopyFrom(_problem_of(error, "installing"))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -69,9 +70,12 @@ def record(
     model that is not accounted for, a dtype that differs, or an exception of the loader; DEADLINE_EXCEEDED.
     """
     with target.recording(), torch.no_grad():
-        owners = Owners(target.named_tensors())
+        tensors = list(target.named_tensors())
+        owners = Owners(tensors)
         recorder = _Recorder(manifest, owners, stop_at)
-        _run(recorder, target)
+        inference = torch.is_inference_mode_enabled() or any(tensor.is_inference() for _, tensor in tensors)
+        with torch.inference_mode(inference):  # tensors that were made in it can only be written to in it
+            _run(recorder, target)
         _check_unchanged(owners, target)
         _check_used(recorder, target)
         names = [spec.name for spec in manifest.tensors]
@@ -232,6 +236,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _aten.copy_.default and storage_key(args[1]) in self._origin:
             name = self._name(args[1])
             raise NotRecordable(f"the loader copies {name} to memory that is not part of the model", name)
+        if _is_composite(func):  # in inference mode they arrive whole, else as what they are made of
+            with self:
+                return func.decompose(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         ours = [tensor for tensor in tensors if storage_key(tensor) in self._origin]
         for tensor in self._written(func, args, kwargs):
@@ -375,6 +382,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if copy not in self._done:
             self._done.add(copy)
             self.copies.append(copy)
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 def _spell(dtype: torch.dtype) -> str:

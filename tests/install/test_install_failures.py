@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,10 @@ from install_models import Plain, TensorParallel, assert_same, state
 from install_world import Checkpoint, OneWorker, random_tensor
 from torch import Tensor
 
+from ckpt_engine.install.installer import Installer
 from ckpt_engine.install.target import ModuleTarget
+from ckpt_engine.transport.base import Availability, Move, OpenedRegions, PreparedCopy
+from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 Code = weights_pb2.Problem
@@ -100,6 +103,57 @@ def test_an_exception_after_loading_is_reported_and_not_raised(tmp_path: Path) -
     assert problem.code == Code.INTERNAL
     assert "RuntimeError: no kernel for this shape" in problem.message
     assert word(worker)[0] == manager_pb2.DIRTY
+    checkpoint.close()
+
+
+class Watched:
+    """A transport that notes the worker's state word before and after its first byte is written."""
+
+    name = "shared_memory"
+
+    def __init__(self, worker: OneWorker) -> None:
+        self._real = SharedMemoryTransport()
+        self._worker = worker
+        self.seen: list[manager_pb2.WorkerState] = []
+
+    def availability(self) -> Availability:
+        return self._real.availability()
+
+    def open(self, regions: Sequence[weights_pb2.Region]) -> OpenedRegions:
+        self.seen.append(word(self._worker)[0])
+        opened = self._real.open(regions)
+        prepare = opened.prepare
+
+        def prepare_watched(moves: Sequence[Move]) -> PreparedCopy:
+            self.seen.append(word(self._worker)[0])
+            copy = prepare(moves)
+            run = copy.run
+
+            def run_watched(on_bytes: Callable[[int], None] | None = None) -> int:
+                self.seen.append(word(self._worker)[0])
+                return run(on_bytes)
+
+            copy.run = run_watched  # type: ignore[method-assign]
+            return copy
+
+        opened.prepare = prepare_watched  # type: ignore[method-assign]
+        return opened
+
+
+def test_the_state_word_is_dirty_from_before_the_first_byte_until_all_is_verified(tmp_path: Path) -> None:
+    model = TensorParallel()
+    checkpoint = Checkpoint(model.checkpoint())
+    seen: list[manager_pb2.WorkerState] = []
+    worker = OneWorker(ModuleTarget(model, post_load=lambda: seen.append(word(worker)[0])), tmp_path)
+    watched = Watched(worker)
+    worker.installer = Installer(worker.target, worker.slot, {"shared_memory": watched})
+    assert not worker.update(checkpoint).report.HasField("problem")
+    none, dirty = manager_pb2.NONE, manager_pb2.DIRTY
+    assert watched.seen == [none, none, dirty]
+    assert not worker.update(checkpoint).report.HasField("problem")
+    assert watched.seen == [none, none, dirty, dirty]
+    assert seen == [dirty, dirty]
+    assert word(worker)[0] == manager_pb2.CLEAN
     checkpoint.close()
 
 

@@ -353,6 +353,14 @@ def test_loaders_that_cannot_be_replayed_are_refused(load_one, device: str) -> N
         assert torch.equal(model.w, torch.arange(16.0).view(4, 4))
 
 
+def test_bits_read_as_another_dtype_are_refused_whatever_the_parameter_is() -> None:
+    def load_one(model: Plain, name: str, weight: Tensor) -> None:
+        model.w.data.copy_(weight.view(torch.int32))
+
+    with pytest.raises(NotRecordable, match="reads w, which is float32, as int32"):
+        record(manifest(w=(4, 4)), target_of(load_one, w=torch.zeros(4, 4, dtype=torch.int32)))
+
+
 def test_recording_has_a_deadline() -> None:
     def load_one(model: Plain, name: str, weight: Tensor) -> None:
         time.sleep(0.02)

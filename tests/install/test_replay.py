@@ -154,6 +154,22 @@ def test_padding_by_zero_and_by_a_value_and_before_loading(tmp_path: Path) -> No
     install_and_compare(model(), model(), Checkpoint({"w": random_tensor((2, 4), torch.float32, 1)}), tmp_path)
 
 
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("installed", [False, True])
+def test_engines_that_run_in_inference_mode(tmp_path: Path, made: bool, installed: bool) -> None:
+    with torch.inference_mode(made):
+        model, like = TensorParallel(), TensorParallel()
+    with torch.inference_mode(installed or made):
+        like.load_weights(model.checkpoint().items())
+    checkpoint = Checkpoint(model.checkpoint())
+    worker = OneWorker(ModuleTarget(model), tmp_path)
+    with torch.inference_mode(installed):
+        report = worker.update(checkpoint).report
+    assert not report.HasField("problem"), report.problem.message
+    assert_same(state(model), state(like))
+    checkpoint.close()
+
+
 def test_second_update_reuses_the_plan_and_brings_new_bytes(tmp_path: Path) -> None:
     model, like = TensorParallel(1, 2), TensorParallel(1, 2)
     checkpoint = Checkpoint(model.checkpoint(0), seed=3)
