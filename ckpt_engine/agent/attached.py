@@ -82,6 +82,10 @@ class AttachedEngine:
         await self._forget_engine()
         await self._leave()
 
+    def replace(self, reason: str) -> bool:
+        """Never: whoever started it must end it. Its gate stays closed."""
+        return False
+
     async def _enter(self) -> None:
         """Makes the directory that the engine names now ours, unless it is already."""
         path = (await locate(self._url, HEALTH_SECONDS)).directory

@@ -70,6 +70,10 @@ class EngineHost(Protocol):
         """Ends the engine if it is ours, and gives the directory back. Safe to call at any time, also twice."""
         ...
 
+    def replace(self, reason: str) -> bool:
+        """Ends an engine that cannot be reasoned with, so that `run` starts a new one. False: it is not ours to end."""
+        ...
+
     @property
     def agent_epoch(self) -> int: ...
 

@@ -72,6 +72,7 @@ class LaunchedEngine:
         self._directory: EngineDirectory | None = None
         self._channel: AgentChannel | None = None
         self._process: EngineProcess | None = None
+        self._given_up = ""
         self.agent_epoch = 0
         self.page: EnginePage | None = None
         self.adapter: EngineAdapter | None = None
@@ -147,6 +148,11 @@ class LaunchedEngine:
             self._directory.remove()
             self._directory = None
 
+    def replace(self, reason: str) -> bool:
+        """It is ended within WATCH_SECONDS, and started again as after any failure."""
+        self._given_up = reason
+        return True
+
     def _plan(self) -> LaunchPlan:
         settings = self._settings
         plan = self._module.launch_plan(settings.arguments, self._port, settings.model)
@@ -199,13 +205,14 @@ class LaunchedEngine:
         assert self.adapter is not None
         assert self.page is not None
         watch = Watch(self.adapter, self.page)
+        self._given_up = ""
         ended = asyncio.ensure_future(self._process.wait())
         try:
             while True:
                 done, _ = await asyncio.wait((ended,), timeout=WATCH_SECONDS)
                 if done:
                     return self._process.describe_exit(), ended.result()
-                if reason := await watch.look():
+                if reason := self._given_up or await watch.look():
                     if ended.done():
                         continue
                     self._events.say(f"{reason}; ending it")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -33,6 +34,8 @@ LINES_SHOWN = 30
 START_SECONDS = 30.0
 """For the launcher to say that the engine's first process runs; on a busy host Python itself takes seconds."""
 HEALTH_INTERVAL_SECONDS = 0.25
+
+logger = logging.getLogger(__name__)
 
 LineSink = Callable[[str], None]
 HealthCheck = Callable[[float], Awaitable[bool]]
@@ -129,8 +132,16 @@ class LogPump(threading.Thread):
             if text.strip():
                 with self._lock:
                     self._lines.append(text)
-                if self._on_line is not None:
-                    self._on_line(text)
+                self._pass_on(text)
+
+    def _pass_on(self, text: str) -> None:
+        if self._on_line is not None:
+            try:
+                self._on_line(text)
+            except Exception:
+                # Nobody reads there any more (a closed terminal). The engine's output must still be taken from it.
+                self._on_line = None
+                logger.exception("the engine's output is passed on no longer; it is still in %s", self._path)
 
 
 class EngineProcess:

@@ -41,6 +41,13 @@ REPLY_SECONDS = 60.0
 IDLE_SECONDS = 60.0
 """How long a stopping agent waits for what it does with an engine that goes on without it."""
 
+UNANSWERED_SECONDS = 30.0
+"""How long an engine may stay closed after a call that changes it had no answer; then one that is ours is ended.
+
+Workers that finish late open the gate by themselves within this time; a hung one never does, and would make every later
+update of all replicas wait for it.
+"""
+
 logger = logging.getLogger(__name__)
 
 
@@ -95,6 +102,7 @@ class ReplicaAgent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._manager_lost = False
+        self._unanswered: asyncio.TimerHandle | None = None
         self._questions: dict[int, asyncio.Future[worker_pb2.AgentReply | None]] = {}
         self._asked = 0
         self._fault: asyncio.Future[None] | None = None
@@ -180,6 +188,7 @@ class ReplicaAgent:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
+        self._forget_unanswered()
         streams = list(self._streams.values())
         self._streams.clear()
         await asyncio.gather(*(stream.close() for stream in streams), return_exceptions=True)
@@ -195,9 +204,11 @@ class ReplicaAgent:
     # ---------------------------------------------------------------- what happens, brought to the machine
 
     def engine_ready(self, ready: events.EngineReady) -> None:
+        self._forget_unanswered()  # whatever it was, it was of an engine that has gone
         self._feed(ready)
 
     def engine_exited(self, reason: str) -> None:
+        self._forget_unanswered()
         self._feed(events.EngineExited(reason))
 
     def say(self, line: str) -> None:
@@ -297,7 +308,30 @@ class ReplicaAgent:
 
     async def _run(self, key: events.Key, task: events.Task) -> None:
         assert self._runner is not None
-        self._feed(await self._runner.run(key, task))
+        done = await self._runner.run(key, task)
+        if isinstance(task, events.PauseEngine | events.InstallEngine | events.ResumeEngine):
+            self._mind_answer(done)
+        self._feed(done)
+
+    def _mind_answer(self, done: events.Done) -> None:
+        """Begins to wait for the outcome of a call that had no answer, or stops to."""
+        if done.answered:
+            self._forget_unanswered()
+        elif self._unanswered is None:
+            what = done.problem.message if done.problem is not None else "a call had no answer"
+            self._unanswered = asyncio.get_running_loop().call_later(UNANSWERED_SECONDS, self._still_closed, what)
+
+    def _forget_unanswered(self) -> None:
+        if self._unanswered is not None:
+            self._unanswered.cancel()
+            self._unanswered = None
+
+    def _still_closed(self, what: str) -> None:
+        self._unanswered = None
+        closed = self._machine.closed_reason if self._machine is not None else ""
+        if closed:
+            told = "it is replaced" if self._host.replace(what) else "end it, or wait for it: it was not started by us"
+            self.say(f"{what}, and the engine is closed since ({closed}): {told}")
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import sys
@@ -84,7 +85,9 @@ async def _run(agent: ReplicaAgent) -> None:
 
 
 def _say(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+    # A terminal that was closed is no reason to stop a replica.
+    with contextlib.suppress(OSError, ValueError):
+        print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
 def _pass_on(line: str) -> None:

@@ -162,6 +162,8 @@ class Server(ThreadingHTTPServer):
         if reply.HasField("install"):
             order = reply.install
             self.slot.dirty(order.fence.epoch)
+            if self.options.install_hangs:
+                threading.Event().wait()
             time.sleep(self.options.install_seconds)
             self.slot.clean(order.fence.epoch, order.identity)
             report = manager_pb2.WorkerReport(bytes=len(order.plan), copies=1)
@@ -216,6 +218,7 @@ def main() -> None:
     parser.add_argument("--exit-status", type=int, default=3)
     parser.add_argument("--unsupported", default="")
     parser.add_argument("--install-seconds", type=float, default=0.0)
+    parser.add_argument("--install-hangs", action="store_true")
     parser.add_argument("--paused", action="store_true")
     parser.add_argument("--root", type=Path)
     options = parser.parse_args()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.agent import adapter, attached, launched
+from ckpt_engine.agent import adapter, attached, launched, session
 from ckpt_engine.agent.launched import LaunchedEngine, LaunchSettings
 from ckpt_engine.agent.process import free_port
 from ckpt_engine.agent.session import AgentSettings, ReplicaAgent
@@ -224,6 +224,51 @@ async def test_a_killed_engine_in_the_middle_of_an_install(manager: PlainManager
     outcome = await manager.next(manager_pb2.ReplicaOutcome)
     assert outcome.outcome == manager_pb2.QUARANTINED
     assert outcome.problem.code == weights_pb2.Problem.UNAVAILABLE
+
+
+async def test_an_engine_that_hangs_in_an_install_is_replaced(
+    manager: PlainManager, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "UNANSWERED_SECONDS", 0.5)
+    agent = start("--install-hangs")
+    boot_id = (await ready(manager)).workers[0].boot_id
+    await prepare(manager, 1)
+    order = install(manager, 1)
+    order.deadline_seconds = 2.0
+    manager.send(order)
+    outcome = await manager.next(manager_pb2.ReplicaOutcome)
+    assert outcome.outcome == manager_pb2.QUARANTINED
+    assert outcome.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
+
+    def anew() -> bool:
+        beat = manager.all(manager_pb2.ReplicaHeartbeat)[-1]
+        return bool(beat.workers) and beat.workers[0].boot_id != boot_id
+
+    await manager.until(anew)
+    assert any("it is replaced" in line for line in agent.lines)
+
+
+async def test_an_engine_that_is_not_ours_is_never_ended(
+    manager: PlainManager, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "UNANSWERED_SECONDS", 0.2)
+    port = free_port()
+    engine = await asyncio.create_subprocess_exec(*by_hand(port, tmp_path, "--install-hangs"), env=environment())
+    try:
+        await answers(port)
+        agent = start(url=f"http://127.0.0.1:{port}")
+        await ready(manager)
+        await prepare(manager, 1)
+        order = install(manager, 1)
+        order.deadline_seconds = 2.0
+        manager.send(order)
+        assert (await manager.next(manager_pb2.ReplicaOutcome)).outcome == manager_pb2.QUARANTINED
+        await asyncio.sleep(0.5)
+        assert any("it was not started by us" in line for line in agent.lines)
+        assert engine.returncode is None
+    finally:
+        engine.kill()
+        await engine.wait()
 
 
 async def test_stopping_waits_for_an_install_in_an_engine_that_stays(

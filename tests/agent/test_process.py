@@ -252,6 +252,17 @@ async def test_output_is_passed_on_and_long_lines_are_cut(tmp_path: Path) -> Non
     assert seen[-4:] == ["a", "b", "c", "éÿ"]
 
 
+async def test_nobody_listening_stops_no_engine(tmp_path: Path) -> None:
+    def closed(line: str) -> None:
+        raise BrokenPipeError
+
+    command = [sys.executable, "-c", "for i in range(50_000): print('line', i)"]
+    process = EngineProcess(command, {}, tmp_path / "engine.log", on_line=closed)
+    await process.start()
+    assert await asyncio.wait_for(process.wait(), PATIENCE) == 0
+    assert process.last_lines(1) == ["line 49999"]
+
+
 async def test_much_output_blocks_nobody_and_the_log_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,45 @@
+"""What `ckpt-engine replica` refuses before it starts anything, in words that help."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from ckpt_engine.commands.replica import replica
+
+
+@pytest.fixture
+def command() -> typer.Typer:
+    app = typer.Typer()
+    app.command()(replica)
+    return app
+
+
+WRONG = [
+    (["--engine", "sglong"], "no adapter for engine kind 'sglong'; known kinds: reference, vllm"),
+    (["--engine", "reference", "--mode", "hybrit"], "'hybrit' is none of standalone, hybrid, colocated"),
+    (["--engine", "reference", "--manager", "nowhere"], "must be HOST:PORT, not 'nowhere'"),
+    (["--engine", "reference", "--url", "http://127.0.0.1:1", "--", "--dtype", "float32"], "--url attaches to"),
+    (["--engine", "reference", "--url", "http://127.0.0.1:1", "--model", "x"], "--url attaches to"),
+    (["--engine", "reference", "--restart", "always"], "never"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), WRONG)
+def test_what_cannot_work_is_refused(
+    command: typer.Typer, arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    result = CliRunner().invoke(command, ["--manager", "127.0.0.1:1", *arguments])
+    assert result.exit_code == 2, result.output
+    assert words in re.sub(r"[\s│]+", " ", result.output)
+
+
+def test_a_refusal_of_the_adapter_ends_the_command(command: typer.Typer) -> None:
+    arguments = ["--manager", "127.0.0.1:1", "--engine", "reference", "--", "--port", "1"]
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 1
+    assert "leave --port out of the engine's arguments" in result.output
