@@ -1,0 +1,94 @@
+"""Recordings, the real plan compiler and the installer fit together: two sources, two tensor-parallel workers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from install_models import TensorParallel, assert_same, state
+from install_world import Checkpoint, OneWorker, slices
+
+from ckpt_engine.core.boxes import Box
+from ckpt_engine.core.digest import digest_boxes
+from ckpt_engine.core.dtypes import dtype_name
+from ckpt_engine.core.manifest import canonical, merge_tables
+from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
+from ckpt_engine.core.sealed import check_replicas, expected_digests
+from ckpt_engine.install.target import ModuleTarget
+from ckpt_engine.transport.host import this_host
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+
+
+def tables(checkpoint: Checkpoint) -> list[weights_pb2.SourceTable]:
+    """What the two sources of a checkpoint would publish."""
+    found = []
+    for source, arena in enumerate(checkpoint.arenas):
+        mine = [shard for shard in checkpoint.shards if shard[2] == source]
+        names = sorted({checkpoint.manifest.tensors[index].name for index, _, _, _ in mine})
+        table = weights_pb2.SourceTable(host=this_host(), rank=source, regions=[arena.region(0)])
+        for name in names:
+            weight = checkpoint.weights[name]
+            table.tensors.add(name=name, dtype=dtype_name(weight.dtype), shape=weight.shape)
+        for number, (index, box, where, offset) in enumerate(checkpoint.shards):
+            if where == source:
+                table.shards.add(
+                    tensor=names.index(checkpoint.manifest.tensors[index].name),
+                    start=box.start,
+                    stop=box.stop,
+                    region=0,
+                    offset=offset,
+                    stride=checkpoint.shard(number).stride(),
+                )
+        found.append(table)
+    return found
+
+
+def seal(checkpoint: Checkpoint, plans: Plans) -> dict[int, weights_pb2.Digests]:
+    """What each source answers to its atoms."""
+    result = {}
+    for source, atoms in plans.atoms.items():
+        table = plans.publication.tables[source]
+        views = []
+        for atom in atoms.atoms:
+            name = table.tensors[table.shards[atom.shard].tensor].name
+            box = Box(tuple(atom.start), tuple(atom.stop))
+            views.append((checkpoint.weights[name][slices(box)], box.start))
+        result[source] = weights_pb2.Digests(values=digest_boxes(views))
+    return result
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_planned_for_a_recording_installs_and_verifies(tmp_path: Path, seed: int) -> None:
+    size = random.Random(seed).choice([1, 2, 4])
+    models = [TensorParallel(rank, size, layers=2, tied=seed % 2 == 0) for rank in range(size)]
+    checkpoint = Checkpoint(models[0].checkpoint(seed), seed)
+    publication = merge_tables(tables(checkpoint))
+    assert publication.manifest_bytes == checkpoint.manifest_bytes
+    workers, requests = [], []
+    for rank, model in enumerate(models):
+        (tmp_path / str(rank)).mkdir()
+        workers.append(OneWorker(ModuleTarget(model), tmp_path / str(rank)))
+        prepared = workers[-1].prepare(checkpoint)
+        assert not prepared.HasField("problem"), prepared.problem.message
+        needs = weights_pb2.WorkerNeeds.FromString(prepared.needs)
+        requests.append(PlanRequest(rank, needs, prepared.host, ["shared_memory"]))
+    plans = compile_plans(publication, publication.table_digests, requests)
+    sealed = check_replicas(plans, seal(checkpoint, plans))
+    for rank, (worker, model) in enumerate(zip(workers, models, strict=True)):
+        order = worker_pb2.InstallOrder(
+            fence=worker.fence(),
+            identity=weights_pb2.Identity(lineage="run", version=1, root=sealed.root()),
+            plan=canonical(plans.workers[rank]),
+            expected=canonical(expected_digests(plans, rank, sealed)),
+            deadline_seconds=60,
+        )
+        report = worker.installer.install(order).report
+        assert not report.HasField("problem"), report.problem.message
+        assert report.bytes == plans.workers[rank].bytes
+        like = TensorParallel(rank, size, layers=2, tied=seed % 2 == 0)
+        like.load_weights(checkpoint.weights.items())
+        assert_same(state(model), state(like))
+        [word] = worker.page.read()
+        assert (word.state, word.identity.root if word.identity else b"") == (manager_pb2.CLEAN, sealed.root())
+    checkpoint.close()
