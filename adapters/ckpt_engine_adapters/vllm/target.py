@@ -1,0 +1,190 @@
+"""A vLLM model as something that weights are installed in.
+
+It decides which layers are resident (our copies go straight into the live tensors) and which are staged (the loader's
+form exists for a moment, then vLLM's own post-processing brings it to its kernels), with vLLM's layerwise reloading
+(`vllm.model_executor.model_loader.reload`) as the tool: that module remembers each layer in the loader's form as meta
+tensors. It does not decide what is loaded where; the recorded loader does.
+
+A layer is resident if nothing processes it after loading: it has no quantisation method, it is no attention layer, and
+its live tensors have the shapes, strides and dtypes that the loader sees. Linear layers on a CPU are staged: oneDNN
+repacks them and leaves empty parameters behind. A layer that shares another one's parameter (a tied output head) is
+neither: its bytes arrive through the owner, and what is packed of them is made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.utils import (
+    get_layer_params_buffers,
+    get_layer_size,
+    get_layer_tensors,
+)
+
+from ckpt_engine.install.target import StagedLayer, Weights
+
+_Tensors = tuple[dict[str, Tensor | None], dict[str, Tensor | None], set[str]]
+
+
+class VllmTarget:
+    """See LoadTarget. Used on the worker's main thread, inside vLLM's config context."""
+
+    def __init__(self, model: nn.Module, model_config: ModelConfig) -> None:
+        self._model = model
+        self._model_config = model_config
+        self._layers: dict[str, nn.Module] = {
+            prefix: layer for prefix, layer in model.named_modules() if get_layer_tensors(layer)
+        }
+        self._tied = _tied_tensors(self._layers.values())
+        tied_layers = {layer for layer, *_ in self._tied}
+        self._staged_layers = {
+            prefix: layer for prefix, layer in self._layers.items() if layer not in tied_layers and _is_processed(layer)
+        }
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._model.named_parameters()
+        yield from self._model.named_buffers()
+
+    def load_weights(self, weights: Weights) -> object:
+        return self._model.load_weights(weights)  # type: ignore[operator]
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Staged layers stand in the loader's form, as meta tensors; on leaving everything is as it was."""
+        kept = {prefix: _take(layer) for prefix, layer in self._layers.items()}
+        try:
+            for layer in self._staged_layers.values():
+                restore_layer_on_meta(layer, layerwise.get_layerwise_info(layer))
+            for layer, name, owner, owner_name in self._tied:
+                layer._parameters[name] = owner._parameters[owner_name]
+            yield
+        finally:
+            for prefix, tensors in kept.items():
+                _put(self._layers[prefix], tensors)
+
+    def derived(self) -> Mapping[str, str]:
+        return {}
+
+    def constant(self) -> Mapping[str, str]:
+        found = {}
+        for prefix, layer in self._model.named_modules():
+            names = set(layer._non_persistent_buffers_set)
+            if is_deferred_attention_layer(layer):
+                names |= {name for name in get_layer_tensors(layer) if name.endswith("_scale")}
+            for name in names:
+                found[f"{prefix}.{name}" if prefix else name] = "a buffer that no checkpoint holds"
+        return found
+
+    def ignored(self, name: str) -> str | None:
+        config = self._model_config.hf_text_config
+        if name.endswith("rotary_emb.inv_freq"):
+            return "computed from the configuration"
+        if name.startswith("lm_head.") and getattr(config, "tie_word_embeddings", False):
+            return "tied to the embedding"
+        return None
+
+    def staged(self) -> Collection[str]:
+        return {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, layer in self._staged_layers.items()
+            for name in get_layer_tensors(layer)
+        }
+
+    @contextmanager
+    def staging(self) -> Iterator[Iterator[StagedLayer]]:
+        """Layers leave the live form when it is entered and return to it one by one; an exception puts the rest back
+        as they were, with old or torn weights, so that the engine survives and a full update can follow."""
+        try:
+            for layer in self._staged_layers.values():
+                _begin(layer)
+            yield self._stage()
+        finally:
+            for layer in self._staged_layers.values():
+                info = layerwise.get_layerwise_info(layer)
+                if info.can_load():
+                    layerwise._place_kernel_tensors(layer, info)
+                    info.reset()
+
+    def _stage(self) -> Iterator[StagedLayer]:
+        for prefix, layer in self._staged_layers.items():
+            info = layerwise.get_layerwise_info(layer)
+            materialize_layer(layer, info)
+            tensors = {
+                f"{prefix}.{name}" if prefix else name: tensor for name, tensor in get_layer_tensors(layer).items()
+            }
+            yield StagedLayer(tensors, partial(layerwise._layerwise_process, layer, info))
+
+    def post_load(self) -> None:
+        """What is made of other layers' weights: a tied output head's packed copy, then attention layers (MLA absorbs
+        its projections), which come last in vLLM too."""
+        for layer in dict.fromkeys(layer for layer, *_ in self._tied):
+            method: Any = getattr(layer, "quant_method", None)
+            if isinstance(method, QuantizeMethodBase):
+                method.process_weights_after_loading(layer)
+        for attention in self._model.modules():
+            if is_deferred_attention_layer(attention):
+                process: Any = attention.process_weights_after_loading
+                process(self._model_config.dtype)
+
+
+def _tied_tensors(layers: Iterable[nn.Module]) -> list[tuple[nn.Module, str, nn.Module, str]]:
+    """(layer, name, owner, owner's name) of each parameter that an earlier layer has too, such as a tied lm_head's."""
+    owners: dict[int, tuple[nn.Module, str]] = {}
+    tied = []
+    for layer in layers:
+        for name, parameter in layer._parameters.items():
+            if parameter is None:
+                continue
+            owner, owner_name = owners.setdefault(id(parameter), (layer, name))
+            if owner is not layer:
+                tied.append((layer, name, owner, owner_name))
+    return tied
+
+
+def _is_processed(layer: nn.Module) -> bool:
+    if is_deferred_attention_layer(layer):
+        return False
+    if isinstance(getattr(layer, "quant_method", None), QuantizeMethodBase):
+        return True
+    parameters, buffers = layerwise.get_layerwise_info(layer).restore_metadata
+    loader_form = parameters | buffers
+    return any(
+        name in loader_form and not _same_form(tensor, loader_form[name])
+        for name, tensor in get_layer_tensors(layer).items()
+    )
+
+
+def _same_form(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
+
+
+def _begin(layer: nn.Module) -> None:
+    info = layerwise.get_layerwise_info(layer)
+    info.kernel_tensors = get_layer_params_buffers(layer)
+    if hasattr(info, "kernel_non_persistent_buffers"):
+        info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+    restore_layer_on_meta(layer, info)
+    info.load_numel = 0
+    info.load_numel_total = get_layer_size(layer)
+
+
+def _take(layer: nn.Module) -> _Tensors:
+    return dict(layer._parameters), dict(layer._buffers), set(layer._non_persistent_buffers_set)
+
+
+def _put(layer: nn.Module, tensors: _Tensors) -> None:
+    parameters, buffers, non_persistent = tensors
+    for name in get_layer_tensors(layer):
+        delattr(layer, name)
+    layer._parameters.update(parameters)
+    layer._buffers.update(buffers)
+    layer._non_persistent_buffers_set = non_persistent

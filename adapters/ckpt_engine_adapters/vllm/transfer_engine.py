@@ -1,0 +1,97 @@
+"""Our end inside a vLLM worker: the weight transfer engine that vLLM drives through its HTTP routes.
+
+It turns vLLM's four calls into `EngineWorker.prepare()` and `EngineWorker.install()`. It decides nothing about
+weights and never raises once it stands: an exception here would leave other ranks of the engine wedged
+(`gpu_worker.update_weights` clears its flag on the raising rank only), so failures go to the agent instead.
+
+    /init_weight_transfer_engine  -> prepare: record the loader against the agent's manifest; touches no weight
+    /start_weight_update          -> nothing; vLLM only notes that a session is open
+    /update_weights               -> install: pull, verify, stamp the state word
+    /finish_weight_update         -> nothing; the install has already put the layers back together
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.install.worker import EngineWorker
+from ckpt_engine_adapters.vllm.target import VllmTarget
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """What `/init_weight_transfer_engine` carries: nothing, the worker asks the agent."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """What `/update_weights` carries. epoch: the update that the agent has an order for."""
+
+    epoch: int = 0
+
+
+class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """One worker's engine. vLLM makes it after the model has been loaded, on the worker's main thread, and calls it
+    there between steps."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        """Claims the worker's state word, so that the gate knows of it and stays closed.
+
+        Raises:
+            RuntimeError: the engine has no directory: it was started without an agent and without our middleware.
+        """
+        super().__init__(config, vllm_config, device, model)
+        directory = EngineDirectory.from_environment()
+        if directory is None:
+            raise RuntimeError(
+                f"the backend ckpt_engine needs {ENVIRONMENT}; start this server with `ckpt-engine replica --engine "
+                "vllm`, or name the backend on the command line so that our plugin can make a directory"
+            )
+        parallel = vllm_config.parallel_config
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._vllm_config = vllm_config
+        self._worker = EngineWorker(
+            directory, rank, parallel.world_size_across_dp, VllmTarget(model, vllm_config.model_config)
+        )
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Records the loader against the manifest that the agent has an order for."""
+        with set_current_vllm_config(self._vllm_config):
+            self._worker.prepare()
+
+    def start_weight_update(self) -> None:
+        """Nothing: what an install needs it begins itself, after it has validated everything."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Installs the version that the agent has an order for; runs inside vLLM's config context."""
+        self._worker.install(update_info.epoch)
+
+    def finish_weight_update(self) -> None:
+        """Nothing: see start_weight_update."""
+
+    def shutdown(self) -> None:
+        """Closes the channel to the agent."""
+        self._worker.close()
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: Any) -> None:
+        """Not a way to send weights with ckpt-engine: vLLM's base class has declared it abstract in some versions."""
+        raise NotImplementedError("trainers publish through ckpt_engine.Trainer")

@@ -1,0 +1,43 @@
+"""One of two FSDP2 ranks on gloo: python fsdp_rank.py MANAGER RANK DIRECTORY."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from ckpt_engine import Trainer
+from tests.tiny_model import make_tiny_qwen3
+
+VOCABULARY = 500
+
+
+def main() -> None:
+    address, rank, directory = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(str(directory / "store"), 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    model = make_tiny_qwen3(directory / f"rank-{rank}", 31, vocabulary=VOCABULARY, weights=False)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    held = sum(parameter.to_local().numel() for parameter in model.parameters())
+    assert held < 0.6 * whole, "this rank should hold about half of the model"
+    with Trainer(address, rank=rank, world_size=2, lineage="sharded") as trainer:
+        trainer.publish(model)
+        report = trainer.update_weights(version=1)
+        assert report.ok, report
+        assert report.message.source_copies == 1
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

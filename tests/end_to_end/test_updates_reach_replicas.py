@@ -1,0 +1,230 @@
+"""The whole path on real processes: what trainers publish is what replicas serve, token for token."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from ckpt_engine import CkptEngineError, Trainer
+from tests.cluster import Cluster, corrupt_after_sealing, generate, outcomes
+from tests.end_to_end.conftest import PADDED_VOCABULARY
+from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
+
+TOKENS = 32
+
+
+def model_of(path: Path, seed: int) -> Any:
+    return make_tiny_qwen3(path / str(seed), seed, vocabulary=PADDED_VOCABULARY, weights=False)
+
+
+def assert_serves(cluster: Cluster, model: Any) -> None:
+    """Every replica's greedy tokens are transformers', at prompts where rounding cannot decide."""
+    prompt = decisive_prompts(model, 1, TOKENS)[0]
+    expected = reference_tokens(model, prompt, TOKENS)
+    assert expected.gap > DECISIVE_GAP
+    for replica in cluster.replicas:
+        assert generate(replica, prompt, TOKENS) == expected.tokens, replica.name
+
+
+def test_before_the_first_update_no_replica_answers(cluster: Cluster) -> None:
+    for replica in cluster.replicas:
+        response = httpx.post(f"{replica.url}/generate", json={"input_ids": [1, 2], "max_tokens": 2}, timeout=30)
+        assert response.status_code == 503
+        assert "holds no weights yet" in response.json()["detail"]
+
+
+def test_twenty_different_updates_in_a_row(cluster: Cluster, tmp_path: Path) -> None:
+    """The module's parameters are trained in place, as an optimizer would, and every slice is accounted for."""
+    models = [model_of(tmp_path, seed) for seed in range(20)]
+    live = model_of(tmp_path, 99)
+    total = sum(tensor.numel() * tensor.element_size() for _, tensor in named_weights(live))
+    with Trainer(cluster.address, lineage="twenty") as trainer:
+        trainer.publish(live)
+        for version, model in enumerate(models):
+            with torch.no_grad():
+                for mine, theirs in zip(live.parameters(), model.parameters(), strict=True):
+                    mine.copy_(theirs)
+            report = trainer.update_weights(version=version)
+            assert outcomes(report) == {"one": "new_serving", "two": "new_serving"}, report
+            assert report.ok
+            assert report.verified
+            assert report.version == version
+            one, two = sorted(report.replicas, key=lambda replica: replica.name)
+            assert one.bytes == total
+            workers = [worker.bytes for worker in two.message.workers]
+            assert len(workers) == 2
+            assert max(workers) < 0.75 * total, "a worker reads its slices, not the model"
+            assert_serves(cluster, model)
+
+
+def test_two_ranks_that_shard_with_fsdp2(cluster: Cluster, tmp_path: Path) -> None:
+    """Two gloo ranks publish their shards; no rank holds the whole model."""
+    script = Path(__file__).with_name("fsdp_rank.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), cluster.address, str(rank), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [process.communicate(timeout=150)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    for process, text in zip(ranks, printed, strict=True):
+        assert process.returncode == 0, text
+    assert_serves(cluster, model_of(tmp_path, 31))
+
+
+def test_a_checkpoint_directory_by_the_command_line(cluster: Cluster, tmp_path: Path) -> None:
+    model = make_tiny_qwen3(tmp_path / "checkpoint", 40, vocabulary=PADDED_VOCABULARY)
+    command = [sys.executable, "-m", "ckpt_engine", "update", "--manager", cluster.address]
+    done = subprocess.run(
+        [*command, "--checkpoint", str(tmp_path / "checkpoint"), "--version", "3"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_serves(cluster, model)
+    again = subprocess.run(
+        [*command, "--checkpoint", str(tmp_path / "checkpoint"), "--version", "2"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert again.returncode != 0
+    assert "version" in again.stdout + again.stderr
+
+
+def test_a_replica_that_starts_late_catches_up_from_what_stays_sealed(
+    cluster: Cluster, tmp_path: Path, bare_model: Path
+) -> None:
+    """From a snapshot in shared memory while its trainer lives, and with other slices than were sealed before."""
+    model = model_of(tmp_path, 50)
+    with Trainer(cluster.address, lineage="late") as trainer:
+        trainer.publish(model, snapshot=True)
+        assert trainer.update_weights(version=5).ok
+        late = cluster.replica("late", "reference", bare_model, "--tensor-parallel", "2")
+        try:
+            late.registered().serving(5)
+            assert_serves_only(late, model)
+        finally:
+            late.stop()
+            cluster.replicas.remove(late)
+
+
+def test_a_late_replica_is_served_by_a_directory_whose_publisher_has_gone(
+    cluster: Cluster, tmp_path: Path, bare_model: Path
+) -> None:
+    model = make_tiny_qwen3(tmp_path / "checkpoint", 51, vocabulary=PADDED_VOCABULARY)
+    with Trainer(cluster.address, lineage="directory") as trainer:
+        trainer.publish(tmp_path / "checkpoint")
+        assert trainer.update_weights(version=6).ok
+    late = cluster.replica("late-2", "reference", bare_model, "--tensor-parallel", "2")
+    try:
+        late.registered().serving(6)
+        assert_serves_only(late, model)
+    finally:
+        late.stop()
+        cluster.replicas.remove(late)
+
+
+def assert_serves_only(replica: Any, model: Any) -> None:
+    prompt = decisive_prompts(model, 1, TOKENS)[0]
+    assert generate(replica, prompt, TOKENS) == reference_tokens(model, prompt, TOKENS).tokens
+
+
+@pytest.fixture
+def serving(cluster: Cluster, tmp_path: Path) -> Any:
+    """All replicas serve this model; whatever is refused in a test must leave them so."""
+    model = model_of(tmp_path, 60)
+    lineage = f"refusals-{tmp_path.name}"
+    with Trainer(cluster.address, lineage=lineage) as trainer:
+        trainer.publish(named_weights(model))
+        assert trainer.update_weights(version=10).ok
+    return model, lineage
+
+
+def without(weights: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in weights.items() if key != name}
+
+
+O_PROJ = "model.layers.1.self_attn.o_proj.weight"
+K_PROJ = "model.layers.0.self_attn.k_proj.weight"
+BAD = {
+    "missing": (lambda w: without(w, O_PROJ), O_PROJ),
+    "one leg of a fused tensor missing": (lambda w: without(w, K_PROJ), K_PROJ),
+    "unknown": (lambda w: {**w, "model.layers.0.mlp.extra.weight": torch.zeros(4)}, "model.layers.0.mlp.extra.weight"),
+    "wrongly shaped": (lambda w: {**w, O_PROJ: torch.zeros(64, 128, dtype=torch.bfloat16)}, O_PROJ),
+    "transposed": (lambda w: {**w, "model.layers.0.mlp.up_proj.weight": w["model.layers.0.mlp.up_proj.weight"].t()},
+                   "model.layers.0.mlp.up_proj.weight"),
+    "another dtype": (lambda w: {**w, O_PROJ: w[O_PROJ].float()}, O_PROJ),
+    "an unsupported dtype": (lambda w: {**w, O_PROJ: w[O_PROJ].to(torch.complex64)}, O_PROJ),
+    "empty": (lambda w: {}, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", list(BAD))
+def test_bad_weights_are_refused_before_a_replica_is_touched(cluster: Cluster, serving: Any, kind: str) -> None:
+    model, lineage = serving
+    change, named = BAD[kind]
+    epochs = [worker.epoch for replica in cluster.status().replicas for worker in replica.workers]
+
+    def publish_and_update() -> None:
+        with Trainer(cluster.address, lineage=lineage) as trainer:
+            trainer.publish(change(dict(named_weights(model))))
+            trainer.update_weights(version=11)
+
+    with pytest.raises(CkptEngineError) as refused:
+        publish_and_update()
+    problem = refused.value.problem
+    assert problem.Code.Name(problem.code) in ("INVALID_ARGUMENT", "FAILED_PRECONDITION"), problem
+    assert named in problem.message
+    assert [worker.epoch for replica in cluster.status().replicas for worker in replica.workers] == epochs
+    assert_serves(cluster, model)
+
+
+def test_a_version_that_goes_backwards_and_a_rank_that_never_shows_up(cluster: Cluster, serving: Any) -> None:
+    model, lineage = serving
+    with Trainer(cluster.address, lineage=lineage) as trainer:
+        trainer.publish(named_weights(model))
+        with pytest.raises(CkptEngineError, match="10"):
+            trainer.update_weights(version=9)
+    with Trainer(cluster.address, rank=0, world_size=2, lineage="half") as trainer:
+        trainer.publish(named_weights(model))
+        with pytest.raises(CkptEngineError) as refused:
+            trainer.update_weights(version=1, timeout=6)
+    assert list(refused.value.problem.ranks) == [1]
+    assert_serves(cluster, model)
+
+
+def test_bytes_that_change_after_they_were_sealed_never_serve(cluster: Cluster, serving: Any, tmp_path: Path) -> None:
+    """One flipped bit: the replicas that read it close and name the tensor; the next full update recovers them."""
+    _, lineage = serving
+    model = model_of(tmp_path, 61)
+    name = "model.layers.1.mlp.down_proj.weight"
+    with Trainer(cluster.address, lineage=lineage) as trainer:
+        trainer.publish(model)
+        tensor = dict(model.named_parameters())[name]
+        restore = corrupt_after_sealing(trainer, tensor, 100)
+        report = trainer.update_weights(version=11)
+        restore()
+        assert set(outcomes(report).values()) == {"quarantined"}
+        assert not report.verified
+        for replica in report.replicas:
+            assert name in replica.problem
+        for replica in cluster.replicas:
+            response = httpx.post(f"{replica.url}/generate", json={"input_ids": [1], "max_tokens": 2}, timeout=30)
+            assert response.status_code == 503
+        assert trainer.update_weights(version=12).ok
+        assert_serves(cluster, model)
