@@ -90,6 +90,8 @@ class _Digester:
         dtype_name(view.dtype)
         if view.numel() == 0:
             return 0
+        if type(view) is not torch.Tensor:
+            view = view.as_subclass(torch.Tensor)
         if view.is_complex():
             view = view.resolve_conj()
         if view.device.type != "cpu":

@@ -1,0 +1,200 @@
+"""Digests against the formula of core/digest.py, written once more in plain Python integers."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_engine.core import digest as digest_module
+from ckpt_engine.core.digest import SEED, digest_box, digest_boxes, gemm_is_exact
+from ckpt_engine.core.dtypes import ITEMSIZES, torch_dtype
+from ckpt_engine.core.problems import CkptEngineError
+
+MASK = (1 << 64) - 1
+FIXED = 9501765756003544046
+
+
+def factor(axis: int, index: int, seed: int = SEED) -> int:
+    x = (seed + axis * 0xD1B54A32D192ED03 + (index + 1) * 0x9E3779B97F4A7C15) & MASK
+    x ^= x >> 30
+    x = x * 0xBF58476D1CE4E5B9 & MASK
+    x ^= x >> 27
+    x = x * 0x94D049BB133111EB & MASK
+    x ^= x >> 31
+    return x | 1
+
+
+def by_the_formula(view: torch.Tensor, start: tuple[int, ...], seed: int = SEED) -> int:
+    size = view.itemsize
+    flat = view.clone(memory_format=torch.contiguous_format).reshape(-1)
+    raw = bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
+    lanes = [factor(0, lane, seed) for lane in range(max(size // 2, 1))]
+    axes = [
+        [factor(axis + 1, first + index, seed) for index in range(length)]
+        for axis, (first, length) in enumerate(zip(start, view.shape, strict=True))
+    ]
+    total = 0
+    for number, factors in enumerate(product(*axes)):
+        element = raw[number * size : (number + 1) * size]
+        values = [int.from_bytes(element[at : at + 2], "little") for at in range(0, size, 2)]
+        total += prod(factors) * sum(value * lane for value, lane in zip(values, lanes, strict=True))
+    return total & MASK
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    raw = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).reshape(shape)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Views with any strides: every second element, a part of a larger tensor, axes in any order."""
+    rank = draw(st.integers(0, 4))
+    shape = tuple(draw(st.sampled_from([0, 1, 2, 3, 7, 12] if rank > 2 else [0, 1, 5, 40])) for _ in range(rank))
+    dtype = torch_dtype(draw(st.sampled_from(sorted(ITEMSIZES))))
+    view = random_tensor(tuple(2 * length for length in shape), dtype, draw(st.integers(0, 1 << 30)))
+    for axis, length in enumerate(shape):
+        if draw(st.booleans()):
+            view = view[(slice(None),) * axis + (slice(None, None, 2),)]
+        else:
+            view = view.narrow(axis, draw(st.integers(0, length)), length)
+    view = view.permute(draw(st.permutations(range(rank))))
+    return view, tuple(draw(st.integers(0, 1 << 40)) for _ in range(rank))
+
+
+@settings(deadline=None)
+@given(views())
+def test_it_is_the_formula_for_any_dtype_shape_and_strides(drawn: tuple[torch.Tensor, tuple[int, ...]]) -> None:
+    view, start = drawn
+    assert digest_box(view, start) == by_the_formula(view, start)
+
+
+LARGE = {
+    "matrix": ((40, 300), torch.float32, (0, 1), (2, 3)),
+    "wide enough to be cut into column blocks": ((13, 9000), torch.bfloat16, (0, 1), (0, 5)),
+    "few wide rows, not worth a matrix product": ((3, 9000), torch.bfloat16, (0, 1), (0, 5)),
+    "one wide row": ((20_001,), torch.uint8, (0,), (9,)),
+    "tall and narrow": ((9000, 3), torch.bfloat16, (0, 1), (1, 0)),
+    "transposed": ((150, 130), torch.bfloat16, (1, 0), (4, 4)),
+    "experts, permuted": ((6, 30, 70), torch.bfloat16, (1, 0, 2), (3, 2, 1)),
+    "single bytes": ((90, 200), torch.float8_e4m3fn, (0, 1), (0, 0)),
+    "eight bytes": ((30, 100), torch.float64, (0, 1), (0, 0)),
+    "axes of length one": ((1, 90, 1, 110), torch.bfloat16, (0, 1, 2, 3), (5, 6, 7, 8)),
+}
+
+
+@pytest.mark.parametrize("gemm", [True, False], ids=["matrix products", "numpy"])
+@pytest.mark.parametrize("case", LARGE)
+def test_each_way_of_computing_it_is_the_formula(case: str, gemm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if gemm and not gemm_is_exact():
+        pytest.skip("this torch has no exact product of 8-bit matrices")
+    monkeypatch.setattr(digest_module, "gemm_is_exact", lambda: gemm)
+    monkeypatch.setattr(digest_module, "_SCRATCH_BYTES", 32 << 10)  # so that rows come in several blocks
+    shape, dtype, order, start = LARGE[case]
+    view = random_tensor(shape, dtype).permute(order)
+    assert digest_box(view, start) == by_the_formula(view, start)
+
+
+def test_extreme_bytes_do_not_overflow() -> None:
+    for byte in (0x00, 0x7F, 0x80, 0xFF):
+        view = torch.full((20, 16384), byte, dtype=torch.uint8)
+        rows = sum(factor(1, row) for row in range(20))
+        columns = sum(factor(2, column) for column in range(16384))
+        assert digest_box(view, (0, 0)) == byte * factor(0, 0) * rows * columns & MASK
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_digests_of_disjoint_boxes_add_up(data: st.DataObject) -> None:
+    tensor = random_tensor((60, 90), torch.bfloat16, data.draw(st.integers(0, 99)))
+    row, column = data.draw(st.integers(0, 60)), data.draw(st.integers(0, 90))
+    parts = digest_boxes(
+        [
+            (tensor[:row, :column], (0, 0)),
+            (tensor[:row, column:], (0, column)),
+            (tensor[row:, :column], (row, 0)),
+            (tensor[row:, column:], (row, column)),
+        ]
+    )
+    assert sum(parts) & MASK == digest_box(tensor, (0, 0))
+
+
+def test_memory_layout_does_not_matter() -> None:
+    tensor = random_tensor((64, 96), torch.bfloat16)
+    there = torch.empty((96, 64), dtype=torch.bfloat16).t().copy_(tensor)
+    assert there.stride() != tensor.stride()
+    assert digest_box(there, (0, 0)) == digest_box(tensor, (0, 0))
+    expanded = random_tensor((1, 96), torch.bfloat16).expand(64, 96)
+    assert digest_box(expanded, (0, 0)) == digest_box(expanded.contiguous(), (0, 0))
+
+
+def flipped(tensor: torch.Tensor, *places: tuple[int, int], bit: int) -> torch.Tensor:
+    changed = tensor.clone()
+    bits = changed.view(torch.int16)
+    for place in places:
+        bits[place] ^= -(1 << 15) if bit == 15 else 1 << bit
+    return changed
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 63), st.integers(0, 63), st.integers(0, 15))
+def test_one_flipped_bit_is_seen(row: int, column: int, bit: int) -> None:
+    tensor = random_tensor((64, 64), torch.bfloat16)
+    assert digest_box(flipped(tensor, (row, column), bit=bit), (0, 0)) != digest_box(tensor, (0, 0))
+
+
+def test_two_flipped_sign_bits_do_not_cancel() -> None:
+    tensor = random_tensor((64, 64), torch.bfloat16)
+    clean = digest_box(tensor, (0, 0))
+    for other in ((0, 1), (1, 0), (1, 1), (63, 63)):
+        assert digest_box(flipped(tensor, (0, 0), other, bit=15), (0, 0)) != clean
+
+
+def test_swapped_rows_columns_elements_and_lanes_are_seen() -> None:
+    tensor = random_tensor((64, 64), torch.bfloat16)
+    wide = tensor.view(torch.float32)
+    lanes = tensor.view(64, 32, 2).flip(2).reshape(64, 64).view(torch.float32)
+    clean = digest_box(tensor, (0, 0))
+    for other in (tensor.flip(0), tensor.flip(1), tensor.roll(1, 0), tensor.t()):
+        assert digest_box(other, (0, 0)) != clean
+    assert digest_box(lanes, (0, 0)) != digest_box(wide, (0, 0))
+
+
+def test_a_stale_slice_is_seen_and_so_is_one_at_a_wrong_place() -> None:
+    old, new = random_tensor((64, 64), torch.bfloat16, 1), random_tensor((64, 64), torch.bfloat16, 2)
+    mixed = new.clone()
+    mixed[17, 5:9] = old[17, 5:9]
+    assert digest_box(mixed, (0, 0)) != digest_box(new, (0, 0))
+    assert digest_box(new[:8], (0, 0)) != digest_box(new[:8], (8, 0))
+
+
+def test_the_constants_are_fixed() -> None:
+    """A digest written down: a change of the formula breaks every version that is deployed beside this one."""
+    view = torch.arange(24, dtype=torch.int16).reshape(4, 6)
+    assert digest_box(view, (1, 2)) == by_the_formula(view, (1, 2)) == FIXED
+    assert digest_box(view, (1, 2), seed=1) != FIXED
+
+
+def test_what_cannot_be_digested_is_refused() -> None:
+    with pytest.raises(CkptEngineError, match="one entry an axis"):
+        digest_box(torch.zeros(3, 3), (0,))
+    with pytest.raises(CkptEngineError, match="complex128"):
+        digest_box(torch.zeros(3, dtype=torch.complex128), (0,))
+
+
+class Marked(torch.nn.Parameter):
+    """A parameter as engines have them: a class of its own."""
+
+
+def test_gradients_and_parameter_classes_are_no_matter() -> None:
+    plain = torch.ones(200, 100)
+    for parameter in (torch.nn.Parameter(plain), Marked(plain)):
+        assert digest_box(parameter, (0, 0)) == digest_box(plain, (0, 0))
