@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from tests.reference.engine_process import EngineProcess, engine
 from tests.tiny_model import decisive_prompts, make_tiny_qwen3
@@ -34,6 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Version, Version]:
     """Two versions of the model in `checkpoint`."""
+    torch.set_num_threads(1)  # at this size more threads only wait for each other, and engines run beside
     path = tmp_path_factory.mktemp("versions")
     models = [make_tiny_qwen3(path, seed, vocabulary=PADDED_VOCABULARY, weights=False) for seed in (1, 2)]
     first, second = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from ckpt_engine_adapters.reference.driver import ReferenceAdapter, launch_plan
 
 START_SECONDS = 60.0
 CALL_SECONDS = 30.0
+_DIE_WITH_US = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG: also if pytest is killed
 
 
 class EngineProcess:
@@ -63,7 +66,7 @@ class EngineProcess:
 
 @contextmanager
 def engine(model: Path, log_path: Path, *arguments: str) -> Iterator[EngineProcess]:
-    """Starts a server the way an agent does and waits until it is healthy; ends it and its workers afterwards."""
+    """Starts a server the way an agent does and waits until it is healthy. Afterwards sees that SIGTERM ends it."""
     directory = EngineDirectory.create()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -71,19 +74,22 @@ def engine(model: Path, log_path: Path, *arguments: str) -> Iterator[EngineProce
     plan = launch_plan(arguments, port, str(model))
     environment = {**os.environ, **plan.env, ENVIRONMENT: str(directory.path), "OMP_NUM_THREADS": "1"}
     with log_path.open("wb") as log:
-        process = subprocess.Popen(plan.argv, env=environment, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            plan.argv, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=_DIE_WITH_US
+        )
     running = EngineProcess(process, plan.url, directory, log_path)
     try:
         _wait_healthy(running, plan.health_url)
         yield running
-    finally:
         if process.poll() is None:
+            workers = running.worker_pids()
             process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(timeout=10)
-        finally:
-            process.kill()
-            directory.remove()
+            assert process.wait(timeout=10) == 0, running.log()
+            assert not any(alive(pid) for pid in workers)
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+        directory.remove()
 
 
 def _wait_healthy(running: EngineProcess, url: str) -> None:

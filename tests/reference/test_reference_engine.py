@@ -38,13 +38,13 @@ async def serving(engine: EngineProcess, version: Version) -> AsyncIterator[tupl
             await adapter.resume(CALL_SECONDS)
 
 
-async def begin(client: httpx.AsyncClient, version: Version) -> asyncio.Task[dict[str, Any]]:
+async def begin(client: httpx.AsyncClient, version: Version, length: int = LONG) -> asyncio.Task[dict[str, Any]]:
     """A long streaming request of which some tokens have come; the task gives its last event."""
     begun = asyncio.Event()
 
     async def read() -> dict[str, Any]:
         count, last = 0, {}
-        async for last in events(client, version.prompt, LONG):  # noqa: B007
+        async for last in events(client, version.prompt, length):  # noqa: B007
             count += 1
             if count == BEGUN:
                 begun.set()
@@ -206,13 +206,13 @@ async def test_wait_that_cannot_be_kept_leaves_the_engine_running(
     one_worker: EngineProcess, versions: Versions
 ) -> None:
     version = versions[0]
-    async with serving(one_worker, version) as (agent, client):
-        running = await begin(client, version)
-        with pytest.raises(EngineCallError, match="still run") as caught:
-            await agent.adapter.pause(WAIT, 0.1)
-        assert caught.value.answered
-        assert (await finished(running))["finish_reason"] == "length"
+    async with serving(one_worker, version) as (_, client), one_worker.client(token=True) as control:
+        running = await begin(client, version, 2 * LONG)
+        refused = await control.post("/pause", json={"mode": "wait", "seconds": 0.1})
+        assert refused.status_code == 409
+        assert "still run" in refused.json()["detail"]
         assert one_worker.get("/info")["paused"] is None
+        assert (await finished(running))["finish_reason"] == "length"
 
 
 async def test_discarded_weights_are_never_served(two_workers: EngineProcess, versions: Versions) -> None:
@@ -308,6 +308,23 @@ async def test_weights_that_are_not_what_was_sealed_are_never_served(
         assert [span["version"] for span in answer["weight_versions"]] == [old.number, new.number]
 
 
+async def test_an_install_that_outlives_its_call_never_hides_behind_the_old_version(
+    one_worker: EngineProcess, versions: Versions
+) -> None:
+    old, new = versions
+    async with serving(one_worker, old) as (agent, client):
+        running = await begin(client, old)
+        await agent.adapter.pause(KEEP, CALL_SECONDS)
+        with pytest.raises(EngineCallError) as caught:
+            await agent.install(new.model, new.number, late_seconds=0.6)
+        assert not caught.value.answered
+        await agent.adapter.resume(CALL_SECONDS)  # the state word is still clean, of the old version
+        answer = await finished(running)
+    first = answer["weight_versions"][0]["end"]
+    assert [span["version"] for span in answer["weight_versions"]] == [old.number, new.number]
+    assert max(regrets(old.model, old.prompt, answer["output_ids"][:first])) < DECISIVE_GAP
+
+
 async def test_a_stamp_that_the_workers_do_not_bear_out_is_refused(
     one_worker: EngineProcess, versions: Versions
 ) -> None:
@@ -341,7 +358,7 @@ async def test_a_client_that_goes_away_frees_its_place(one_worker: EngineProcess
     async with serving(one_worker, versions[0]) as (_, client):
         with pytest.raises(httpx.ReadTimeout):
             await client.post("/generate", json={"input_ids": [1], "max_tokens": 500}, timeout=0.1)
-        await until(lambda: one_worker.get("/info")["running"] == 0)
+        await until(lambda: one_worker.get("/info")["running"] == 0, 0.3)
         async with client.stream("POST", "/generate", json={"input_ids": [1], "max_tokens": 500, "stream": True}):
             await until(lambda: one_worker.get("/info")["running"] == 1)
-        await until(lambda: one_worker.get("/info")["running"] == 0, 0.5)
+        await until(lambda: one_worker.get("/info")["running"] == 0, 0.3)

@@ -13,6 +13,7 @@ from ckpt_engine.agent.channel import AgentChannel
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.manifest import blob_digest, canonical, manifest_of, root
 from ckpt_engine.install.state import CLEAN, EnginePage
+from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.named import named_source
 from ckpt_engine.transport.host import this_host
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
@@ -44,6 +45,8 @@ class TinyAgent:
         self._prepare: worker_pb2.PrepareOrder | None = None
         self._prepared: dict[int, worker_pb2.WorkerPrepared] = {}
         self._orders: dict[int, worker_pb2.InstallOrder] = {}
+        self._sources: list[MemorySource] = []
+        self._late_seconds = 0.0
 
     async def __aenter__(self) -> TinyAgent:
         await self._channel.start()
@@ -53,22 +56,26 @@ class TinyAgent:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._channel.close()
-
-    async def install(self, model: Any, version: int, *, without: str = "", torn: bool = False) -> None:
-        """Brings the model's weights into the paused engine.
-
-        without: leaves this tensor out. torn: changes a byte between sealing and reading.
-        Raises RefusedError if a worker refuses the manifest or reports a failed install.
-        """
-        weights = {name: tensor for name, tensor in named_weights(model) if name != without}
-        source = await asyncio.to_thread(named_source, weights, host=this_host())
-        try:
-            source.seal()
-            await self._install(source, version, torn)
-        finally:
+        for source in self._sources:
             source.close()
 
-    async def _install(self, source: Any, version: int, torn: bool) -> None:
+    async def install(
+        self, model: Any, version: int, *, without: str = "", torn: bool = False, late_seconds: float = 0.0
+    ) -> None:
+        """Brings the model's weights into the paused engine. Their source stays open as long as the agent.
+
+        without: leaves this tensor out. torn: expects another digest than the source's. late_seconds: gives workers
+        their orders so late that the engine's call has long ended.
+        Raises RefusedError if a worker refuses the manifest or reports a failed install, and what the driver raises.
+        """
+        weights = {name: tensor for name, tensor in named_weights(model) if name != without}
+        source = named_source(weights, host=this_host())
+        self._sources.append(source)
+        source.seal()
+        self._late_seconds = late_seconds
+        await self._install(source, version, torn, late_seconds / 4 if late_seconds else CALL_SECONDS)
+
+    async def _install(self, source: MemorySource, version: int, torn: bool, seconds: float) -> None:
         self._engine.epoch += 1
         fence = weights_pb2.Fence(cluster="test", epoch=self._engine.epoch)
         table: weights_pb2.SourceTable = source.table()
@@ -105,7 +112,7 @@ class TinyAgent:
                 deadline_seconds=CALL_SECONDS,
             )
         self.reports.clear()
-        await self.adapter.install(fence.epoch, CALL_SECONDS)
+        await self.adapter.install(fence.epoch, seconds)
         for _, report in sorted(self.reports.items()):
             if report.HasField("problem"):
                 raise RefusedError(report.problem)
@@ -119,6 +126,7 @@ class TinyAgent:
             case "want_prepare":
                 return worker_pb2.AgentReply(prepare=self._prepare)
             case "want_install":
+                await asyncio.sleep(self._late_seconds)
                 return worker_pb2.AgentReply(install=self._orders[request.rank])
             case "prepared":
                 self._prepared[request.rank] = request.prepared

@@ -6,6 +6,7 @@ through this file.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import importlib.util
 import sys
@@ -61,8 +62,9 @@ class ReferenceAdapter:
 
     async def healthy(self, seconds: float) -> bool:
         try:
-            return (await self._client.get("/health", timeout=seconds)).status_code == 200
-        except httpx.HTTPError:
+            async with asyncio.timeout(seconds):
+                return (await self._client.get("/health", timeout=seconds)).status_code == 200
+        except (httpx.HTTPError, TimeoutError):
             return False
 
     async def probe(self, seconds: float) -> EngineInfo:
@@ -105,8 +107,9 @@ class ReferenceAdapter:
         self, method: str, route: str, seconds: float, body: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         try:
-            response = await self._client.request(method, route, json=body, timeout=seconds)
-        except httpx.HTTPError as error:
+            async with asyncio.timeout(seconds):  # httpx's own timeouts are for each of its steps
+                response = await self._client.request(method, route, json=body, timeout=seconds)
+        except (httpx.HTTPError, TimeoutError) as error:
             # Also for a refused connection: an engine that has just died may have done it before.
             cause = str(error) or type(error).__name__
             message = f"{method} {route}: no answer within {seconds:.1f} s: {cause}"

@@ -21,8 +21,6 @@ import zmq.asyncio
 
 from ckpt_engine.install.directory import EngineDirectory
 
-EXIT_SECONDS = 2.0
-
 
 class WorkerFailedError(Exception):
     """A worker answered a command with an error, or is dead; the message names its rank."""
@@ -101,14 +99,8 @@ class WorkerPool:
         return await self._collect(identifier, future, seconds)
 
     async def close(self) -> None:
-        """Ends the workers: asked first, then killed. Returns when they are gone."""
+        """Kills the workers, which keep nothing that outlives them, and returns when they are gone."""
         self.on_death = None
-        for rank, process in enumerate(self._processes):
-            if process.returncode is None:
-                await self._socket.send_multipart([str(rank).encode(), b'{"op":"exit"}'])
-        with suppress(TimeoutError):
-            async with asyncio.timeout(EXIT_SECONDS):
-                await asyncio.gather(*(process.wait() for process in self._processes))
         self.kill()
         await asyncio.gather(*(process.wait() for process in self._processes))
         for watcher in self._watchers:

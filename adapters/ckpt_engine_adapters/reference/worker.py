@@ -97,15 +97,13 @@ def die_with_parent(parent: int) -> None:
 
 
 def serve(worker: Worker, socket: zmq.Socket[bytes], parent: int) -> None:
-    """Answers commands until the API process says `exit` or is gone."""
+    """Answers commands until the API process is gone."""
     while True:
         if not socket.poll(_PARENT_CHECK_MILLISECONDS):
             if os.getppid() != parent:
                 return
             continue
         command = json.loads(socket.recv())
-        if command["op"] == "exit":
-            return
         reply: dict[str, Any] = {"id": command["id"]}
         try:
             reply |= worker.handle(command)
