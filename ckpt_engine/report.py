@@ -47,8 +47,9 @@ class ReplicaReport:
 
     @property
     def verified(self) -> bool:
-        """Its workers read back every need and found what was sealed (or hashed it as handed to the loader)."""
-        return self.ok and bool(self.message.workers) and all(w.verified for w in self.message.workers)
+        """Its workers read back every need and found what was sealed (or hashed it as handed to the loader), in this
+        update, or in an earlier one if it held these very weights already."""
+        return self.ok and not any(worker.HasField("problem") for worker in self.message.workers)
 
     @property
     def problem(self) -> str:
@@ -154,7 +155,7 @@ class UpdateReport:
 
     @property
     def bytes(self) -> int:
-        """Of the model as served, once."""
+        """Read by all workers of all replicas together."""
         return self.message.bytes
 
     @property
@@ -189,7 +190,7 @@ class UpdateReport:
         state = ("verified" if self.verified else "not verified") if self.ok else "NOT OK"
         head = (
             f"version {self.version} of {self.lineage} (root {self.root[:12]}, epoch {self.epoch}): "
-            f"{human_bytes(self.bytes)} in {self.message.tensors} tensors, "
+            f"{self.message.tensors} tensors, {human_bytes(self.bytes)} to "
             f"{serving} of {len(self.replicas)} replicas in {self.seconds:.2f} s, {state}"
         )
         titles = ("replica", "outcome", "bytes", "sync", "pause", "GB/s", "transport")

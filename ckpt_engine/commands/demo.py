@@ -44,13 +44,19 @@ def demo(
     """
     settings = Settings(engine=engine.value, updates=updates, tensor_parallel=2 if tensor_parallel else 1)
     try:
-        outcome = asyncio.run(_show(settings, Console(stderr=json_output, highlight=False)))
+        outcome = asyncio.run(_show(settings, _console(json_output)))
     except (KeyboardInterrupt, asyncio.CancelledError):
         typer.echo("ckpt-engine demo: interrupted; everything was stopped", err=True)
         raise typer.Exit(130) from None
     if json_output:
         typer.echo(json.dumps(outcome.to_dict()))
     raise typer.Exit(0 if outcome.ok else 1)
+
+
+def _console(json_output: bool) -> Console:
+    console = Console(stderr=json_output, highlight=False)
+    # A log or a pipe has no width; the final table needs this one.
+    return console if console.is_terminal else Console(stderr=json_output, highlight=False, width=140)
 
 
 async def _show(settings: Settings, console: Console) -> Outcome:

@@ -62,7 +62,7 @@ class ConsoleShow:
         self._console.print(
             Text.assemble(
                 (f"version {report['version']}", "bold"),
-                f"  {trained}; {human_bytes(report['bytes'])} to each of {len(report['replicas'])} replicas in "
+                f"  {trained}; {human_bytes(report['bytes'])} to {len(report['replicas'])} replicas in "
                 f"{report['seconds']:.2f} s, paused for {pause:.3f} s, ",
                 ("verified", "green") if act.verified else ("NOT VERIFIED", "bold red"),
             )

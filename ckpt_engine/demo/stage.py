@@ -66,7 +66,7 @@ class Stage:
         self.replicas = {f"replica-{number}": f"http://127.0.0.1:{free_port()}" for number in range(settings.replicas)}
 
     async def start(self, on_state: Callable[[str], None]) -> None:
-        """Returns when every replica is connected and every trainer rank has published.
+        """Returns when every replica's engine is up and every trainer rank has published.
 
         on_state: is told in words what is being waited for. Raises DemoError if a process ends or time runs out.
         """
@@ -141,6 +141,7 @@ class Stage:
             "--rank": rank,
             "--world-size": self._settings.trainers,
             "--directory": self._directory,
+            "--model": model,
             "--updates": self._settings.updates,
             "--replicas": self._settings.replicas,
         }
@@ -190,12 +191,13 @@ class Stage:
                 except grpc.RpcError:
                     on_state("starting the manager")
                 else:
-                    replicas = sum(replica.connected for replica in status.replicas)
+                    # Agents connect before their engine runs, and name it once it answers.
+                    replicas = sum(replica.connected and replica.HasField("engine") for replica in status.replicas)
                     trainers = sum(trainer.published for trainer in status.trainers)
                     if replicas == self._settings.replicas and trainers == self._settings.trainers:
                         return
                     on_state(
-                        f"starting: {replicas} of {self._settings.replicas} replicas connected, "
+                        f"starting: {replicas} of {self._settings.replicas} replicas are up, "
                         f"{trainers} of {self._settings.trainers} trainer ranks published"
                     )
                 await asyncio.sleep(POLL_SECONDS)

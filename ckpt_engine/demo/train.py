@@ -32,12 +32,12 @@ LAST_RATE = 0.1
 class Lesson:
     """The sharded model and its training. Every rank makes one, and the same calls on it, together."""
 
-    def __init__(self, directory: Path, rank: int, world_size: int) -> None:
+    def __init__(self, model: Path, rank: int, world_size: int) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(0)
         make: Any = AutoModelForCausalLM.from_config
-        self.model: Any = make(AutoConfig.from_pretrained(directory), dtype=torch.float32)
+        self.model: Any = make(AutoConfig.from_pretrained(model), dtype=torch.float32)
         # One group of parameters: over gloo a small model is faster with one collective a direction than one a layer.
         fully_shard(self.model, mesh=init_device_mesh("cpu", (world_size,)), reshard_after_forward=False)
         self._optimizer = torch.optim.AdamW(
@@ -74,14 +74,15 @@ def train(
     manager: Annotated[str, typer.Option()],
     rank: Annotated[int, typer.Option()],
     world_size: Annotated[int, typer.Option()],
-    directory: Annotated[Path, typer.Option(help="holds the model's configuration; the ranks meet in it")],
+    directory: Annotated[Path, typer.Option(help="where the ranks meet, and the pipe lies")],
+    model: Annotated[Path, typer.Option(help="the directory of the model's configuration")],
     updates: Annotated[int, typer.Option()],
     replicas: Annotated[int, typer.Option(help="refuse to update fewer")],
 ) -> None:
     """Trains and updates to the end; exits with status 1 after an update that was refused or is not whole."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=world_size)
-    lesson = Lesson(directory, rank, world_size)
+    lesson = Lesson(model, rank, world_size)
     tell = _Teller(rank, directory)
     with Trainer(manager, rank=rank, world_size=world_size) as trainer:
         trainer.publish(lesson.model)
@@ -120,4 +121,6 @@ class _Teller:
 
 
 if __name__ == "__main__":
-    typer.run(train)
+    application = typer.Typer(pretty_exceptions_enable=False)
+    application.command()(train)
+    application()

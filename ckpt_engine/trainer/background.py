@@ -30,6 +30,7 @@ from ckpt_engine.trainer.session import Sealing, TrainerSession
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 STOP_SECONDS = 15.0
+STATUS_SECONDS = 5.0
 
 SETTLE_SECONDS = 3.0
 """How long tables of several ranks may disagree before that is an error: the others may be publishing anew as well."""
@@ -51,6 +52,7 @@ class Background:
         self._keeper = ThreadPoolExecutor(1, thread_name_prefix="ckpt-engine keep")
         self._session: TrainerSession | None = None
         self._call: UpdateCall | None = None
+        self._closing = False
         # Guarded by the condition: what the machine said last.
         self._changed = threading.Condition()
         self._open = False
@@ -68,6 +70,7 @@ class Background:
         """Says goodbye and ends the thread. May be repeated."""
         if not self._thread.is_alive():
             return
+        self._closing = True
         try:
             assert self._session is not None
             self._wait(self._session.stop(reason), STOP_SECONDS)
@@ -127,6 +130,12 @@ class Background:
             calling.cancel()
             call.close()
 
+    def status(self) -> manager_pb2.GetStatusResponse:
+        """Asks the manager how things are. Raises CkptEngineError when it does not answer."""
+        self._require_running()
+        assert self._session is not None
+        return self._wait(self._session.status(STATUS_SECONDS), 2 * STATUS_SECONDS)
+
     # ---------------------------------------------------------------------------------------------- loop
 
     def _run(self) -> None:
@@ -162,7 +171,7 @@ class Background:
                     self._open, self._lost = True, None
                     logger.info("connected to the manager at %s (cluster %s)", self._address, cluster)
                 case SessionEnded(problem, final):
-                    if self._lost is None or final:
+                    if (self._lost is None or final) and not self._closing:
                         logger.warning("no session with the manager at %s: %s", self._address, problem.message)
                     self._open, self._lost, self._final, self._decision = False, problem, final, None
                 case PublicationDecided():

@@ -129,6 +129,16 @@ class TrainerSession:
         except grpc.RpcError as error:
             raise error_of(error) from error
 
+    async def status(self, seconds: float) -> manager_pb2.GetStatusResponse:
+        """Asks the manager how things are. Raises CkptEngineError when it does not answer."""
+        try:
+            answer: manager_pb2.GetStatusResponse = await self._stub.GetStatus(
+                manager_pb2.GetStatusRequest(), timeout=seconds
+            )
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+        return answer
+
     # ------------------------------------------------------------------------------------------ commands
 
     def _perform(self, command: TrainerCommand) -> None:
@@ -191,9 +201,12 @@ class TrainerSession:
             if not closing:
                 raise
         finally:
+            given_up = closing
             call.cancel()
+            # grpc leaves the iterator waiting when it was the other side that ended the call.
+            stream.outgoing.put_nowait(None)
             del self._streams[peer]
-        if not closing:
+        if not given_up:
             self.feed(PeerLost(peer, reason))
 
     # --------------------------------------------------------------------------------------------- tasks

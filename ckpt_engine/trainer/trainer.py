@@ -24,7 +24,7 @@ from torch import nn
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines.trainer import TrainerMachine
-from ckpt_engine.core.problems import invalid, precondition
+from ckpt_engine.core.problems import CkptEngineError, deadline, invalid, precondition
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.source.open import open_source
 from ckpt_engine.trainer.background import SETTLE_SECONDS, Background
@@ -45,6 +45,8 @@ end early with what they have, finish first with the old weights, or go on with 
 
 CONNECT_SECONDS = 60.0
 """How long `update_weights` waits for a manager that does not answer."""
+
+POLL_SECONDS = 0.2
 
 GRACE_SECONDS = 10.0
 """What the manager's report may be late by, before the caller stops waiting for it."""
@@ -126,6 +128,23 @@ class Trainer:
             )
             self._background.publish(self._sealer.offer(source))
 
+    def wait_for_replicas(self, count: int = 1, timeout: float = 600.0) -> list[str]:
+        """Returns the names of the replicas that updates would bring weights to, once there are `count` of them.
+
+        For runs that start everything at once: engines take minutes to come up, and an update with too few replicas is
+        refused. Raises DEADLINE_EXCEEDED after `timeout` seconds.
+        """
+        end = time.monotonic() + timeout
+        with self._alone("wait_for_replicas"):
+            while True:
+                found, why = self._replicas()
+                if len(found) >= count:
+                    return found
+                if time.monotonic() >= end:
+                    named = f" ({', '.join(found)})" if found else ""
+                    raise deadline(f"{len(found)} of {count} replicas{named} were up after {timeout:g} s{why}")
+                time.sleep(min(POLL_SECONDS, max(0.0, end - time.monotonic())))
+
     def update_weights(
         self,
         version: int | None = None,
@@ -168,6 +187,16 @@ class Trainer:
         atexit.unregister(self.close)
         self._background.stop("the trainer was closed")
         self._sealer.close()
+
+    def _replicas(self) -> tuple[list[str], str]:
+        """Replicas whose engine is up, and what is in the way of asking."""
+        try:
+            status = self._background.status()
+        except CkptEngineError as error:
+            return [], f": {error.problem.message}"
+        # Agents connect before their engine runs, and name it once it answers.
+        up = [each for each in status.replicas if each.connected and each.HasField("engine")]
+        return [each.name for each in up if each.mode != manager_pb2.COLOCATED], ""
 
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:

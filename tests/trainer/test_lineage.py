@@ -1,0 +1,41 @@
+"""Which lineage a run has: what is given wins, and ranks that cannot agree are told what to do.
+
+That ranks of a process group agree is shown in test_trainer_life.py.
+"""
+
+import pytest
+
+from ckpt_engine import CkptEngineError
+from ckpt_engine.trainer.lineage import resolve_lineage
+
+
+def test_what_is_given_wins_over_the_environment() -> None:
+    environment = {"CKPT_ENGINE_LINEAGE": "from-environment", "TORCHELASTIC_RUN_ID": "elastic"}
+    assert resolve_lineage("given", 0, 1, environment) == "given"
+    assert resolve_lineage(None, 3, 4, environment) == "from-environment"
+    assert resolve_lineage(None, 3, 4, {"TORCHELASTIC_RUN_ID": "elastic"}) == "elastic"
+
+
+def test_a_restarted_elastic_run_is_another_one() -> None:
+    restarted = {"TORCHELASTIC_RUN_ID": "elastic", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert resolve_lineage(None, 0, 4, restarted) == "elastic-restart-2"
+
+
+def test_one_rank_gets_a_fresh_one_each_time() -> None:
+    # torchrun without a rendezvous id says "none" to every run.
+    environment = {"TORCHELASTIC_RUN_ID": "none"}
+    first, second = (resolve_lineage(None, 0, 1, environment) for _ in range(2))
+    assert first.startswith("run-")
+    assert first != second
+
+
+def test_ranks_that_cannot_agree_are_told_what_to_do() -> None:
+    with pytest.raises(CkptEngineError, match="CKPT_ENGINE_LINEAGE") as caught:
+        resolve_lineage(None, 1, 2, {})
+    assert list(caught.value.problem.ranks) == [1]
+
+
+@pytest.mark.parametrize("name", ["", "x" * 129, "ü" * 65])
+def test_names_have_a_length(name: str) -> None:
+    with pytest.raises(CkptEngineError, match="bytes"):
+        resolve_lineage(name, 0, 1, {})

@@ -1,0 +1,77 @@
+"""Reports as people and programs read them."""
+
+import json
+
+from ckpt_engine.report import UpdateReport, human_bytes
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+
+def report() -> UpdateReport:
+    message = manager_pb2.UpdateReport(
+        fence=weights_pb2.Fence(cluster="c", epoch=9),
+        identity=weights_pb2.Identity(lineage="run", version=4, root=bytes(range(32))),
+        seconds=1.5,
+        bytes=3_000_000,
+        tensors=2,
+        stages=[
+            manager_pb2.StageSeconds(stage=manager_pb2.PLAN, seconds=0.5),
+            manager_pb2.StageSeconds(stage=manager_pb2.TRANSFER, seconds=0.25),
+        ],
+    )
+    good = message.replicas.add(
+        replica="b", outcome=manager_pb2.NEW_SERVING, bytes=3_000_000, sync_seconds=0.75, pause_seconds=0.5
+    )
+    good.workers.add(rank=0, verified=2, transfer_seconds=0.002)
+    good.workers.add(rank=1, verified=1, transfer_seconds=0.003)
+    good.edges.add(transport="file", reason="a directory", bytes=1_000_000)
+    good.edges.add(transport="shared_memory", reason="one host", bytes=500_000)
+    good.edges.add(worker_rank=1, transport="shared_memory", reason="one host", bytes=1_500_000)
+    bad = message.replicas.add(replica="a", outcome=manager_pb2.QUARANTINED)
+    bad.problem.message = "its agent was lost"
+    return UpdateReport(message)
+
+
+def test_a_report_tells_each_replica() -> None:
+    said = report()
+    assert not said.ok
+    assert (said.version, said.lineage, said.epoch, said.root[:6]) == (4, "run", 9, "000102")
+    assert said.stages == {"plan": 0.5, "transfer": 0.25}
+    bad, good = said.replicas
+    assert (bad.name, bad.outcome, bad.ok, bad.verified, bad.problem) == (
+        "a", "quarantined", False, False, "its agent was lost",
+    )  # fmt: skip
+    assert (good.name, good.outcome, good.ok, good.verified, good.problem) == ("b", "new_serving", True, True, "")
+    assert good.gigabytes_per_second == 1.0
+    assert [(use.transport, use.bytes, use.edges) for use in good.transports] == [
+        ("shared_memory", 2_000_000, 2),
+        ("file", 1_000_000, 1),
+    ]
+
+
+def test_a_worker_with_a_problem_is_not_verified() -> None:
+    said = report()
+    said.message.replicas[0].workers[1].problem.message = "differs"
+    assert not said.replicas[1].verified
+
+
+def test_as_text_it_is_a_table_with_the_problems_below() -> None:
+    lines = str(report()).splitlines()
+    assert lines[0].startswith("version 4 of run (root 000102030405, epoch 9): 2 tensors, 3.0 MB to 1 of 2 replicas")
+    assert "NOT OK" in lines[0]
+    assert lines[1].split() == ["replica", "outcome", "bytes", "sync", "pause", "GB/s", "transport"]
+    assert lines[2].split() == ["a", "quarantined", "0", "B", "0.000", "s", "0.000", "s", "0.00", "-"]
+    assert lines[3].endswith("shared_memory, file")
+    assert lines[4] == "a: its agent was lost"
+
+
+def test_as_json_it_holds_everything() -> None:
+    held = json.loads(json.dumps(report().to_dict()))
+    assert held["replicas"][1]["transports"][0] == {
+        "transport": "shared_memory", "reason": "one host", "bytes": 2_000_000, "edges": 2,
+    }  # fmt: skip
+    assert held["stages"] == {"plan": 0.5, "transfer": 0.25}
+
+
+def test_bytes_for_people() -> None:
+    sizes = (0, 999, 13_118_464, 10**12)
+    assert [human_bytes(size) for size in sizes] == ["0 B", "999 B", "13.1 MB", "1.0 TB"]

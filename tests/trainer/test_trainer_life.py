@@ -1,0 +1,231 @@
+"""A trainer's life: bad calls, managers that are away or come back, closing, and several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from plain_replica import PlainReplica
+from trainer_world import DEADLINES, manager_config
+
+from ckpt_engine import CkptEngineError, Trainer
+from ckpt_engine.manager.service import running_manager
+from ckpt_engine.v1 import weights_pb2
+
+Problem = weights_pb2.Problem
+StartReplica = Callable[..., PlainReplica]
+
+NOBODY = "127.0.0.1:1"
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def code_of(error: pytest.ExceptionInfo[CkptEngineError]) -> Problem.Code:
+    return error.value.problem.code
+
+
+def test_importing_the_package_loads_neither_grpc_nor_torch() -> None:
+    check = "import ckpt_engine, sys; sys.exit(any(m in sys.modules for m in ('grpc', 'torch', 'numpy')))"
+    assert subprocess.run([sys.executable, "-c", check], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(-1, 1), (1, 1), (0, 0), (4, 4)])
+def test_ranks_must_be_in_the_world(rank: int, world_size: int) -> None:
+    with pytest.raises(CkptEngineError, match="rank") as caught:
+        Trainer(NOBODY, rank, world_size, "run")
+    assert code_of(caught) == Problem.INVALID_ARGUMENT
+
+
+def test_bad_calls_say_what_is_wrong() -> None:
+    with Trainer(NOBODY, lineage="run") as trainer:
+        with pytest.raises(CkptEngineError, match="publish") as caught:
+            trainer.update_weights(1)
+        assert code_of(caught) == Problem.FAILED_PRECONDITION
+        for wrong in (
+            {"version": -1},
+            {"pause_mode": "sometimes"},
+            {"timeout": 0.0},
+            {"min_replicas": -1},
+            {"replicas": "one"},
+        ):
+            with pytest.raises(CkptEngineError) as caught:
+                trainer.update_weights(**wrong)
+            assert code_of(caught) == Problem.INVALID_ARGUMENT, wrong
+        for weights, code in (
+            (torch.ones(3), Problem.INVALID_ARGUMENT),
+            ({"a": torch.ones(2, device="meta")}, Problem.INVALID_ARGUMENT),
+            ("/does/not/exist", Problem.NOT_FOUND),
+        ):
+            with pytest.raises(CkptEngineError) as caught:
+                trainer.publish(weights)
+            assert code_of(caught) == code
+        with pytest.raises(CkptEngineError, match="publish"):
+            trainer.update_weights(1)
+
+
+def test_a_manager_that_is_not_there_is_named() -> None:
+    with Trainer(NOBODY, lineage="run", deadlines=DEADLINES) as trainer:
+        trainer.publish({"a": torch.ones(3)})
+        started = time.monotonic()
+        with pytest.raises(CkptEngineError, match=r"127\.0\.0\.1:1.*refused") as caught:
+            trainer.update_weights(timeout=1.0)
+        assert code_of(caught) == Problem.UNAVAILABLE
+        assert time.monotonic() - started < 3
+        with pytest.raises(CkptEngineError, match="0 of 1 replicas") as caught:
+            trainer.wait_for_replicas(timeout=0.5)
+        assert code_of(caught) == Problem.DEADLINE_EXCEEDED
+
+
+def test_a_closed_trainer_is_closed(manager: str) -> None:
+    trainer = Trainer(manager, lineage="run", deadlines=DEADLINES)
+    trainer.publish({"a": torch.ones(3)})
+    trainer.close()
+    trainer.close()
+    for call in (lambda: trainer.publish({"a": torch.ones(3)}), lambda: trainer.update_weights(timeout=1.0)):
+        with pytest.raises(CkptEngineError) as caught:
+            call()
+        assert code_of(caught) == Problem.FAILED_PRECONDITION
+
+
+def test_closing_says_goodbye_and_frees_shared_memory(manager: str) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        # The same rank again: refused, unless the one before has left.
+        with Trainer(manager, lineage="run", deadlines=DEADLINES) as trainer:
+            trainer.publish({"a": torch.ones(1000)})
+            with pytest.raises(CkptEngineError, match="replica"):
+                trainer.update_weights(timeout=10)
+    assert len(os.listdir("/proc/self/fd")) <= before + 4
+
+
+def test_a_rank_that_is_taken_is_refused_for_good(manager: str) -> None:
+    with Trainer(manager, lineage="run", deadlines=DEADLINES) as first:
+        first.publish({"a": torch.ones(3)})
+        with pytest.raises(CkptEngineError, match="replica"):
+            first.update_weights(timeout=10)
+        with Trainer(manager, lineage="run", deadlines=DEADLINES) as second:
+            second.publish({"a": torch.ones(3)})
+            for _ in range(2):
+                with pytest.raises(CkptEngineError) as caught:
+                    second.update_weights(timeout=10)
+                assert code_of(caught) in (Problem.ABORTED, Problem.FAILED_PRECONDITION)
+                assert "rank 0" in caught.value.problem.message
+
+
+def test_a_forked_child_is_refused(manager: str) -> None:
+    with Trainer(manager, lineage="run", deadlines=DEADLINES) as trainer:
+        trainer.publish({"a": torch.ones(3)})
+        child = os.fork()
+        if child == 0:
+            try:
+                trainer.close()
+                trainer.update_weights()
+            except CkptEngineError as error:
+                os._exit(0 if error.problem.code == Problem.FAILED_PRECONDITION else 1)
+            finally:
+                os._exit(2)
+        end = time.monotonic() + 10
+        while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert done == (child, 0)
+
+
+def test_a_manager_that_comes_later_and_one_that_is_restarted(tmp_path: Path) -> None:
+    address = free_address()
+    weights = {"a": torch.ones(3)}
+    config = manager_config(tmp_path / "ledger.sqlite3", listen=address)
+    reader = PlainReplica(address).start()
+    try:
+        with Trainer(address, lineage="run", deadlines=DEADLINES) as trainer:
+            trainer.publish(weights)
+            time.sleep(0.3)
+            with running_manager(config):
+                trainer.wait_for_replicas(timeout=10)
+                first = trainer.update_weights(timeout=10)
+                assert first.ok
+            with pytest.raises(CkptEngineError) as caught:
+                trainer.update_weights(timeout=0.5)
+            assert code_of(caught) == Problem.UNAVAILABLE
+            weights["a"].add_(1)
+            with running_manager(config):
+                trainer.wait_for_replicas(timeout=10)
+                second = trainer.update_weights(timeout=10)
+                assert second.ok
+                assert second.version == first.version + 1
+                assert torch.equal(reader.weights["a"], weights["a"])
+    finally:
+        reader.stop()
+
+
+def test_a_manager_that_ends_during_an_update_ends_the_call(tmp_path: Path) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        reached.set()
+        go_on.wait(10)
+
+    address = free_address()
+    config = manager_config(tmp_path / "ledger.sqlite3", listen=address)
+    reader = PlainReplica(address)
+    reader.before_reading = wait
+    try:
+        with Trainer(address, lineage="run", deadlines=DEADLINES) as trainer, ExitStack() as running:
+            trainer.publish({"a": torch.ones(3)})
+            running.enter_context(running_manager(config))
+            reader.start()
+            trainer.wait_for_replicas(timeout=10)
+
+            def stop() -> None:
+                reached.wait(10)
+                running.close()
+
+            stopping = threading.Thread(target=stop)
+            stopping.start()
+            with pytest.raises(CkptEngineError) as caught:
+                trainer.update_weights(timeout=20)
+            assert code_of(caught) == Problem.UNAVAILABLE
+            stopping.join(10)
+            go_on.set()
+            with running_manager(config):
+                trainer.wait_for_replicas(timeout=10)
+                assert trainer.update_weights(timeout=10).ok
+    finally:
+        reader.stop()
+
+
+def test_two_ranks_in_two_processes_send_their_halves(manager: str, replica: StartReplica, tmp_path: Path) -> None:
+    reader = replica()
+    script = Path(__file__).with_name("half_rank.py")
+    ranks = [
+        subprocess.Popen([sys.executable, str(script), manager, str(rank), str(tmp_path)], stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    try:
+        said = [json.loads(rank.communicate(timeout=90)[0]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert said[0] == said[1]
+    assert [(report["version"], report["ok"], report["verified"]) for report in said[0]["reports"]] == [
+        (1, True, True),
+        (2, True, True),
+    ]
+    assert said[0]["lineage"].startswith("run-")
+    assert "shape" in said[0]["refused"]
+    # Rank r holds row r; after the second update it is filled with 10 * 2 + r.
+    assert torch.equal(reader.weights["halves"], torch.tensor([[20.0] * 3, [21.0] * 3]))
+    assert torch.equal(reader.weights["both"], torch.full((4,), 2.0))
