@@ -21,6 +21,7 @@ from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.source.held import Held
 from ckpt_engine.source.rehome import byte_range, copy_segment, segments
+from ckpt_engine.transport.copying import TensorCopy
 from ckpt_engine.transport.shared_memory import ALIGNMENT, SharedArena
 from ckpt_engine.v1.weights_pb2 import Atoms, Host, Shard, SourceTable, TensorSpec
 
@@ -114,17 +115,15 @@ class MemorySource:
                 )
             return 0.0
         boxes = self._look()
+        self._has_seal = False
         began = time.perf_counter()
-        pairs = [
-            (sealed, box.tensor.detach())
+        TensorCopy(
+            (sealed, box.tensor)
             for sealed, box, copied in zip(self._sealed, boxes, self._copied, strict=True)
-            if copied and box.tensor.numel()
-        ]
-        if pairs:
-            with torch.no_grad():
-                torch._foreach_copy_([sealed for sealed, _ in pairs], [live for _, live in pairs])
+            if copied
+        ).run()
         self._has_seal = True
-        return time.perf_counter() - began if pairs else 0.0
+        return time.perf_counter() - began if any(self._copied) else 0.0
 
     def digest(self, atoms: Atoms) -> list[int]:
         """Digests of sealed memory; any thread."""

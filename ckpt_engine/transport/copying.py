@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""(destination, source), of equal shape and dtype."""
+"""(destination, source), of equal shape."""
 
 RUN_BYTES = 2048
 """From this many bytes in one run on, memcpy is faster than torch's loop over elements."""
@@ -37,9 +37,10 @@ _LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TensorCopy:
-    """PreparedCopy of pairs. Every bit pattern arrives unchanged: elements are copied as integers.
+    """PreparedCopy of pairs. Elements of one dtype are copied as integers, so that every bit pattern arrives unchanged;
+    other dtypes are cast as torch does it.
 
-    Destinations on a CPU are written by several threads, others by the calling thread, each in one operation.
+    What is on a CPU on both sides is copied by several threads, all else by the calling thread, a pair an operation.
     """
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
@@ -50,12 +51,12 @@ class TensorCopy:
             destination, source = whole_destination.detach(), whole_source.detach()
             if destination.numel() == 0:
                 continue
-            if destination.device.type != "cpu":
+            if destination.device.type != "cpu" or source.device.type != "cpu":
                 far.append((destination, source))
                 continue
             destination, source = _lanes(destination, source)
             width = destination.element_size()
-            if _run(destination, source) * width >= RUN_BYTES:
+            if destination.dtype == source.dtype and _run(destination, source) * width >= RUN_BYTES:
                 long += _pieces(destination, source, BATCH_BYTES // width)
             else:
                 short += _pieces(destination, source, PIECE_ELEMENTS)
@@ -165,7 +166,7 @@ def _lanes(destination: torch.Tensor, source: torch.Tensor) -> Pair:
     """Both as the widest integers that either can be viewed as: fewer elements, so fewer pieces."""
     if destination.is_contiguous() and source.is_contiguous():
         destination, source = destination.view(-1), source.view(-1)
-    for width in (8, 4, 2, 1):
+    for width in (8, 4, 2, 1) if destination.dtype == source.dtype else ():
         if width >= destination.element_size() and _fits(destination, width) and _fits(source, width):
             return destination.view(_LANES[width]), source.view(_LANES[width])
     return destination, source

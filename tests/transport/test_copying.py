@@ -89,6 +89,14 @@ def test_a_failing_piece_fails_the_run_and_leaves_no_thread(monkeypatch: pytest.
     assert threading.active_count() == before
 
 
+def test_other_dtypes_are_cast_as_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "PIECE_ELEMENTS", 1000)
+    source = torch.randn(70, 300)
+    destination = torch.zeros(300, 70, dtype=torch.bfloat16)
+    assert TensorCopy([(destination.t(), source)]).run() == 42000
+    assert torch.equal(destination.t(), source.bfloat16())
+
+
 def test_it_can_be_run_again_with_other_bytes() -> None:
     source, destination = torch.zeros(300, 1000), torch.zeros(300, 1500)
     copied = TensorCopy([(destination[:, 200:1200], source)])
