@@ -70,9 +70,9 @@ class AgentMachine:
         self._transports = transports
         self._deadlines = deadlines or Deadlines()
         self._out: list[AgentCommand] = []
-        self._replica = Replica(name, self._deadlines, self._out)
+        self.replica = Replica(name, self._deadlines, self._out)
         self._session = Session(self._deadlines, self._out.append, self._dial, self._hello, self._beat)
-        self._replica.session = self._session
+        self.replica.session = self._session
         self._highest = 0
         self._answers: dict[str, manager_pb2.Prepared | manager_pb2.SleepWakeDone] = {}
         self._outcome_received = True
@@ -83,12 +83,12 @@ class AgentMachine:
     @property
     def busy(self) -> bool:
         """Whether an operation on the engine goes on; a shell that shuts down in good order waits for its end."""
-        return self._replica.operation is not None
+        return self.replica.operation is not None
 
     @property
     def closed_reason(self) -> str:
         """Why the replica is not serving; empty if it is."""
-        return self._replica.closed_reason()
+        return self.replica.closed_reason()
 
     def handle(self, event: AgentEvent, now: float) -> list[AgentCommand]:
         """Takes one event and says what is to be done."""
@@ -113,8 +113,8 @@ class AgentMachine:
                 self._out.append(SetTimer(LOOK, self._deadlines.words))
             case Stop(reason):
                 self._session.stop(reason)
-        while self._replica.ended:
-            self._ended(self._replica.ended.pop(0), now)
+        while self.replica.ended:
+            self._ended(self.replica.ended.pop(0), now)
         self._tell_changes()
         out = self._out[:]
         self._out.clear()
@@ -124,14 +124,14 @@ class AgentMachine:
 
     def _dial(self, now: float) -> None:
         """Needs are stored before the hello that refers to them: the manager may have been restarted."""
-        needs = tuple(self._replica.needs[rank] for rank in sorted(self._replica.prepared))
+        needs = tuple(self.replica.needs[rank] for rank in sorted(self.replica.prepared))
         if needs:
             self._out.append(Run(("put",), PutBlobs(needs, self._deadlines.blobs)))
         else:
             self._session.open(now)
 
     def _hello(self) -> manager_pb2.ReplicaHello:
-        replica = self._replica
+        replica = self.replica
         return manager_pb2.ReplicaHello(
             cluster=self._session.cluster,
             name=replica.name,
@@ -148,7 +148,7 @@ class AgentMachine:
         )
 
     def _beat(self, sequence: int) -> manager_pb2.ReplicaHeartbeat:
-        replica = self._replica
+        replica = self.replica
         return manager_pb2.ReplicaHeartbeat(
             sequence=sequence,
             workers=replica.words.workers,
@@ -159,7 +159,7 @@ class AgentMachine:
 
     def _tell_changes(self) -> None:
         """What changed is told at once: a late replica need not wait for a heartbeat to be brought up."""
-        replica = self._replica
+        replica = self.replica
         state = (replica.words.workers, replica.serving(), replica.asleep, replica.engine is None)
         if state != self._told and self._session.welcomed:
             self._told = state
@@ -172,21 +172,22 @@ class AgentMachine:
             case manager_pb2.Welcome():
                 if self._session.welcome(body):
                     self._highest = max(self._highest, body.fence.epoch)
+                    self._told = None
                     self._send_outcome()
             case manager_pb2.Refused():
                 self._session.refused(body.problem, now)
             case manager_pb2.Prepare():
-                self._command("prepare", body.fence, lambda: Preparing(self._replica, body), now)
+                self._command("prepare", body.fence, lambda: Preparing(self.replica, body), now)
             case manager_pb2.Install():
-                self._command("install", body.fence, lambda: Installing(self._replica, body), now)
+                self._command("install", body.fence, lambda: Installing(self.replica, body), now)
             case manager_pb2.SleepWake():
-                self._command("sleep", body.fence, lambda: SleepingOrWaking(self._replica, body), now)
+                self._command("sleep", body.fence, lambda: SleepingOrWaking(self.replica, body), now)
             case manager_pb2.Abandon():
-                operation = self._replica.operation
+                operation = self.replica.operation
                 if operation is not None and operation.fence == body.fence:
                     operation.overtaken(body.reason, now)
             case manager_pb2.OutcomeReceived():
-                outcome = self._replica.last_outcome
+                outcome = self.replica.last_outcome
                 if outcome is not None and outcome.fence == body.fence:
                     self._outcome_received = True
             case manager_pb2.SealForReaders():
@@ -196,14 +197,14 @@ class AgentMachine:
         """Begins the operation that a command asks for, or answers a repetition, or leaves it unanswered."""
         if fence.cluster != self._session.cluster or fence.epoch < self._highest:
             return
-        operation = self._replica.operation
+        operation = self.replica.operation
         if operation is not None:
             if operation.kind == kind and operation.fence == fence:
                 operation.repeated(now)
             elif fence.epoch > operation.fence.epoch:
                 operation.overtaken(f"the manager went on to epoch {fence.epoch}", now)
             return
-        outcome, answer = self._replica.last_outcome, self._answers.get(kind)
+        outcome, answer = self.replica.last_outcome, self._answers.get(kind)
         if kind == "install" and outcome is not None and outcome.fence == fence:
             self._outcome_received = False
             self._send_outcome()
@@ -211,7 +212,7 @@ class AgentMachine:
             self._session.send(answer)
         else:
             self._highest = fence.epoch
-            self._replica.begin(make(), now)
+            self.replica.begin(make(), now)
 
     def _ended(self, operation: Operation, now: float) -> None:
         """Tells what became of an operation, until it is known that it arrived."""
@@ -224,24 +225,24 @@ class AgentMachine:
         self._reconcile(now)
 
     def _send_outcome(self) -> None:
-        if self._replica.last_outcome is not None and not self._outcome_received:
-            self._session.send(self._replica.last_outcome)
+        if self.replica.last_outcome is not None and not self._outcome_received:
+            self._session.send(self.replica.last_outcome)
             self._out.append(SetTimer(OUTCOME, self._deadlines.resend))
 
     # -- the engine and its workers
 
     def _engine_ready(self, event: EngineReady, now: float) -> None:
-        if self._replica.engine is not None:
+        if self.replica.engine is not None:
             self._engine_exited("it was started again", now)
-        self._replica.engine = event
-        self._replica.engine_reason = ""
-        self._replica.paused = event.paused
-        self._replica.asleep = bool(event.asleep)
+        self.replica.engine = event
+        self.replica.engine_reason = ""
+        self.replica.paused = event.paused
+        self.replica.asleep = bool(event.asleep)
         self._session.hello_again()
         self._look()
 
     def _engine_exited(self, reason: str, now: float) -> None:
-        replica = self._replica
+        replica = self.replica
         replica.engine = None
         replica.engine_reason = reason
         replica.words = NO_WORDS
@@ -260,7 +261,7 @@ class AgentMachine:
 
     def _reconcile(self, now: float) -> None:
         """An engine whose workers are whole, and none of which may begin to write, has no reason to be paused."""
-        replica = self._replica
+        replica = self.replica
         if (
             replica.operation is None
             and replica.engine is not None
@@ -272,7 +273,7 @@ class AgentMachine:
             replica.begin(Resuming(replica, weights_pb2.Fence()), now)
 
     def _asked(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
-        replica = self._replica
+        replica = self.replica
         kind = request.WhichOneof("body")
         if kind == "installed":
             replica.settle_order(request.rank, request.boot_id, request.installed.fence.epoch)
@@ -288,13 +289,13 @@ class AgentMachine:
             return
         match key:
             case ("words",):
-                if self._replica.engine is not None:
+                if self.replica.engine is not None:
                     self._look()
                 self._out.append(SetTimer(LOOK, self._deadlines.words))
             case ("outcome",):
                 self._send_outcome()
             case ("operation", number, str() as step):
-                operation = self._replica.operation
+                operation = self.replica.operation
                 if operation is not None and operation.number == number:
                     operation.timer(step, now)
 
@@ -302,8 +303,8 @@ class AgentMachine:
         match done.key:
             case ("words",):
                 self._looking = False
-                if done.problem is None and self._replica.engine is not None:
-                    self._replica.take_words(cast(Words, done.result))
+                if done.problem is None and self.replica.engine is not None:
+                    self.replica.take_words(cast(Words, done.result))
                     self._reconcile(now)
             case ("put",):
                 if done.problem is None:
@@ -311,7 +312,7 @@ class AgentMachine:
                 else:
                     self._session.failed(done.problem.message, now)
             case ("operation", number, str() as step):
-                operation = self._replica.operation
+                operation = self.replica.operation
                 if operation is not None and operation.number == number:
                     operation.done(step, done, now)
             case ("seal", int() as epoch, str() as table):

@@ -26,6 +26,7 @@ from ckpt_engine.core.machines.members import Members, Replica, Trainer
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 SPEND: Key = ("spend",)
+SHORTEST_SECONDS = 0.001
 
 
 @dataclass
@@ -104,8 +105,8 @@ class State:
         self.out.append(Run(key, task))
 
     def set_timer(self, key: Key, seconds: float) -> None:
-        """Sets or replaces a timer."""
-        self.out.append(SetTimer(key, max(0.0, seconds)))
+        """Sets or replaces a timer. Never for no time: in floats, the moment that it waits for might not have come."""
+        self.out.append(SetTimer(key, max(SHORTEST_SECONDS, seconds)))
 
     def cancel_timer(self, key: Key) -> None:
         """Forgets a timer."""

@@ -161,9 +161,13 @@ class Update:
             if self._can_refuse():
                 message = f"rank {member.rank} of lineage {member.lineage!r} is gone while {self.phase}"
                 self._refuse(unavailable(message, ranks=(member.rank,)).problem, now)
-        elif member.name not in self._outcomes and self.phase in ("preparing", "installing"):
+        else:
+            self._lose_replica(member.name, now)
+
+    def _lose_replica(self, name: str, now: float) -> None:
+        if name not in self._outcomes and self.phase in ("preparing", "installing"):
             message = f"its agent was lost while {self.phase} and did not come back"
-            self._leave_out(member.name, unavailable(message, replica=member.name).problem)
+            self._leave_out(name, unavailable(message, replica=name).problem)
             self._when_prepared(now)
             self._when_installed(now)
 
@@ -202,7 +206,11 @@ class Update:
         if step == "report":
             self._end(now)
         elif done.problem is not None:
-            self._refuse(done.problem, now)
+            if step == "intent" and not done.answered and self._identity is not None:
+                # It may be on the disk all the same, and what is there counts after a restart: its number is taken.
+                self.state.last[self.order.lineage] = self._identity
+            if self._can_refuse() or step == "intent":
+                self._refuse(done.problem, now)
         elif step == "plan":
             self._compiled = cast(Compiled, done.result)
             self._seal(now)
@@ -225,13 +233,17 @@ class Update:
             self._not_back(step, now)
 
     def _not_back(self, step: str, now: float) -> None:
-        members: list[Trainer | Replica] = [
-            *self.state.members.ranks(self.order.lineage).values(),
-            *(self.state.members.replicas[name] for name in self.order.replicas if name in self.state.members.replicas),
-        ]
-        for member in members:
-            if _absence(member) == step and member.peer is None:
-                self.member_gone(member, now)
+        """A lost member had its time to come back."""
+        members = self.state.members
+        for rank, trainer in members.ranks(self.order.lineage).items():
+            if step == f"lost rank {rank}" and trainer.peer is None:
+                self.member_gone(trainer, now)
+                return
+        for name in self.order.replicas:
+            replica = members.replicas.get(name)
+            if step == f"lost replica {name}" and (replica is None or replica.peer is None):
+                self._lose_replica(name, now)
+                return
 
     # -- prepare and plan
 
@@ -336,15 +348,13 @@ class Update:
         assert self._combined is not None
         order = self.order
         identity = weights_pb2.Identity(lineage=order.lineage, version=order.version, root=self._combined.root)
-        last = self.state.last.get(order.lineage)
-        if last is not None and last.version == order.version and last != identity:
-            self._refuse(
-                precondition(
-                    f"the weights are not those of {describe(last)}: their root is {identity.root.hex()[:12]}; "
-                    f"take a higher version, or start a new lineage"
-                ).problem,
-                now,
+        known = order.late or self.state.last.get(order.lineage)
+        if known is not None and known.version == order.version and known != identity:
+            message = (
+                f"the weights are not those of {describe(known)}: their root is {identity.root.hex()[:12]}; "
+                "take a higher version, or start a new lineage"
             )
+            self._refuse(precondition(message).problem, now)
             return
         self._identity = identity
         for name in sorted(self._prepared):
@@ -458,11 +468,10 @@ class Update:
     # -- the end
 
     def _can_refuse(self) -> bool:
-        return self.phase in ("preparing", "planning", "sealing", "combining", "recording")
+        """While the intent is being recorded only the ledger can still refuse: it may be on the disk already."""
+        return self.phase in ("preparing", "planning", "sealing", "combining")
 
     def _refuse(self, problem: Problem, now: float) -> None:
-        if not self._can_refuse():
-            return
         self.phase = "over"
         for call in self.order.calls.values():
             self.state.finish(call, problem)

@@ -1,0 +1,204 @@
+"""A simulated inference engine: workers with weights and state words, and an API that pauses and resumes.
+
+It carries out calls in their order, one after the other, also those whose caller gave up (a hung call takes effect
+late). Workers ask their agent over a channel that may lose requests and replies, and repeat themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ckpt_engine.core.machines import events
+from ckpt_engine.core.problems import CkptEngineError, data_loss, internal, precondition, unavailable
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from tests.simulation.shell import Faults
+from tests.simulation.weights import SLICES, SourceGoneError, Truth
+from tests.simulation.world import Process, Signal, Steps, World
+
+NONE, DIRTY, CLEAN = manager_pb2.NONE, manager_pb2.DIRTY, manager_pb2.CLEAN
+
+
+class Agent(Protocol):
+    """Where workers ask."""
+
+    def worker_asks(self, request: worker_pb2.WorkerRequest, answered: Signal) -> None: ...
+
+
+@dataclass
+class Worker:
+    """One engine rank. weights: a tag for each slice; "" is what a fresh engine has."""
+
+    rank: int
+    boot_id: bytes
+    state: manager_pb2.WorkerState = NONE
+    epoch: int = 0
+    identity: weights_pb2.Identity | None = None
+    weights: list[str] = field(default_factory=lambda: [""] * SLICES)
+
+    def status(self) -> manager_pb2.WorkerStatus:
+        """Its state word."""
+        return manager_pb2.WorkerStatus(
+            rank=self.rank,
+            boot_id=self.boot_id,
+            pid=100 + self.rank,
+            state=self.state,
+            epoch=self.epoch,
+            identity=self.identity if self.state == CLEAN else None,
+        )
+
+
+class Engine:
+    """One process tree. agent: who answers its workers now; None while there is none."""
+
+    def __init__(self, world: World, faults: Faults, truth: Truth, name: str, workers: int, models: set[str]) -> None:
+        self.world, self.faults, self.truth, self.name, self.models = world, faults, truth, name, models
+        self.workers = [Worker(rank, world.random.randbytes(16)) for rank in range(workers)]
+        self.agent: Agent | None = None
+        self.paused = False
+        self.asleep = False
+        self.alive = True
+        self._last = Signal()
+        self._last.set()
+        self._processes: list[Process] = []
+
+    def kill(self) -> None:
+        """All its processes are gone."""
+        self.alive = False
+        for process in self._processes:
+            process.kill()
+
+    def words(self) -> events.Words:
+        """The page and its verdict; the rule is that of install/state.py."""
+        statuses = tuple(worker.status() for worker in self.workers)
+        if not self.alive:
+            return events.Words((), False, "the engine is dead", None)
+        for status in statuses:
+            if status.state != CLEAN:
+                return events.Words(statuses, False, f"worker {status.rank} is not clean", None)
+        first = self.workers[0].identity
+        if any(worker.identity != first for worker in self.workers):
+            return events.Words(statuses, False, "workers hold different versions", None)
+        return events.Words(statuses, True, "", first)
+
+    def call(self, task: events.EngineTask) -> Steps:
+        """The caller's side of an HTTP call; raises CkptEngineError."""
+        if not self.alive:
+            raise unavailable("the engine does not answer")
+        if self.world.chance(self.faults.engine_no):
+            yield self.world.between(0.0, 0.05)
+            raise internal("the simulated engine says no")
+        before, self._last = self._last, Signal()
+        process = self.world.spawn(self._work(task, before, self._last))
+        self._processes.append(process)
+        problem = yield process.over
+        if problem is not None:
+            raise CkptEngineError(problem)
+
+    def _work(self, task: events.EngineTask, before: Signal, after: Signal) -> Steps:
+        yield before
+        yield self.world.between(0.001, 0.05)
+        if self.world.chance(self.faults.engine_hang):
+            yield self.world.between(1.0, 12.0)
+        match task:
+            case events.PauseEngine():
+                self.paused = True
+            case events.ResumeEngine():
+                self.paused = False
+            case events.SleepEngine():
+                self.asleep = True
+            case events.WakeEngine():
+                self.asleep = False
+            case events.PrepareEngine():
+                yield from self._all(self._prepare)
+            case events.InstallEngine():
+                yield from self._all(self._install)
+        after.set()
+        return None
+
+    def _all(self, hook: object) -> Steps:
+        processes = [self.world.spawn(hook(worker)) for worker in self.workers]  # type: ignore[operator]
+        self._processes += processes
+        for process in processes:
+            yield process.over
+
+    # -- what workers do
+
+    def _ask(self, worker: Worker, request: worker_pb2.WorkerRequest, patience: float) -> Steps:
+        """Asks until there is an answer, or for so many seconds."""
+        request.rank, request.boot_id = worker.rank, worker.boot_id
+        end = self.world.now + patience
+        while self.world.now < end:
+            answered = Signal()
+            if self.agent is not None and not self.world.chance(self.faults.loss):
+                agent, copy = self.agent, worker_pb2.WorkerRequest.FromString(request.SerializeToString())
+                self.world.after(self.world.between(0.0001, 0.002), lambda: agent.worker_asks(copy, answered))  # noqa: B023
+            reply = yield self.world.first_of(answered, 0.5)
+            if reply is not None:
+                return reply
+        return None
+
+    def _prepare(self, worker: Worker) -> Steps:
+        reply = yield from self._ask(worker, _request(want_prepare=worker_pb2.WantOrder()), 3.0)
+        if reply is None or not reply.HasField("prepare"):
+            return
+        yield self.world.between(0.01, 0.1)
+        prepared = worker_pb2.WorkerPrepared(fence=reply.prepare.fence)
+        model = reply.prepare.manifest.decode()
+        if model in self.models:
+            prepared.needs = json.dumps([self.name, worker.rank, worker.boot_id.hex(), model]).encode()
+        else:
+            prepared.problem.CopyFrom(precondition(f"this engine cannot load {model}").problem)
+        yield from self._ask(worker, _request(prepared=prepared), 3.0)
+
+    def _install(self, worker: Worker) -> Steps:
+        reply = yield from self._ask(worker, _request(want_install=worker_pb2.WantOrder()), 3.0)
+        if reply is None or not reply.HasField("install"):
+            return
+        order = reply.install
+        end = self.world.now + order.deadline_seconds
+        yield self.world.between(0.001, 0.05)
+        if self.world.chance(self.faults.slow):
+            yield self.world.between(1.0, 10.0)
+        try:
+            if self.world.now >= end:
+                raise precondition("too late to begin")
+            if self.world.chance(self.faults.worker_early):
+                raise unavailable("the simulator made this worker fail before its first byte")
+            yield from self._read(worker, order, end)
+            problem = None
+        except CkptEngineError as error:
+            problem = error.problem
+        report = manager_pb2.WorkerReport(rank=worker.rank, bytes=SLICES, verified=SLICES, problem=problem)
+        installed = worker_pb2.WorkerInstalled(fence=order.fence, report=report)
+        yield from self._ask(worker, _request(installed=installed), 3.0)
+
+    def _read(self, worker: Worker, order: worker_pb2.InstallOrder, end: float) -> Steps:
+        plan, expected = json.loads(order.plan), json.loads(order.expected)
+        worker.state, worker.epoch = DIRTY, order.fence.epoch
+        for index in range(SLICES):
+            yield self.world.between(0.001, 0.03)
+            if self.world.now >= end:
+                raise precondition("out of time in the middle")
+            if self.world.chance(self.faults.worker_late):
+                raise unavailable("the simulator made this worker fail in the middle")
+            try:
+                worker.weights[index] = self.truth.sources[bytes.fromhex(plan[str(index)])].read(index)
+            except SourceGoneError as error:
+                raise unavailable(str(error)) from error
+        yield self.world.between(0.001, 0.01)
+        if {str(index): tag for index, tag in enumerate(worker.weights)} != expected:
+            raise data_loss("what was read is not what was sealed")
+        worker.state, worker.identity = CLEAN, order.identity
+
+
+def _request(
+    want_prepare: worker_pb2.WantOrder | None = None,
+    prepared: worker_pb2.WorkerPrepared | None = None,
+    want_install: worker_pb2.WantOrder | None = None,
+    installed: worker_pb2.WorkerInstalled | None = None,
+) -> worker_pb2.WorkerRequest:
+    return worker_pb2.WorkerRequest(
+        want_prepare=want_prepare, prepared=prepared, want_install=want_install, installed=installed
+    )

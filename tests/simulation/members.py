@@ -1,0 +1,278 @@
+"""The simulated shells of agents and trainer ranks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.machines import events
+from ckpt_engine.core.machines.agent import AgentMachine
+from ckpt_engine.core.machines.events import Peer, PeerLost
+from ckpt_engine.core.machines.trainer import TrainerMachine
+from ckpt_engine.core.problems import CkptEngineError, invalid, precondition, unavailable
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from tests.simulation.engine import Engine
+from tests.simulation.manager import ManagerShell
+from tests.simulation.shell import Faults, Shell, Stream
+from tests.simulation.weights import Source, Truth, ref_of
+from tests.simulation.world import Signal, Steps, World
+
+HOST = weights_pb2.Host(boot_id="host", pid_namespace="namespace", name="simulated")
+
+
+class Cluster:
+    """Where everybody finds the manager: None while it is down."""
+
+    def __init__(self, world: World, faults: Faults, truth: Truth, deadlines: Deadlines) -> None:
+        self.world, self.faults, self.truth, self.deadlines = world, faults, truth, deadlines
+        self.manager: ManagerShell | None = None
+
+
+class MemberShell(Shell):
+    """A member: a stream to the manager, and its blobs."""
+
+    def __init__(self, cluster: Cluster, name: str, machine: Any) -> None:
+        super().__init__(cluster.world, cluster.faults, name, machine)
+        self.cluster = cluster
+        self.streams: dict[Peer, Stream] = {}
+        self.ended: weights_pb2.Problem | None = None
+
+    def perform(self, command: Any) -> None:
+        """What agents and trainers have in common."""
+        match command:
+            case events.OpenStream(peer):
+                manager = self.cluster.manager
+                if manager is None or not manager.alive:
+                    self.world.after(0.05, lambda: self.feed(PeerLost(peer, "nobody answers")))
+                else:
+                    self.streams[peer] = manager.accept(self, peer)
+            case events.Send(peer, body):
+                if peer in self.streams:
+                    self.streams[peer].send(True, body)
+            case events.ClosePeer(peer):
+                if peer in self.streams:
+                    self.streams.pop(peer).close(by_manager=False)
+            case events.SetTimer(key, seconds):
+                self.set_timer(key, seconds, lambda: events.TimerFired(key))
+            case events.CancelTimer(key):
+                self.cancel_timer(key)
+            case events.Run(key, task):
+                self.start_task(key, task)
+            case events.SessionEnded(problem, final):
+                if final:
+                    self.ended = problem
+            case events.SessionOpened():
+                return
+            case _:
+                self.own(command)
+
+    def own(self, command: Any) -> None:
+        """What only this kind of member does."""
+        raise NotImplementedError
+
+    def start_task(self, key: events.Key, task: Any) -> None:
+        """What only this kind of member runs."""
+        raise NotImplementedError
+
+    def put(self, blobs: tuple[bytes, ...]) -> Steps:
+        """Stores blobs with the manager."""
+        yield self.world.between(0.001, 0.02)
+        return tuple(self._manager().blobs.put(data) for data in blobs)
+
+    def fetch(self, refs: tuple[manager_pb2.BlobRef, ...]) -> Steps:
+        """Fetches blobs from the manager."""
+        yield self.world.between(0.001, 0.02)
+        return tuple(self._manager().blobs.get(ref) for ref in refs)
+
+    def put_digests(self, source: Source, atoms: manager_pb2.BlobRef) -> Steps:
+        """Digests what a source has sealed."""
+        (wanted,) = yield from self.fetch((atoms,))
+        if json.loads(wanted)["table"] != ref_of(source.table()).digest.hex():
+            raise invalid("these atoms are of another table")
+        yield self.world.between(0.005, 0.05)
+        (ref,) = yield from self.put((json.dumps(source.digests(), sort_keys=True).encode(),))
+        return events.SealResult(ref, 0.0, 0.0)
+
+    def _manager(self) -> ManagerShell:
+        manager = self.cluster.manager
+        if manager is None or not manager.alive:
+            raise unavailable("the manager does not answer")
+        return manager
+
+    def leave(self) -> None:
+        """Ends in good order."""
+        self.feed(events.Stop("leaving"))
+        self.world.after(1.0, self.crash)
+
+    def crash(self) -> None:
+        """Its connections end with it."""
+        super().crash()
+        self.break_streams()
+
+    def break_streams(self) -> None:
+        """Its connection is lost."""
+        for stream in self.streams.values():
+            stream.break_off("connection lost")
+
+
+class AgentShell(MemberShell):
+    """One agent process with its engine, which may outlive it."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        agent_epoch: int,
+        mode: manager_pb2.Mode = manager_pb2.STANDALONE,
+        machine: type[AgentMachine] = AgentMachine,
+    ) -> None:
+        session = f"{name}-{cluster.world.random.getrandbits(32):08x}"
+        super().__init__(
+            cluster,
+            name,
+            machine(name, session, agent_epoch, mode, HOST, ("shared_memory",), cluster.deadlines),
+        )
+        self.machine: AgentMachine
+        self.agent_epoch, self.mode = agent_epoch, mode
+        self.engine: Engine | None = None
+        self.outcomes: list[manager_pb2.ReplicaOutcome] = []
+        self._requests = 0
+        self._replies: dict[int, Signal] = {}
+        self.feed(events.Start())
+
+    def attach(self, engine: Engine) -> None:
+        """An engine is there and answers."""
+        self.engine = engine
+        engine.agent = self
+        described = manager_pb2.Engine(kind="reference", version="0", url=f"http://127.0.0.1/{engine.name}")
+        self.feed(events.EngineReady(described, len(engine.workers), engine.paused, engine.asleep))
+
+    def engine_died(self) -> None:
+        """The agent notices that its engine is gone."""
+        if self.engine is not None:
+            self.engine.agent = None
+            self.engine = None
+            self.feed(events.EngineExited("the simulated engine was killed"))
+
+    def crash(self) -> None:
+        """The engine goes on without it."""
+        super().crash()
+        if self.engine is not None and self.engine.agent is self:
+            self.engine.agent = None
+
+    def worker_asks(self, request: worker_pb2.WorkerRequest, answered: Signal) -> None:
+        """A worker's request has arrived."""
+        if self.alive:
+            self._requests += 1
+            self._replies[self._requests] = answered
+            self.feed(events.WorkerAsked(self._requests, request))
+
+    def own(self, command: Any) -> None:
+        """Answers workers."""
+        assert isinstance(command, events.Reply), command
+        answered, reply = self._replies.pop(command.request), command.reply
+        if reply is not None and not self.world.chance(self.faults.loss):
+            data = reply.SerializeToString()
+            delay = self.world.between(0.0001, 0.002)
+            self.world.after(delay, lambda: answered.set(worker_pb2.AgentReply.FromString(data)))
+
+    def start_task(self, key: events.Key, task: Any) -> None:
+        """The agent's tasks."""
+        match task:
+            case events.ReadWords():
+                self.run_task(key, task.seconds, self._read_words(), fallible=False)
+            case events.PutBlobs(blobs):
+                self.run_task(key, task.seconds, self.put(blobs))
+            case events.FetchBlobs(refs):
+                self.run_task(key, task.seconds, self.fetch(refs))
+            case events.SealDirectory():
+                self.run_task(key, task.seconds, self._seal(task))
+            case _:
+                self.run_task(key, task.seconds, self._call_engine(task), fallible=False)
+
+    def _read_words(self) -> Steps:
+        yield 0.0
+        return self.engine.words() if self.engine is not None else events.Words((), False, "no engine", None)
+
+    def _call_engine(self, task: events.EngineTask) -> Steps:
+        if self.engine is None:
+            raise unavailable("there is no engine")
+        yield from self.engine.call(task)
+
+    def _seal(self, task: events.SealDirectory) -> Steps:
+        source = self.cluster.truth.sources[task.table.digest]
+        if source.kind != "directory" or not source.sealed:
+            raise precondition("no files to read")
+        return (yield from self.put_digests(source, task.atoms))
+
+
+class TrainerShell(MemberShell):
+    """One trainer rank. calling: whether its trainer thread waits in update_weights."""
+
+    def __init__(
+        self, cluster: Cluster, source: Source, session: str, machine: type[TrainerMachine] = TrainerMachine
+    ) -> None:
+        super().__init__(
+            cluster,
+            f"{source.lineage}/{source.rank}",
+            machine(source.lineage, source.rank, source.world_size, session, HOST, cluster.deadlines),
+        )
+        self.source = source
+        self.session = session
+        self.calling = False
+        self.accepted = Signal()
+        cluster.truth.sources[ref_of(source.table()).digest] = source
+        self.feed(events.Start())
+        self.feed(events.PublishTable(source.table()))
+
+    def crash(self) -> None:
+        """Its memory is gone with it, files are not."""
+        super().crash()
+        self.source.alive = False
+
+    def own(self, command: Any) -> None:
+        """Remembers that the table was accepted."""
+        match command:
+            case events.PublicationDecided(manifest, _):
+                if manifest is not None:
+                    self.accepted.set()
+            case events.Released():
+                return
+            case _:
+                raise AssertionError(command)
+
+    def start_task(self, key: events.Key, task: Any) -> None:
+        """The trainer's tasks."""
+        match task:
+            case events.PutBlobs(blobs):
+                self.run_task(key, task.seconds, self.put(blobs))
+            case events.SealSource():
+                self.run_task(key, task.seconds, self._seal(task))
+
+    def _seal(self, task: events.SealSource) -> Steps:
+        yield self.world.between(0.001, 0.02)
+        if not task.keep and not self.calling:
+            raise precondition("the trainer does not wait in update_weights")
+        if task.keep and not (self.source.stays_sealed and self.source.sealed):
+            raise precondition("nothing is sealed that stays so")
+        self.source.seal(task.keep)
+        return (yield from self.put_digests(self.source, task.atoms))
+
+    def update(self, request: manager_pb2.UpdateWeightsRequest, patience: float) -> Steps:
+        """The call of this rank: returns its report, or raises what it was refused with."""
+        request.lineage, request.rank, request.session_id = self.source.lineage, self.source.rank, self.session
+        self.calling = True
+        try:
+            yield self.world.between(0.0005, self.faults.delay)
+            manager = self._manager()
+            call, over = manager.open_call(request)
+            answer = yield self.world.first_of(over, patience)
+            if answer is None:
+                self.world.after(self.world.between(0.0, 0.1), lambda: manager.cancel_call(call))
+                raise unavailable("gave up waiting")
+            if isinstance(answer, weights_pb2.Problem):
+                raise CkptEngineError(answer)
+            return answer
+        finally:
+            self.calling = False

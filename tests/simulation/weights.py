@@ -1,0 +1,119 @@
+"""The simulator's weights: what sources offer, what workers hold, and what was sealed.
+
+A model has SLICES slices, and the content of a slice is a tag, say "run-0 step 3". A trainer's optimizer changes its
+tags when it goes on training, so that a read which comes too late really reads other content. The digest of a slice is
+its tag, which makes digests exact: no two contents have the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_engine.core.problems import not_found
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+SLICES = 4
+
+
+class SourceGoneError(Exception):
+    """The memory that a reader wants to read is not there any more."""
+
+
+@dataclass
+class Source:
+    """What a rank offers: the slices s with s % world_size == rank.
+
+    kind: "live": readers read the trainer's own memory. "snapshot": sealing copies it, and the copy stays. "directory":
+    files, which stay when the process is gone. alive: whether the owner's process is.
+    """
+
+    lineage: str
+    rank: int
+    world_size: int
+    kind: str
+    model: str
+    memory: dict[int, str] = field(default_factory=dict)
+    sealed: dict[int, str] = field(default_factory=dict)
+    alive: bool = True
+
+    @property
+    def stays_sealed(self) -> bool:
+        """Whether late replicas may read it."""
+        return self.kind != "live"
+
+    def table(self) -> bytes:
+        """A SourceTable; that of a real source lists shards, this one says what the simulator needs."""
+        return weights_pb2.SourceTable(
+            rank=self.rank,
+            stays_sealed=self.stays_sealed,
+            source_copies=int(self.kind == "snapshot"),
+            description=json.dumps([self.lineage, self.world_size, self.kind, self.model]),
+        ).SerializeToString(deterministic=True)
+
+    def train(self, tag: str) -> None:
+        """The optimizer's step."""
+        self.memory = {index: tag for index in range(SLICES) if index % self.world_size == self.rank}
+
+    def seal(self, keep: bool) -> None:
+        """Puts the present content where readers read."""
+        if not keep:
+            self.sealed = dict(self.memory)
+
+    def read(self, index: int) -> str:
+        """What is there at this moment."""
+        if not self.alive and self.kind != "directory":
+            raise SourceGoneError(f"rank {self.rank} of {self.lineage} is gone")
+        return self.memory[index] if self.kind == "live" else self.sealed[index]
+
+    def digests(self) -> dict[str, str]:
+        """Of what is readable."""
+        return {str(index): self.read(index) for index in self.memory}
+
+
+def ref_of(data: bytes) -> manager_pb2.BlobRef:
+    """A blob's reference."""
+    return manager_pb2.BlobRef(digest=hashlib.sha256(data).digest(), size=len(data))
+
+
+class Blobs:
+    """The manager's content store."""
+
+    def __init__(self) -> None:
+        self.held: dict[bytes, bytes] = {}
+
+    def put(self, data: bytes) -> manager_pb2.BlobRef:
+        """Keeps bytes."""
+        ref = ref_of(data)
+        self.held[ref.digest] = data
+        return ref
+
+    def get(self, ref: manager_pb2.BlobRef) -> bytes:
+        """Raises NOT_FOUND."""
+        if ref.digest not in self.held:
+            raise not_found(f"no blob {ref.digest.hex()[:12]}")
+        return self.held[ref.digest]
+
+    def put_json(self, value: Any) -> manager_pb2.BlobRef:
+        """Keeps a value."""
+        return self.put(json.dumps(value, sort_keys=True).encode())
+
+    def get_json(self, ref: manager_pb2.BlobRef) -> Any:
+        """Gives it back."""
+        return json.loads(self.get(ref))
+
+
+class Truth:
+    """What the simulator knows and no machine does: which content each root stands for, and every source there is."""
+
+    def __init__(self) -> None:
+        self.content: dict[bytes, dict[int, str]] = {}
+        self.sources: dict[bytes, Source] = {}  # by the digest of their table
+
+    def root(self, digests: dict[str, str]) -> bytes:
+        """The root of these digests, remembered with its content."""
+        root = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).digest()
+        self.content[root] = {int(index): tag for index, tag in digests.items()}
+        return root
