@@ -140,6 +140,16 @@ def test_ragged_ends_of_a_flat_view() -> None:
         assert len(found) <= 3
 
 
+def test_axes_that_carry_only_together() -> None:
+    base = torch.arange(18).reshape(2, 9)
+    for start in range(11):
+        view = base.view(-1)[start : start + 8].view(2, 2, 2)
+        found = blocks(copy_of(view.shape, view.stride(), start, (4, 2, 1), 0), row_major(base.shape))
+        result = torch.full((2, 2, 2), -1)
+        replay(found, base, result)
+        assert torch.equal(result, view)
+
+
 def test_too_many_boxes_are_refused() -> None:
     view = torch.empty(5000, 4)[:, 0:1].t()
     everything = torch.empty(10000, 4)[::2]
