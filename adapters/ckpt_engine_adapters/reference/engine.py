@@ -17,7 +17,7 @@ from typing import Any
 from ckpt_engine.install.state import Verdict
 from ckpt_engine.v1 import weights_pb2
 from ckpt_engine_adapters.reference.generation import Generation
-from ckpt_engine_adapters.reference.pool import WorkerFailedError, WorkerPool
+from ckpt_engine_adapters.reference.pool import WorkerPool
 
 PAUSE_MODES = ("abort", "wait", "keep", "in_place")
 WAKE_TAGS = ("weights", "kv_cache")
@@ -84,8 +84,9 @@ class Engine:
                     if self._may_step():
                         try:
                             await self._step()
-                        except (WorkerFailedError, TimeoutError) as error:
-                            self._on_fatal(f"a step failed: {error or 'no answer within the deadline'}")
+                        except Exception as error:
+                            # Whatever it was: requests must not wait for a loop that has ended.
+                            self._on_fatal(f"a step failed: {type(error).__name__}: {error}")
                             return
 
     def _may_step(self) -> bool:
