@@ -23,6 +23,7 @@ from ckpt_engine.agent.adapter import (
     EngineInfo,
     LaunchPlan,
 )
+from ckpt_engine.agent.http import engine_client
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 SUPPORTED = ("0.26.", "0.32.")
@@ -69,8 +70,7 @@ class VllmAdapter:
     )
 
     def __init__(self, settings: AdapterSettings) -> None:
-        headers = {"x-ckpt-engine-token": settings.token}
-        self._client = httpx.AsyncClient(base_url=settings.url, headers=headers, timeout=None)
+        self._client = engine_client(settings.url, {"x-ckpt-engine-token": settings.token})
         self._routes: frozenset[str] = frozenset()
 
     async def _call(
@@ -126,7 +126,7 @@ class VllmAdapter:
         await self._post("/init_weight_transfer_engine", seconds, body={"init_info": {}})
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
-        await self._post("/pause", seconds, params=_MODES[mode])
+        await self._post("/pause", seconds, params=_MODES[mode or self.capabilities.default_pause_mode])
 
     async def install(self, epoch: int, seconds: float) -> None:
         """Opens vLLM's update session, runs the install in every worker, and always closes the session."""

@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.utils import (
 
 from ckpt_engine.install.target import StagedLayer, Weights
 
-_Tensors = tuple[dict[str, Tensor | None], dict[str, Tensor | None], set[str]]
+_Tensors = tuple[dict[str, Any], dict[str, Tensor | None], set[str]]
 
 
 class VllmTarget:
