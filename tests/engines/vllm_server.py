@@ -1,0 +1,94 @@
+"""A real vLLM server on the CPU as a replica, for the tests marked `engine`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ckpt_engine import Trainer
+from tests.cluster import Cluster, Replica
+from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
+
+PYTHON = os.environ.get("CKPT_ENGINE_VLLM_PYTHON", "")
+OVERLAY = os.environ.get("CKPT_ENGINE_OVERLAY", "")
+TOKENS = 32
+
+needs_vllm = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not PYTHON, reason="CKPT_ENGINE_VLLM_PYTHON is not set; `make test-engines` sets it"),
+]
+
+
+def start_vllm(cluster: Cluster, name: str, model: Path, *arguments: str, tensor_parallel: int = 1) -> Replica:
+    """A vLLM server with random weights of its own, as a replica of `cluster`; not waited for."""
+    environment = {
+        "PYTHONPATH": OVERLAY,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if tensor_parallel > 1:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    return cluster.replica(
+        name,
+        "vllm",
+        model,
+        *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "tiny", "--enforce-eager"),
+        *("--max-model-len", "256", "--dtype", "bfloat16", "--load-format", "dummy", "--skip-tokenizer-init"),
+        *("--gpu-memory-utilization", "0.3", "--tensor-parallel-size", str(tensor_parallel), *arguments),
+        environment=environment,
+    )
+
+
+def complete(replica: Replica, prompt: Sequence[int], count: int = TOKENS, seconds: float = 120.0) -> httpx.Response:
+    """The answer to one greedy completion of token ids."""
+    body = {"model": "tiny", "prompt": list(prompt), "max_tokens": count, "temperature": 0, "ignore_eos": True}
+    return httpx.post(
+        f"{replica.url}/v1/completions",
+        json={**body, "return_token_ids": True, "detokenize": False},
+        timeout=seconds,
+    )
+
+
+def tokens(response: httpx.Response) -> list[int]:
+    assert response.status_code == 200, response.text
+    found: list[int] = response.json()["choices"][0]["token_ids"]
+    return found
+
+
+def model_of(path: Path, seed: int, **options: Any) -> Any:
+    return make_tiny_qwen3(path / str(seed), seed, weights=False, **options)
+
+
+def assert_serves(replica: Replica, model: Any, version: int) -> None:
+    """Greedy tokens are transformers', where rounding cannot decide; the header tells the version."""
+    prompt = decisive_prompts(model, 1, TOKENS)[0]
+    expected = reference_tokens(model, prompt, TOKENS)
+    assert expected.gap > DECISIVE_GAP
+    response = complete(replica, prompt)
+    assert tokens(response) == expected.tokens
+    assert response.headers["x-ckpt-engine-version"] == str(version)
+
+
+def publish(trainer: Trainer, model: Any) -> None:
+    trainer.publish(named_weights(model))
+
+
+def assert_closed(replica: Replica) -> None:
+    """The server lives and answers no request."""
+    assert httpx.get(f"{replica.url}/health", timeout=30).status_code == 200
+    response = complete(replica, [1, 2, 3], 2)
+    assert response.status_code == 503, response.text
+
+
+def wait_until_open(replica: Replica, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while complete(replica, [1, 2, 3], 1).status_code == 503:
+        assert time.monotonic() < end, replica.tail()
+        time.sleep(0.2)
