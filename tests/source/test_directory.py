@@ -187,3 +187,11 @@ def test_a_file_of_no_length_and_a_sound_one(tmp_path: Path) -> None:
 def test_what_is_not_there_is_not_found(tmp_path: Path) -> None:
     assert problem_of(tmp_path).code == Problem.NOT_FOUND
     assert problem_of(tmp_path / "nothing").code == Problem.NOT_FOUND
+
+
+def test_a_header_beyond_the_limit_is_not_even_read(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    with file.open("wb") as sparse:
+        sparse.write((100_000_001).to_bytes(8, "little"))
+        sparse.truncate(200_000_000)
+    assert "the header would be 100000001" in problem_of(file).message

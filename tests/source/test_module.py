@@ -300,3 +300,16 @@ def test_a_refusal_moves_nothing() -> None:
     before = model.weight.data_ptr()
     refused(Problem.INVALID_ARGUMENT, model)
     assert model.weight.data_ptr() == before
+
+
+def test_views_of_several_dtypes_stay_aligned() -> None:
+    raw = torch.arange(64, dtype=torch.uint8)
+    model = nn.Module()
+    model.register_buffer("narrow", raw[2:10].view(torch.bfloat16))
+    model.register_buffer("wide", raw[4:12].view(torch.int32))
+    before = expected(model)
+    source = opened(model)
+    source.seal()
+    assert_equal(read(source.table()), before)
+    model.wide.zero_()
+    assert not model.narrow[1:].any()
