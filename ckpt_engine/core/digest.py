@@ -16,7 +16,7 @@ bits of lanes have most). It guards against faults, not against an adversary who
 
 On a CPU (measured in benchmarks/test_digest.py) the sum over the fastest axes is an 8-bit integer matrix product: bytes
 times factors, the latter split into signed 7-bit limbs, so that no 32-bit sum (nor a 16-bit one of a pair, inside of
-processors without VNNI) can overflow. Few rows go through numpy. Both are exact, and equal.
+processors without VNNI) can overflow. Few rows, and small boxes, go through numpy. Both are exact, and equal.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from ckpt_engine.core.factors import (
     words,
 )
 from ckpt_engine.core.problems import invalid
+from ckpt_engine.core.threads import share_out
 
 SEED = 0x636B70742D656E67  # "ckpt-eng"
 
@@ -67,12 +68,75 @@ def digest_box(tensor_view: torch.Tensor, start: Sequence[int], seed: int = SEED
 def digest_boxes(boxes: Sequence[tuple[torch.Tensor, Sequence[int]]], seed: int = SEED) -> list[int]:
     """The digest of each box, in order; see `digest_box`. Meant for thousands of them.
 
-    Runs in the calling thread and in torch's own (`torch.set_num_threads`), outside of the interpreter's lock for the
-    most part. Needs up to 2 MiB of scratch memory a torch thread.
+    Uses as many threads as torch does in the calling one (`torch.get_num_threads()`), but not torch's: see
+    core/threads.py. Outside of the interpreter's lock for the most part; 2 MiB of scratch memory a thread.
     """
+    checked = [_box(view, tuple(start)) for view, start in boxes]
+    threads = torch.get_num_threads()
+    if threads == 1 or all(_lane_count(memory) <= _SMALL_LANES for memory, _ in checked):
+        return _digests(checked, seed)
+    digests = [0] * len(checked)
+    shares = _shares(checked, threads)
+    found = share_out(lambda share: _digests([box for _, box in share], seed), shares, threads)
+    for share, sums in zip(shares, found, strict=True):
+        for (index, _), each in zip(share, sums, strict=True):
+            digests[index] = digests[index] + each & _MASK
+    return digests
+
+
+_Box = tuple[torch.Tensor, tuple[int, ...]]
+"""Elements as integers of their size, and the first one's global coordinates."""
+
+
+def _box(view: torch.Tensor, start: tuple[int, ...]) -> _Box:
+    if view.dim() != len(start):
+        raise invalid(f"a box of shape {list(view.shape)} cannot start at {list(start)}; give one entry an axis")
+    dtype_name(view.dtype)
+    if type(view) is not torch.Tensor:
+        view = view.as_subclass(torch.Tensor)
+    if view.is_complex():
+        view = view.resolve_conj()
+    if view.device.type != "cpu":
+        view = view.cpu()
+    return view.detach().view(_INTEGER[view.itemsize]), start
+
+
+def _lane_count(memory: torch.Tensor) -> int:
+    return memory.numel() * max(memory.itemsize // 2, 1)
+
+
+def _digests(boxes: Sequence[_Box], seed: int) -> list[int]:
     with torch.inference_mode():
-        worker = _Digester(seed)
-        return [worker.box(view, tuple(start)) for view, start in boxes]
+        digester = _Digester(seed)
+        return [digester.box(memory, start) for memory, start in boxes]
+
+
+def _shares(boxes: Sequence[_Box], threads: int) -> list[list[tuple[int, _Box]]]:
+    """Work for threads, several shares for each: parts of boxes, each with its box's index. Large boxes are split."""
+    most = max(sum(memory.nbytes for memory, _ in boxes) // (4 * threads), _SCRATCH_BYTES)
+    shares: list[list[tuple[int, _Box]]] = [[]]
+    room = most
+    for index, box in enumerate(boxes):
+        for part in _split(*box, most):
+            if room <= 0:
+                shares.append([])
+                room = most
+            shares[-1].append((index, part))
+            room -= part[0].nbytes
+    return shares
+
+
+def _split(memory: torch.Tensor, start: tuple[int, ...], most: int) -> list[_Box]:
+    """Parts along the longest axis, of about `most` bytes."""
+    count = -(-memory.nbytes // most)
+    if count <= 1:
+        return [(memory, start)]
+    axis = max(range(memory.dim()), key=lambda axis: memory.shape[axis])
+    step = -(-memory.shape[axis] // count)
+    return [
+        (memory.narrow(axis, first, length), (*start[:axis], start[axis] + first, *start[axis + 1 :]))
+        for first, length in _spans(memory.shape[axis], step)
+    ]
 
 
 class _Digester:
@@ -80,23 +144,13 @@ class _Digester:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._scratch_bytes = _SCRATCH_BYTES * torch.get_num_threads()
+        self._scratch_bytes = _SCRATCH_BYTES
         self._scratch: torch.Tensor | None = None
         self._gemm = gemm_is_exact()
 
-    def box(self, view: torch.Tensor, start: tuple[int, ...]) -> int:
-        if view.dim() != len(start):
-            raise invalid(f"a box of shape {list(view.shape)} cannot start at {list(start)}; give one entry an axis")
-        dtype_name(view.dtype)
-        if view.numel() == 0:
+    def box(self, memory: torch.Tensor, start: tuple[int, ...]) -> int:
+        if memory.numel() == 0:
             return 0
-        if type(view) is not torch.Tensor:
-            view = view.as_subclass(torch.Tensor)
-        if view.is_complex():
-            view = view.resolve_conj()
-        if view.device.type != "cpu":
-            view = view.cpu()
-        memory = view.view(_INTEGER[view.itemsize])
         scale = 1
         axes: list[Axis] = []
         for axis, (first, length) in enumerate(zip(start, memory.shape, strict=True), start=1):
@@ -116,7 +170,7 @@ class _Digester:
     def _sum(self, memory: torch.Tensor, axes: tuple[Axis, ...]) -> int:
         """Of integers with these axes, the fastest in memory last."""
         size = memory.itemsize
-        if memory.numel() * max(size // 2, 1) <= _SMALL_LANES:
+        if _lane_count(memory) <= _SMALL_LANES:
             return self._small(memory, axes)
         width = axes[-1][2]
         if width * size > _INNER_BYTES:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from math import prod
 
@@ -14,6 +16,7 @@ from ckpt_engine.core import digest as digest_module
 from ckpt_engine.core.digest import SEED, digest_box, digest_boxes, gemm_is_exact
 from ckpt_engine.core.dtypes import ITEMSIZES, torch_dtype
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.threads import share_out
 
 MASK = (1 << 64) - 1
 FIXED = 9501765756003544046
@@ -125,6 +128,36 @@ def test_digests_of_disjoint_boxes_add_up(data: st.DataObject) -> None:
         ]
     )
     assert sum(parts) & MASK == digest_box(tensor, (0, 0))
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_shares_of_threads_add_up_to_the_same(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest_module, "_SCRATCH_BYTES", 64 << 10)  # so that shares are small and boxes are split
+    shapes = [(700, 300), (3,), (0, 4), (), (9000,), (3, 40_000), (20, 30, 40), (1, 50_000), *[(64,)] * 50]
+    boxes = [(random_tensor(shape, torch.bfloat16), tuple(range(len(shape)))) for shape in shapes]
+    assert len(digest_module._shares([(view.view(torch.int16), start) for view, start in boxes], 2)) > 4
+    found = digest_boxes(boxes)
+    torch.set_num_threads(1)
+    assert found == digest_boxes(boxes) == [digest_box(view, start) for view, start in boxes]
+
+
+def test_threads_of_the_digest_leave_those_of_torch_alone(two_threads: None) -> None:
+    def threads(_: int) -> int:
+        return torch.get_num_threads()
+
+    assert share_out(threads, [0, 1, 2], 2) == [1, 1, 1]
+    assert torch.get_num_threads() == 2
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(threads, 0).result() == 2
+    with pytest.raises(ZeroDivisionError):
+        share_out(lambda number: 1 // number, [1, 0, 1], 2)
 
 
 def test_memory_layout_does_not_matter() -> None:

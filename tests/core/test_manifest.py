@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Callable
 
 import pytest
@@ -133,6 +135,15 @@ def test_manifest_of_sorts_and_refuses_a_name_twice() -> None:
 
 def manifest(*specs: tuple[str, str, tuple[int, ...]]) -> Manifest:
     return manifest_of(TensorSpec(name=name, dtype=dtype, shape=shape) for name, dtype, shape in specs)
+
+
+def test_the_root_is_encoded_as_documented() -> None:
+    encoded = b"ckpt-engine root 1\n" + struct.pack("<Q", 2)
+    encoded += struct.pack("<Q1sQ4sQQQ", 1, b"a", 4, b"int8", 2, 2, 3)
+    encoded += struct.pack("<Q2sQ7sQ", 2, "ä".encode(), 7, b"float32", 0)
+    encoded += struct.pack("<QQ", 5, (1 << 64) - 1)
+    scalar = manifest(("a", "int8", (2, 3)), ("ä", "float32", ()))
+    assert root(scalar, [5, (1 << 64) - 1]) == hashlib.sha256(encoded).digest()
 
 
 def test_the_root_tells_names_dtypes_shapes_and_digests_apart() -> None:
