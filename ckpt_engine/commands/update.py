@@ -126,9 +126,8 @@ class _Bars(AbstractContextManager["_Bars"]):
 
 
 def describe(progress: manager_pb2.UpdateProgress) -> str:
-    """What is going on, in a few words."""
-    stage = manager_pb2.Stage.Name(progress.stage).lower() if progress.stage else ""
-    return ": ".join(part for part in (stage, progress.message) if part) or "waiting"
+    """What is going on, in a few words: what the manager says of the whole, or the stage of a replica."""
+    return progress.message or (manager_pb2.Stage.Name(progress.stage).lower() if progress.stage else "waiting")
 
 
 def _shown(quiet: bool) -> _Lines | _Bars:

@@ -22,7 +22,7 @@ class ConsoleShow:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._status: Status = console.status("starting")
+        self._status: Status = console.status("starting", refresh_per_second=4)
         self._said = ""
 
     def __enter__(self) -> Self:

@@ -205,7 +205,7 @@ class Stage:
     def _raise_if_ended(self) -> None:
         for name, child in self._children.items():
             if not child.running:
-                raise DemoError(f"{name}: {child.describe_exit()}")
+                raise DemoError(f"{name} {child.describe_exit().removeprefix('the engine ')}")
 
     def _tails(self, message: str) -> str:
         tails = [f"{name}:\n  " + "\n  ".join(child.last_lines(5)) for name, child in self._children.items()]

@@ -126,6 +126,7 @@ class PlainReplica:
     def _install(self, order: manager_pb2.Install) -> None:
         if order.fence.epoch not in self._answered:
             self.installs.append(order)
+            self._send(progress=manager_pb2.Progress(fence=order.fence, stage=manager_pb2.TRANSFER, bytes_total=1))
             self.before_reading()
             self._answered[order.fence.epoch] = self._read(order)
         self._send(heartbeat=self._beat())

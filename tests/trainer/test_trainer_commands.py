@@ -1,0 +1,113 @@
+"""`ckpt-engine update` and `ckpt-engine status` against a real manager."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from plain_replica import PlainReplica
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from ckpt_engine.cli import app_for
+from ckpt_engine.trainer.trainer import Trainer
+
+StartReplica = Callable[..., PlainReplica]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app_for(arguments), list(arguments), catch_exceptions=False)
+
+
+def write(directory: Path, value: float) -> str:
+    directory.mkdir(exist_ok=True)
+    save_file({"a": torch.full((4, 2), value)}, directory / "model.safetensors")
+    return str(directory)
+
+
+@pytest.fixture
+def reader(manager: str, replica: StartReplica) -> PlainReplica:
+    """A replica that the manager knows."""
+    started = replica()
+    with Trainer(manager, lineage="waits") as trainer:
+        trainer.wait_for_replicas(timeout=10)
+    return started
+
+
+def test_checkpoints_are_sent_one_after_the_other(manager: str, reader: PlainReplica, tmp_path: Path) -> None:
+    first = run("update", "--manager", manager, "--checkpoint", write(tmp_path / "one", 1.0))
+    assert first.exit_code == 0, first.output
+    assert "of checkpoint (root" in first.stdout
+    assert first.stderr.splitlines()[0] == "update: preparing"
+    assert "plain: transfer" in first.stderr.splitlines()
+    assert torch.equal(reader.weights["a"], torch.full((4, 2), 1.0))
+    arguments = ("update", "--manager", manager, "--checkpoint", write(tmp_path / "two", 2.0), "--json")
+    second = json.loads(run(*arguments).stdout)
+    assert second["ok"] is second["verified"] is True
+    assert (second["lineage"], second["version"]) == ("checkpoint", reader.installs[0].identity.version + 1)
+    assert torch.equal(reader.weights["a"], torch.full((4, 2), 2.0))
+    named = run(*arguments, "--lineage", "other", "--version", "7", "--pause-mode", "abort", "--replica", "plain")
+    assert (json.loads(named.stdout)["lineage"], json.loads(named.stdout)["version"]) == ("other", 7)
+
+
+def test_a_refused_update_says_why(manager: str, reader: PlainReplica, tmp_path: Path) -> None:
+    checkpoint = write(tmp_path / "one", 1.0)
+    refused = run("update", "--manager", manager, "--checkpoint", checkpoint, "--min-replicas", "2")
+    assert refused.exit_code == 1
+    assert "FAILED_PRECONDITION" in refused.stderr
+    assert not refused.stdout
+    missing = run("update", "--manager", manager, "--checkpoint", str(tmp_path / "none"), "--json")
+    assert missing.exit_code == 1
+    assert json.loads(missing.stdout)["code"] == "NOT_FOUND"
+    assert json.loads(missing.stdout)["ok"] is False
+    assert reader.installs == []
+
+
+def test_an_update_that_is_not_whole_fails(manager: str, reader: PlainReplica, tmp_path: Path) -> None:
+    checkpoint = write(tmp_path / "one", 1.0)
+    path = tmp_path / "one" / "model.safetensors"
+
+    def damage() -> None:
+        # In place, with the time of before: only digests can tell.
+        status = path.stat()
+        with open(path, "r+b") as file:
+            file.seek(-4, 2)
+            file.write(b"\0\0\0\1")
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    reader.before_reading = damage
+    failed = run("update", "--manager", manager, "--checkpoint", checkpoint)
+    assert failed.exit_code == 1
+    assert "quarantined" in failed.stdout
+    assert "NOT OK" in failed.stdout
+
+
+def test_status_shows_who_is_there_and_what_they_hold(manager: str, reader: PlainReplica, tmp_path: Path) -> None:
+    before = json.loads(run("status", "--manager", manager, "--json").stdout)
+    assert before["phase"] == "idle"
+    assert before["latest"] is None
+    assert [(each["name"], each["identity"]) for each in before["replicas"]] == [("plain", None)]
+    with Trainer(manager, lineage="run") as trainer:
+        trainer.publish({"a": torch.ones(2)})
+        version = trainer.update_weights(3).version
+        after = json.loads(run("status", "--manager", manager, "--json").stdout)
+        shown = run("status", "--manager", manager).stdout
+    (held,) = after["replicas"]
+    assert (held["identity"]["lineage"], held["identity"]["version"]) == ("run", version)
+    assert held["last_outcome"]["outcome"] == "new_serving"
+    assert after["latest"] == held["identity"]
+    assert ("run", 0, True) in [(each["lineage"], each["rank"], each["published"]) for each in after["trainers"]]
+    assert "3 of run" in shown
+    assert "plain" in shown
+    assert "idle" in shown
+
+
+def test_status_of_no_manager_fails() -> None:
+    result = run("status", "--manager", "127.0.0.1:1")
+    assert result.exit_code == 1
+    assert "127.0.0.1:1" in result.stderr
