@@ -89,7 +89,7 @@ class Scenario:
         self._restarting: set[str] = set()
         self._healed = False
 
-    def run(self, bad_seconds: float = 30.0) -> None:
+    def run(self, bad_seconds: float = 20.0) -> None:
         """The whole story. Raises BrokenPromiseError, with the seed and the last notes, when a promise is."""
         try:
             self._tell(bad_seconds)
@@ -108,7 +108,7 @@ class Scenario:
         self.world.run(self.world.now + bad_seconds)
         chaos.kill()
         self._heal()
-        self.world.run(self.world.now + 2 * self.deadlines.lease + self.deadlines.update)
+        self.world.run(self.world.now + 2 * self.deadlines.lease + self.deadlines.update / 2)
         self._must_succeed()
 
     def _draw_faults(self) -> Faults:
@@ -174,7 +174,7 @@ class Scenario:
         trainers = [
             TrainerShell(
                 self.cluster,
-                Source(lineage, rank, world_size, kind, model),
+                Source(lineage, rank, world_size, kind, model, self._sessions),
                 f"session-{self._sessions}-{rank}",
                 self.machines.trainer,
             )
@@ -362,9 +362,9 @@ class Scenario:
         """A new run updates every replica that lives."""
         self.start_group(kind="live", model="model A")
         group = self.groups[-1]
-        self.world.run(self.world.now + 15.0)
+        self.world.run(self.world.now + 8.0)
         self.end_group(group, in_good_order=True)
-        self.world.run(self.world.now + 5.0)
+        self.world.run(self.world.now + 2.0)
         if not group.reports or not group.reports[-1].ok:
             raise BrokenPromiseError(f"no update succeeds in a good world; the last report: {group.reports[-1:]}")
         for agent in self.agents.values():

@@ -35,6 +35,7 @@ class Source:
     world_size: int
     kind: str
     model: str
+    process: int = 0
     memory: dict[int, str] = field(default_factory=dict)
     sealed: dict[int, str] = field(default_factory=dict)
     alive: bool = True
@@ -45,12 +46,16 @@ class Source:
         return self.kind != "live"
 
     def table(self) -> bytes:
-        """A SourceTable; that of a real source lists shards, this one says what the simulator needs."""
+        """A SourceTable; that of a real source lists shards, this one says what the simulator needs.
+
+        Memory belongs to a process, so its table differs from that of the process before; files stay the same.
+        """
+        owner = 0 if self.kind == "directory" else self.process
         return weights_pb2.SourceTable(
             rank=self.rank,
             stays_sealed=self.stays_sealed,
             source_copies=int(self.kind == "snapshot"),
-            description=json.dumps([self.lineage, self.world_size, self.kind, self.model]),
+            description=json.dumps([self.lineage, self.world_size, self.kind, self.model, owner]),
         ).SerializeToString(deterministic=True)
 
     def train(self, tag: str) -> None:
@@ -66,7 +71,10 @@ class Source:
         """What is there at this moment."""
         if not self.alive and self.kind != "directory":
             raise SourceGoneError(f"rank {self.rank} of {self.lineage} is gone")
-        return self.memory[index] if self.kind == "live" else self.sealed[index]
+        content = self.memory if self.kind == "live" else self.sealed
+        if index not in content:
+            raise SourceGoneError(f"rank {self.rank} of {self.lineage} has sealed nothing")
+        return content[index]
 
     def digests(self) -> dict[str, str]:
         """Of what is readable."""
@@ -109,11 +117,11 @@ class Truth:
     """What the simulator knows and no machine does: which content each root stands for, and every source there is."""
 
     def __init__(self) -> None:
-        self.content: dict[bytes, dict[int, str]] = {}
+        self.content: dict[bytes, list[str]] = {}
         self.sources: dict[bytes, Source] = {}  # by the digest of their table
 
     def root(self, digests: dict[str, str]) -> bytes:
         """The root of these digests, remembered with its content."""
         root = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).digest()
-        self.content[root] = {int(index): tag for index, tag in digests.items()}
+        self.content[root] = [digests[str(index)] for index in range(SLICES)]
         return root

@@ -182,7 +182,7 @@ class ManagerMachine:
             return
         if before is not None and before != peer:
             self._state.cancel_timer(("lease", before))
-            self._state.out.append(ClosePeer(before, aborted("this session went on over another stream").problem))
+            self._state.out.append(ClosePeer(before, aborted("another stream speaks for this member now").problem))
         self._state.send(
             member,
             manager_pb2.Welcome(

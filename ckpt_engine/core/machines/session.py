@@ -54,6 +54,7 @@ class Session:
         self._failures = 0
         self._sequence = 0
         self._heard = 0.0
+        self._taken_since: float | None = None
         self._lease = deadlines.lease
         self._heartbeat = deadlines.heartbeat
         self.peer: Peer | None = None
@@ -103,6 +104,7 @@ class Session:
         """Whether this is the first welcome on this stream."""
         first = not self.welcomed
         self.welcomed = True
+        self._taken_since = None
         self._failures = 0
         self._lease = welcome.lease_seconds or self._deadlines.lease
         self._heartbeat = welcome.heartbeat_seconds or self._deadlines.heartbeat
@@ -113,9 +115,18 @@ class Session:
         return first
 
     def refused(self, problem: weights_pb2.Problem, now: float) -> None:
-        """The manager does not want this session. Only an unavailable manager is asked again."""
+        """The manager does not want this session.
+
+        An unavailable manager is asked again. So is one that took somebody else for this member before it welcomed
+        this one: that may be a dead process whose lease still runs. Anything else is final.
+        """
+        welcomed = self.welcomed
         self._close()
-        if problem.code == weights_pb2.Problem.UNAVAILABLE:
+        taken = problem.code == weights_pb2.Problem.ABORTED and not welcomed
+        if taken and self._taken_since is None:
+            self._taken_since = now
+        patient = taken and self._taken_since is not None and now - self._taken_since < 2 * self._lease
+        if problem.code == weights_pb2.Problem.UNAVAILABLE or patient:
             self.failed(problem.message, now)
         else:
             self.end(problem)
