@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -25,9 +25,7 @@ _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 def share_out(do: Callable[[Work], Result], work: Sequence[Work], threads: int) -> list[Result]:
     """`do` of each piece of work, in order, on `threads` threads. Raises the first error, once all are done."""
     futures = [_pool(threads).submit(do, each) for each in work]
-    errors = [error for error in (future.exception() for future in futures) if error is not None]
-    if errors:
-        raise errors[0]
+    wait(futures)
     return [future.result() for future in futures]
 
 
