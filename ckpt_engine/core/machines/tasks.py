@@ -1,0 +1,274 @@
+"""The work that machines ask their shells for, and what it results in.
+
+They are listed by the machine that asks: `ManagerTask`, `AgentTask`, `TrainerTask`. Each says which part of the
+package does it, and what its `Done` carries. A task that fails carries a Problem and no result. `seconds`: how long it
+may take; a shell answers by then, whatever the work does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+WorkerKey: TypeAlias = tuple[str, int]
+"""A worker: its replica's name and its rank."""
+
+# ------------------------------------------------------------------------------------------------------ of the manager
+
+
+@dataclass(frozen=True)
+class SourceOffer:
+    """What the manager's decisions need to know of one rank's SourceTable."""
+
+    rank: int
+    table: manager_pb2.BlobRef
+    stays_sealed: bool
+    source_copies: int
+
+
+@dataclass(frozen=True)
+class Published:
+    """The merged tables of all ranks of a lineage. `handle` is the shell's own and comes back in later tasks."""
+
+    manifest: manager_pb2.BlobRef
+    sources: tuple[SourceOffer, ...]  # by rank
+    tensors: int
+    bytes: int
+    handle: object = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class PlanWorker:
+    """A worker that plans are wanted for."""
+
+    key: WorkerKey
+    needs: manager_pb2.BlobRef
+    host: weights_pb2.Host
+    transports: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Plans of all workers, and what each source must digest for them. All of them are stored as blobs.
+
+    bytes: read by all workers together. handle: the shell's own, comes back in CombineSeals.
+    """
+
+    plans: Mapping[WorkerKey, manager_pb2.BlobRef]
+    atoms: Mapping[int, manager_pb2.BlobRef]  # source rank -> Atoms
+    bytes: Mapping[WorkerKey, int]
+    handle: object = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Combined:
+    """What the sealed digests add up to. `expected`: Digests in the order of each worker's needs, stored as blobs."""
+
+    root: bytes
+    expected: Mapping[WorkerKey, manager_pb2.BlobRef]
+
+
+@dataclass(frozen=True)
+class MergeTables:
+    """Merge the tables of all ranks (core.manifest.merge_tables), store the manifest. Result: Published.
+
+    Fails with the Problem that names tensors and ranks; NOT_FOUND if a table's blob is not held any more.
+    """
+
+    lineage: str
+    tables: tuple[manager_pb2.BlobRef, ...]  # by rank
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CompilePlans:
+    """Compile plans (core.plan.compile_plans), from cache if digests are equal, store them. Result: Compiled."""
+
+    published: Published
+    workers: tuple[PlanWorker, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CombineSeals:
+    """Check that replicas' digests agree, add them up for each need and for the root. Result: Combined."""
+
+    published: Published
+    compiled: Compiled
+    digests: Mapping[int, manager_pb2.BlobRef]  # source rank -> Digests
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SpendEpoch:
+    """Ledger.spend_epoch: no manager on this ledger uses this epoch again. Result: None, once it is on the disk."""
+
+    epoch: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RecordIntent:
+    """Ledger.record_intent. Result: None, once it is on the disk."""
+
+    epoch: int
+    identity: weights_pb2.Identity
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RecordOutcome:
+    """Ledger.record_outcome. Result: None. Its failure is logged and changes no outcome."""
+
+    report: manager_pb2.UpdateReport
+    seconds: float
+
+
+ManagerTask: TypeAlias = MergeTables | CompilePlans | CombineSeals | SpendEpoch | RecordIntent | RecordOutcome
+
+# ---------------------------------------------------------------------------------------------- of agents and trainers
+
+
+@dataclass(frozen=True)
+class PutBlobs:
+    """Store blobs with the manager (client.put_blob each). Result: tuple of BlobRef, in their order."""
+
+    blobs: tuple[bytes, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class FetchBlobs:
+    """Fetch blobs from the manager (client.get_blob each); the shell may keep some. Result: tuple of bytes."""
+
+    refs: tuple[manager_pb2.BlobRef, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SealResult:
+    """digests: the stored Digests, in the order of the atoms."""
+
+    digests: manager_pb2.BlobRef
+    copy_seconds: float
+    digest_seconds: float
+
+
+# -------------------------------------------------------------------------------------------------------- of the agent
+
+
+@dataclass(frozen=True)
+class Words:
+    """The page as read at one moment: EnginePage.read() as status messages (dead workers as NONE), and its verdict.
+
+    open, reason, identity: install.state.verdict of the same words.
+    """
+
+    workers: tuple[manager_pb2.WorkerStatus, ...]
+    open: bool
+    reason: str
+    identity: weights_pb2.Identity | None
+
+
+@dataclass(frozen=True)
+class ReadWords:
+    """Read the page now. Result: Words. Takes no time to speak of."""
+
+    seconds: float = 5.0
+
+
+@dataclass(frozen=True)
+class PrepareEngine:
+    """adapter.prepare(seconds). Result: None. The machine makes engine calls one at a time."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PauseEngine:
+    """adapter.pause(mode, seconds). Result: None."""
+
+    mode: manager_pb2.PauseMode
+    seconds: float
+
+
+@dataclass(frozen=True)
+class InstallEngine:
+    """adapter.install(epoch, seconds). Result: None."""
+
+    epoch: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StampEngine:
+    """adapter.stamp(identity, seconds). Result: None. Its failure is logged and changes no outcome."""
+
+    identity: weights_pb2.Identity
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ResumeEngine:
+    """adapter.resume(seconds). Result: None."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SleepEngine:
+    """adapter.sleep(level, seconds). Result: None."""
+
+    level: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WakeEngine:
+    """adapter.wake(tags, seconds). Result: None."""
+
+    tags: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SealDirectory:
+    """Open the source that `table` describes as its reader, digest `atoms`, store the Digests. Result: SealResult.
+
+    Only for sources that stay sealed without a process (files). Fails if it cannot be opened on this host.
+    """
+
+    table: manager_pb2.BlobRef
+    atoms: manager_pb2.BlobRef
+    seconds: float
+
+
+EngineTask: TypeAlias = (
+    PrepareEngine | PauseEngine | InstallEngine | StampEngine | ResumeEngine | SleepEngine | WakeEngine
+)
+AgentTask: TypeAlias = PutBlobs | FetchBlobs | ReadWords | EngineTask | SealDirectory
+
+# ------------------------------------------------------------------------------------------------------ of the trainer
+
+
+@dataclass(frozen=True)
+class SealSource:
+    """Fetch the Atoms, source.check(), source.seal(keep), source.digest(atoms), store the Digests. Result: SealResult.
+
+    keep=False: on the trainer's own thread, which waits in update_weights; a rank that is not there fails with
+    FAILED_PRECONDITION. keep=True: the sealed snapshot is only read, so any thread will do.
+    """
+
+    epoch: int
+    version: int
+    atoms: manager_pb2.BlobRef
+    keep: bool
+    seconds: float
+
+
+TrainerTask: TypeAlias = PutBlobs | SealSource
+
+Task: TypeAlias = ManagerTask | AgentTask | TrainerTask
