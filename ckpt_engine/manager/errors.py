@@ -12,8 +12,11 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.manager.blobs import ResourceExhaustedError
 from ckpt_engine.v1 import weights_pb2
 
-METADATA_BYTES = 4096
-"""The most that a Problem may take of the trailing metadata: HTTP/2 peers cut headers above 8 KiB."""
+METADATA_BYTES = 3072
+"""The most that a Problem may take of the trailing metadata, before base64: peers may refuse headers above 8 KiB."""
+
+DETAILS_CHARACTERS = 1000
+"""The most that is repeated of a Problem's message as the status's own words."""
 
 _HTTP_STATUS = {
     weights_pb2.Problem.INVALID_ARGUMENT: 400,
@@ -36,7 +39,7 @@ def http_status(problem: weights_pb2.Problem) -> int:
 
 
 def fitted(problem: weights_pb2.Problem) -> weights_pb2.Problem:
-    """The problem, cut so that it fits into trailing metadata: first tensors go, then ranks, then words."""
+    """The problem, cut so that it fits into trailing metadata: first tensors go, then ranks, then letters."""
     if problem.ByteSize() <= METADATA_BYTES:
         return problem
     cut = weights_pb2.Problem()
@@ -47,7 +50,8 @@ def fitted(problem: weights_pb2.Problem) -> weights_pb2.Problem:
         del cut.ranks[64:]
     if cut.ByteSize() > METADATA_BYTES:
         # A character takes up to four bytes.
-        cut.message = cut.message[: METADATA_BYTES // 8] + " …"
+        cut.message = _shortened(cut.message, METADATA_BYTES // 8)
+        cut.replica = _shortened(cut.replica, METADATA_BYTES // 16)
     return cut
 
 
@@ -57,7 +61,8 @@ async def refuse(context: grpc.aio.ServicerContext[Any, Any], error: CkptEngineE
     status = (
         grpc.StatusCode.RESOURCE_EXHAUSTED if isinstance(error, ResourceExhaustedError) else grpc_status(error.problem)
     )
-    await context.abort(status, problem.message, ((PROBLEM_METADATA_KEY, problem.SerializeToString()),))
+    words = _shortened(problem.message, DETAILS_CHARACTERS)
+    await context.abort(status, words, ((PROBLEM_METADATA_KEY, problem.SerializeToString()),))
 
 
 def problem_document(problem: weights_pb2.Problem) -> dict[str, Any]:
@@ -73,3 +78,7 @@ def problem_document(problem: weights_pb2.Problem) -> dict[str, Any]:
     if problem.replica:
         document["replica"] = problem.replica
     return document
+
+
+def _shortened(text: str, characters: int) -> str:
+    return text if len(text) <= characters else text[:characters] + " …"

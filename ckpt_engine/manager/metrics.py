@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from ckpt_engine.manager.about import software_version
 from ckpt_engine.manager.blobs import BlobStore
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1 import manager_pb2
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 REPLICA_STATES = ("serving", "asleep", "closed", "disconnected")
@@ -90,7 +90,7 @@ class Metrics:
             for edge in replica.edges:
                 self._bytes.labels(edge.transport).inc(edge.bytes)
 
-    def refused(self, problem: weights_pb2.Problem) -> None:
+    def refused(self) -> None:
         """Counts an update that was refused before any replica was touched."""
         self._updates.labels("refused").inc()
 

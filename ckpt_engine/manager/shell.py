@@ -32,6 +32,9 @@ SESSION_QUEUE = 1024
 CALL_QUEUE = 4096
 """Events that may wait for one caller; from half of it on, progress is dropped and only reports are kept."""
 
+LAST_TASKS_SECONDS = 2.0
+"""How long ``stop`` waits for tasks, so that the report of what just ended is still stored."""
+
 log = logging.getLogger("ckpt_engine.manager")
 
 
@@ -114,6 +117,8 @@ class Shell:
         for session in self._sessions.values():
             session.outbox.close(problem)
         self._sessions.clear()
+        if self._running:
+            await asyncio.wait(self._running, timeout=LAST_TASKS_SECONDS)
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -133,8 +138,7 @@ class Shell:
             return
         for command in commands:
             self._perform(command)
-        if any(isinstance(command, events.FinishCall) and command.problem is not None for command in commands):
-            self._count_refusals(commands)
+        self._count_refusal(commands)
         if not _changes_no_blobs(event):
             self._pin()
 
@@ -183,11 +187,12 @@ class Shell:
                 session.outbox.put(pack(session.envelope, manager_pb2.Refused(problem=problem)))
             session.outbox.close(problem)
 
-    def _count_refusals(self, commands: list[ManagerCommand]) -> None:
+    def _count_refusal(self, commands: list[ManagerCommand]) -> None:
         """Counts a refused update once, however many ranks called it: one event refuses all of them together."""
         for command in commands:
             if isinstance(command, events.FinishCall) and command.problem and command.call.startswith("update-"):
-                self._metrics.refused(command.problem)
+                log.warning("update refused problem=%r", command.problem.message)
+                self._metrics.refused()
                 return
 
     def _pin(self) -> None:

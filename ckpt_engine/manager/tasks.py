@@ -71,6 +71,16 @@ class Tasks:
             case events.RecordIntent(epoch, identity):
                 await self._ledger.record_intent(epoch, identity)
             case events.RecordOutcome(report):
+                log.info(
+                    "update ended epoch=%d lineage=%r version=%d ok=%s replicas=%d bytes=%d seconds=%.3f",
+                    report.fence.epoch,
+                    report.identity.lineage,
+                    report.identity.version,
+                    report.ok,
+                    len(report.replicas),
+                    report.bytes,
+                    report.seconds,
+                )
                 self._metrics.report(report)
                 await self._ledger.record_outcome(report)
             case _:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -65,14 +66,34 @@ class Stream:
     def __init__(self, call: Any, envelope: type[Message]) -> None:
         self.call = call
         self._envelope = envelope
+        self.seen: Any = None
+        self._epochs: dict[str, int] = {}
+        self._writing = asyncio.Lock()
 
     async def send(self, **body: Message) -> None:
-        await self.call.write(self._envelope(**body))
+        async with self._writing:
+            await self.call.write(self._envelope(**body))
+
+    @contextlib.asynccontextmanager
+    async def beating(self, heartbeat: Callable[[], Message]) -> AsyncIterator[None]:
+        """Sends a heartbeat every half second, for tests that outlast a lease."""
+
+        async def beat() -> None:
+            while True:
+                await self.send(heartbeat=heartbeat())
+                await asyncio.sleep(0.5)
+
+        beats = asyncio.ensure_future(beat())
+        try:
+            yield
+        finally:
+            beats.cancel()
 
     async def next(self) -> Any:
         """The next message's body. Raises AioRpcError when the stream ended with a status, EOFError when without."""
+        end = time.monotonic() + WAIT
         while True:
-            message = await asyncio.wait_for(self.call.read(), WAIT)
+            message = await asyncio.wait_for(self.call.read(), end - time.monotonic())
             if message is grpc.aio.EOF:
                 if (code := await self.call.code()) is not grpc.StatusCode.OK:
                     raise grpc.aio.AioRpcError(
@@ -90,10 +111,25 @@ class Stream:
         return body
 
     async def until(self, kind: type[Message]) -> Any:
-        """The next message of this kind; others on the way are skipped."""
-        while not isinstance(body := await self.next(), kind):
-            pass
+        """The next message of this kind; others on the way are skipped, and so are repetitions of answered orders."""
+        if self.seen is not None and isinstance(self.seen, kind):
+            body, self.seen = self.seen, None
+        else:
+            body = await self.next()
+            while not isinstance(body, kind) or self._answered(body):
+                body = await self.next()
+        if "fence" in kind.DESCRIPTOR.fields_by_name:
+            self._epochs[kind.__name__] = body.fence.epoch
         return body
+
+    def _answered(self, body: Any) -> bool:
+        epoch = self._epochs.get(type(body).__name__)
+        return epoch is not None and body.fence.epoch <= epoch
+
+    async def wait_for(self, kind: type[Message]) -> None:
+        """Waits until a message of this kind has come; it stays the next one of ``until``."""
+        self.seen = None
+        self.seen = await self.until(kind)
 
 
 class ScriptedTrainer:
@@ -180,7 +216,7 @@ class ScriptedTrainer:
             tensor = self.weights[names[self.table.shards[atom.shard].tensor]]
             part = tensor[tuple(slice(first, last) for first, last in zip(atom.start, atom.stop, strict=True))]
             boxes.append((part, list(atom.start)))
-        digests = await put(self.stub, weights_pb2.Digests(values=digest_boxes(boxes)))
+        digests = await put(self.stub, weights_pb2.Digests(values=await asyncio.to_thread(digest_boxes, boxes)))
         await self.stream.send(sealed=manager_pb2.Sealed(fence=order.fence, atoms=order.atoms, digests=digests))
         return order
 
@@ -221,8 +257,11 @@ class ScriptedReplica:
         await self.beat()
         return welcome
 
+    def heartbeat(self) -> manager_pb2.ReplicaHeartbeat:
+        return manager_pb2.ReplicaHeartbeat(sequence=1, workers=self.workers, serving=True)
+
     async def beat(self) -> None:
-        await self.stream.send(heartbeat=manager_pb2.ReplicaHeartbeat(sequence=1, workers=self.workers, serving=True))
+        await self.stream.send(heartbeat=self.heartbeat())
 
     async def prepare(self) -> manager_pb2.Prepare:
         """Answers the next Prepare: every worker needs every tensor, whole."""

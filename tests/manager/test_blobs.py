@@ -31,7 +31,8 @@ async def test_a_blob_comes_back_as_it_went_in(size: int) -> None:
 
 
 async def test_other_bytes_than_announced_are_refused_and_leave_nothing() -> None:
-    store, data = BlobStore(), os.urandom(CHUNK_BYTES + 5)
+    data = os.urandom(CHUNK_BYTES + 5)
+    store = BlobStore(max_total_bytes=len(data))
     wrong = bytes([data[0] ^ 1]) + data[1:]
     with pytest.raises(CkptEngineError) as caught:
         await receive(store, stream(*chunks_of(ref_of(data), wrong)))
@@ -39,6 +40,7 @@ async def test_other_bytes_than_announced_are_refused_and_leave_nothing() -> Non
     assert not store.has(ref_of(data))
     assert len(store) == 0
     assert store.stored_bytes == 0
+    assert store.put(data) == ref_of(data), "the room that was reserved is free again"
 
 
 @pytest.mark.parametrize("change", [-1, 1])

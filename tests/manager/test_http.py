@@ -83,6 +83,20 @@ async def test_updates_and_replicas_are_shown(
     assert values["ckpt_engine_epoch", ()] == last.fence.epoch
 
 
+async def test_a_refused_update_counts_once_however_many_ranks_called(
+    client: httpx.AsyncClient, stub: CheckpointEngineManagerStub
+) -> None:
+    trainers = [ScriptedTrainer(stub, rank, 2) for rank in range(2)]
+    for trainer in trainers:
+        trainer.hold(some_weights())
+        await trainer.open()
+        await trainer.publish()
+    calls = [trainer.update(timeout_seconds=5.0) for trainer in trainers]  # there is no replica
+    for call in calls:
+        await refused(call)
+    assert (await samples(client))["ckpt_engine_updates_total", ("refused",)] == 1
+
+
 @pytest.mark.parametrize(
     ("path", "status"),
     [

@@ -18,6 +18,7 @@ from scripted_members import ScriptedReplica, ScriptedTrainer, Stream, get, prob
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.manager import servicer, shell
+from ckpt_engine.manager.addresses import is_loopback, join_address, split_address
 from ckpt_engine.manager.service import SERVICE, ManagerConfig, ManagerServer, running_manager
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
@@ -151,6 +152,18 @@ async def test_a_second_manager_on_the_ledger_or_port_is_refused(manager: Manage
         pass
 
 
+async def test_what_members_published_stays_whatever_others_store(config: ManagerConfig) -> None:
+    small = replace(config, max_total_bytes=100_000)
+    async with ManagerServer(small) as server, stub_at(server.address) as stub:
+        trainer = ScriptedTrainer(stub)
+        await trainer.join(some_weights())
+        for number in range(20):
+            await put(stub, weights_pb2.Digests(values=[number] * 1000))
+        data = trainer.table.SerializeToString(deterministic=True)
+        table = manager_pb2.BlobRef(digest=hashlib.sha256(data).digest(), size=len(data))
+        assert await get(stub, table) == data
+
+
 async def test_a_restarted_manager_is_the_same_cluster(config: ManagerConfig) -> None:
     clusters = set()
     for _ in range(2):
@@ -169,7 +182,7 @@ def test_a_manager_on_a_thread_of_its_own(config: ManagerConfig) -> None:
 
 
 async def test_stopping_tells_members_and_callers(config: ManagerConfig) -> None:
-    server = ManagerServer(replace(config, stop_seconds=0.2))
+    server = ManagerServer(replace(config, stop_seconds=1.0))
     await server.start()
     async with stub_at(server.address) as stub:
         first, replica = ScriptedTrainer(stub, 0, 2), ScriptedReplica(stub)
@@ -180,7 +193,13 @@ async def test_stopping_tells_members_and_callers(config: ManagerConfig) -> None
         call = first.update()  # waits for rank 1, which never comes
         await asyncio.sleep(0.3)
         begun = time.monotonic()
-        await server.stop()
+        stopping = asyncio.ensure_future(server.stop())
+        await asyncio.sleep(0.2)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:  # nobody new is let in while the call may still finish
+            await ScriptedReplica(stub, "late").open()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert not call.done()
+        await stopping
         assert time.monotonic() - begun < 5
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
@@ -208,6 +227,21 @@ async def test_a_member_that_does_not_read_is_closed(
             break
     assert closed
     assert (await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)).fence.cluster
+
+
+@pytest.mark.parametrize("address", ["", "50051", "host:", ":1", "host:x", "host:65536", "::1:5", "host:-1"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(CkptEngineError, match=r"write host:port|stands in brackets"):
+        split_address(address)
+
+
+def test_addresses() -> None:
+    for address, parts in (("127.0.0.1:0", ("127.0.0.1", 0)), ("[::1]:50051", ("::1", 50051)), ("box:8", ("box", 8))):
+        assert split_address(address) == parts
+        assert join_address(*parts) == address
+    assert [is_loopback(host) for host in ("127.0.0.2", "::1", "localhost", "0.0.0.0", "::", "box")] == [
+        *(True, True, True, False, False, False)
+    ]
 
 
 async def test_serve_runs_until_it_is_told_to_end(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """Whole updates and refused ones, driven by scripted members over real channels."""
 
 import asyncio
+import sqlite3
 from typing import Any
 
 import grpc.aio
 import pytest
+import torch
 from scripted_members import ScriptedReplica, ScriptedTrainer, get, problem_of, some_weights
 
 from ckpt_engine.core.digest import digest_box
@@ -131,6 +133,22 @@ async def test_a_second_update_is_refused_while_one_runs(stub: CheckpointEngineM
     running.cancel()
 
 
+async def test_a_caller_that_goes_away_may_call_again(stub: CheckpointEngineManagerStub) -> None:
+    trainers = [ScriptedTrainer(stub, rank, 2) for rank in range(2)]
+    for trainer in trainers:
+        trainer.hold(some_weights())
+        await trainer.open()
+    for trainer in trainers:
+        await trainer.publish()
+    replica = ScriptedReplica(stub)
+    await replica.open()
+    gone = trainers[0].update()
+    await asyncio.sleep(0.2)
+    gone.cancel()
+    await asyncio.sleep(0.2)
+    assert (await one_update(trainers, [replica], prepares=True)).ok
+
+
 async def test_an_update_without_a_replica_is_refused(stub: CheckpointEngineManagerStub) -> None:
     trainer = ScriptedTrainer(stub)
     await trainer.join(some_weights())
@@ -148,6 +166,84 @@ async def test_going_backwards_is_refused(stub: CheckpointEngineManagerStub) -> 
     assert problem.code in (Code.FAILED_PRECONDITION, Code.INVALID_ARGUMENT)
     assert "4" in problem.message
     assert "5" in problem.message
+
+
+async def test_a_late_replica_is_brought_to_what_stays_sealed(
+    manager: ManagerServer, stub: CheckpointEngineManagerStub
+) -> None:
+    trainer, first, late = ScriptedTrainer(stub), ScriptedReplica(stub, "first"), ScriptedReplica(stub, "late")
+    await trainer.join(some_weights(), stays_sealed=True)
+    await first.open()
+    report = await one_update([trainer], [first], prepares=True)
+    await late.open()
+    await late.prepare()
+    order = await trainer.seal()
+    assert order.keep
+    install = await late.install()
+    assert install.identity == report.identity
+    assert install.fence.epoch > report.fence.epoch
+    assert len(first.installed) == 1
+    for _ in range(100):
+        if {bytes(replica.identity.root) for replica in manager.status().replicas} == {report.identity.root}:
+            break
+        await asyncio.sleep(0.05)
+    assert [replica.identity for replica in manager.status().replicas] == [report.identity] * 2
+
+
+async def test_a_ledger_that_cannot_be_written_refuses_before_anything_is_touched(
+    manager: ManagerServer, stub: CheckpointEngineManagerStub
+) -> None:
+    trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
+    await trainer.join(some_weights())
+    await replica.open()
+    with sqlite3.connect(manager.ledger.path) as damage:
+        damage.execute("DROP TABLE intents")
+    damage.close()
+    call = trainer.update()
+    await replica.prepare()
+    await trainer.seal()
+    problem = await refused(call)
+    assert problem.code == Code.FAILED_PRECONDITION
+    assert f"the ledger {manager.ledger.path} cannot be used" in problem.message
+    await replica.stream.send(heartbeat=replica.heartbeat())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(replica.stream.until(manager_pb2.Install), 0.5)
+
+
+async def test_sleep_and_wake_reach_the_replica(stub: CheckpointEngineManagerStub) -> None:
+    replica = ScriptedReplica(stub)
+    await replica.open()
+    for wake in (False, True):
+        await asyncio.sleep(0.3)  # a call so close to another that the ledger is still writing is refused
+        call = (
+            stub.Wake(manager_pb2.WakeRequest(tags=["weights"]), timeout=20)
+            if wake
+            else stub.Sleep(manager_pb2.SleepRequest(level=2), timeout=20)
+        )
+        order = await replica.stream.until(manager_pb2.SleepWake)
+        assert (order.wake, order.level, list(order.tags)) == ((True, 0, ["weights"]) if wake else (False, 2, []))
+        await replica.stream.send(sleep_wake_done=manager_pb2.SleepWakeDone(fence=order.fence))
+        (result,) = (await call).results
+        assert result.replica == "replica"
+        assert not result.HasField("problem")
+    problem = await refused(stub.Sleep(manager_pb2.SleepRequest(replicas=["nobody"]), timeout=20))
+    assert problem.code == Code.NOT_FOUND
+
+
+async def test_a_long_problem_still_arrives(stub: CheckpointEngineManagerStub) -> None:
+    """Trailing metadata is small; a tensor's name is not, if somebody wants."""
+    trainer, name = ScriptedTrainer(stub), "x" * 20_000
+    trainer.hold({name: torch.zeros(4)})
+    trainer.table.shards[0].stop[0] = 3
+    await trainer.open()
+    await trainer.publish()
+    await ScriptedReplica(stub).open()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await trainer.update(timeout_seconds=5.0)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    problem = problem_of(caught.value)
+    assert problem.message.startswith("missing part [3:4] of tensor xxx")
+    assert list(problem.ranks) == [0]
 
 
 async def test_a_model_that_cannot_be_loaded_refuses_the_update(stub: CheckpointEngineManagerStub) -> None:
