@@ -31,7 +31,7 @@ class PlainReplica:
     """Connects on `start` and again whenever the manager comes back, until `stop`.
 
     weights: what it holds after the last install, by name. held: of the version in `identity`. before_reading: called
-    before the first byte of an install is read. prepare_problem: the answer to every prepare, if set.
+    before the first byte of an install is read. before_preparing: before a prepare is answered. prepare_problem: the answer to every prepare, if set.
     """
 
     def __init__(self, address: str, name: str = "plain") -> None:
@@ -39,7 +39,8 @@ class PlainReplica:
         self.weights: dict[str, torch.Tensor] = {}
         self.identity: weights_pb2.Identity | None = None
         self.installs: list[manager_pb2.Install] = []
-        self.before_reading: Callable[[], None] = lambda: None
+        self.before_reading: Callable[[], object] = lambda: None
+        self.before_preparing: Callable[[], object] = lambda: None
         self.prepare_problem: weights_pb2.Problem | None = None
         self._address = address
         self._transports = all_transports()
@@ -106,6 +107,7 @@ class PlainReplica:
                 self._install(command.install)
 
     def _prepare(self, order: manager_pb2.Prepare) -> None:
+        self.before_preparing()
         prepared = manager_pb2.Prepared(fence=order.fence, manifest_digest=order.manifest.digest)
         if self.prepare_problem is not None:
             prepared.problem.CopyFrom(self.prepare_problem)

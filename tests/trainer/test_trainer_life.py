@@ -17,8 +17,10 @@ import pytest
 import torch
 from plain_replica import PlainReplica
 from trainer_world import DEADLINES, manager_config
+from typer.testing import CliRunner
 
 from ckpt_engine import CkptEngineError, Trainer
+from ckpt_engine.cli import app_for
 from ckpt_engine.manager.service import running_manager
 from ckpt_engine.v1 import weights_pb2
 
@@ -108,6 +110,8 @@ def test_closing_says_goodbye_and_frees_shared_memory(manager: str) -> None:
             trainer.publish({"a": torch.ones(1000)})
             with pytest.raises(CkptEngineError, match="replica"):
                 trainer.update_weights(timeout=10)
+        answer = json.loads(CliRunner().invoke(app_for(["status"]), ["status", "--manager", manager, "--json"]).stdout)
+        assert answer["trainers"] == []
     assert len(os.listdir("/proc/self/fd")) <= before + 4
 
 
@@ -134,13 +138,15 @@ def test_a_forked_child_is_refused(manager: str) -> None:
                 trainer.close()
                 trainer.update_weights()
             except CkptEngineError as error:
-                os._exit(0 if error.problem.code == Problem.FAILED_PRECONDITION else 1)
+                os._exit(0 if "belongs to process" in error.problem.message else 1)
             finally:
                 os._exit(2)
         end = time.monotonic() + 10
         while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
             time.sleep(0.05)
         assert done == (child, 0)
+        with pytest.raises(CkptEngineError, match="replica"):
+            trainer.update_weights(timeout=10)
 
 
 def test_a_manager_that_comes_later_and_one_that_is_restarted(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -222,23 +223,40 @@ def test_an_update_that_takes_too_long_is_given_up_and_the_next_one_works(manage
         assert update(trainer).ok
 
 
-def test_an_exception_in_the_callback_ends_the_wait_and_the_trainer_goes_on(
-    manager: str, replica: StartReplica
-) -> None:
+def test_an_interrupt_cancels_the_call_and_the_trainer_goes_on(manager: str, replica: StartReplica) -> None:
     def interrupt(_: manager_pb2.UpdateProgress) -> None:
         raise KeyboardInterrupt
 
-    replica()
+    reader, go_on = replica(), threading.Event()
+    reader.before_preparing = lambda: go_on.wait(10)
     with a_trainer(manager) as trainer:
         trainer.publish({"a": torch.ones(3)})
-        update(trainer)
         with pytest.raises(KeyboardInterrupt):
-            trainer.update_weights(timeout=10, on_progress=interrupt)
-        # What was cancelled may have begun to install; then it is finished first, and the next call is told so.
+            update(trainer, on_progress=interrupt)
+        # Were the first call still going on, this one would be ABORTED: another update runs.
+        with pytest.raises(CkptEngineError) as caught:
+            trainer.update_weights(timeout=1.5)
+        assert caught.value.problem.code == Problem.DEADLINE_EXCEEDED
+        go_on.set()
+        assert update(trainer).ok
+
+
+def test_an_interrupt_between_sealing_and_reading_is_survived(manager: str, replica: StartReplica) -> None:
+    def interrupt(progress: manager_pb2.UpdateProgress) -> None:
+        if progress.message == "sealing":
+            raise KeyboardInterrupt
+
+    reader = replica()
+    with a_trainer(manager) as trainer:
+        trainer.publish({"a": torch.ones(3)})
+        with pytest.raises(KeyboardInterrupt):
+            update(trainer, on_progress=interrupt)
+        # The manager may hear of the interrupt a little after us.
         for _ in range(100):
             with suppress(CkptEngineError):
                 assert update(trainer).ok
                 break
             time.sleep(0.05)
         else:
-            pytest.fail("no update after the cancelled one")
+            pytest.fail("no update after the interrupted one")
+        assert len(reader.installs) == 1
