@@ -30,8 +30,9 @@ BEAT_SECONDS = 0.2
 class PlainReplica:
     """Connects on `start` and again whenever the manager comes back, until `stop`.
 
-    weights: what it holds after the last install, by name. held: of the version in `identity`. before_reading: called
-    before the first byte of an install is read. before_preparing: before a prepare is answered. prepare_problem: the answer to every prepare, if set.
+    weights: what it holds after the last install, by name; identity: of which version. prepare_problem: the answer to
+    every prepare, if set. before_preparing, before_reading: called before a prepare is answered, and before the first
+    byte of an install is read.
     """
 
     def __init__(self, address: str, name: str = "plain") -> None:

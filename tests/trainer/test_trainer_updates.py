@@ -234,9 +234,8 @@ def test_an_interrupt_cancels_the_call_and_the_trainer_goes_on(manager: str, rep
         with pytest.raises(KeyboardInterrupt):
             update(trainer, on_progress=interrupt)
         # Were the first call still going on, this one would be ABORTED: another update runs.
-        with pytest.raises(CkptEngineError) as caught:
+        with pytest.raises(CkptEngineError, match="not recorded"):
             trainer.update_weights(timeout=1.5)
-        assert caught.value.problem.code == Problem.DEADLINE_EXCEEDED
         go_on.set()
         assert update(trainer).ok
 
