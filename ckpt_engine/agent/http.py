@@ -1,10 +1,14 @@
-"""HTTP towards an engine on this host: the client that adapters should use."""
+"""HTTP towards an engine on this host: the client that adapters use, and a call with a deadline and a verdict."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from typing import Any
 
 import httpx
+
+from ckpt_engine.agent.adapter import EngineCallError
 
 
 def engine_client(url: str, headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
@@ -22,3 +26,38 @@ def engine_client(url: str, headers: Mapping[str, str] | None = None) -> httpx.A
         limits=httpx.Limits(max_keepalive_connections=0),
         trust_env=False,  # a proxy has no business between an agent and its engine
     )
+
+
+async def engine_call(
+    client: httpx.AsyncClient,
+    method: str,
+    route: str,
+    seconds: float,
+    body: Mapping[str, Any] | None = None,
+    params: Mapping[str, str | int | list[str]] | None = None,
+) -> httpx.Response:
+    """The engine's answer, if it is a good one and comes within `seconds`. On the agent's event loop.
+
+    Raises EngineCallError: not answered (nobody knows what the engine did; 504 counts as that), or answered with an
+    error.
+    """
+    try:
+        async with asyncio.timeout(seconds):  # httpx's own timeouts are for each of its steps
+            response = await client.request(method, route, json=body, params=params, timeout=seconds)
+    except (httpx.HTTPError, TimeoutError) as error:
+        # Also for a refused connection: an engine that has just died may have done it before.
+        cause = str(error) or type(error).__name__
+        message = f"{method} {route}: no answer within {seconds:.1f} s: {cause}"
+        raise EngineCallError(message, answered=False) from error
+    if response.status_code == 504:
+        raise EngineCallError(f"{method} {route}: {_detail(response)}", answered=False)
+    if response.is_error:
+        raise EngineCallError(f"{method} {route}: {response.status_code} {_detail(response)}", answered=True)
+    return response
+
+
+def _detail(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:500]

@@ -20,10 +20,10 @@ from ckpt_engine.agent.adapter import (
     AdapterSettings,
     Capabilities,
     EngineAdapter,
-    EngineCallError,
     EngineInfo,
     LaunchPlan,
 )
+from ckpt_engine.agent.http import engine_call, engine_client
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 KIND = "reference"
@@ -41,7 +41,7 @@ _TOKEN_HEADER = "x-ckpt-engine-token"
 
 
 class ReferenceAdapter:
-    """The `EngineAdapter` of the reference engine. One connection, one call at a time beside `healthy`."""
+    """The `EngineAdapter` of the reference engine. One call at a time beside `healthy`."""
 
     kind = KIND
     capabilities = Capabilities(
@@ -54,11 +54,7 @@ class ReferenceAdapter:
     )
 
     def __init__(self, settings: AdapterSettings) -> None:
-        self._client = httpx.AsyncClient(
-            base_url=settings.url,
-            headers={_TOKEN_HEADER: settings.token},
-            trust_env=False,  # a proxy has no business between an agent and its engine
-        )
+        self._client = engine_client(settings.url, {_TOKEN_HEADER: settings.token})
 
     async def healthy(self, seconds: float) -> bool:
         try:
@@ -106,27 +102,9 @@ class ReferenceAdapter:
     async def _call(
         self, method: str, route: str, seconds: float, body: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        try:
-            async with asyncio.timeout(seconds):  # httpx's own timeouts are for each of its steps
-                response = await self._client.request(method, route, json=body, timeout=seconds)
-        except (httpx.HTTPError, TimeoutError) as error:
-            # Also for a refused connection: an engine that has just died may have done it before.
-            cause = str(error) or type(error).__name__
-            message = f"{method} {route}: no answer within {seconds:.1f} s: {cause}"
-            raise EngineCallError(message, answered=False) from error
-        if response.status_code == 504:
-            raise EngineCallError(f"{method} {route}: {_detail(response)}", answered=False)
-        if response.is_error:
-            raise EngineCallError(f"{method} {route}: {response.status_code} {_detail(response)}", answered=True)
+        response = await engine_call(self._client, method, route, seconds, body)
         answer: dict[str, Any] = response.json()
         return answer
-
-
-def _detail(response: httpx.Response) -> str:
-    try:
-        return str(response.json()["detail"])
-    except (ValueError, KeyError, TypeError):
-        return response.text[:500]
 
 
 def create_adapter(settings: AdapterSettings) -> EngineAdapter:

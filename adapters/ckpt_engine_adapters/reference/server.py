@@ -129,7 +129,8 @@ def _worker_arguments(options: argparse.Namespace) -> list[str]:
 def _listen(host: str, port: int) -> socket.socket:
     """Takes the port before anything is loaded, so that a taken one is known at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol named, asyncio turns Nagle's algorithm off on what it accepts; a token should not wait for it.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

@@ -12,8 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-
-import httpx
+from typing import Any
 
 from ckpt_engine.agent.adapter import (
     AdapterAvailability,
@@ -23,7 +22,7 @@ from ckpt_engine.agent.adapter import (
     EngineInfo,
     LaunchPlan,
 )
-from ckpt_engine.agent.http import engine_client
+from ckpt_engine.agent.http import engine_call, engine_client
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 SUPPORTED = ("0.26.", "0.32.")
@@ -73,60 +72,44 @@ class VllmAdapter:
         self._client = engine_client(settings.url, {"x-ckpt-engine-token": settings.token})
         self._routes: frozenset[str] = frozenset()
 
-    async def _call(
-        self, method: str, path: str, seconds: float, params: object = None, body: object = None
-    ) -> httpx.Response:
-        """One call within its deadline. Any answer but 2xx is a refusal: vLLM has said that it is over."""
-        try:
-            response = await self._client.request(
-                method,
-                path,
-                params=params,  # type: ignore[arg-type]
-                json=body,
-                timeout=max(seconds, 0.001),
-            )
-        except httpx.ConnectError as error:
-            raise EngineCallError(f"{path}: vLLM does not accept connections: {error}", answered=True) from error
-        except httpx.HTTPError as error:
-            what = f"no answer within {seconds:.1f} s" if isinstance(error, httpx.TimeoutException) else str(error)
-            raise EngineCallError(f"{path}: {what}", answered=False) from error
-        if not response.is_success:
-            raise EngineCallError(f"{path}: vLLM answered {response.status_code}: {response.text[:500]}", answered=True)
-        return response
+    async def _get(self, route: str, seconds: float) -> Any:
+        return (await engine_call(self._client, "GET", route, seconds)).json()
 
-    async def _post(self, path: str, seconds: float, params: object = None, body: object = None) -> httpx.Response:
-        return await self._call("POST", path, seconds, params, body)
+    async def _post(self, route: str, seconds: float, **body: Any) -> None:
+        await engine_call(self._client, "POST", route, seconds, body)
+
+    async def _ask(self, route: str, seconds: float, **params: str | int | list[str]) -> None:
+        await engine_call(self._client, "POST", route, seconds, params=params)
 
     async def healthy(self, seconds: float) -> bool:
         try:
-            await self._call("GET", "/health", seconds)
+            await engine_call(self._client, "GET", "/health", seconds)
         except EngineCallError:
             return False
         return True
 
     async def probe(self, seconds: float) -> EngineInfo:
         """Asks for version, routes and world size. Development routes that are missing are named."""
-        version = str((await self._call("GET", "/version", seconds)).json()["version"])
-        schema = (await self._call("GET", "/openapi.json", seconds)).json()
-        self._routes = frozenset(schema["paths"])
+        version = str((await self._get("/version", seconds))["version"])
+        self._routes = frozenset((await self._get("/openapi.json", seconds))["paths"])
         needed = {"/pause", "/resume", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"}
         missing = sorted((needed | {"/finish_weight_update", "/get_world_size"}) - self._routes)
         if missing:
             reason = f"this server lacks {', '.join(missing)}; start it with VLLM_SERVER_DEV_MODE=1"
             return EngineInfo(version, 0, False, reason)
-        world_size = int((await self._call("GET", "/get_world_size", seconds)).json()["world_size"])
-        paused = bool((await self._call("GET", "/is_paused", seconds)).json()["is_paused"])
+        world_size = int((await self._get("/get_world_size", seconds))["world_size"])
+        paused = bool((await self._get("/is_paused", seconds))["is_paused"])
         asleep = None
         if "/is_sleeping" in self._routes:
-            asleep = bool((await self._call("GET", "/is_sleeping", seconds)).json()["is_sleeping"])
+            asleep = bool((await self._get("/is_sleeping", seconds))["is_sleeping"])
         supported, reason = _is_supported(version)
         return EngineInfo(version, world_size, supported, reason, paused, asleep)
 
     async def prepare(self, seconds: float) -> None:
-        await self._post("/init_weight_transfer_engine", seconds, body={"init_info": {}})
+        await self._post("/init_weight_transfer_engine", seconds, init_info={})
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
-        await self._post("/pause", seconds, params=_MODES[mode or self.capabilities.default_pause_mode])
+        await self._ask("/pause", seconds, **_MODES[mode or self.capabilities.default_pause_mode])
 
     async def install(self, epoch: int, seconds: float) -> None:
         """Opens vLLM's update session, runs the install in every worker, and always closes the session."""
@@ -136,26 +119,29 @@ class VllmAdapter:
             if not error.answered:
                 raise
             # An agent that died in the middle left the session open; workers close theirs by the same call.
-            await self._post("/finish_weight_update", seconds, body={})
+            await self._post("/finish_weight_update", seconds)
             await self._post("/start_weight_update", seconds)
         try:
-            await self._post("/update_weights", seconds, body={"update_info": {"epoch": epoch}})
+            await self._post("/update_weights", seconds, update_info={"epoch": epoch})
         finally:
-            await self._post("/finish_weight_update", seconds, body={})
+            await self._post("/finish_weight_update", seconds)
 
     async def resume(self, seconds: float) -> None:
         await self._post("/resume", seconds)
 
     async def sleep(self, level: int, seconds: float) -> None:
-        await self._post("/sleep", seconds, params={"level": level})
+        await self._ask("/sleep", seconds, level=level)
 
     async def wake(self, tags: Sequence[str], seconds: float) -> None:
-        await self._post("/wake_up", seconds, params={"tags": list(tags)} if tags else None)
+        if tags:
+            await self._ask("/wake_up", seconds, tags=list(tags))
+        else:
+            await self._ask("/wake_up", seconds)
 
     async def stamp(self, identity: weights_pb2.Identity, seconds: float) -> None:
         """Newer servers report a version with generated tokens; older ones have no route for it."""
         if "/update_weight_version" in self._routes:
-            await self._post("/update_weight_version", seconds, body={"new_version": str(identity.version)})
+            await self._post("/update_weight_version", seconds, new_version=str(identity.version))
 
     async def close(self) -> None:
         await self._client.aclose()
