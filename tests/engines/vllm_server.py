@@ -33,7 +33,7 @@ def start_vllm(cluster: Cluster, name: str, model: Path, *arguments: str, tensor
         "VLLM_LOGGING_LEVEL": "INFO",
         "HF_HUB_OFFLINE": "1",
     }
-    if tensor_parallel > 1:
+    if tensor_parallel > 1 or "--data-parallel-size" in arguments:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     return cluster.replica(
         name,

@@ -1,0 +1,120 @@
+"""Model classes whose loaders differ: each is recorded, serves transformers' tokens, and refuses what lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_engine import CkptEngineError, Trainer
+from tests.cluster import running_cluster
+from tests.engines.vllm_server import TOKENS, assert_closed, complete, needs_vllm, start_vllm, tokens
+from tests.tiny_model import DECISIVE_GAP, decisive_prompts, reference_tokens
+
+pytestmark = needs_vllm
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 500,  # padded by vLLM to a multiple of 64
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+MIXTURE: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**SMALL, tie_word_embeddings=True, architectures=["LlamaForCausalLM"])
+
+
+def qwen2() -> Any:
+    from transformers import Qwen2Config
+
+    return Qwen2Config(**SMALL, tie_word_embeddings=False, architectures=["Qwen2ForCausalLM"])
+
+
+def qwen3_mixture() -> Any:
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(**SMALL, **MIXTURE, head_dim=32, decoder_sparse_step=1, architectures=["Qwen3MoeForCausalLM"])
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config
+
+    return GPT2Config(
+        vocab_size=500,
+        n_embd=128,
+        n_layer=2,
+        n_head=4,
+        n_positions=512,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+        architectures=["GPT2LMHeadModel"],
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "llama with tied embeddings": (llama, "model.layers.1.mlp.up_proj.weight"),
+    "qwen2 with QKV bias": (qwen2, "model.layers.0.self_attn.v_proj.bias"),
+    "qwen3 mixture of experts": (qwen3_mixture, "model.layers.1.mlp.experts.3.gate_proj.weight"),
+    "gpt2 with transposed weights": (gpt2, "transformer.h.1.mlp.c_fc.weight"),
+}
+
+
+def build(config: Any, seed: int, path: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A random model, and its tensors under the names of the checkpoint that transformers writes."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+            if "lm_head" in name or "wte" in name or "embed_tokens" in name:
+                parameter.mul_(torch.exp(0.4 * torch.randn(parameter.shape[0], 1)))
+    model.save_pretrained(path)
+    return model, load_file(path / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_a_model_class(tmp_path: Path, kind: str) -> None:
+    torch.set_num_threads(1)
+    make, lacking = MODELS[kind]
+    config = make()
+    config.dtype = torch.bfloat16
+    (tmp_path / "bare").mkdir()
+    config.save_pretrained(tmp_path / "bare")
+    with running_cluster(tmp_path / "cluster") as cluster:
+        replica = start_vllm(cluster, "vllm", tmp_path / "bare").registered(400)
+        assert_closed(replica)
+        with Trainer(cluster.address, lineage=kind) as trainer:
+            for version in (1, 2):
+                model, weights = build(config, version, tmp_path / f"version-{version}")
+                trainer.publish(tmp_path / f"version-{version}")
+                report = trainer.update_weights(version=version)
+                assert report.ok, f"{report}\n{replica.tail()}"
+                assert report.verified
+                prompt = decisive_prompts(model, 1, TOKENS)[0]
+                expected = reference_tokens(model, prompt, TOKENS)
+                assert expected.gap > DECISIVE_GAP
+                assert tokens(complete(replica, prompt)) == expected.tokens
+            trainer.publish({name: tensor for name, tensor in weights.items() if name != lacking})
+            with pytest.raises(CkptEngineError, match="come from nowhere"):
+                trainer.update_weights(version=3)
+            assert tokens(complete(replica, prompt)) == expected.tokens, "the refused update left the old version"
