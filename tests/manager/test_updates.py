@@ -1,6 +1,7 @@
 """Whole updates and refused ones, driven by scripted members over real channels."""
 
 import asyncio
+import contextlib
 import sqlite3
 from typing import Any
 
@@ -210,11 +211,19 @@ async def test_a_ledger_that_cannot_be_written_refuses_before_anything_is_touche
         await asyncio.wait_for(replica.stream.until(manager_pb2.Install), 0.5)
 
 
-async def test_sleep_and_wake_reach_the_replica(stub: CheckpointEngineManagerStub) -> None:
+async def next_epoch_is_stored(manager: ManagerServer) -> None:
+    """A Sleep or Wake so close to another call that the ledger still writes is refused with UNAVAILABLE."""
+    with contextlib.closing(sqlite3.connect(manager.ledger.path)) as ledger:
+        while ledger.execute("SELECT epoch FROM cluster").fetchone()[0] <= manager.status().fence.epoch:
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.05)
+
+
+async def test_sleep_and_wake_reach_the_replica(manager: ManagerServer, stub: CheckpointEngineManagerStub) -> None:
     replica = ScriptedReplica(stub)
     await replica.open()
     for wake in (False, True):
-        await asyncio.sleep(0.3)  # a call so close to another that the ledger is still writing is refused
+        await next_epoch_is_stored(manager)
         call = (
             stub.Wake(manager_pb2.WakeRequest(tags=["weights"]), timeout=20)
             if wake
@@ -226,6 +235,7 @@ async def test_sleep_and_wake_reach_the_replica(stub: CheckpointEngineManagerStu
         (result,) = (await call).results
         assert result.replica == "replica"
         assert not result.HasField("problem")
+    await next_epoch_is_stored(manager)
     problem = await refused(stub.Sleep(manager_pb2.SleepRequest(replicas=["nobody"]), timeout=20))
     assert problem.code == Code.NOT_FOUND
 
