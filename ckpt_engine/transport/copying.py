@@ -2,27 +2,22 @@
 
 Runs in the reader. Torch's own way, one parallel loop a tensor, waits for its slowest thread after each of them. On a
 host where anything else runs, that wait is a scheduling quantum, and hundreds of tensors take seconds. So everything is
-cut into pieces that are copied within one thread, and the threads take batches of pieces until none is left: they wait
-for each other once, at the end. Long runs of bytes go through numpy (memcpy), short and scattered ones through torch.
+cut into pieces that torch copies within one thread, and the threads take batches of pieces until none is left: they
+wait for each other once, at the end.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """(destination, source), of equal shape."""
 
-RUN_BYTES = 2048
-"""From this many bytes in one run on, memcpy is faster than torch's loop over elements."""
-
 PIECE_ELEMENTS = 32_704
-"""Elements of a piece of short runs. Torch spreads an operation over threads from 32,768 on; whole cache lines."""
+"""Most elements of a piece. Torch spreads an operation over threads from 32,768 on; whole cache lines."""
 
 BATCH_BYTES = 4 << 20
 """Bytes that a thread takes at once, some 0.5 ms of work; also how often progress can be told."""
@@ -44,8 +39,7 @@ class TensorCopy:
     """
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
-        long: list[Pair] = []
-        short: list[Pair] = []
+        near: list[Pair] = []
         far: list[Pair] = []
         for whole_destination, whole_source in pairs:
             destination, source = whole_destination.detach(), whole_source.detach()
@@ -53,15 +47,10 @@ class TensorCopy:
                 continue
             if destination.device.type != "cpu" or source.device.type != "cpu":
                 far.append((destination, source))
-                continue
-            destination, source = _lanes(destination, source)
-            width = destination.element_size()
-            if destination.dtype == source.dtype and _run(destination, source) * width >= RUN_BYTES:
-                long += _pieces(destination, source, BATCH_BYTES // width)
             else:
-                short += _pieces(destination, source, PIECE_ELEMENTS)
-        self._near = [*_batches(long, BATCH_BYTES, _copy_runs), *_batches(short, BATCH_BYTES, _copy_elements)]
-        self._far = list(_batches(far, BATCH_BYTES, _copy_elements))
+                near += _pieces(*_lanes(destination, source))
+        self._near = _batches(near)
+        self._far = _batches(far)
         self.bytes = sum(batch.bytes for batch in (*self._near, *self._far))
 
     def run(self, on_bytes: Callable[[int], None] | None = None) -> int:
@@ -75,28 +64,18 @@ class TensorCopy:
         return self.bytes
 
 
-@dataclass(frozen=True, slots=True)
 class _Batch:
-    """What a thread takes at once. `copy` is one call, most of which runs outside of the interpreter's lock."""
+    """What a thread takes at once: copied by one call, outside of the interpreter's lock."""
 
-    copy: Callable[[], None]
-    bytes: int
+    __slots__ = ("_destinations", "_sources", "bytes")
 
+    def __init__(self, pairs: Sequence[Pair], size: int) -> None:
+        self._destinations = [destination for destination, _ in pairs]
+        self._sources = [source for _, source in pairs]
+        self.bytes = size
 
-def _copy_runs(pairs: Sequence[Pair]) -> Callable[[], None]:
-    arrays = [(destination.numpy(), source.numpy()) for destination, source in pairs]
-
-    def copy() -> None:
-        for destination, source in arrays:
-            np.copyto(destination, source, casting="no")
-
-    return copy
-
-
-def _copy_elements(pairs: Sequence[Pair]) -> Callable[[], None]:
-    destinations = [destination for destination, _ in pairs]
-    sources = [source for _, source in pairs]
-    return lambda: torch._foreach_copy_(destinations, sources)
+    def copy(self) -> None:
+        torch._foreach_copy_(self._destinations, self._sources)
 
 
 class _Run:
@@ -182,41 +161,28 @@ def _fits(tensor: torch.Tensor, width: int) -> bool:
     return all(step * size % width == 0 for step in steps)
 
 
-def _run(destination: torch.Tensor, source: torch.Tensor) -> int:
-    """Elements that lie one behind the other in both."""
-    run = 1
-    for axis in reversed(range(destination.dim())):
-        extent = destination.shape[axis]
-        if extent > 1 and not destination.stride(axis) == source.stride(axis) == run:
-            break
-        run *= extent
-    return run
-
-
-def _pieces(destination: torch.Tensor, source: torch.Tensor, limit: int) -> list[Pair]:
-    """The pair in pieces of at most `limit` elements."""
+def _pieces(destination: torch.Tensor, source: torch.Tensor) -> list[Pair]:
+    """The pair in pieces of at most PIECE_ELEMENTS."""
     count = destination.numel()
-    if count <= limit:
+    if count <= PIECE_ELEMENTS:
         return [(destination, source)]
     axis = next(axis for axis, extent in enumerate(destination.shape) if extent > 1)
-    rows = limit * destination.shape[axis] // count
+    rows = PIECE_ELEMENTS * destination.shape[axis] // count
     if rows:
         parts = torch.split(destination, rows, axis), torch.split(source, rows, axis)
         return list(zip(*parts, strict=True))
     rows_of_both = zip(destination.unbind(axis), source.unbind(axis), strict=True)
-    return [piece for pair in rows_of_both for piece in _pieces(*pair, limit)]
+    return [piece for pair in rows_of_both for piece in _pieces(*pair)]
 
 
-def _batches(
-    pairs: Sequence[Pair], limit: int, prepare: Callable[[Sequence[Pair]], Callable[[], None]]
-) -> Iterator[_Batch]:
+def _batches(pairs: Sequence[Pair]) -> list[_Batch]:
+    batches: list[_Batch] = []
     batch: list[Pair] = []
     size = 0
     for pair in pairs:
         batch.append(pair)
         size += pair[0].numel() * pair[0].element_size()
-        if size >= limit or len(batch) >= BATCH_PIECES:
-            yield _Batch(prepare(batch), size)
+        if size >= BATCH_BYTES or len(batch) >= BATCH_PIECES:
+            batches.append(_Batch(batch, size))
             batch, size = [], 0
-    if batch:
-        yield _Batch(prepare(batch), size)
+    return [*batches, _Batch(batch, size)] if batch else batches

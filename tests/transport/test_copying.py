@@ -47,7 +47,6 @@ def test_it_is_what_copy_makes_of_it(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copying, "PIECE_ELEMENTS", limit)
         patch.setattr(copying, "BATCH_BYTES", max(limit, 16))
-        patch.setattr(copying, "RUN_BYTES", 32)
         torch.set_num_threads(threads)
         pairs, wanted, raws, size = [], [], [], 0
         for dtype, shape, (source_side, destination_side) in layouts:
@@ -73,7 +72,7 @@ def test_a_failing_piece_fails_the_run_and_leaves_no_thread(monkeypatch: pytest.
     monkeypatch.setattr(copying, "BATCH_BYTES", 4096)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     copied = TensorCopy([(torch.zeros(1 << 20, dtype=torch.uint8), torch.ones(1 << 20, dtype=torch.uint8))])
-    caller, copy, reached = threading.get_ident(), copying.np.copyto, threading.Event()
+    caller, copy, reached = threading.get_ident(), torch._foreach_copy_, threading.Event()
 
     def fail(*arguments: object, **options: object) -> None:
         if (threading.get_ident() != caller) == in_helper:
@@ -82,7 +81,7 @@ def test_a_failing_piece_fails_the_run_and_leaves_no_thread(monkeypatch: pytest.
         assert reached.wait(timeout=30)
         copy(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(copying.np, "copyto", fail)
+    monkeypatch.setattr(torch, "_foreach_copy_", fail)
     before = threading.active_count()
     with pytest.raises(RuntimeError, match="a piece failed"):
         copied.run()
