@@ -113,7 +113,8 @@ class Engine:
             case events.PrepareEngine():
                 yield from self._all(self._prepare)
             case events.InstallEngine():
-                yield from self._all(self._install)
+                if not self.world.chance(self.faults.engine_lies):
+                    yield from self._all(self._install)
         after.set()
         return None
 
@@ -166,6 +167,8 @@ class Engine:
                 raise precondition("too late to begin")
             if self.world.chance(self.faults.worker_early):
                 raise unavailable("the simulator made this worker fail before its first byte")
+            if self.world.chance(self.faults.slow):
+                yield self.world.between(1.0, 16.0)  # stopped between looking at the clock and writing
             yield from self._read(worker, order, end)
             problem = None
         except CkptEngineError as error:

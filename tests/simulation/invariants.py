@@ -95,6 +95,10 @@ class Invariants:
         words = engine.words()
         if engine.paused or not words.open:
             raise BrokenPromiseError(f"{name} says {kind}, but it is {'paused' if engine.paused else words.reason}")
+        if outcome.outcome == manager_pb2.NEW_SERVING:
+            wanted = self.scenario.ledger.intents[outcome.fence.epoch]
+            if outcome.after != wanted:
+                raise BrokenPromiseError(f"{name} says NEW_SERVING of {wanted}, but it holds {outcome.after}")
         if words.identity != outcome.after:
             raise BrokenPromiseError(f"{name} says that it holds {outcome.after}, but it holds {words.identity}")
 

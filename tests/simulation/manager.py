@@ -70,6 +70,7 @@ class ManagerShell(Shell):
         self.blobs = Blobs()
         self.streams: dict[Peer, Stream] = {}
         self.calls: dict[Call, OpenCall] = {}
+        self.sleep_calls: dict[Call, Signal] = {}
         self._names = 0
 
     def accept(self, member: MemberShell, at_member: Peer) -> Stream:
@@ -96,6 +97,17 @@ class ManagerShell(Shell):
         self.feed(events.UpdateCall(call, request))
         return call, over
 
+    def sleep_or_wake(self, wake: bool, replicas: list[str]) -> Signal:
+        """A Sleep or Wake call has arrived; its results, or its problem."""
+        self._names += 1
+        call = Call(f"call-{self._names}")
+        over = self.sleep_calls[call] = Signal()
+        if wake:
+            self.feed(events.WakeCall(call, manager_pb2.WakeRequest(replicas=replicas)))
+        else:
+            self.feed(events.SleepCall(call, manager_pb2.SleepRequest(replicas=replicas, level=1)))
+        return over
+
     def cancel_call(self, call: Call) -> None:
         """Its caller has gone."""
         if self.calls.pop(call, None) is not None:
@@ -118,8 +130,10 @@ class ManagerShell(Shell):
             case events.EmitEvent(call, event):
                 if call in self.calls and event.HasField("report"):
                     self.calls[call].report = event.report
-            case events.FinishCall(call, problem):
-                if call in self.calls:
+            case events.FinishCall(call, problem, response):
+                if call in self.sleep_calls:
+                    self.sleep_calls.pop(call).set(problem or response)
+                elif call in self.calls:
                     done = self.calls.pop(call)
                     delay = self.world.between(0.0005, self.faults.delay)
                     self.world.after(delay, lambda: done.over.set(problem or done.report))

@@ -67,6 +67,12 @@ class Group:
     reports: list[manager_pb2.UpdateReport] = field(default_factory=list)
     gone: bool = False
 
+    def train(self) -> None:
+        """One step of the optimizer on all ranks."""
+        self.step += 1
+        for trainer in self.trainers:
+            trainer.source.train(f"{self.lineage} from {self.number} step {self.step}")
+
 
 class Scenario:
     """One run of one seed. crashes: whether managers and agents are killed too, not only engines and trainers."""
@@ -109,6 +115,8 @@ class Scenario:
         chaos.kill()
         self._heal()
         self.world.run(self.world.now + 2 * self.deadlines.lease + self.deadlines.update / 2)
+        self._wake_all()
+        self._nothing_is_paused()
         self._must_succeed()
 
     def _draw_faults(self) -> Faults:
@@ -125,6 +133,7 @@ class Scenario:
             slow=some(0.05),
             engine_no=some(0.1),
             engine_hang=some(0.1),
+            engine_lies=some(0.1),
             worker_early=some(0.1),
             worker_late=some(0.1),
             half_open=some(0.5),
@@ -170,6 +179,11 @@ class Scenario:
         kind = kind or random.choice(("live", "live", "snapshot", "snapshot", "directory"))
         model = model or random.choice(("model A",) * 8 + ("model B",))
         world_size = 1 if kind == "directory" else random.randint(1, 3)
+        self.world.note(f"{lineage}: {world_size} ranks, {kind}, {model}")
+        self.world.spawn(self._train(self.join_group(lineage, kind, model, world_size)))
+
+    def join_group(self, lineage: str, kind: str, model: str, world_size: int) -> Group:
+        """The ranks of a run, which publish, and train when they are told to."""
         self._sessions += 1
         trainers = [
             TrainerShell(
@@ -182,8 +196,7 @@ class Scenario:
         ]
         group = Group(lineage, self._sessions, trainers)
         self.groups.append(group)
-        self.world.note(f"{lineage}: {world_size} ranks, {kind}, {model}")
-        self.world.spawn(self._train(group))
+        return group
 
     def end_group(self, group: Group, in_good_order: bool) -> None:
         """All its processes end, the way that a launcher ends them when one of them dies."""
@@ -203,9 +216,7 @@ class Scenario:
             yield self.world.between(0.05, 1.5)
             repeat = bool(group.reports) and self.world.chance(0.15)
             if not repeat:
-                group.step += 1
-                for trainer in group.trainers:
-                    trainer.source.train(f"{group.lineage} from {group.number} step {group.step}")
+                group.train()
             report = yield from self.update(group, group.reports[-1].identity.version if repeat else None)
             if report is not None:
                 group.reports.append(report)
@@ -258,6 +269,7 @@ class Scenario:
             self._engine_dies,
             self._group_ends,
             self._group_begins,
+            self._sleep_or_wake,
         ]
         if self.crashes:
             actions += [self._manager_restarts, self._agent_restarts]
@@ -300,6 +312,13 @@ class Scenario:
             self._start_engine(agent)
 
         self.world.after(self.world.between(0.0, 1.0), noticed)
+
+    def _sleep_or_wake(self) -> None:
+        manager, agent = self.cluster.manager, self._some_agent()
+        if manager is not None and manager.alive and agent is not None:
+            wake = self.world.chance(0.6)
+            self.world.note(f"somebody {'wakes' if wake else 'puts to sleep'} {agent.name}")
+            manager.sleep_or_wake(wake, [agent.name])
 
     def _group_ends(self) -> None:
         groups = [group for group in self.groups if not group.gone]
@@ -357,6 +376,29 @@ class Scenario:
             if not group.gone:
                 self.end_group(group, in_good_order=True)
         self.join_replica(manager_pb2.STANDALONE)  # the others may all be about to leave
+
+    def _wake_all(self) -> None:
+        manager = self.cluster.manager
+        assert manager is not None
+        asleep = [name for name, agent in self.agents.items() if agent.alive and agent.machine.replica.asleep]
+        if not asleep:
+            return
+        over = manager.sleep_or_wake(True, asleep)
+        self.world.run(self.world.now + self.deadlines.sleep_wake)
+        if not isinstance(over.value, manager_pb2.WakeResponse) or any(
+            result.HasField("problem") for result in over.value.results
+        ):
+            raise BrokenPromiseError(f"{asleep} cannot be woken in a good world: {over.value}")
+
+    def _nothing_is_paused(self) -> None:
+        """What can serve does so again, also without another update."""
+        for agent in self.agents.values():
+            engine = agent.engine
+            if not agent.alive or engine is None or not engine.alive or not engine.words().open:
+                continue
+            reason = agent.machine.replica.closed_reason()
+            if engine.paused or reason:
+                raise BrokenPromiseError(f"{agent.name} holds a whole version, but does not serve: {reason}")
 
     def _must_succeed(self) -> None:
         """A new run updates every replica that lives."""

@@ -21,9 +21,10 @@ class Faults:
     """How bad the world is; `Faults()` is a good one. Probabilities, and seconds for delays.
 
     loss, duplicate: of one message on a stream. delay: the longest that a message takes (each its own, so they
-    overtake each other). task: that a task fails. slow: that a task takes longer than it may. engine_no, engine_hang:
-    that an engine call is refused, or does what it should much later. worker_early, worker_late: that a worker fails
-    before or after its first byte. half_open: that one end of a broken stream hears nothing of it.
+    overtake each other). task: that a task fails. slow: that a task or a worker takes longer than it may. engine_no,
+    engine_hang, engine_lies: that an engine call is refused, does what it should much later, or says that all is done
+    although its workers were not called. worker_early, worker_late: that a worker fails before or after its first byte.
+    half_open: that one end of a broken stream hears nothing of it.
     """
 
     loss: float = 0.0
@@ -33,6 +34,7 @@ class Faults:
     slow: float = 0.0
     engine_no: float = 0.0
     engine_hang: float = 0.0
+    engine_lies: float = 0.0
     worker_early: float = 0.0
     worker_late: float = 0.0
     half_open: float = 0.0

@@ -12,8 +12,8 @@ from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
 from ckpt_engine.core.machines.events import Key, Published
 from ckpt_engine.core.machines.manager_state import State
 from ckpt_engine.core.machines.members import Replica
+from ckpt_engine.core.machines.order import Order
 from ckpt_engine.core.machines.publications import Publications
-from ckpt_engine.core.machines.update import Order
 from ckpt_engine.v1 import manager_pb2
 
 CATCH_UP: Key = ("catch up",)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from ckpt_engine.core.machines.events import Call, Key
 from ckpt_engine.core.machines.manager_state import State, describe
+from ckpt_engine.core.machines.order import Order
 from ckpt_engine.core.machines.publications import Publications
-from ckpt_engine.core.machines.update import Order
 from ckpt_engine.core.problems import CkptEngineError, aborted, invalid, not_found, precondition
 from ckpt_engine.v1 import manager_pb2
 

@@ -34,10 +34,11 @@ from ckpt_engine.core.machines.events import (
 from ckpt_engine.core.machines.gather import GATHER, Gather
 from ckpt_engine.core.machines.manager_state import SPEND, State
 from ckpt_engine.core.machines.members import Replica, Trainer
+from ckpt_engine.core.machines.order import Order
 from ckpt_engine.core.machines.publications import Publications
 from ckpt_engine.core.machines.sleepers import Sleepers
 from ckpt_engine.core.machines.status import status_of
-from ckpt_engine.core.machines.update import Order, Update
+from ckpt_engine.core.machines.update import Update
 from ckpt_engine.core.problems import CkptEngineError, aborted, unavailable
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -223,7 +224,7 @@ class ManagerMachine:
         self._state.cancel_timer(("lease", peer))
         self._gone(member, now)
         if self._update is not None:
-            self._update.member_lost(member, now)
+            self._update.member_lost(member)
 
     def _gone(self, member: Trainer | Replica, now: float) -> None:
         if self._sleepers is not None and isinstance(member, Replica):
@@ -282,7 +283,7 @@ class ManagerMachine:
                 self._end_gather()
         if self._update is not None:
             for rank in [rank for rank, other in self._update.order.calls.items() if other == call]:
-                self._update.caller_left(rank, now)
+                self._update.caller_left(rank)
 
     # -- what comes next
 
@@ -329,7 +330,7 @@ class ManagerMachine:
         self._update = Update(self._state, order, self._over)
         self._update.start(now)
 
-    def _over(self, report: manager_pb2.UpdateReport | None, problem: weights_pb2.Problem | None, now: float) -> None:
+    def _over(self) -> None:
         self._update = None
 
     def _cut_short(self, reason: str, now: float) -> None:

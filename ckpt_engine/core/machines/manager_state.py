@@ -100,6 +100,12 @@ class State:
         if member.peer is not None:
             self.out.append(Send(member.peer, body))
 
+    def send_to(self, name: str, body: ProtobufMessage) -> None:
+        """The same for a replica by its name; dropped if nobody knows it."""
+        replica = self.members.replicas.get(name)
+        if replica is not None:
+            self.send(replica, body)
+
     def run(self, key: Key, task: ManagerTask) -> None:
         """Starts a task."""
         self.out.append(Run(key, task))

@@ -1,0 +1,28 @@
+"""What an update is to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckpt_engine.core.machines.events import Call, Published
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+
+@dataclass
+class Order:
+    """What an update is to do. end: monotonic seconds by which it must have reported.
+
+    replicas: those it is for, by name. selection: the caller's wish, None for all. late: a replica is brought to this
+    version, which was sealed before; None: the version is sealed now, and its root is not known yet.
+    """
+
+    lineage: str
+    version: int
+    published: Published
+    replicas: tuple[str, ...]
+    calls: dict[int, Call]  # by trainer rank
+    pause_mode: manager_pb2.PauseMode
+    min_replicas: int
+    selection: frozenset[str] | None
+    end: float
+    late: weights_pb2.Identity | None = None

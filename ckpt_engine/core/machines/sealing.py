@@ -1,0 +1,68 @@
+"""Sealing in one update: every source digests its atoms, and what it offers stays as it is from then on."""
+
+from __future__ import annotations
+
+from ckpt_engine.core.machines.events import Compiled
+from ckpt_engine.core.machines.manager_state import State
+from ckpt_engine.core.machines.order import Order
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+Problem = weights_pb2.Problem
+
+
+class Sealing:
+    """Who has sealed and who has not. Begins once the plans are compiled."""
+
+    def __init__(self, state: State, order: Order, fence: weights_pb2.Fence, compiled: Compiled) -> None:
+        self._state = state
+        self._order = order
+        self._fence = fence
+        self._compiled = compiled
+        self._answers: dict[int, manager_pb2.Sealed] = {}
+
+    def missing(self) -> list[int]:
+        """Ranks that have not sealed."""
+        return [source.rank for source in self._order.published.sources if source.rank not in self._answers]
+
+    def digests(self) -> dict[int, manager_pb2.BlobRef]:
+        """Of those that have, by rank."""
+        return {rank: answer.digests for rank, answer in self._answers.items()}
+
+    def send(self, seconds: float) -> None:
+        """Tells, again, everybody who has not answered.
+
+        A late replica's sources are only asked for digests of what they keep sealed; where the process of such a
+        source is gone, what it offered may still be there (files), and the replica itself digests it as a reader.
+        """
+        late = self._order.late is not None
+        for source in self._order.published.sources:
+            if source.rank in self._answers:
+                continue
+            atoms = self._compiled.atoms[source.rank]
+            trainer = self._state.members.source(self._order.lineage, source.rank, source.table)
+            if trainer is not None:
+                seal = manager_pb2.Seal(
+                    fence=self._fence, version=self._order.version, atoms=atoms, keep=late, deadline_seconds=seconds
+                )
+                self._state.send(trainer, seal)
+            elif late:
+                command = manager_pb2.SealForReaders(
+                    fence=self._fence, table=source.table, atoms=atoms, deadline_seconds=seconds
+                )
+                self._state.send_to(self._order.replicas[0], command)
+
+    def take(self, body: manager_pb2.Sealed) -> Problem | None:
+        """Takes an answer; the problem if it is one.
+
+        An answer names its atoms, and atoms name the table that they are of, so it cannot be mistaken for another's.
+        """
+        ranks = [rank for rank in self.missing() if self._compiled.atoms[rank] == body.atoms]
+        if not ranks:
+            return None
+        if body.HasField("problem"):
+            problem = Problem()
+            problem.CopyFrom(body.problem)
+            problem.ranks[:] = problem.ranks or ranks
+            return problem
+        self._answers.update(dict.fromkeys(ranks, body))
+        return None

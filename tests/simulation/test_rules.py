@@ -1,0 +1,398 @@
+"""Single rules of the protocol, each in a small story on a good network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckpt_engine.core.machines.agent import AgentMachine
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.simulation.members import AgentShell, TrainerShell
+from tests.simulation.scenario import Group, Scenario
+from tests.simulation.weights import Source
+from tests.simulation.world import Steps
+
+Problem = weights_pb2.Problem
+NEW, OLD, QUARANTINED = manager_pb2.NEW_SERVING, manager_pb2.OLD_SERVING, manager_pb2.QUARANTINED
+
+
+class Story(Scenario):
+    """A good world in which only happens what the test says. Invariants are checked all the same."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=1, calm=True)
+        self.start_manager()
+
+    def replica(self, mode: manager_pb2.Mode = manager_pb2.STANDALONE) -> AgentShell:
+        """A replica whose engine is ready and can load both models."""
+        self.join_replica(mode)
+        self.wait(3.0)
+        agent = list(self.agents.values())[-1]
+        assert agent.engine is not None
+        agent.engine.models = {"model A", "model B"}
+        return agent
+
+    def ranks(self, lineage: str = "run", world_size: int = 1, kind: str = "live", model: str = "model A") -> Group:
+        """Ranks that have trained once and whose tables are accepted."""
+        group = self.join_group(lineage, kind, model, world_size)
+        group.train()
+        self.wait(1.0)
+        return group
+
+    def wait(self, seconds: float) -> None:
+        """Lets time pass."""
+        self.world.run(self.world.now + seconds)
+
+    def call(self, trainer: TrainerShell, **wishes: Any) -> list[Any]:
+        """One rank calls; its result is appended to the list when it comes: a report or a problem."""
+        request = manager_pb2.UpdateWeightsRequest(**wishes)
+        results: list[Any] = []
+
+        def steps() -> Steps:
+            try:
+                results.append((yield from trainer.update(request, 60.0)))
+            except CkptEngineError as error:
+                results.append(error.problem)
+
+        self.world.spawn(steps())
+        return results
+
+    def update(self, group: Group, seconds: float = 5.0, **wishes: Any) -> Any:
+        """All ranks call with the same wishes; the result that all of them get."""
+        results = [self.call(trainer, **wishes) for trainer in group.trainers]
+        self.wait(seconds)
+        assert all(len(result) == 1 for result in results), "a call has no end"
+        assert all(result[0] == results[0][0] for result in results)
+        return results[0][0]
+
+
+@pytest.fixture
+def story() -> Story:
+    return Story()
+
+
+def outcomes(report: manager_pb2.UpdateReport) -> dict[str, manager_pb2.Outcome]:
+    """By replica."""
+    return {replica.replica: replica.outcome for replica in report.replicas}
+
+
+def refused(result: Any, code: weights_pb2.Problem.Code, *words: str) -> None:
+    """The result is a problem with this code and these words."""
+    assert isinstance(result, Problem), result
+    assert result.code == code, result
+    for word in words:
+        assert word in result.message, result.message
+
+
+# ------------------------------------------------------------------------------------------------------ versions
+
+
+def test_versions_count_from_zero_and_rise(story: Story) -> None:
+    story.replica()
+    group = story.ranks(world_size=3)
+    for version in (0, 1):
+        report = story.update(group)
+        assert report.ok
+        assert report.verified
+        assert report.identity.version == version
+        group.train()
+    assert story.update(group, version=40).identity.version == 40
+    group.train()
+    assert story.update(group).identity.version == 41
+
+
+def test_a_version_that_goes_backwards_is_refused(story: Story) -> None:
+    story.replica()
+    group = story.ranks()
+    assert story.update(group, version=7).ok
+    refused(story.update(group, version=6), Problem.FAILED_PRECONDITION, "backwards", "new lineage")
+    assert story.update(story.ranks("another run"), version=0).ok
+
+
+def test_a_repetition_leaves_replicas_alone_that_hold_it(story: Story) -> None:
+    first = story.replica()
+    group = story.ranks(world_size=2)
+    assert story.update(group, version=3).ok
+    second = story.replica()
+    report = story.update(group, version=3)
+    assert report.ok
+    assert {replica.replica: replica.bytes > 0 for replica in report.replicas} == {first.name: False, second.name: True}
+
+
+def test_the_same_number_with_other_weights_is_refused_and_touches_nothing(story: Story) -> None:
+    agent = story.replica()
+    group = story.ranks()
+    before = story.update(group, version=3).identity
+    group.train()
+    refused(story.update(group, version=3), Problem.FAILED_PRECONDITION, "root", "higher version")
+    assert agent.engine is not None
+    assert agent.engine.words().identity == before
+
+
+def test_order_survives_the_manager(story: Story) -> None:
+    story.replica()
+    group = story.ranks()
+    assert story.update(group, version=5).ok
+    assert story.cluster.manager is not None
+    story.cluster.manager.crash()
+    story.start_manager()
+    story.wait(6.0)
+    group.train()
+    refused(story.update(group, version=4), Problem.FAILED_PRECONDITION, "backwards")
+    report = story.update(group)
+    assert report.ok
+    assert report.identity.version == 6
+
+
+# ------------------------------------------------------------------------------------------------------ gathering
+
+
+def test_missing_ranks_are_named(story: Story) -> None:
+    story.replica()
+    group = story.ranks(world_size=3)
+    group.trainers[2].crash()
+    results = story.call(group.trainers[0])
+    story.wait(8.0)
+    refused(results[0], Problem.FAILED_PRECONDITION, "rank 2 has no session", "rank 1 has not called")
+    assert list(results[0].ranks) == [1, 2]
+
+
+def test_ranks_that_disagree_are_named(story: Story) -> None:
+    story.replica()
+    group = story.ranks(world_size=2)
+    first = story.call(group.trainers[0], version=1)
+    second = story.call(group.trainers[1], version=2)
+    story.wait(2.0)
+    refused(first[0], Problem.INVALID_ARGUMENT, "rank 0: 1", "rank 1: 2")
+    assert first == second
+
+
+def test_tables_that_do_not_fit_are_told_to_the_caller(story: Story) -> None:
+    story.replica()
+    sources = [Source("run", rank, 2, "live", model) for rank, model in enumerate(("model A", "model B"))]
+    trainers = [TrainerShell(story.cluster, source, f"session {source.rank}") for source in sources]
+    group = Group("run", 1, trainers)
+    group.train()
+    story.wait(1.0)
+    refused(story.update(group), Problem.INVALID_ARGUMENT, "different models")
+
+
+def test_a_second_update_is_aborted_and_names_the_first(story: Story) -> None:
+    story.replica()
+    group, other = story.ranks(world_size=2), story.ranks("other run")
+    waiting = story.call(group.trainers[0])
+    story.wait(0.1)
+    refused(story.update(other, 1.0), Problem.ABORTED, "'run'", "rank 1 has not called")
+    joined = story.call(group.trainers[1])
+    story.wait(5.0)
+    assert waiting == joined
+    assert waiting[0].ok
+
+
+def test_replicas_that_are_wanted_must_be_there(story: Story) -> None:
+    group = story.ranks()
+    refused(story.update(group), Problem.FAILED_PRECONDITION, "0 replicas", "ckpt-engine replica")
+    judge = story.replica(manager_pb2.COLOCATED)
+    refused(story.update(group), Problem.FAILED_PRECONDITION, "0 replicas")
+    first = story.replica()
+    refused(story.update(group, min_replicas=2), Problem.FAILED_PRECONDITION, "1 replicas", "2 are required")
+    refused(story.update(group, replicas=["nobody"]), Problem.NOT_FOUND, "'nobody'", first.name)
+    refused(story.update(group, replicas=[judge.name]), Problem.FAILED_PRECONDITION, "colocated")
+    second = story.replica()
+    assert outcomes(story.update(group, replicas=[second.name])) == {second.name: NEW}
+    assert outcomes(story.update(group)) == {first.name: NEW, second.name: NEW}
+
+
+def test_another_process_cannot_take_a_connected_rank(story: Story) -> None:
+    group = story.ranks()
+    again = story.join_group("run", "live", "model A", 1)
+    story.wait(20.0)
+    ended = again.trainers[0].ended
+    assert ended is not None
+    refused(ended, Problem.ABORTED, "rank 0", "connected")
+    assert group.trainers[0].ended is None
+
+
+def test_another_process_takes_the_rank_of_a_dead_one(story: Story) -> None:
+    story.replica()
+    story.ranks().trainers[0].crash()
+    story.wait(0.5)
+    assert story.update(story.ranks()).ok
+
+
+# ------------------------------------------------------------------------------------------------------ replicas
+
+
+def test_a_model_that_one_replica_cannot_load_refuses_the_update(story: Story) -> None:
+    good, bad = story.replica(), story.replica()
+    assert bad.engine is not None
+    assert good.engine is not None
+    bad.engine.models = {"model A"}
+    first = story.update(story.ranks())
+    assert first.ok
+    refused(story.update(story.ranks("run B", model="model B")), Problem.FAILED_PRECONDITION, "cannot load model B")
+    assert good.engine.words().identity == first.identity
+
+
+def test_a_replica_that_dies_is_reported_and_holds_up_nobody(story: Story) -> None:
+    dead, good = story.replica(), story.replica()
+    group = story.ranks()
+    assert story.update(group).ok
+    group.train()
+    results = story.call(group.trainers[0])
+    story.wait(0.15)
+    assert dead.engine is not None
+    dead.engine.kill()
+    dead.crash()
+    story.wait(8.0)
+    assert outcomes(results[0]) == {dead.name: QUARANTINED, good.name: NEW}
+
+
+def test_an_agent_that_never_installs_is_reported_at_the_deadline(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = AgentMachine._message
+
+    def message(self: AgentMachine, body: object, now: float) -> None:
+        if not isinstance(body, manager_pb2.Install):
+            original(self, body, now)
+
+    agent, group = story.replica(), story.ranks()
+    monkeypatch.setattr(AgentMachine, "_message", message)
+    report = story.update(group, 12.0, timeout_seconds=10.0)
+    assert outcomes(report) == {agent.name: QUARANTINED}
+    assert "no outcome within" in report.replicas[0].problem.message
+
+
+def test_a_failure_before_the_first_byte_leads_back(story: Story) -> None:
+    agent, group = story.replica(), story.ranks()
+    before = story.update(group).identity
+    group.train()
+    story.faults.worker_early = 1.0
+    report = story.update(group)
+    assert outcomes(report) == {agent.name: OLD}
+    assert report.replicas[0].after == before
+    assert report.replicas[0].pause_seconds > 0
+    assert agent.engine is not None
+    assert not agent.engine.paused
+
+
+def test_a_failure_after_the_first_byte_closes_and_the_next_update_recovers(story: Story) -> None:
+    agent, group = story.replica(), story.ranks()
+    assert story.update(group).ok
+    group.train()
+    story.faults.worker_late = 1.0
+    report = story.update(group)
+    assert outcomes(report) == {agent.name: QUARANTINED}
+    assert "in the middle" in report.replicas[0].problem.message
+    assert agent.engine is not None
+    assert agent.engine.paused
+    assert not agent.engine.words().open
+    story.faults.worker_late = 0.0
+    group.train()
+    assert outcomes(story.update(group)) == {agent.name: NEW}
+
+
+def test_a_trainer_that_trains_on_too_early_spoils_no_replica(story: Story) -> None:
+    agent, group = story.replica(), story.ranks()
+    assert story.update(group).ok
+    group.train()
+    results = story.call(group.trainers[0])
+    while not any(worker.state == manager_pb2.DIRTY for worker in agent.engine.workers):  # type: ignore[union-attr]
+        story.wait(0.001)
+    group.train()
+    story.wait(5.0)
+    assert outcomes(results[0]) == {agent.name: QUARANTINED}
+    assert results[0].replicas[0].problem.code == Problem.DATA_LOSS
+
+
+def test_an_asleep_replica_keeps_its_version(story: Story) -> None:
+    agent, group = story.replica(), story.ranks()
+    before = story.update(group).identity
+    group.train()
+    assert story.cluster.manager is not None
+    slept = story.cluster.manager.sleep_or_wake(False, [])
+    story.wait(2.0)
+    assert not slept.value.results[0].HasField("problem")
+    report = story.update(group)
+    assert outcomes(report) == {agent.name: OLD}
+    assert "asleep" in report.replicas[0].problem.message
+    assert report.replicas[0].after == before
+    woken = story.cluster.manager.sleep_or_wake(True, [agent.name])
+    story.wait(2.0)
+    assert not woken.value.results[0].HasField("problem")
+    assert story.update(group).ok
+
+
+# ------------------------------------------------------------------------------------------------- late replicas
+
+
+def test_a_late_replica_takes_a_snapshot(story: Story) -> None:
+    story.replica()
+    group = story.ranks(world_size=2, kind="snapshot")
+    identity = story.update(group).identity
+    group.train()  # the snapshot stays as it is
+    late = story.replica()
+    story.wait(3.0)
+    assert late.engine is not None
+    assert late.engine.words().identity == identity
+    assert not late.engine.paused
+
+
+def test_a_late_replica_takes_files_whose_process_is_gone(story: Story) -> None:
+    story.replica()
+    group = story.ranks(kind="directory")
+    identity = story.update(group).identity
+    story.end_group(group, in_good_order=True)
+    story.wait(2.0)
+    late = story.replica()
+    story.wait(3.0)
+    assert late.engine is not None
+    assert late.engine.words().identity == identity
+
+
+def test_a_late_replica_takes_nothing_that_may_have_changed(story: Story) -> None:
+    story.replica()
+    group = story.ranks(kind="live")
+    assert story.update(group).ok
+    late = story.replica()
+    story.wait(5.0)
+    assert late.engine is not None
+    assert not late.engine.words().open
+    group.train()
+    assert story.update(group).ok
+
+
+def test_a_late_replica_is_brought_up_after_the_manager_was_restarted(story: Story) -> None:
+    story.replica()
+    group = story.ranks(kind="snapshot")
+    identity = story.update(group).identity
+    assert story.cluster.manager is not None
+    story.cluster.manager.crash()
+    story.start_manager()
+    story.wait(6.0)
+    late = story.replica()
+    story.wait(3.0)
+    assert late.engine is not None
+    assert late.engine.words().identity == identity
+
+
+def test_an_update_cuts_bringing_up_short(story: Story) -> None:
+    story.replica()
+    group = story.ranks(kind="snapshot")
+    assert story.update(group).ok
+    group.train()
+    story.join_replica(manager_pb2.STANDALONE)
+    for _ in range(4000):
+        story.wait(0.001)
+        assert story.cluster.manager is not None
+        if story.cluster.manager.machine.status().phase.startswith("bringing up"):
+            break
+    else:
+        pytest.fail("the late replica was never brought up")
+    report = story.update(group)
+    assert report.ok
+    assert len(report.replicas) == 2
+    assert report.identity.version == 1

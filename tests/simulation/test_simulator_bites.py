@@ -1,0 +1,192 @@
+"""Proof that the simulator finds broken rules: each of these mistakes is caught by one of a few seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ckpt_engine.core.machines import agent_install, agent_state, gather, members, sealing, targets, update
+from ckpt_engine.core.machines.agent import AgentMachine
+from ckpt_engine.core.machines.events import TimerFired
+from ckpt_engine.core.machines.manager_state import State
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from tests.simulation.engine import CLEAN, Engine, Worker
+from tests.simulation.invariants import BrokenPromiseError
+from tests.simulation.scenario import Machines, run_seed
+from tests.simulation.world import Steps
+
+SEEDS = 60
+
+
+class TrustingEngine(Engine):
+    """Its workers call everything clean that they have read."""
+
+    def _read(self, worker: Worker, order: worker_pb2.InstallOrder, end: float) -> Steps:
+        try:
+            yield from super()._read(worker, order, end)
+        finally:
+            worker.state, worker.identity = CLEAN, order.identity
+
+
+Patch = pytest.MonkeyPatch
+Mistake = Callable[[Patch], Machines | None]
+
+
+def workers_do_not_verify(patch: Patch) -> Machines:
+    """Stale and torn weights under a new label."""
+    return Machines(engine=TrustingEngine)
+
+
+def half_a_version_is_resumed(patch: Patch) -> None:
+    """The agent resumes whatever the state words say."""
+    patch.setattr(agent_install.Installing, "_judge", lambda self, now: self._resume(now))
+
+
+def orders_are_forgotten(patch: Patch) -> None:
+    """The agent goes back although a worker has an order that it may still act on."""
+    patch.setattr(agent_state.Replica, "untouched", lambda self: all(w.state == CLEAN for w in self.words.workers))
+    patch.setattr(agent_state.Replica, "orders", property(lambda self: {}, lambda self, value: None), raising=False)
+
+
+def the_engine_is_believed(patch: Patch) -> None:
+    """The agent takes the end of the engine's call for success and does not look at the state words."""
+    patch.setattr(agent_install.Installing, "_all_new", lambda self: not self._going_back)
+
+
+def nobody_is_resumed_later(patch: Patch) -> None:
+    """An engine that did not resume in time stays paused."""
+    patch.setattr(AgentMachine, "_reconcile", lambda self, now: None)
+
+
+def epochs_are_not_spent(patch: Patch) -> None:
+    """An epoch is used that a restarted manager would use again."""
+    patch.setattr(State, "epoch_ready", lambda self: True)
+
+
+def intents_are_not_written(patch: Patch) -> None:
+    """The install begins without a durable intent."""
+
+    def decide(self: update.Update, root: bytes, now: float) -> None:
+        self._identity = weights_pb2.Identity(lineage=self.order.lineage, version=self.order.version, root=root)
+        self._install(now)
+
+    patch.setattr(update.Update, "_decide_identity", decide)
+
+
+def roots_are_not_compared(patch: Patch) -> None:
+    """The same version number with other weights."""
+    patch.setattr(update, "describe", lambda identity: "")
+    kept = weights_pb2.Identity
+
+    def decide(self: update.Update, root: bytes, now: float) -> None:
+        self._identity = kept(lineage=self.order.lineage, version=self.order.version, root=root)
+        self._targets.skip_holders(self._identity)
+        self._begin_phase("recording", self.state.deadlines.ledger, now)
+        self._run("intent", update.RecordIntent(self.fence.epoch, self._identity, self._left(now)))
+
+    patch.setattr(update.Update, "_decide_identity", decide)
+
+
+def versions_go_backwards(patch: Patch) -> None:
+    """A version below the lineage's last one."""
+
+    def version(self: gather.Gather) -> int:
+        meant = self._meant(self.requests[0])
+        return meant if meant < 2 else meant - 2
+
+    patch.setattr(gather.Gather, "_version", version)
+
+
+def updates_have_no_end(patch: Patch) -> None:
+    """The manager waits for ever for a replica whose agent lives, but never installs."""
+    agents_never_install(patch)
+    patch.setattr(update.Update, "_out_of_time", lambda self, now: None)
+
+
+def agents_never_install(patch: Patch) -> None:
+    """Agents that look well and drop every Install. No promise is broken by that alone until the world has healed."""
+    original = AgentMachine._message
+
+    def message(self: AgentMachine, body: object, now: float) -> None:
+        if not isinstance(body, manager_pb2.Install):
+            original(self, body, now)
+
+    patch.setattr(AgentMachine, "_message", message)
+
+
+def late_replicas_take_new_weights(patch: Patch) -> None:
+    """Bringing up a late replica seals anew and takes what there is now for the latest version."""
+    patch.setattr(members.Members, "source", lambda self, lineage, rank, table: self.trainers.get((lineage, rank)))
+
+    def send(self: sealing.Sealing, seconds: float) -> None:
+        late, self._order.late = self._order.late, None
+        original(self, seconds)
+        self._order.late = late
+
+    original = sealing.Sealing.send
+    patch.setattr(sealing.Sealing, "send", send)
+    roots_are_not_compared(patch)
+
+
+def installs_are_not_repeated(patch: Patch) -> None:
+    """A lost Install is never sent again, nor is anything else; the agent's own timers fire as always."""
+    original = update.Update.timer
+
+    def timer(self: update.Update, step: str, now: float) -> None:
+        if step != "resend":
+            original(self, step, now)
+
+    patch.setattr(update.Update, "timer", timer)
+    patch.setattr(targets.Targets, "leave_out", lambda self, name, problem: None)
+
+
+def agents_ignore_time(patch: Patch) -> None:
+    """An agent whose timers never fire: no heartbeat, no second look."""
+    original = AgentMachine.handle
+
+    def handle(self: AgentMachine, event: object, now: float) -> list[object]:
+        return [] if isinstance(event, TimerFired) else original(self, event, now)  # type: ignore[arg-type,return-value]
+
+    patch.setattr(AgentMachine, "handle", handle)
+
+
+def outcomes_are_invented(patch: Patch) -> None:
+    """An agent that calls every end a success."""
+    original = agent_install.Installing._conclude
+
+    def conclude(self: agent_install.Installing, outcome: manager_pb2.Outcome, now: float) -> None:
+        original(self, manager_pb2.NEW_SERVING, now)
+
+    patch.setattr(agent_install.Installing, "_conclude", conclude)
+
+
+MISTAKES: list[Mistake] = [
+    workers_do_not_verify,
+    half_a_version_is_resumed,
+    orders_are_forgotten,
+    the_engine_is_believed,
+    nobody_is_resumed_later,
+    epochs_are_not_spent,
+    intents_are_not_written,
+    roots_are_not_compared,
+    versions_go_backwards,
+    updates_have_no_end,
+    late_replicas_take_new_weights,
+    installs_are_not_repeated,
+    agents_ignore_time,
+    outcomes_are_invented,
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_a_mistake_is_found(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = mistake(monkeypatch)
+    for seed in range(SEEDS):
+        try:
+            run_seed(seed, machines)
+        except BrokenPromiseError as error:
+            if not isinstance(error.__cause__, BrokenPromiseError):
+                raise  # a mistake in the mistake
+            return
+    pytest.fail(f"{SEEDS} seeds did not notice that {mistake.__name__.replace('_', ' ')}")
