@@ -9,14 +9,14 @@ ENGINES ?= vllm
 .PHONY: demo test test-engines test-slow bench lint format proto clean
 
 demo: $(INSTALLED)
-	@$(BIN)/ckpt-engine demo $(ARGS)
+	@$(if $(findstring vllm,$(ARGS)),engines/run vllm --) $(BIN)/ckpt-engine demo $(ARGS)
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest -m "not engine and not gpu and not slow" $(ARGS)
 
 # Real inference engines on the CPU, in environments of their own that are cached outside the checkout.
 test-engines: $(INSTALLED)
-	engines/test $(ENGINES) -- $(ARGS)
+	engines/run $(ENGINES) -- $(BIN)/python -m pytest -m "engine and not gpu" --timeout=900 $(ARGS)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m "slow and not engine and not gpu" --timeout=1800 $(ARGS)

@@ -44,11 +44,10 @@ async def _ask(client: httpx.AsyncClient, engine: str, name: str, url: str) -> R
     prompt = list(text[: task.PROMPT_BYTES])
     started = time.monotonic()
     if engine == "vllm":
-        # Not the OpenAI routes: they want a tokenizer, and here a token is a byte.
-        parameters = {"max_tokens": task.CONTINUATION_BYTES, "temperature": 0.0, "detokenize": False}
-        response = await client.post(
-            f"{url}/inference/v1/generate", json={"token_ids": prompt, "sampling_params": parameters}
-        )
+        # A token is a byte, so there is no tokenizer: token ids in, token ids out.
+        wish = {"model": "demo", "prompt": prompt, "max_tokens": task.CONTINUATION_BYTES, "temperature": 0}
+        raw = {"ignore_eos": True, "return_token_ids": True, "detokenize": False}
+        response = await client.post(f"{url}/v1/completions", json={**wish, **raw})
         response.raise_for_status()
         tokens = response.json()["choices"][0]["token_ids"]
     else:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ STOP_SECONDS = 5.0
 
 POLL_SECONDS = 0.1
 
+VLLM_PYTHON = "CKPT_ENGINE_VLLM_PYTHON"
+"""Environment variable: the Python of an environment with vLLM and ckpt-engine, if it is another one than ours."""
+
 
 class DemoError(Exception):
     """The demo cannot go on; the message says why, for a person."""
@@ -48,8 +52,11 @@ class Settings:
     tensor_parallel: int = 1
     replicas: int = 2
     trainers: int = 2
-    start_seconds: float = 150.0
-    """For all processes to be up. Engines import for long on a small machine."""
+
+    @property
+    def start_seconds(self) -> float:
+        """For all processes to be up. Engines import for long on a small machine."""
+        return 150.0 if self.engine == "reference" else 600.0
 
 
 class Stage:
@@ -70,6 +77,11 @@ class Stage:
 
         on_state: is told in words what is being waited for. Raises DemoError if a process ends or time runs out.
         """
+        if self._settings.engine == "vllm" and VLLM_PYTHON not in os.environ and find_spec("vllm") is None:
+            raise DemoError(
+                f"vLLM is not installed here: install ckpt-engine[vllm], or set {VLLM_PYTHON} to the Python of an "
+                "environment that has it and ckpt-engine"
+            )
         model = task.write_model(self._directory / "model")
         os.mkfifo(self._directory / TURNS, 0o600)
         self._turns = os.open(self._directory / TURNS, os.O_RDWR | os.O_NONBLOCK)
@@ -131,9 +143,11 @@ class Stage:
         parallel, positions = str(self._settings.tensor_parallel), str(task.MODEL["max_position_embeddings"])
         if self._settings.engine == "reference":
             return ("--dtype", "float32", "--load-format", "dummy", "--tensor-parallel", parallel)
+        elsewhere = os.environ.get(VLLM_PYTHON)
+        command = (elsewhere, "-m", "vllm.entrypoints.openai.api_server") if elsewhere else ()
         small = ("--enforce-eager", "--max-model-len", positions, "--gpu-memory-utilization", "0.3")
         weights = ("--dtype", "float32", "--load-format", "dummy", "--skip-tokenizer-init")
-        return (*small, *weights, "--tensor-parallel-size", parallel)
+        return (*command, "--served-model-name", "demo", *small, *weights, "--tensor-parallel-size", parallel)
 
     def _trainer_command(self, rank: int, model: Path) -> Sequence[str]:
         options = {
@@ -172,6 +186,11 @@ class Stage:
             "XDG_RUNTIME_DIR": here,
             "XDG_STATE_HOME": here,
             "TMPDIR": here,
+            "VLLM_CACHE_ROOT": here,
+            "VLLM_CONFIG_ROOT": here,
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            **({"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if self._settings.tensor_parallel > 1 else {}),
         }
 
     def _on_trainer_line(self, line: str) -> None:
@@ -210,3 +229,12 @@ class Stage:
     def _tails(self, message: str) -> str:
         tails = [f"{name}:\n  " + "\n  ".join(child.last_lines(5)) for name, child in self._children.items()]
         return "\n".join([message, *tails])
+
+
+def _vllm_command() -> Sequence[str]:
+    """vLLM's server, in the environment that `engines/run` names, or in this one."""
+    python, overlay = os.environ.get("CKPT_ENGINE_VLLM_PYTHON"), os.environ.get("CKPT_ENGINE_OVERLAY", "")
+    server = ("-m", "vllm.entrypoints.openai.api_server")
+    if python is None:
+        return (sys.executable, *server)
+    return ("env", f"PYTHONPATH={overlay}", "VLLM_CPU_KVCACHE_SPACE=1", python, *server)

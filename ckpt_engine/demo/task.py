@@ -22,6 +22,9 @@ BATCH = 4
 WINDOW_BYTES = 128
 LEARNING_RATE = 1.5e-3
 
+MODEL_NAME = "demo"
+"""What servers that need one call the model."""
+
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",

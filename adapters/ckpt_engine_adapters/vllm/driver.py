@@ -24,6 +24,7 @@ from ckpt_engine.agent.adapter import (
 )
 from ckpt_engine.agent.http import engine_call, engine_client
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, command_options, worker_count
 
 SUPPORTED = ("0.26.", "0.32.")
 """Versions that the tests and benchmarks run against; others are refused by name unless forced."""
@@ -40,14 +41,6 @@ _MODES = {
     manager_pb2.ABORT: {"mode": "abort"},
     manager_pb2.WAIT: {"mode": "wait"},
     manager_pb2.IN_PLACE: {"mode": "keep", "clear_cache": "false"},
-}
-_PARALLEL = {
-    "--tensor-parallel-size": 1,
-    "-tp": 1,
-    "--pipeline-parallel-size": 1,
-    "-pp": 1,
-    "--data-parallel-size": 1,
-    "-dp": 1,
 }
 
 
@@ -159,7 +152,7 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     given = list(arguments)
     if not given or given[0].startswith("-"):
         given = [sys.executable, "-m", MODULE, *given]
-    options = _options(given)
+    options = command_options(given)
     added: list[str] = []
     if model and "--model" not in options:
         added += ["--model", model]
@@ -178,9 +171,7 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
         added += ["--weight-transfer-config", TRANSFER]
     if MIDDLEWARE not in given:
         added += ["--middleware", MIDDLEWARE]
-    workers = 1
-    for option in _PARALLEL:
-        workers *= int(options.get(option, "1"))
+    workers = worker_count(given)
     reached = "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
     url = f"http://{reached}:{port}"
     return LaunchPlan(
@@ -188,7 +179,7 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
         url=url,
         health_url=f"{url}/health",
         workers=workers,
-        env={"VLLM_SERVER_DEV_MODE": "1"},
+        env={"VLLM_SERVER_DEV_MODE": "1", WORKERS_VARIABLE: str(workers)},
     )
 
 
@@ -213,17 +204,3 @@ def _is_supported(version: str) -> tuple[bool, str]:
     if os.environ.get(FORCE) == "1":
         return True, f"vLLM {version} is driven because {FORCE}=1; tested are {tested}"
     return False, f"vLLM {version} is not supported: tested are {tested}; set {FORCE}=1 to try"
-
-
-def _options(command: Sequence[str]) -> dict[str, str]:
-    """Long and short options with their values, `--name value` or `--name=value`."""
-    found = {}
-    for index, argument in enumerate(command):
-        if not argument.startswith("-"):
-            continue
-        name, equals, value = argument.partition("=")
-        if not equals:
-            following = command[index + 1] if index + 1 < len(command) else ""
-            value = "" if following.startswith("--") else following
-        found[name] = value
-    return found

@@ -12,6 +12,7 @@ weights and never raises once it stands: an exception here would leave other ran
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.install.worker import EngineWorker
+from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE
 from ckpt_engine_adapters.vllm.target import VllmTarget
 
 
@@ -68,9 +70,8 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         parallel = vllm_config.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._vllm_config = vllm_config
-        self._worker = EngineWorker(
-            directory, rank, parallel.world_size_across_dp, VllmTarget(model, vllm_config.model_config)
-        )
+        workers = int(os.environ.get(WORKERS_VARIABLE, parallel.world_size_across_dp))
+        self._worker = EngineWorker(directory, rank, workers, VllmTarget(model, vllm_config.model_config))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Records the loader against the manifest that the agent has an order for."""
