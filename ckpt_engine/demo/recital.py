@@ -45,7 +45,7 @@ async def _ask(client: httpx.AsyncClient, engine: str, name: str, url: str) -> R
     started = time.monotonic()
     if engine == "vllm":
         # A token is a byte, so there is no tokenizer: token ids in, token ids out.
-        wish = {"model": "demo", "prompt": prompt, "max_tokens": task.CONTINUATION_BYTES, "temperature": 0}
+        wish = {"model": task.MODEL_NAME, "prompt": prompt, "max_tokens": task.CONTINUATION_BYTES, "temperature": 0}
         raw = {"ignore_eos": True, "return_token_ids": True, "detokenize": False}
         response = await client.post(f"{url}/v1/completions", json={**wish, **raw})
         response.raise_for_status()

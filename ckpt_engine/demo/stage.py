@@ -36,7 +36,9 @@ STOP_SECONDS = 5.0
 POLL_SECONDS = 0.1
 
 VLLM_PYTHON = "CKPT_ENGINE_VLLM_PYTHON"
-"""Environment variable: the Python of an environment with vLLM and ckpt-engine, if it is another one than ours."""
+OVERLAY = "CKPT_ENGINE_OVERLAY"
+"""Environment variables: the Python of an environment with vLLM, if it is another one than ours, and the directory of a
+copy of ckpt-engine for it. `engines/run` sets both."""
 
 
 class DemoError(Exception):
@@ -80,7 +82,7 @@ class Stage:
         if self._settings.engine == "vllm" and VLLM_PYTHON not in os.environ and find_spec("vllm") is None:
             raise DemoError(
                 f"vLLM is not installed here: install ckpt-engine[vllm], or set {VLLM_PYTHON} to the Python of an "
-                "environment that has it and ckpt-engine"
+                "environment that has both (from a checkout: `engines/run vllm -- ckpt-engine demo --engine vllm`)"
             )
         model = task.write_model(self._directory / "model")
         os.mkfifo(self._directory / TURNS, 0o600)
@@ -143,11 +145,10 @@ class Stage:
         parallel, positions = str(self._settings.tensor_parallel), str(task.MODEL["max_position_embeddings"])
         if self._settings.engine == "reference":
             return ("--dtype", "float32", "--load-format", "dummy", "--tensor-parallel", parallel)
-        elsewhere = os.environ.get(VLLM_PYTHON)
-        command = (elsewhere, "-m", "vllm.entrypoints.openai.api_server") if elsewhere else ()
         small = ("--enforce-eager", "--max-model-len", positions, "--gpu-memory-utilization", "0.3")
         weights = ("--dtype", "float32", "--load-format", "dummy", "--skip-tokenizer-init")
-        return (*command, "--served-model-name", "demo", *small, *weights, "--tensor-parallel-size", parallel)
+        named = ("--served-model-name", task.MODEL_NAME, "--tensor-parallel-size", parallel)
+        return (*_vllm_command(), *named, *small, *weights)
 
     def _trainer_command(self, rank: int, model: Path) -> Sequence[str]:
         options = {
@@ -232,9 +233,9 @@ class Stage:
 
 
 def _vllm_command() -> Sequence[str]:
-    """vLLM's server, in the environment that `engines/run` names, or in this one."""
-    python, overlay = os.environ.get("CKPT_ENGINE_VLLM_PYTHON"), os.environ.get("CKPT_ENGINE_OVERLAY", "")
-    server = ("-m", "vllm.entrypoints.openai.api_server")
+    """vLLM's server in the environment that `engines/run` names; none: the adapter takes this one."""
+    python, overlay = os.environ.get(VLLM_PYTHON), os.environ.get(OVERLAY)
     if python is None:
-        return (sys.executable, *server)
-    return ("env", f"PYTHONPATH={overlay}", "VLLM_CPU_KVCACHE_SPACE=1", python, *server)
+        return ()
+    environment = ("env", f"PYTHONPATH={overlay}") if overlay else ()
+    return (*environment, python, "-m", "vllm.entrypoints.openai.api_server")
