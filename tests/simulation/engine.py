@@ -190,7 +190,10 @@ class Engine:
                 worker.weights[index] = self.truth.sources[bytes.fromhex(plan[str(index)])].read(index)
             except SourceGoneError as error:
                 raise unavailable(str(error)) from error
-        yield self.world.between(0.001, 0.01)
+        progress = worker_pb2.WorkerProgress(
+            fence=order.fence, stage=manager_pb2.TRANSFER, bytes_done=SLICES, bytes_total=SLICES
+        )
+        yield from self._ask(worker, worker_pb2.WorkerRequest(progress=progress), 0.1)
         if {str(index): tag for index, tag in enumerate(worker.weights)} != expected:
             raise data_loss("what was read is not what was sealed")
         worker.state, worker.identity = CLEAN, order.identity

@@ -17,6 +17,9 @@ from tests.simulation.shell import Faults, Shell, Stream
 from tests.simulation.weights import SLICES, Blobs, Truth
 from tests.simulation.world import Signal, Steps, World
 
+KEEP_SECONDS = 2.0
+"""How long a blob is kept that nobody needs: between its upload and the message that names it."""
+
 if TYPE_CHECKING:
     from tests.simulation.members import MemberShell
 
@@ -67,17 +70,26 @@ class ManagerShell(Shell):
         super().__init__(world, faults, "manager", made)
         self.machine: ManagerMachine
         self.truth, self.ledger, self.watch = truth, ledger, watch
-        self.blobs = Blobs()
+        self.blobs = Blobs(world)
         self.streams: dict[Peer, Stream] = {}
         self.calls: dict[Call, OpenCall] = {}
         self.sleep_calls: dict[Call, Signal] = {}
         self._names = 0
+        self._processes.append(world.spawn(self._collect_garbage()))
+
+    def _collect_garbage(self) -> Steps:
+        """Drops blobs that nobody has touched for a while and that the machine does not name as in use."""
+        while True:
+            yield KEEP_SECONDS / 4
+            used = {ref.digest for refs in self.machine.blobs_in_use().values() for ref in refs}
+            self.blobs.drop(used, self.world.now - KEEP_SECONDS)
+            self.machine.status()
 
     def accept(self, member: MemberShell, at_member: Peer) -> Stream:
         """A member dials in."""
         self._names += 1
         peer = Peer(f"stream-{self._names}")
-        self.streams[peer] = Stream(member, self, at_member, peer)
+        self.streams[peer] = Stream(member, self, at_member, peer, member.envelopes)
         return self.streams[peer]
 
     def crash(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from google.protobuf.message import Message as ProtobufMessage
+
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines import events
 from ckpt_engine.core.machines.agent import AgentMachine
@@ -31,6 +33,8 @@ class Cluster:
 
 class MemberShell(Shell):
     """A member: a stream to the manager, and its blobs."""
+
+    envelopes: tuple[type[ProtobufMessage], type[ProtobufMessage]]
 
     def __init__(self, cluster: Cluster, name: str, machine: Any) -> None:
         super().__init__(cluster.world, cluster.faults, name, machine)
@@ -118,6 +122,8 @@ class MemberShell(Shell):
 
 class AgentShell(MemberShell):
     """One agent process with its engine, which may outlive it."""
+
+    envelopes = (manager_pb2.ReplicaMessage, manager_pb2.ReplicaCommand)
 
     def __init__(
         self,
@@ -209,6 +215,8 @@ class AgentShell(MemberShell):
 
 class TrainerShell(MemberShell):
     """One trainer rank. calling: whether its trainer thread waits in update_weights."""
+
+    envelopes = (manager_pb2.TrainerMessage, manager_pb2.TrainerCommand)
 
     def __init__(
         self, cluster: Cluster, source: Source, session: str, machine: type[TrainerMachine] = TrainerMachine

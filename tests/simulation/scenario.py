@@ -226,6 +226,7 @@ class Scenario:
     def update(self, group: Group, version: int | None) -> Steps:
         """All ranks call; the report if all calls ended well."""
         self.attempts += 1
+        wanted = [name for name in self.agents if self.world.chance(0.5)] if self.world.chance(self.faults.task) else []
         calls: list[Process] = []
         for trainer in group.trainers:
             request = manager_pb2.UpdateWeightsRequest(timeout_seconds=self.world.random.choice((0.0, 12.0)))
@@ -233,6 +234,9 @@ class Scenario:
                 request.version = version
             elif self.world.chance(self.faults.task / 5):
                 request.version = 10_000  # one rank is confused
+            if wanted:
+                request.replicas.extend(wanted)
+                request.min_replicas = len(wanted)
             calls.append(self.world.spawn(self._call(trainer, request)))
         reports = []
         for call in calls:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from google.protobuf.message import Message as ProtobufMessage
 
 from ckpt_engine.core.machines.events import Done, Key, Message, Peer, PeerLost
+from ckpt_engine.core.machines.wire import pack, unpack
 from ckpt_engine.core.problems import CkptEngineError, deadline, internal
 from tests.simulation.world import Process, Steps, World
 
@@ -119,10 +120,21 @@ class Shell:
 
 
 class Stream:
-    """One session stream between a member and the manager; each end knows it by a name of its own."""
+    """One session stream between a member and the manager; each end knows it by a name of its own.
 
-    def __init__(self, member: Shell, manager: Shell, at_member: Peer, at_manager: Peer) -> None:
+    envelopes: the message type towards the manager, and the one towards the member.
+    """
+
+    def __init__(
+        self,
+        member: Shell,
+        manager: Shell,
+        at_member: Peer,
+        at_manager: Peer,
+        envelopes: tuple[type[ProtobufMessage], type[ProtobufMessage]],
+    ) -> None:
         self.world, self.faults = member.world, member.faults
+        self._envelopes = {True: envelopes[0], False: envelopes[1]}
         self._ends = {True: (manager, at_manager), False: (member, at_member)}
         self._open = {True: True, False: True}
 
@@ -131,13 +143,15 @@ class Stream:
         if not self._open[not to_manager]:
             return
         copies = 0 if self.world.chance(self.faults.loss) else 1 + self.world.chance(self.faults.duplicate)
-        data, kind = body.SerializeToString(), type(body)
+        envelope = self._envelopes[to_manager]
+        data = pack(envelope, body).SerializeToString()
         for _ in range(copies):
             delay = self.world.between(0.0005, self.faults.delay)
-            self.world.after(delay, lambda: self._arrive(to_manager, kind.FromString(data)))
+            self.world.after(delay, lambda: self._arrive(to_manager, unpack(envelope.FromString(data))))
 
-    def _arrive(self, to_manager: bool, body: ProtobufMessage) -> None:
+    def _arrive(self, to_manager: bool, body: ProtobufMessage | None) -> None:
         if self._open[to_manager]:
+            assert body is not None
             shell, peer = self._ends[to_manager]
             shell.feed(Message(peer, body))
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from ckpt_engine.core.problems import not_found
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.simulation.world import World
 
 SLICES = 4
 
@@ -89,20 +90,29 @@ def ref_of(data: bytes) -> manager_pb2.BlobRef:
 class Blobs:
     """The manager's content store."""
 
-    def __init__(self) -> None:
-        self.held: dict[bytes, bytes] = {}
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._held: dict[bytes, bytes] = {}
+        self._touched: dict[bytes, float] = {}
 
     def put(self, data: bytes) -> manager_pb2.BlobRef:
         """Keeps bytes."""
         ref = ref_of(data)
-        self.held[ref.digest] = data
+        self._held[ref.digest] = data
+        self._touched[ref.digest] = self._world.now
         return ref
 
     def get(self, ref: manager_pb2.BlobRef) -> bytes:
         """Raises NOT_FOUND."""
-        if ref.digest not in self.held:
+        if ref.digest not in self._held:
             raise not_found(f"no blob {ref.digest.hex()[:12]}")
-        return self.held[ref.digest]
+        self._touched[ref.digest] = self._world.now
+        return self._held[ref.digest]
+
+    def drop(self, used: set[bytes], before: float) -> None:
+        """Forgets what is not used and was last touched before that moment."""
+        for digest in [digest for digest in self._held if digest not in used and self._touched[digest] < before]:
+            del self._held[digest]
 
     def put_json(self, value: Any) -> manager_pb2.BlobRef:
         """Keeps a value."""

@@ -236,7 +236,8 @@ class AgentMachine:
             self._engine_exited("it was started again", now)
         self.replica.engine = event
         self.replica.engine_reason = ""
-        self.replica.paused = event.paused
+        # Also an engine that runs may still have a pause before it, which an earlier agent asked for.
+        self.replica.paused = True if event.paused else None
         self.replica.asleep = bool(event.asleep)
         self._session.hello_again()
         self._look()
