@@ -35,7 +35,7 @@ class ConsoleShow:
 
     def introduce(self, settings: Settings) -> None:
         """Says what will be seen."""
-        workers = f", each with {settings.tensor_parallel} tensor-parallel workers" * (settings.tensor_parallel > 1)
+        workers = f", each with {settings.tensor_parallel} tensor-parallel workers," * (settings.tensor_parallel > 1)
         self._console.print(
             Text(
                 f"{settings.trainers} trainer ranks (FSDP2) teach a Qwen3 of 3.3 million parameters, byte by byte, the "

@@ -92,11 +92,12 @@ def train(
                 loss = lesson.step()
                 tell(step=lesson.steps, loss=loss)
             tell.wait_for_turn()
+            dist.barrier()  # the others must not wait in update_weights for a turn that takes its time
             try:
                 report = trainer.update_weights(version=milestone, min_replicas=replicas)
             except CkptEngineError as error:
                 tell(problem=str(error))
-                sys.exit(1)
+                sys.exit(f"rank {rank}: {error}")
             tell(report=report.to_dict(), table=str(report))
             if not report.ok:
                 sys.exit(1)
