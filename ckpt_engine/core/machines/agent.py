@@ -222,7 +222,8 @@ class AgentMachine:
         elif isinstance(operation, (Preparing, SleepingOrWaking)) and operation.answer is not None:
             self._answers[operation.kind] = operation.answer
             self._session.send(operation.answer)
-        self._reconcile(now)
+        if not isinstance(operation, Resuming):  # a refused resume is tried at the next look: others want a turn
+            self._reconcile(now)
 
     def _send_outcome(self) -> None:
         if self.replica.last_outcome is not None and not self._outcome_received:
