@@ -20,6 +20,7 @@ from rich.progress import (
 )
 
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.report import human_bytes
 from ckpt_engine.trainer.trainer import PAUSE_MODES, Trainer
 from ckpt_engine.v1 import manager_pb2
 
@@ -100,8 +101,7 @@ class _Bars(AbstractContextManager["_Bars"]):
             TextColumn("{task.fields[replica]}", style="bold"),
             TextColumn("{task.description}"),
             BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
+            TextColumn("{task.fields[amount]}"),
             TimeElapsedColumn(),
             console=Console(stderr=True),
             transient=True,
@@ -118,11 +118,12 @@ class _Bars(AbstractContextManager["_Bars"]):
     def progress(self, progress: manager_pb2.UpdateProgress) -> None:
         name = progress.replica or "update"
         if name not in self._tasks:
-            self._tasks[name] = self._bars.add_task("", replica=name, total=None)
+            self._tasks[name] = self._bars.add_task("", replica=name, amount="", total=None)
         task = self._tasks[name]
         self._bars.update(task, description=describe(progress))
         if progress.bytes_total:
-            self._bars.update(task, completed=progress.bytes_done, total=progress.bytes_total)
+            amount = f"{human_bytes(progress.bytes_done)} of {human_bytes(progress.bytes_total)}"
+            self._bars.update(task, completed=progress.bytes_done, total=progress.bytes_total, amount=amount)
 
 
 def describe(progress: manager_pb2.UpdateProgress) -> str:

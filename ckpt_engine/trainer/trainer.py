@@ -4,8 +4,7 @@ The calls are synchronous. A background thread keeps the session with the manage
 never reads live parameters. Whatever reads them (the snapshot, if the source needs one, and the digests) runs on the
 caller's thread, inside `update_weights`, where the caller by being there promises that nothing changes them.
 
-Not supported: using a Trainer after a fork or from two threads at once, and pickling it. A forked child that tries is
-refused.
+Not supported: using a Trainer after a fork or from two threads at once (refused), and pickling it.
 """
 
 from __future__ import annotations
@@ -62,7 +61,8 @@ class Trainer:
     advertise: the address at which other hosts reach this one; only for transports between hosts.
     deadlines: how long the steps may take.
 
-    Every method raises CkptEngineError, whose `problem` names tensors and ranks, and leaves the trainer usable.
+    Every method raises CkptEngineError, whose `problem` names tensors and ranks, and leaves the trainer usable; only a
+    manager that refuses the session itself (the rank is taken, the lineage has another world size) does so for good.
     """
 
     def __init__(
