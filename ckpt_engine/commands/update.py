@@ -11,12 +11,10 @@ import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    DownloadColumn,
     Progress,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TransferSpeedColumn,
 )
 
 from ckpt_engine.core.problems import CkptEngineError
