@@ -1,0 +1,57 @@
+"""What the gate costs a request: the same trivial ASGI application with and without it, on one event loop.
+
+The state words are read at every request; every 50 ms it is also asked whether the workers live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.install.gate import Gate
+from ckpt_engine.install.state import EnginePage
+from ckpt_engine.v1 import weights_pb2
+
+REQUESTS = 2000
+
+
+async def application(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+    await send({"type": "http.response.body", "body": b"token"})
+
+
+async def ask(app: Any, count: int) -> None:
+    scope = {"type": "http", "path": "/v1/completions", "headers": [(b"host", b"x"), (b"accept", b"*/*")]}
+
+    async def send(message: Any) -> None:
+        return None
+
+    for _ in range(count):
+        await app(scope, None, send)
+
+
+@pytest.mark.parametrize("workers", [1, 8])
+def test_gate_per_request(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    directory = EngineDirectory.create(tmp_path)
+    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
+    identity = weights_pb2.Identity(lineage="run", version=1, root=bytes(32))
+    page = EnginePage(directory.page)
+    for rank in range(workers):
+        page.claim(rank, workers).clean(1, identity)
+    gate = Gate(application)
+    bare = []
+    for _ in range(20):
+        started = time.perf_counter()
+        asyncio.run(ask(application, REQUESTS))
+        bare.append((time.perf_counter() - started) / REQUESTS)
+    benchmark.pedantic(lambda: asyncio.run(ask(gate, REQUESTS)), rounds=20, warmup_rounds=2)
+    through = benchmark.stats.stats.median / REQUESTS
+    benchmark.extra_info["bare_microseconds"] = statistics.median(bare) * 1e6
+    benchmark.extra_info["gate_microseconds"] = through * 1e6
+    benchmark.extra_info["added_microseconds"] = (through - statistics.median(bare)) * 1e6
