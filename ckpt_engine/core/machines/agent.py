@@ -237,8 +237,10 @@ class AgentMachine:
             self._engine_exited("it was started again", now)
         self.replica.engine = event
         self.replica.engine_reason = ""
-        # Also an engine that runs may still have a pause before it, which an earlier agent asked for.
+        # Also an engine that runs may still have a pause before it, which an earlier agent asked for. But that agent
+        # gave no orders yet: those go out only after a pause has been answered.
         self.replica.paused = True if event.paused else None
+        self.replica.settled = event.paused is False
         self.replica.asleep = bool(event.asleep)
         self._session.hello_again()
         self._look()

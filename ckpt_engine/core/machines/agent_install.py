@@ -151,6 +151,8 @@ class Installing(Operation):
 
     def _installed(self, done: Done, now: float) -> None:
         self._giving_orders = False
+        if done.problem is None:
+            self.replica.settled = True  # every worker has come back from whatever it did before
         for rank in sorted(self._reports):
             report = self._reports[rank].report
             if report.HasField("problem"):

@@ -8,6 +8,8 @@ from ckpt_engine.core.machines.agent_state import Operation, Replica, acknowledg
 from ckpt_engine.core.machines.events import (
     Done,
     FetchBlobs,
+    InstallEngine,
+    PauseEngine,
     PrepareEngine,
     PutBlobs,
     ReadWords,
@@ -151,7 +153,11 @@ class Preparing(Operation):
 
 
 class Resuming(Operation):
-    """The engine is, or may be, paused although its workers are whole: resume it. Asks again at the next look."""
+    """The engine is, or may be, paused although its workers are whole: resume it. Asks again at the next look.
+
+    If an earlier agent may have given out orders, the workers are called to an install first for which there is no
+    order: an engine calls its workers for one thing after the other, so none of them acts on an old order afterwards.
+    """
 
     kind: ClassVar[str] = "resume"
 
@@ -160,15 +166,30 @@ class Resuming(Operation):
         self.run("look", ReadWords())
 
     def done(self, step: str, done: Done, now: float) -> None:
-        """Asks the engine if that is still right; then it runs, or it is tried again later."""
+        """Goes on if that is still right; then it runs, or it is tried again later."""
         replica = self.replica
-        if step == "look" and done.problem is None:
-            replica.take_words(cast(Words, done.result))
-            if replica.words.open and not replica.orders:
-                self.run("resume", ResumeEngine(replica.deadlines.resume))
-                return
-        elif step == "resume" and done.problem is None:
-            replica.paused = False
+        quiesce = replica.deadlines.quiesce
+        if done.problem is None:
+            match step:
+                case "look":
+                    replica.take_words(cast(Words, done.result))
+                    if not replica.words.open or replica.orders:
+                        replica.end()
+                    elif replica.settled:
+                        self.run("resume", ResumeEngine(replica.deadlines.resume))
+                    else:
+                        self.run("pause", PauseEngine(manager_pb2.PAUSE_MODE_UNSPECIFIED, quiesce))
+                    return
+                case "pause":
+                    replica.paused = True
+                    self.run("settle", InstallEngine(0, quiesce))
+                    return
+                case "settle":
+                    replica.settled = True
+                    self.run("look", ReadWords())
+                    return
+                case "resume":
+                    replica.paused = False
         replica.end()
 
     def engine_exited(self, reason: str, now: float) -> None:

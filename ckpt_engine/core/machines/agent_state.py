@@ -34,6 +34,7 @@ class Replica:
 
     engine: None while there is none; then `engine_reason` says why. words: the workers' state, as last read.
     paused: None: unknown, since a call that would tell had no answer. orders: by worker rank, see Order.
+    settled: False: an agent before this one may have given out orders that no worker has accounted for.
     prepared, needs: what the workers last recorded, and the blobs of it, by rank.
     """
 
@@ -47,6 +48,7 @@ class Replica:
     paused: bool | None = None
     asleep: bool = False
     orders: dict[int, Order] = field(default_factory=dict)
+    settled: bool = False
     prepared: dict[int, manager_pb2.PreparedWorker] = field(default_factory=dict)
     needs: dict[int, bytes] = field(default_factory=dict)
     last_outcome: manager_pb2.ReplicaOutcome | None = None
@@ -86,7 +88,7 @@ class Replica:
 
     def untouched(self) -> bool:
         """Whether no worker holds half of a version or may begin to write."""
-        return not self.orders and all(status.state != DIRTY for status in self.words.workers)
+        return self.settled and not self.orders and all(status.state != DIRTY for status in self.words.workers)
 
     def serving(self) -> bool:
         """Whether requests are answered now."""
@@ -102,6 +104,8 @@ class Replica:
             return "asleep"
         if self.orders:
             return f"worker {min(self.orders)} has not told what became of its install order"
+        if not self.settled:
+            return "an install that an earlier agent began may still go on"
         if self.paused is not False:
             return "paused"
         return ""

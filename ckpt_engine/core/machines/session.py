@@ -27,6 +27,9 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 RECONNECT: Key = ("session", "reconnect")
 BEAT: Key = ("session", "beat")
 
+PATIENCE = 1.25
+"""Leases to wait for a member's name that somebody else holds: if that one is dead, its lease is over by then."""
+
 SessionCommand = Send | ClosePeer | SetTimer | CancelTimer | OpenStream | SessionOpened | SessionEnded
 
 
@@ -125,7 +128,7 @@ class Session:
         taken = problem.code == weights_pb2.Problem.ABORTED and not welcomed
         if taken and self._taken_since is None:
             self._taken_since = now
-        patient = taken and self._taken_since is not None and now - self._taken_since < 2 * self._lease
+        patient = taken and self._taken_since is not None and now - self._taken_since < PATIENCE * self._lease
         if problem.code == weights_pb2.Problem.UNAVAILABLE or patient:
             self.failed(problem.message, now)
         else:

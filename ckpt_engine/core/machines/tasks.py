@@ -189,7 +189,7 @@ class PrepareEngine:
 
 @dataclass(frozen=True)
 class PauseEngine:
-    """adapter.pause(mode, seconds). Result: None."""
+    """adapter.pause(mode, seconds), the adapter's default for PAUSE_MODE_UNSPECIFIED. Result: None."""
 
     mode: manager_pb2.PauseMode
     seconds: float
@@ -197,7 +197,10 @@ class PauseEngine:
 
 @dataclass(frozen=True)
 class InstallEngine:
-    """adapter.install(epoch, seconds). Result: None."""
+    """adapter.install(epoch, seconds). Result: None.
+
+    Epoch 0 is for nothing but to wait until all workers have come back from earlier calls: they get no order.
+    """
 
     epoch: int
     seconds: float
