@@ -1,0 +1,60 @@
+"""Rules of the house that a linter does not know: imports go downward, and nothing pickles."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = [ROOT / "ckpt_engine", ROOT / "adapters" / "ckpt_engine_adapters"]
+SOURCES = sorted(
+    path for package in PACKAGES for path in package.rglob("*.py") if "_pb2" not in path.name
+)  # generated code has no say in this
+
+ALLOWED = {
+    "core": {"core", "v1"},
+    "transport": {"core", "transport", "v1"},
+    "install": {"core", "transport", "install", "v1"},
+    "source": {"core", "transport", "source", "v1"},
+    "manager": {"core", "manager", "v1", "client"},
+    "agent": {"core", "transport", "install", "source", "agent", "v1", "client"},
+    "trainer": {"core", "transport", "source", "trainer", "v1", "client", "report"},
+}
+"""A folder to what it may import of ckpt_engine."""
+
+NOT_INSIDE_ENGINES = {"grpc", "fastapi", "httpx", "uvicorn"}
+"""An engine's environment need not have them: core, transport and install do without."""
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def folder_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).parts
+    return parts[1] if parts[0] == "ckpt_engine" and len(parts) > 2 else ""
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_downward_and_nothing_pickles(path: Path) -> None:
+    folder = folder_of(path)
+    for name in imports(path):
+        top, *rest = name.split(".")
+        assert top not in ("pickle", "cloudpickle", "dill", "marshal", "shelve"), f"{path} imports {name}"
+        if folder in ("core", "transport", "install"):
+            assert top not in NOT_INSIDE_ENGINES, f"{path} imports {name}, which engines need not have"
+        if folder in ALLOWED and top == "ckpt_engine" and rest:
+            assert rest[0] in ALLOWED[folder], f"{path}: {folder} may not import {name}"
+
+
+def test_no_file_is_too_long_to_have_one_idea() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in SOURCES}
+    long = {name: length for name, length in lengths.items() if length > 400}
+    assert not long
