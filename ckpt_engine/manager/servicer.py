@@ -107,7 +107,9 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
         try:
             while (message := await outbox.take()) is not None:
                 try:
-                    await asyncio.wait_for(context.write(message), WRITE_SECONDS)
+                    # Not wait_for: before Python 3.12 it loses a cancellation that comes as the write ends.
+                    async with asyncio.timeout(WRITE_SECONDS):
+                        await context.write(message)
                 except TimeoutError:
                     await refuse(context, unavailable(f"the caller took no event for {WRITE_SECONDS:g} s"))
         finally:
