@@ -1,7 +1,9 @@
 """A simulated inference engine: workers with weights and state words, and an API that pauses and resumes.
 
-It carries out calls in their order, one after the other, also those whose caller gave up (a hung call takes effect
-late). Workers ask their agent over a channel that may lose requests and replies, and repeat themselves.
+Calls to its workers (prepare, install) are carried out in their order, one after the other, also those whose caller
+gave up: a hung call takes effect late. Engines differ in pausing and resuming: half of them do that in the same order
+too (the engine's core does it), half of them at once, beside a running install (the API process does it). Workers ask
+their agent over a channel that may lose requests and replies, and repeat themselves.
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ class Engine:
         self.paused = False
         self.asleep = False
         self.alive = True
+        self.in_order = world.chance(0.5)
         self._last = Signal()
         self._last.set()
         self._processes: list[Process] = []
@@ -89,18 +92,23 @@ class Engine:
         if self.world.chance(self.faults.engine_no):
             yield self.world.between(0.0, 0.05)
             raise internal("the simulated engine says no")
-        before, self._last = self._last, Signal()
-        process = self.world.spawn(self._work(task, before, self._last))
+        if self.in_order or isinstance(task, events.PrepareEngine | events.InstallEngine):
+            before, self._last = self._last, Signal()
+            process = self.world.spawn(self._queued(task, before, self._last))
+        else:
+            process = self.world.spawn(self._work(task))
         self._processes.append(process)
-        problem = yield process.over
-        if problem is not None:
-            raise CkptEngineError(problem)
+        yield process.over
 
-    def _work(self, task: events.EngineTask, before: Signal, after: Signal) -> Steps:
+    def _queued(self, task: events.EngineTask, before: Signal, after: Signal) -> Steps:
         yield before
-        yield self.world.between(0.001, 0.05)
         if self.world.chance(self.faults.engine_hang):
             yield self.world.between(1.0, 12.0)
+        yield from self._work(task)
+        after.set()
+
+    def _work(self, task: events.EngineTask) -> Steps:
+        yield self.world.between(0.001, 0.05)
         match task:
             case events.PauseEngine():
                 self.paused = True
@@ -115,8 +123,6 @@ class Engine:
             case events.InstallEngine():
                 if not self.world.chance(self.faults.engine_lies):
                     yield from self._all(self._install)
-        after.set()
-        return None
 
     def _all(self, hook: object) -> Steps:
         processes = [self.world.spawn(hook(worker)) for worker in self.workers]  # type: ignore[operator]

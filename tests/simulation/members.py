@@ -142,10 +142,14 @@ class AgentShell(MemberShell):
         self.machine: AgentMachine
         self.agent_epoch, self.mode = agent_epoch, mode
         self.engine: Engine | None = None
-        self.outcomes: list[manager_pb2.ReplicaOutcome] = []
         self._requests = 0
         self._replies: dict[int, Signal] = {}
         self.feed(events.Start())
+
+    def outcome(self) -> manager_pb2.Outcome:
+        """Of its last install."""
+        assert self.machine.replica.last_outcome is not None
+        return self.machine.replica.last_outcome.outcome
 
     def attach(self, engine: Engine) -> None:
         """An engine is there and answers."""

@@ -346,8 +346,11 @@ class Scenario:
 
     def _agent_restarts(self) -> None:
         agent = self._some_agent()
-        if agent is None or agent.name in self._restarting:
-            return
+        if agent is not None and agent.name not in self._restarting:
+            self.restart_agent(agent, self.world.between(0.1, 3.0))
+
+    def restart_agent(self, agent: AgentShell, seconds: float) -> None:
+        """Kills an agent, whose engine goes on; so much later there is a new one for that engine."""
         self.world.note(f"the agent of {agent.name} is killed")
         engine = agent.engine
         agent.crash()
@@ -355,15 +358,14 @@ class Scenario:
 
         def again() -> None:
             self._restarting.discard(agent.name)
-            epoch = agent.agent_epoch + 1
-            new = AgentShell(self.cluster, agent.name, epoch, agent.mode, self.machines.agent)
+            new = AgentShell(self.cluster, agent.name, agent.agent_epoch + 1, agent.mode, self.machines.agent)
             self.agents[agent.name] = new
             if engine is not None and engine.alive:
                 self.world.after(self.world.between(0.05, 1.0), lambda: new.attach(engine))
             else:
                 self._start_engine(new)
 
-        self.world.after(self.world.between(0.1, 3.0), again)
+        self.world.after(seconds, again)
 
     def _some_agent(self) -> AgentShell | None:
         agents = [agent for agent in self.agents.values() if agent.alive]

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from ckpt_engine.core.machines.agent import AgentMachine
+from ckpt_engine.core.machines.agent_state import Replica as AgentReplica
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from tests.simulation.engine import Engine, Worker
+from tests.simulation.invariants import BrokenPromiseError
 from tests.simulation.members import AgentShell, TrainerShell
 from tests.simulation.scenario import Group, Scenario
 from tests.simulation.weights import Source
@@ -324,6 +327,74 @@ def test_an_asleep_replica_keeps_its_version(story: Story) -> None:
     story.wait(2.0)
     assert not woken.value.results[0].HasField("problem")
     assert story.update(group).ok
+
+
+def hold_back_first_bytes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Workers are stopped for so long between looking at the clock and writing their first byte."""
+    original = Engine._read
+
+    def read(self: Engine, worker: Worker, order: worker_pb2.InstallOrder, end: float) -> Steps:
+        yield seconds
+        yield from original(self, worker, order, self.world.now + 1.0)
+
+    monkeypatch.setattr(Engine, "_read", read)
+
+
+def workers_wake_up_after_their_deadline(story: Story, monkeypatch: pytest.MonkeyPatch) -> AgentShell:
+    """An update whose workers write their first byte long after the update has ended."""
+    agent, group = story.replica(), story.ranks()
+    assert agent.engine is not None
+    agent.engine.in_order = False
+    assert story.update(group).ok
+    group.train()
+    hold_back_first_bytes(monkeypatch, 20.0)
+    results = story.call(group.trainers[0], timeout_seconds=8.0)
+    story.wait(30.0)
+    assert agent.outcome() == results[0].replicas[0].outcome
+    return agent
+
+
+def test_an_order_may_be_acted_on_at_any_time(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = workers_wake_up_after_their_deadline(story, monkeypatch)
+    assert agent.outcome() == QUARANTINED
+    assert agent.machine.replica.serving()  # they finished, verified, and so the replica recovered by itself
+
+
+def test_an_agent_that_forgets_orders_computes_with_half_a_version(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AgentReplica, "orders", property(lambda self: {}, lambda self, value: None), raising=False)
+    with pytest.raises(BrokenPromiseError, match="half a version"):
+        workers_wake_up_after_their_deadline(story, monkeypatch)
+
+
+def orders_outlive_their_agent(story: Story, monkeypatch: pytest.MonkeyPatch) -> AgentShell:
+    """An agent is killed while a worker has its order and has not begun to write; returns the new agent."""
+    agent, group = story.replica(), story.ranks()
+    assert agent.engine is not None
+    agent.engine.in_order = False
+    assert story.update(group).ok
+    group.train()
+    hold_back_first_bytes(monkeypatch, 4.0)
+    story.call(group.trainers[0])
+    while not agent.machine.replica.orders:
+        story.wait(0.01)
+    story.restart_agent(agent, 0.1)
+    story.wait(10.0)
+    return story.agents[agent.name]
+
+
+def test_a_new_agent_waits_for_orders_of_the_one_before(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = orders_outlive_their_agent(story, monkeypatch)
+    assert agent.machine.replica.serving()
+
+
+def test_a_new_agent_that_does_not_wait_computes_with_half_a_version(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AgentReplica, "settled", property(lambda self: True, lambda self, value: None), raising=False)
+    with pytest.raises(BrokenPromiseError, match="half a version"):
+        orders_outlive_their_agent(story, monkeypatch)
 
 
 # ------------------------------------------------------------------------------------------------- late replicas

@@ -1,7 +1,8 @@
 """Many seeds of the three machines together, checked after every event.
 
 A failing seed names itself and shows what happened last. Replay it alone with
-``CKPT_ENGINE_SEED=437 pytest tests/simulation/test_simulation.py``; run more with ``CKPT_ENGINE_SEEDS=5000``.
+``CKPT_ENGINE_SEED=437 pytest tests/simulation/test_simulation.py -k network`` (or ``-k killed``); run more with
+``CKPT_ENGINE_SEEDS=5000``.
 """
 
 from __future__ import annotations
@@ -39,6 +40,13 @@ def test_promises_hold_on_a_bad_network(part: int) -> None:
         assert outcomes["NEW_SERVING"] > 100
         assert outcomes["QUARANTINED"] > 10
         assert outcomes["OLD_SERVING"] > 0
+
+
+@pytest.mark.parametrize("part", range(1 if ONLY else PARTS))
+def test_promises_hold_when_managers_and_agents_are_killed(part: int) -> None:
+    """A third as many seeds, of which the network's faults are as bad."""
+    for seed in seeds(part)[:: 1 if ONLY else 3]:
+        run_seed(seed, crashes=True)
 
 
 def test_a_seed_always_tells_the_same_story() -> None:

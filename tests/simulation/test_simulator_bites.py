@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ckpt_engine.core.machines import agent_install, agent_state, gather, members, sealing, targets, update
+from ckpt_engine.core.machines import agent_install, gather, targets, update
 from ckpt_engine.core.machines.agent import AgentMachine
 from ckpt_engine.core.machines.events import TimerFired
 from ckpt_engine.core.machines.manager_state import State
@@ -41,12 +41,6 @@ def workers_do_not_verify(patch: Patch) -> Machines:
 def half_a_version_is_resumed(patch: Patch) -> None:
     """The agent resumes whatever the state words say."""
     patch.setattr(agent_install.Installing, "_judge", lambda self, now: self._resume(now))
-
-
-def orders_are_forgotten(patch: Patch) -> None:
-    """The agent goes back although a worker has an order that it may still act on."""
-    patch.setattr(agent_state.Replica, "untouched", lambda self: all(w.state == CLEAN for w in self.words.workers))
-    patch.setattr(agent_state.Replica, "orders", property(lambda self: {}, lambda self, value: None), raising=False)
 
 
 def the_engine_is_believed(patch: Patch) -> None:
@@ -115,20 +109,6 @@ def agents_never_install(patch: Patch) -> None:
     patch.setattr(AgentMachine, "_message", message)
 
 
-def late_replicas_take_new_weights(patch: Patch) -> None:
-    """Bringing up a late replica seals anew and takes what there is now for the latest version."""
-    patch.setattr(members.Members, "source", lambda self, lineage, rank, table: self.trainers.get((lineage, rank)))
-
-    def send(self: sealing.Sealing, seconds: float) -> None:
-        late, self._order.late = self._order.late, None
-        original(self, seconds)
-        self._order.late = late
-
-    original = sealing.Sealing.send
-    patch.setattr(sealing.Sealing, "send", send)
-    roots_are_not_compared(patch)
-
-
 def installs_are_not_repeated(patch: Patch) -> None:
     """A lost Install is never sent again, nor is anything else; the agent's own timers fire as always."""
     original = update.Update.timer
@@ -164,7 +144,6 @@ def outcomes_are_invented(patch: Patch) -> None:
 MISTAKES: list[Mistake] = [
     workers_do_not_verify,
     half_a_version_is_resumed,
-    orders_are_forgotten,
     the_engine_is_believed,
     nobody_is_resumed_later,
     epochs_are_not_spent,
@@ -172,7 +151,6 @@ MISTAKES: list[Mistake] = [
     roots_are_not_compared,
     versions_go_backwards,
     updates_have_no_end,
-    late_replicas_take_new_weights,
     installs_are_not_repeated,
     agents_ignore_time,
     outcomes_are_invented,

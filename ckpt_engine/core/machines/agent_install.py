@@ -47,7 +47,8 @@ class Installing(Operation):
         self._giving_orders = False
         self._pause_started: float | None = None
         self._pause_ended: float | None = None
-        self._stage_started = 0.0
+        self._before = replica.words
+        self._started = self._end = self._reserve = self._stage_started = 0.0
         self._seconds: dict[manager_pb2.Stage, float] = {}
 
     # -- steps
