@@ -60,7 +60,7 @@ class EngineHost(Protocol):
         ...
 
     async def run(self) -> None:
-        """Until cancelled, or until the engine is gone for good: EngineFailedError, or a plain return if it ended well.
+        """Until cancelled, or until the engine is gone for good: EngineFailedError.
 
         Being cancelled does not end the engine; `close` does.
         """

@@ -36,7 +36,7 @@ class Restart(StrEnum):
 
     NEVER = "never"
     ON_FAILURE = "on-failure"
-    """Unless it exited with status 0."""
+    """Whatever its status: nobody asked it to, and vLLM's server exits with 0 when its engine core was killed."""
 
 
 @dataclass(frozen=True)
@@ -110,21 +110,18 @@ class LaunchedEngine:
                 serving_since = time.monotonic()
                 self._events.say(f"engine ready at {engine.engine.url} after {serving_since - started:.1f} s")
                 self._events.engine_ready(engine)
-                reason, status = await self._until_gone()
+                reason = await self._until_gone()
             except (EngineProcessError, EngineCallError, EngineFailedError) as error:
                 await self._end_process()
                 if restarts == 0:
                     # It has never worked: that is a mistake in how it is launched, and repeating it hides the message.
                     raise EngineFailedError(str(error)) from error
-                reason, status = str(error), 1
+                reason = str(error)
             await self._forget_engine()
             if ready:
                 self._events.engine_exited(reason)
                 if time.monotonic() - serving_since > STEADY_SECONDS:
                     backoff = FIRST_RESTART_SECONDS
-            if status == 0 and self._settings.restart is Restart.ON_FAILURE:
-                self._events.say("the engine ended well (status 0); it is not started again")
-                return
             if self._settings.restart is Restart.NEVER:
                 raise EngineFailedError(reason)
             restarts += 1
@@ -199,8 +196,8 @@ class LaunchedEngine:
         directory.page.unlink(missing_ok=True)
         self.page = EnginePage(directory.page)
 
-    async def _until_gone(self) -> tuple[str, int]:
-        """Why the engine is gone, and its exit status. A server that is there but does not work is ended."""
+    async def _until_gone(self) -> str:
+        """Why the engine is gone. A server that is there but does not work is ended."""
         assert self._process is not None
         assert self.adapter is not None
         assert self.page is not None
@@ -211,13 +208,13 @@ class LaunchedEngine:
             while True:
                 done, _ = await asyncio.wait((ended,), timeout=WATCH_SECONDS)
                 if done:
-                    return self._process.describe_exit(), ended.result()
+                    return self._process.describe_exit()
                 if reason := self._given_up or await watch.look():
                     if ended.done():
                         continue
                     self._events.say(f"{reason}; ending it")
                     await self._process.kill()
-                    return reason, 1
+                    return reason
         finally:
             ended.cancel()
 

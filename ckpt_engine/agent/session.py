@@ -114,7 +114,7 @@ class ReplicaAgent:
         return self._host
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set, or the engine has ended well and stays so. Ends a launched engine in every case.
+        """Until `stop` is set. Ends a launched engine in every case.
 
         Raises CkptEngineError (the engine has another agent, or cannot be found), EngineFailedError (it cannot be
         launched, or is not to be launched again), and whatever fault of ours the machine shows.

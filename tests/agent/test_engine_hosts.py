@@ -171,10 +171,12 @@ async def test_never_means_never(launch: Launch, events: Events) -> None:
     assert len(events.ready) == len(events.exits) == 1
 
 
-async def test_an_engine_that_ends_well_stays_so(launch: Launch, events: Events) -> None:
-    async with running(launch("--exit-after", "1", "--exit-status", "0")) as run:
-        await asyncio.wait_for(run, SECONDS)
-    assert len(events.ready) == len(events.exits) == 1
+async def test_an_engine_that_ends_by_itself_is_started_again_also_with_status_0(
+    launch: Launch, events: Events
+) -> None:
+    async with running(launch("--exit-after", "1", "--exit-status", "0")):
+        await events.until(lambda: len(events.ready) == 2)
+    assert "exited with status 0" in events.exits[0]
 
 
 async def test_an_engine_that_is_there_but_deaf_is_replaced(

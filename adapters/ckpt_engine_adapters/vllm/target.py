@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.reload.utils import (
     get_layer_size,
     get_layer_tensors,
 )
+from vllm.platforms import current_platform
 
 from ckpt_engine.install.target import StagedLayer, Weights
 
@@ -121,7 +122,7 @@ class VllmTarget:
             tensors = {
                 f"{prefix}.{name}" if prefix else name: tensor for name, tensor in get_layer_tensors(layer).items()
             }
-            yield StagedLayer(tensors, partial(layerwise._layerwise_process, layer, info))
+            yield StagedLayer(tensors, partial(_finish, layer))
 
     def post_load(self) -> None:
         """What is made of other layers' weights: a tied output head's packed copy, then attention layers (MLA absorbs
@@ -175,6 +176,15 @@ def _begin(layer: nn.Module) -> None:
     restore_layer_on_meta(layer, info)
     info.load_numel = 0
     info.load_numel_total = get_layer_size(layer)
+
+
+def _finish(layer: nn.Module) -> None:
+    """vLLM's own post-processing of one layer, and its tensors back in the memory that kernels know."""
+    method: Any = getattr(layer, "quant_method", None)
+    if current_platform.is_cpu() and getattr(method, "moe_kernel", None) is not None:
+        # With a kernel at hand vLLM 0.32 leaves out the packing that experts need on a CPU, and serves nonsense.
+        method.moe_kernel = None
+    layerwise._layerwise_process(layer, layerwise.get_layerwise_info(layer))
 
 
 def _take(layer: nn.Module) -> _Tensors:
