@@ -62,6 +62,7 @@ class Session:
         self._heartbeat = deadlines.heartbeat
         self.peer: Peer | None = None
         self.welcomed = False
+        self._hello_changed = False
         self.ended = False
         self.cluster = ""
 
@@ -76,6 +77,7 @@ class Session:
         self._streams += 1
         self.peer = Peer(f"manager-{self._streams}")
         self.welcomed = False
+        self._hello_changed = False
         self._heard = now
         self._emit(OpenStream(self.peer))
         self._emit(Send(self.peer, self._hello()))
@@ -92,7 +94,11 @@ class Session:
         self.send(self._beat(self._sequence))
 
     def hello_again(self) -> None:
-        """Tells on the open stream what has changed in the hello; the manager takes it as a repetition."""
+        """Tells on the open stream what has changed in the hello; the manager takes it as a repetition.
+
+        Before the welcome it waits for that: a manager that has not answered the first hello reads no second one.
+        """
+        self._hello_changed = not self.welcomed
         if self.welcomed:
             self.send(self._hello())
 
@@ -115,6 +121,8 @@ class Session:
         if first:
             self._emit(SetTimer(BEAT, self._heartbeat))
             self._emit(SessionOpened(self.cluster))
+            if self._hello_changed:
+                self.hello_again()
         return first
 
     def refused(self, problem: weights_pb2.Problem, now: float) -> None:
