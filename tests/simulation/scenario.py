@@ -5,7 +5,6 @@ While it is bad only the invariants count. Once it has healed, an update must su
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.deadlines import Deadlines
@@ -14,6 +13,7 @@ from ckpt_engine.core.machines.manager import ManagerMachine
 from ckpt_engine.core.machines.trainer import TrainerMachine
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.v1 import manager_pb2
+from tests.simulation.chaos import Chaos
 from tests.simulation.engine import Engine
 from tests.simulation.invariants import BrokenPromiseError, Invariants
 from tests.simulation.manager import Ledger, ManagerShell
@@ -92,8 +92,7 @@ class Scenario:
         self.world.check = self.invariants.check
         self.attempts = self.succeeded = 0
         self._engines = self._lineages = self._sessions = 0
-        self._restarting: set[str] = set()
-        self._healed = False
+        self.restarting: set[str] = set()
 
     def run(self, bad_seconds: float = 20.0) -> None:
         """The whole story. Raises BrokenPromiseError, with the seed and the last notes, when a promise is."""
@@ -110,7 +109,7 @@ class Scenario:
         for _ in range(random.randint(1, 3)):
             self.join_replica()
         self.start_group()
-        chaos = self.world.spawn(self._chaos())
+        chaos = self.world.spawn(Chaos(self).steps())
         self.world.run(self.world.now + bad_seconds)
         chaos.kill()
         self._heal()
@@ -160,9 +159,9 @@ class Scenario:
             mode = manager_pb2.COLOCATED if self.world.chance(0.05) else manager_pb2.STANDALONE
         agent = self.agents[name] = AgentShell(self.cluster, name, 1, mode, self.machines.agent)
         self.world.note(f"{name} joins")
-        self._start_engine(agent)
+        self.start_engine(agent)
 
-    def _start_engine(self, agent: AgentShell) -> None:
+    def start_engine(self, agent: AgentShell) -> None:
         self._engines += 1
         models = {"model A"} if self.world.chance(0.3) else {"model A", "model B"}
         workers = self.world.random.choice((1, 2, 2, 3))
@@ -208,6 +207,24 @@ class Scenario:
                 trainer.leave()
             else:
                 self.world.after(self.world.between(0.0, 0.5), trainer.crash)
+
+    def restart_agent(self, agent: AgentShell, seconds: float) -> None:
+        """Kills an agent, whose engine goes on; so much later there is a new one for that engine."""
+        self.world.note(f"the agent of {agent.name} is killed")
+        engine = agent.engine
+        agent.crash()
+        self.restarting.add(agent.name)
+
+        def again() -> None:
+            self.restarting.discard(agent.name)
+            new = AgentShell(self.cluster, agent.name, agent.agent_epoch + 1, agent.mode, self.machines.agent)
+            self.agents[agent.name] = new
+            if engine is not None and engine.alive:
+                self.world.after(self.world.between(0.05, 1.0), lambda: new.attach(engine))
+            else:
+                self.start_engine(new)
+
+        self.world.after(seconds, again)
 
     # -- training
 
@@ -262,120 +279,10 @@ class Scenario:
                 trainer.source.train(f"{trainer.name} went on at {self.world.now:.3f}")
             return None
 
-    # -- chaos
-
-    def _chaos(self) -> Steps:
-        actions: list[Callable[[], None]] = [
-            self._break_somebody,
-            self._break_somebody,
-            self._replica_joins,
-            self._replica_leaves,
-            self._engine_dies,
-            self._group_ends,
-            self._group_begins,
-            self._sleep_or_wake,
-        ]
-        if self.crashes:
-            actions += [self._manager_restarts, self._agent_restarts]
-        pace = self.world.random.choice((1.0, 4.0, 15.0))
-        while True:
-            yield self.world.between(0.2, 2 * pace)
-            self.world.random.choice(actions)()
-
-    def _break_somebody(self) -> None:
-        members = [*self.agents.values(), *(trainer for group in self.groups for trainer in group.trainers)]
-        member = self.world.random.choice(members)
-        self.world.note(f"{member.name} loses its connection")
-        member.break_streams()
-
-    def _replica_joins(self) -> None:
-        if sum(agent.alive for agent in self.agents.values()) < 4:
-            self.join_replica()
-
-    def _replica_leaves(self) -> None:
-        agent = self._some_agent()
-        if agent is None:
-            return
-        self.world.note(f"{agent.name} leaves")
-        if agent.engine is not None:
-            agent.engine.kill()
-        if self.world.chance(0.5):
-            agent.leave()
-        else:
-            agent.crash()
-
-    def _engine_dies(self) -> None:
-        agent = self._some_agent()
-        if agent is None or agent.engine is None or not agent.engine.alive:
-            return
-        self.world.note(f"the engine of {agent.name} dies")
-        agent.engine.kill()
-
-        def noticed() -> None:
-            agent.engine_died()
-            self._start_engine(agent)
-
-        self.world.after(self.world.between(0.0, 1.0), noticed)
-
-    def _sleep_or_wake(self) -> None:
-        manager, agent = self.cluster.manager, self._some_agent()
-        if manager is not None and manager.alive and agent is not None:
-            wake = self.world.chance(0.6)
-            self.world.note(f"somebody {'wakes' if wake else 'puts to sleep'} {agent.name}")
-            manager.sleep_or_wake(wake, [agent.name])
-
-    def _group_ends(self) -> None:
-        groups = [group for group in self.groups if not group.gone]
-        if groups:
-            group = self.world.random.choice(groups)
-            self.world.note(f"{group.lineage} ends")
-            self.end_group(group, in_good_order=self.world.chance(0.5))
-
-    def _group_begins(self) -> None:
-        alive = [group for group in self.groups if not group.gone]
-        if len(alive) < 2:
-            old = self.groups[-1]
-            again = old.lineage if old.gone and self.world.chance(0.5) else None
-            self.start_group(again)
-
-    def _manager_restarts(self) -> None:
-        if self.cluster.manager is not None and self.cluster.manager.alive:
-            self.world.note("the manager is killed")
-            self.cluster.manager.crash()
-            self.world.after(self.world.between(0.1, 3.0), self.start_manager)
-
-    def _agent_restarts(self) -> None:
-        agent = self._some_agent()
-        if agent is not None and agent.name not in self._restarting:
-            self.restart_agent(agent, self.world.between(0.1, 3.0))
-
-    def restart_agent(self, agent: AgentShell, seconds: float) -> None:
-        """Kills an agent, whose engine goes on; so much later there is a new one for that engine."""
-        self.world.note(f"the agent of {agent.name} is killed")
-        engine = agent.engine
-        agent.crash()
-        self._restarting.add(agent.name)
-
-        def again() -> None:
-            self._restarting.discard(agent.name)
-            new = AgentShell(self.cluster, agent.name, agent.agent_epoch + 1, agent.mode, self.machines.agent)
-            self.agents[agent.name] = new
-            if engine is not None and engine.alive:
-                self.world.after(self.world.between(0.05, 1.0), lambda: new.attach(engine))
-            else:
-                self._start_engine(new)
-
-        self.world.after(seconds, again)
-
-    def _some_agent(self) -> AgentShell | None:
-        agents = [agent for agent in self.agents.values() if agent.alive]
-        return self.world.random.choice(agents) if agents else None
-
     # -- the end
 
     def _heal(self) -> None:
         self.world.note("the world heals")
-        self._healed = True
         for name, value in vars(Faults()).items():
             setattr(self.faults, name, value)
         for group in self.groups:

@@ -1,0 +1,77 @@
+"""Stories: a good world in which only happens what a test says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.simulation.members import AgentShell, TrainerShell
+from tests.simulation.scenario import Group, Scenario
+from tests.simulation.world import Steps
+
+Problem = weights_pb2.Problem
+NEW, OLD, QUARANTINED = manager_pb2.NEW_SERVING, manager_pb2.OLD_SERVING, manager_pb2.QUARANTINED
+
+
+class Story(Scenario):
+    """A good world in which only happens what the test says. Invariants are checked all the same."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=1, calm=True)
+        self.start_manager()
+
+    def replica(self, mode: manager_pb2.Mode = manager_pb2.STANDALONE) -> AgentShell:
+        """A replica whose engine is ready and can load both models."""
+        self.join_replica(mode)
+        self.wait(3.0)
+        agent = list(self.agents.values())[-1]
+        assert agent.engine is not None
+        agent.engine.models = {"model A", "model B"}
+        return agent
+
+    def ranks(self, lineage: str = "run", world_size: int = 1, kind: str = "live", model: str = "model A") -> Group:
+        """Ranks that have trained once and whose tables are accepted."""
+        group = self.join_group(lineage, kind, model, world_size)
+        group.train()
+        self.wait(1.0)
+        return group
+
+    def wait(self, seconds: float) -> None:
+        """Lets time pass."""
+        self.world.run(self.world.now + seconds)
+
+    def call(self, trainer: TrainerShell, **wishes: Any) -> list[Any]:
+        """One rank calls; its result is appended to the list when it comes: a report or a problem."""
+        request = manager_pb2.UpdateWeightsRequest(**wishes)
+        results: list[Any] = []
+
+        def steps() -> Steps:
+            try:
+                results.append((yield from trainer.update(request, 60.0)))
+            except CkptEngineError as error:
+                results.append(error.problem)
+
+        self.world.spawn(steps())
+        return results
+
+    def update(self, group: Group, seconds: float = 5.0, **wishes: Any) -> Any:
+        """All ranks call with the same wishes; the result that all of them get."""
+        results = [self.call(trainer, **wishes) for trainer in group.trainers]
+        self.wait(seconds)
+        assert all(len(result) == 1 for result in results), "a call has no end"
+        assert all(result[0] == results[0][0] for result in results)
+        return results[0][0]
+
+
+def outcomes(report: manager_pb2.UpdateReport) -> dict[str, manager_pb2.Outcome]:
+    """By replica."""
+    return {replica.replica: replica.outcome for replica in report.replicas}
+
+
+def refused(result: Any, code: weights_pb2.Problem.Code, *words: str) -> None:
+    """The result is a problem with this code and these words."""
+    assert isinstance(result, Problem), result
+    assert result.code == code, result
+    for word in words:
+        assert word in result.message, result.message

@@ -1,0 +1,152 @@
+"""Single rules of beginning an update, each in a small story: versions, and who takes part."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt_engine.v1 import manager_pb2
+from tests.simulation.members import TrainerShell
+from tests.simulation.scenario import Group
+from tests.simulation.story import NEW, Problem, Story, outcomes, refused
+from tests.simulation.weights import Source
+
+
+@pytest.fixture
+def story() -> Story:
+    return Story()
+
+
+# ------------------------------------------------------------------------------------------------------ versions
+
+
+def test_versions_count_from_zero_and_rise(story: Story) -> None:
+    story.replica()
+    group = story.ranks(world_size=3)
+    for version in (0, 1):
+        report = story.update(group)
+        assert report.ok
+        assert report.verified
+        assert report.identity.version == version
+        group.train()
+    assert story.update(group, version=40).identity.version == 40
+    group.train()
+    assert story.update(group).identity.version == 41
+
+
+def test_a_version_that_goes_backwards_is_refused(story: Story) -> None:
+    story.replica()
+    group = story.ranks()
+    assert story.update(group, version=7).ok
+    refused(story.update(group, version=6), Problem.FAILED_PRECONDITION, "backwards", "new lineage")
+    assert story.update(story.ranks("another run"), version=0).ok
+
+
+def test_a_repetition_leaves_replicas_alone_that_hold_it(story: Story) -> None:
+    first = story.replica()
+    group = story.ranks(world_size=2)
+    assert story.update(group, version=3).ok
+    second = story.replica()
+    report = story.update(group, version=3)
+    assert report.ok
+    assert {replica.replica: replica.bytes > 0 for replica in report.replicas} == {first.name: False, second.name: True}
+
+
+def test_the_same_number_with_other_weights_is_refused_and_touches_nothing(story: Story) -> None:
+    agent = story.replica()
+    group = story.ranks()
+    before = story.update(group, version=3).identity
+    group.train()
+    refused(story.update(group, version=3), Problem.FAILED_PRECONDITION, "root", "higher version")
+    assert agent.engine is not None
+    assert agent.engine.words().identity == before
+
+
+def test_order_survives_the_manager(story: Story) -> None:
+    story.replica()
+    group = story.ranks()
+    assert story.update(group, version=5).ok
+    assert story.cluster.manager is not None
+    story.cluster.manager.crash()
+    story.start_manager()
+    story.wait(6.0)
+    group.train()
+    refused(story.update(group, version=4), Problem.FAILED_PRECONDITION, "backwards")
+    report = story.update(group)
+    assert report.ok
+    assert report.identity.version == 6
+
+
+# ------------------------------------------------------------------------------------------------------ gathering
+
+
+def test_missing_ranks_are_named(story: Story) -> None:
+    story.replica()
+    group = story.ranks(world_size=3)
+    group.trainers[2].crash()
+    results = story.call(group.trainers[0])
+    story.wait(8.0)
+    refused(results[0], Problem.FAILED_PRECONDITION, "rank 2 has no session", "rank 1 has not called")
+    assert list(results[0].ranks) == [1, 2]
+
+
+def test_ranks_that_disagree_are_named(story: Story) -> None:
+    story.replica()
+    group = story.ranks(world_size=2)
+    first = story.call(group.trainers[0], version=1)
+    second = story.call(group.trainers[1], version=2)
+    story.wait(2.0)
+    refused(first[0], Problem.INVALID_ARGUMENT, "rank 0: 1", "rank 1: 2")
+    assert first == second
+
+
+def test_tables_that_do_not_fit_are_told_to_the_caller(story: Story) -> None:
+    story.replica()
+    sources = [Source("run", rank, 2, "live", model) for rank, model in enumerate(("model A", "model B"))]
+    trainers = [TrainerShell(story.cluster, source, f"session {source.rank}") for source in sources]
+    group = Group("run", 1, trainers)
+    group.train()
+    story.wait(1.0)
+    refused(story.update(group), Problem.INVALID_ARGUMENT, "different models")
+
+
+def test_a_second_update_is_aborted_and_names_the_first(story: Story) -> None:
+    story.replica()
+    group, other = story.ranks(world_size=2), story.ranks("other run")
+    waiting = story.call(group.trainers[0])
+    story.wait(0.1)
+    refused(story.update(other, 1.0), Problem.ABORTED, "'run'", "rank 1 has not called")
+    joined = story.call(group.trainers[1])
+    story.wait(5.0)
+    assert waiting == joined
+    assert waiting[0].ok
+
+
+def test_replicas_that_are_wanted_must_be_there(story: Story) -> None:
+    group = story.ranks()
+    refused(story.update(group), Problem.FAILED_PRECONDITION, "0 replicas", "ckpt-engine replica")
+    judge = story.replica(manager_pb2.COLOCATED)
+    refused(story.update(group), Problem.FAILED_PRECONDITION, "0 replicas")
+    first = story.replica()
+    refused(story.update(group, min_replicas=2), Problem.FAILED_PRECONDITION, "1 replicas", "2 are required")
+    refused(story.update(group, replicas=["nobody"]), Problem.NOT_FOUND, "'nobody'", first.name)
+    refused(story.update(group, replicas=[judge.name]), Problem.FAILED_PRECONDITION, "colocated")
+    second = story.replica()
+    assert outcomes(story.update(group, replicas=[second.name])) == {second.name: NEW}
+    assert outcomes(story.update(group)) == {first.name: NEW, second.name: NEW}
+
+
+def test_another_process_cannot_take_a_connected_rank(story: Story) -> None:
+    group = story.ranks()
+    again = story.join_group("run", "live", "model A", 1)
+    story.wait(20.0)
+    ended = again.trainers[0].ended
+    assert ended is not None
+    refused(ended, Problem.ABORTED, "rank 0", "connected")
+    assert group.trainers[0].ended is None
+
+
+def test_another_process_takes_the_rank_of_a_dead_one(story: Story) -> None:
+    story.replica()
+    story.ranks().trainers[0].crash()
+    story.wait(0.5)
+    assert story.update(story.ranks()).ok
