@@ -87,10 +87,11 @@ class Background:
         self._wait(self._publish(table), STOP_SECONDS)
 
     def await_published(self, connect_seconds: float, gather_seconds: float, settle_seconds: float) -> None:
-        """Returns once the session is open and the tables of all ranks were accepted.
+        """Returns once the session is open and the tables of all ranks were accepted, or after `settle_seconds` of
+        waiting for other ranks: then the manager is to say who is missing.
 
-        Raises UNAVAILABLE after `connect_seconds` without a session, DEADLINE_EXCEEDED after `gather_seconds` of
-        waiting for other ranks, and the problem with which the manager refused the session, or for
+        Raises UNAVAILABLE after `connect_seconds` without a session, DEADLINE_EXCEEDED after `gather_seconds` without
+        an answer to a single rank's table, and the problem with which the manager refused the session, or for
         `settle_seconds` the tables.
         """
         self._require_running()
@@ -107,6 +108,10 @@ class Background:
                     left = self._decided_at + settle_seconds - now
                     if left <= 0:
                         raise CkptEngineError(self._decision.problem)
+                elif self._open and settle_seconds > 0:
+                    left = started + settle_seconds - now
+                    if left <= 0:
+                        return
                 else:
                     limit = gather_seconds if self._open else connect_seconds
                     left = started + limit - now
@@ -185,7 +190,7 @@ class Background:
 
     def _late(self, seconds: float) -> CkptEngineError:
         if self._open:
-            return deadline(f"not all ranks published within {seconds:.0f} s; the manager waits for the others' tables")
+            return deadline(f"the manager did not take this rank's table within {seconds:.0f} s")
         why = f": {self._lost.message}" if self._lost is not None else ""
         return unavailable(f"no session with a manager at {self._address} within {seconds:.0f} s{why}")
 
