@@ -1,7 +1,7 @@
 """The manager's HTTP side, for people, probes and Prometheus. It only shows; nothing here changes anything.
 
-``/docs`` draws ``/openapi.json`` with scripts that the browser loads from a public network; without one, read
-``/openapi.json``. Every error is an ``application/problem+json`` document.
+``/docs`` draws ``/openapi.json`` with scripts that the manager serves itself, so it needs no public network. Every error
+is an ``application/problem+json`` document.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Annotated, Protocol
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
@@ -39,7 +40,7 @@ class Shown(Protocol):
 
 def build_app(manager: Shown) -> FastAPI:
     """The ASGI application. It must run on the manager's event loop."""
-    app = FastAPI(title="ckpt-engine manager", version=software_version(), redoc_url=None)
+    app = FastAPIOffline(title="ckpt-engine manager", version=software_version(), redoc_url=None)
     _answer_errors(app)
 
     @app.get("/healthz", summary="The manager answers")

@@ -1,4 +1,7 @@
-"""One of two FSDP2 ranks on gloo: python fsdp_rank.py MANAGER RANK DIRECTORY."""
+"""One of two FSDP2 ranks on gloo: python fsdp_rank.py MANAGER RANK DIRECTORY.
+
+For each line on standard input, the seed of new weights, it updates the replicas and prints one line.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch
 import torch.distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -33,9 +37,17 @@ def main() -> None:
     assert held < 0.6 * whole, "this rank should hold about half of the model"
     with Trainer(address, rank=rank, world_size=2, lineage="sharded") as trainer:
         trainer.publish(model)
-        report = trainer.update_weights(version=1)
-        assert report.ok, report
-        assert report.message.source_copies == 1
+        for version, line in enumerate(sys.stdin):
+            new = make_tiny_qwen3(directory / f"rank-{rank}", int(line), vocabulary=VOCABULARY, weights=False)
+            with torch.no_grad():
+                for mine, whole_tensor in zip(model.parameters(), new.parameters(), strict=True):
+                    shard = distribute_tensor(whole_tensor.detach(), mine.device_mesh, mine.placements)
+                    mine.to_local().copy_(shard.to_local())
+            report = trainer.update_weights(version=version)
+            assert report.ok, report
+            assert report.verified
+            assert report.message.source_copies == 1
+            print(f"updated {version}", flush=True)
     torch.distributed.destroy_process_group()
 
 

@@ -63,26 +63,31 @@ def test_twenty_different_updates_in_a_row(cluster: Cluster, tmp_path: Path) -> 
             assert_serves(cluster, model)
 
 
-def test_two_ranks_that_shard_with_fsdp2(cluster: Cluster, tmp_path: Path) -> None:
-    """Two gloo ranks publish their shards; no rank holds the whole model."""
+def test_twenty_updates_from_two_ranks_that_shard_with_fsdp2(cluster: Cluster, tmp_path: Path) -> None:
+    """Two gloo ranks publish their shards, and no rank holds the whole model: 2 -> 1 and 2 -> TP2 at once."""
     script = Path(__file__).with_name("fsdp_rank.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), cluster.address, str(rank), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    logs = [tmp_path / f"rank-{rank}.log" for rank in range(2)]
+    ranks = []
     try:
-        printed = [process.communicate(timeout=150)[0] for process in ranks]
+        for rank, log in enumerate(logs):
+            with log.open("w") as errors:
+                command = [sys.executable, str(script), cluster.address, str(rank), str(tmp_path)]
+                ranks.append(
+                    subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
+                )
+        for version in range(20):
+            for process in ranks:
+                process.stdin.write(f"{100 + version}\n")
+                process.stdin.flush()
+            for process, log in zip(ranks, logs, strict=True):
+                assert process.stdout.readline() == f"updated {version}\n", log.read_text()
+            assert_serves(cluster, model_of(tmp_path, 100 + version))
+        for process in ranks:
+            process.stdin.close()
+            assert process.wait(60) == 0
     finally:
         for process in ranks:
             process.kill()
-    for process, text in zip(ranks, printed, strict=True):
-        assert process.returncode == 0, text
-    assert_serves(cluster, model_of(tmp_path, 31))
 
 
 def test_a_checkpoint_directory_by_the_command_line(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The HTTP side shows what the gRPC side did."""
 
+import re
 from collections.abc import AsyncIterator
 
 import httpx
@@ -133,3 +134,13 @@ async def test_history_survives_a_restart(config: ManagerConfig) -> None:
             (update,) = (await client.get("/v1/updates")).json()["updates"]
         assert update["epoch"] == report.fence.epoch
         assert server.ledger.epoch >= report.fence.epoch
+
+
+async def test_the_openapi_page_needs_no_other_host(client: httpx.AsyncClient) -> None:
+    page = await client.get("/docs")
+    assert page.status_code == 200
+    links = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert len(links) >= 2
+    for link in links:
+        assert link.startswith("/"), f"{link} is on another host"
+        assert (await client.get(link)).status_code == 200, link
