@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_engine.core.machines.report import is_verified
 from ckpt_engine.v1 import manager_pb2
 
 
@@ -49,7 +50,7 @@ class ReplicaReport:
     def verified(self) -> bool:
         """Its workers read back every need and found what was sealed (or hashed it as handed to the loader), in this
         update, or in an earlier one if it held these very weights already."""
-        return self.ok and not any(worker.HasField("problem") for worker in self.message.workers)
+        return self.ok and all(is_verified(worker) for worker in self.message.workers)
 
     @property
     def problem(self) -> str:

@@ -1,7 +1,7 @@
 """The manager's HTTP side, for people, probes and Prometheus. It only shows; nothing here changes anything.
 
-``/docs`` draws ``/openapi.json`` with scripts that the manager serves itself, so it needs no public network. Every error
-is an ``application/problem+json`` document.
+``/docs`` draws ``/openapi.json`` with scripts that the manager serves itself, so it needs no public network. Every
+error is an ``application/problem+json`` document.
 """
 
 from __future__ import annotations

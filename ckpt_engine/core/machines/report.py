@@ -62,5 +62,10 @@ def build_report(
         bytes=sum(outcome.bytes for outcome in ordered),
         tensors=published.tensors,
         source_copies=max((source.source_copies for source in published.sources), default=0),
-        verified=ok and not any(worker.HasField("problem") for outcome in ordered for worker in outcome.workers),
+        verified=ok and all(is_verified(worker) for outcome in ordered for worker in outcome.workers),
     )
+
+
+def is_verified(worker: manager_pb2.WorkerReport) -> bool:
+    """Whether each tensor of which the worker needs a part was read back, or hashed as handed to the loader."""
+    return not worker.HasField("problem") and worker.verified + worker.verified_as_loaded >= worker.tensors
