@@ -11,7 +11,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
 
-LEAVES_OUT = frozenset({Problem.UNAVAILABLE, Problem.DEADLINE_EXCEEDED, Problem.ABORTED})
+LEAVES_OUT = frozenset({Problem.UNAVAILABLE, Problem.DEADLINE_EXCEEDED, Problem.ABORTED, Problem.INTERNAL})
 """Problems of a prepare that concern this replica's health, not its model: it is left out, the others go on."""
 
 

@@ -300,7 +300,8 @@ class Update:
             seconds=now - self._started,
             planning=self._install_started - self._started,
         )
-        self._run("report", RecordOutcome(self._report, self.state.deadlines.ledger))
+        # Callers wait for this, and the update has kept no more than that back; a disk that hangs changes no outcome.
+        self._run("report", RecordOutcome(self._report, self.state.deadlines.report))
 
     # -- time
 
