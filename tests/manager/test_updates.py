@@ -287,3 +287,26 @@ async def test_a_rank_that_cannot_seal_refuses_the_update(stub: CheckpointEngine
     problem = await refused(call)
     assert "the weights moved" in problem.message
     assert replica.installed == []
+
+
+async def test_an_engine_that_fails_to_prepare_is_left_out_and_the_others_are_updated(
+    stub: CheckpointEngineManagerStub,
+) -> None:
+    """Its fault says nothing about the weights: one sick engine must not hold up all others."""
+    trainer, sick, well = ScriptedTrainer(stub), ScriptedReplica(stub, "sick"), ScriptedReplica(stub, "well")
+    await trainer.join(some_weights())
+    for replica in (sick, well):
+        await replica.open()
+    call = trainer.update()
+    prepare = await sick.stream.until(manager_pb2.Prepare)
+    why = weights_pb2.Problem(code=Code.INTERNAL, message="the engine answered 500")
+    await sick.stream.send(prepared=manager_pb2.Prepared(fence=prepare.fence, problem=why))
+    await well.prepare()
+    await trainer.seal()
+    await well.install()
+    report = (await call)[-1].report
+    assert not report.ok
+    by_name = {outcome.replica: outcome for outcome in report.replicas}
+    assert by_name["well"].outcome == manager_pb2.NEW_SERVING
+    assert by_name["sick"].outcome != manager_pb2.NEW_SERVING
+    assert "the engine answered 500" in by_name["sick"].problem.message
