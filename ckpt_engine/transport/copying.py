@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from ckpt_engine.transport.rows import Rows, as_rows
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 """(destination, source), of equal shape."""
 
@@ -41,15 +43,18 @@ class TensorCopy:
     def __init__(self, pairs: Iterable[Pair]) -> None:
         near: list[Pair] = []
         far: list[Pair] = []
+        rows: list[Rows] = []
         for whole_destination, whole_source in pairs:
             destination, source = whole_destination.detach(), whole_source.detach()
             if destination.numel() == 0:
                 continue
             if destination.device.type != "cpu" or source.device.type != "cpu":
                 far.append((destination, source))
+            elif destination.dtype == source.dtype and (found := as_rows(destination, source)) is not None:
+                rows += found.parts(BATCH_BYTES)
             else:
                 near += _pieces(*_lanes(destination, source))
-        self._near = _batches(near)
+        self._near: list[_Batch | Rows] = [*_batches(near), *rows]
         self._far = _batches(far)
         self.bytes = sum(batch.bytes for batch in (*self._near, *self._far))
 
@@ -81,7 +86,7 @@ class _Batch:
 class _Run:
     """One run over batches: who takes which, how much is done, and how it stops."""
 
-    def __init__(self, batches: Sequence[_Batch]) -> None:
+    def __init__(self, batches: Sequence[_Batch | Rows]) -> None:
         self._waiting = iter(batches)
         self._lock = threading.Lock()
         self._done = 0
@@ -120,7 +125,7 @@ class _Run:
             self._failures.append(error)
             self._stop()
 
-    def _take(self) -> Iterator[_Batch]:
+    def _take(self) -> Iterator[_Batch | Rows]:
         while True:
             with self._lock:
                 batch = next(self._waiting, None)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine.transport import copying
+from ckpt_engine.transport import copying, rows
 from ckpt_engine.transport.copying import TensorCopy
 
 DTYPES = [torch.bfloat16, torch.uint8, torch.float32, torch.int64, torch.complex64, torch.complex128, torch.float8_e5m2]
@@ -38,15 +38,24 @@ def view(dtype: torch.dtype, shape: list[int], side: tuple[list[int], list[int],
     return raw, raw.view(dtype).as_strided(shape, strides, first)
 
 
-@given(st.lists(layouts(), min_size=1, max_size=4), st.sampled_from([1, 7, 64, 1 << 20]), st.integers(1, 4))
+@given(
+    st.lists(layouts(), min_size=1, max_size=4),
+    st.sampled_from([1, 7, 64, 1 << 20]),
+    st.sampled_from([2, 8, 64, 2048]),
+    st.integers(1, 4),
+)
 @settings(max_examples=150, deadline=None)
 def test_it_is_what_copy_makes_of_it(
-    layouts: list[tuple[torch.dtype, list[int], list[tuple[list[int], list[int], int]]]], limit: int, threads: int
+    layouts: list[tuple[torch.dtype, list[int], list[tuple[list[int], list[int], int]]]],
+    limit: int,
+    row_bytes: int,
+    threads: int,
 ) -> None:
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copying, "PIECE_ELEMENTS", limit)
         patch.setattr(copying, "BATCH_BYTES", max(limit, 16))
+        patch.setattr(rows, "ROW_BYTES", row_bytes)
         torch.set_num_threads(threads)
         pairs, wanted, raws, size = [], [], [], 0
         for dtype, shape, (source_side, destination_side) in layouts:
