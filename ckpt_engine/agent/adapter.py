@@ -19,9 +19,6 @@ from typing import Protocol, cast
 
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-DIRECTORY_VARIABLE = "CKPT_ENGINE_DIRECTORY"
-"""Environment variable that tells an engine where its runtime directory (page, agent.sock, token) lies."""
-
 ADAPTERS: Mapping[str, str] = {
     "reference": "ckpt_engine_adapters.reference.driver",
     "vllm": "ckpt_engine_adapters.vllm.driver",
