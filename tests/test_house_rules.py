@@ -16,12 +16,12 @@ SOURCES = sorted(
 
 ALLOWED = {
     "core": {"core", "v1"},
-    "transport": {"core", "transport", "v1"},
-    "install": {"core", "transport", "install", "v1"},
-    "source": {"core", "transport", "source", "v1"},
-    "manager": {"core", "manager", "v1", "client"},
-    "agent": {"core", "transport", "install", "source", "agent", "v1", "client"},
-    "trainer": {"core", "transport", "source", "trainer", "v1", "client", "report"},
+    "transport": {"core", "transport", "v1", "trace"},
+    "install": {"core", "transport", "install", "v1", "trace"},
+    "source": {"core", "transport", "source", "v1", "trace"},
+    "manager": {"core", "manager", "v1", "client", "trace"},
+    "agent": {"core", "transport", "install", "source", "agent", "v1", "client", "trace"},
+    "trainer": {"core", "transport", "source", "trainer", "v1", "client", "report", "trace"},
 }
 """A folder to what it may import of ckpt_engine."""
 

@@ -32,6 +32,7 @@ from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines import events
 from ckpt_engine.core.machines.agent import AgentMachine
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.trace import trace
 from ckpt_engine.transport.host import this_host
 from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2, worker_pb2
@@ -258,6 +259,7 @@ class ReplicaAgent:
     def _perform(self, command: events.AgentCommand) -> None:
         match command:
             case events.Send(peer, body):
+                trace("agent.sends", type(body).__name__)
                 if line := narration.said(body):
                     self.say(line)
                 if (stream := self._streams.get(peer)) is not None:

@@ -20,6 +20,7 @@ from ckpt_engine.core.machines import events
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import CkptEngineError, deadline, internal, unavailable
 from ckpt_engine.install.state import verdict
+from ckpt_engine.trace import span
 from ckpt_engine.transport.base import Transport
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
 
@@ -52,7 +53,8 @@ class TaskRunner:
         """Carries `task` out. Never raises, except when it is cancelled."""
         try:
             async with asyncio.timeout(task.seconds):
-                return events.Done(key, result=await self._carry_out(task))
+                with span("agent.does", type(task).__name__):
+                    return events.Done(key, result=await self._carry_out(task))
         except TimeoutError:
             problem = deadline(f"{_name(task)} took longer than {task.seconds:.3g} s").problem
             return events.Done(key, problem=problem, answered=False)

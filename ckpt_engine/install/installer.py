@@ -29,6 +29,7 @@ from ckpt_engine.install.recording import Recording, TensorLayout
 from ckpt_engine.install.resolve import Bound, Resolved, bind, resolve
 from ckpt_engine.install.state import LINEAGE_BYTES, WorkerSlot
 from ckpt_engine.install.target import LoadTarget
+from ckpt_engine.trace import trace
 from ckpt_engine.transport.base import OpenedRegions, PreparedCopy, Transport
 from ckpt_engine.transport.host import this_host
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
@@ -221,20 +222,26 @@ class _Run:
         self._total = current.resolved.bytes
         self._in_time()
 
+        trace("worker.install", "dirty")
         self._slot.dirty(order.fence.epoch)
+        trace("worker.install", "transfer")
         self._write(resident)
         if current.staged:
             self._write_staged(current, expected)
+        trace("worker.install", "install")
         started = time.monotonic()
         self._target.post_load()
         report.install_seconds += time.monotonic() - started
         self._in_time()
+        trace("worker.install", "verify")
         self._verified = self._verify(resident.bound, recording, expected)
         report.verified_as_loaded = len(self._as_loaded)
         report.verified = len(self._verified - self._as_loaded)
         report.tensors = len({need.tensor for need in recording.needs})
         report.copies = 1 if report.bytes else 0
+        trace("worker.install", "commit")
         self._slot.clean(order.fence.epoch, order.identity)
+        trace("worker.install", "clean")
 
     def _checked_order(self) -> Sequence[int]:
         identity = self._order.identity

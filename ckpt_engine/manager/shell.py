@@ -24,6 +24,7 @@ from ckpt_engine.manager.blobs import BlobStore
 from ckpt_engine.manager.metrics import Metrics
 from ckpt_engine.manager.sessions import Outbox
 from ckpt_engine.manager.tasks import Tasks
+from ckpt_engine.trace import span, trace
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 SESSION_QUEUE = 1024
@@ -145,6 +146,7 @@ class Shell:
     def _perform(self, command: ManagerCommand) -> None:
         match command:
             case events.Send(peer, body):
+                trace("manager.sends", type(body).__name__)
                 if (session := self._sessions.get(peer)) is not None:
                     session.outbox.put(pack(session.envelope, body))
             case events.ClosePeer(peer, problem):
@@ -170,7 +172,9 @@ class Shell:
                 assert_never(command)
 
     async def _run(self, key: Key, task: events.Task) -> None:
-        self.handle(await self._tasks.run(key, task))
+        with span("manager.does", type(task).__name__):
+            done = await self._tasks.run(key, task)
+        self.handle(done)
 
     def _fire(self, key: Key) -> None:
         del self._timers[key]

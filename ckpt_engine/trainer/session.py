@@ -46,6 +46,7 @@ from ckpt_engine.core.machines.events import (
 from ckpt_engine.core.machines.trainer import TrainerMachine
 from ckpt_engine.core.machines.wire import pack, unpack
 from ckpt_engine.core.problems import CkptEngineError, deadline, internal
+from ckpt_engine.trace import span, trace
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 CLOSE_SECONDS = 2.0
@@ -144,6 +145,7 @@ class TrainerSession:
     def _perform(self, command: TrainerCommand) -> None:
         match command:
             case Send(peer, body):
+                trace("trainer.sends", type(body).__name__)
                 if peer in self._streams:
                     self._streams[peer].outgoing.put_nowait(pack(manager_pb2.TrainerMessage, body))
             case OpenStream(peer):
@@ -214,7 +216,8 @@ class TrainerSession:
     async def _run(self, key: Key, task: Task) -> None:
         try:
             async with asyncio.timeout(task.seconds):
-                result = await self._perform_task(task)
+                with span("trainer.does", type(task).__name__):
+                    result = await self._perform_task(task)
         except TimeoutError:
             late = deadline(f"{type(task).__name__} was not done within {task.seconds:.1f} s")
             self.feed(Done(key, problem=late.problem, answered=False))
