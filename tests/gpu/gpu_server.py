@@ -1,0 +1,144 @@
+"""A real vLLM server on a GPU as a replica: small models, started in parallel, each with a manager of its own.
+
+An update goes to all replicas of a manager, and models differ here, so that each model has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
+from tests.cluster import Cluster, Replica, eventually, running_cluster
+from tests.engines.vllm_server import OVERLAY, PYTHON
+
+KV_BYTES = 2 << 30
+
+ENVIRONMENT = {
+    "PYTHONPATH": OVERLAY,
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # A program that uses NVLink multicast can put a shared host's GPUs out of service.
+    "NCCL_NVLS_ENABLE": "0",
+}
+
+needs_gpu_vllm = [
+    pytest.mark.gpu,
+    pytest.mark.engine,
+    pytest.mark.skipif(not PYTHON, reason="CKPT_ENGINE_VLLM_PYTHON is not set; docs/engines/vllm.md says how"),
+]
+
+
+def vllm_arguments(kv_bytes: int = KV_BYTES, tensor_parallel: int = 1) -> tuple[str, ...]:
+    """What all servers share. The cache's size is given: servers that start at once would measure each other."""
+    return (
+        *("--served-model-name", "tiny", "--max-model-len", "256", "--dtype", "bfloat16", "--skip-tokenizer-init"),
+        *("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(kv_bytes), "--max-num-seqs", "32"),
+        *("--tensor-parallel-size", str(tensor_parallel)),
+    )
+
+
+def start_gpu_vllm(
+    cluster: Cluster,
+    name: str,
+    model: Path,
+    *arguments: str,
+    options: Sequence[str] = (),
+    visible: str = "",
+    tensor_parallel: int = 1,
+) -> Replica:
+    """A vLLM server with random weights of its own; CUDA graphs are on unless `--enforce-eager`. Not waited for.
+
+    options: to `ckpt-engine replica`. visible: its CUDA_VISIBLE_DEVICES; empty: all.
+    """
+    environment = {**ENVIRONMENT, **({"CUDA_VISIBLE_DEVICES": visible} if visible else {})}
+    return cluster.replica(
+        name,
+        "vllm",
+        model,
+        *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--load-format", "dummy"),
+        *vllm_arguments(tensor_parallel=tensor_parallel),
+        *arguments,
+        options=options,
+        environment=environment,
+    )
+
+
+@contextlib.contextmanager
+def plain_vllm(model: Path, log: Path, *arguments: str) -> Iterator[Any]:
+    """A vLLM server without us that loads its weights from `model`; `.url` once it answers (see `wait_for_plain`)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"]
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [*command, "--port", str(port), *vllm_arguments(), *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT},
+            start_new_session=True,
+        )
+    try:
+        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", process=process, log=log)
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(30)
+
+
+def wait_for_plain(server: Any, seconds: float = 240.0) -> None:
+    def up() -> bool:
+        assert server.process.poll() is None, server.log.read_text(errors="replace")[-4000:]
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+        return False
+
+    eventually(f"vLLM answers at {server.url}", seconds, up)
+
+
+class Fleet:
+    """Servers that were started together; a test that asks for one waits for that one only."""
+
+    def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
+        self.path, self._stack = path, stack
+        self._clusters: dict[str, Cluster] = {}
+
+    def start(self, name: str, model: Path, *arguments: str, options: Sequence[str] = ()) -> None:
+        cluster = self._stack.enter_context(running_cluster(self.path / name))
+        self._clusters[name] = cluster
+        start_gpu_vllm(cluster, name, model, *arguments, options=options)
+
+    def ready(self, name: str, seconds: float = 240.0) -> tuple[Cluster, Replica]:
+        """Fails with what the server printed."""
+        cluster = self._clusters[name]
+        return cluster, cluster.replicas[0].registered(seconds)
+
+
+def sleep(cluster: Cluster, level: int, seconds: float = 60.0) -> None:
+    """All replicas of the cluster; AssertionError with what a replica says against it."""
+    stub = manager_pb2_grpc.CheckpointEngineManagerStub(cluster.channel)
+    response = stub.Sleep(manager_pb2.SleepRequest(level=level, timeout_seconds=seconds), timeout=seconds + 10)
+    assert response.results
+    for result in response.results:
+        assert not result.HasField("problem"), f"{result.replica}: {result.problem.message}"
+
+
+def free_bytes() -> int:
+    """As the driver counts them (cuMemGetInfo), after this process has given back what it does not use."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
