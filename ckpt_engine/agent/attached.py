@@ -12,25 +12,31 @@ from urllib.parse import urlsplit
 from ckpt_engine.agent.adapter import EngineAdapter, EngineCallError, load_adapter
 from ckpt_engine.agent.channel import AgentChannel, Answer
 from ckpt_engine.agent.engine import (
-    HEALTH_SECONDS,
-    WATCH_SECONDS,
     EngineEvents,
     Watch,
     connect,
     locate,
     probe,
 )
+from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, precondition
 from ckpt_engine.install.directory import EngineDirectory
 from ckpt_engine.install.state import EnginePage
-
-RETRY_SECONDS = 1.0
 
 
 class AttachedEngine:
     """See `EngineHost`. url: of the engine's API on loopback. startup_seconds: for it to answer the first time."""
 
-    def __init__(self, kind: str, url: str, events: EngineEvents, answer: Answer, startup_seconds: float) -> None:
+    def __init__(
+        self,
+        kind: str,
+        url: str,
+        events: EngineEvents,
+        answer: Answer,
+        startup_seconds: float,
+        deadlines: Deadlines,
+    ) -> None:
+        self._deadlines = deadlines
         self._kind = kind
         self._url = url.rstrip("/")
         self._events = events
@@ -59,7 +65,7 @@ class AttachedEngine:
             except EngineCallError as error:
                 if error.answered or loop.time() > until:
                     raise precondition(str(error)) from error
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(self._deadlines.engine_watch)
 
     async def run(self) -> None:
         """Never returns by itself; raises EngineFailedError if what answers cannot be driven."""
@@ -75,7 +81,7 @@ class AttachedEngine:
             else:
                 last = ""
             await self._forget_engine()
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(self._deadlines.engine_watch)
 
     async def close(self) -> None:
         """Leaves the engine as it is; another agent may take over."""
@@ -88,7 +94,7 @@ class AttachedEngine:
 
     async def _enter(self) -> None:
         """Makes the directory that the engine names now ours, unless it is already."""
-        path = (await locate(self._url, HEALTH_SECONDS)).directory
+        path = (await locate(self._url, self._deadlines.engine_health)).directory
         if self._directory is not None and self._directory.path == path:
             return
         await self._leave()
@@ -122,15 +128,15 @@ class AttachedEngine:
         assert self.page is not None
         adapter = connect(self._module, self._url, self._directory)
         self.adapter = adapter
-        if not await adapter.healthy(HEALTH_SECONDS):
+        if not await adapter.healthy(self._deadlines.engine_health):
             raise EngineCallError(f"{self._url} is not healthy yet", answered=True)
-        ready = await probe(adapter, self._url)
+        ready = await probe(adapter, self._url, self._deadlines.engine_probe)
         self._events.say(f"engine ready at {self._url}")
         self._events.engine_ready(ready)
-        watch = Watch(adapter, self.page)
+        watch = Watch(adapter, self.page, self._deadlines)
         reason = ""
         while not reason:
-            await asyncio.sleep(WATCH_SECONDS)
+            await asyncio.sleep(self._deadlines.engine_watch)
             reason = await watch.look() or await self._moved()
         self._events.say(reason)
         self._events.engine_exited(reason)
@@ -139,7 +145,7 @@ class AttachedEngine:
         """Whether a new start of the engine answers at the URL, which the health route would not show."""
         assert self._directory is not None
         try:
-            path = (await locate(self._url, HEALTH_SECONDS)).directory
+            path = (await locate(self._url, self._deadlines.engine_health)).directory
         except EngineCallError:
             return ""  # that is for the watch to judge
         return "" if path == self._directory.path else f"the engine at {self._url} was started anew"

@@ -17,21 +17,12 @@ import httpx
 
 from ckpt_engine.agent.adapter import AdapterModule, AdapterSettings, EngineAdapter, EngineCallError
 from ckpt_engine.agent.http import engine_client
+from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines.events import EngineReady
 from ckpt_engine.install.directory import EngineDirectory
 from ckpt_engine.install.gate import INFO_ROUTE
 from ckpt_engine.install.state import EnginePage
 from ckpt_engine.v1 import manager_pb2
-
-PROBE_SECONDS = 30.0
-WATCH_SECONDS = 1.0
-"""Between two looks at whether the engine is still there."""
-HEALTH_SECONDS = 5.0
-"""For one answer of the health route."""
-UNHEALTHY_SECONDS = 60.0
-"""An engine that has not answered for so long will not answer. Generous: installing may keep a server busy."""
-DEAD_WORKER_SECONDS = 10.0
-"""A server that has not noticed in this time that one of its workers is dead will not notice."""
 
 
 class EngineEvents(Protocol):
@@ -123,13 +114,16 @@ def connect(module: AdapterModule, url: str, directory: EngineDirectory) -> Engi
     return module.create_adapter(AdapterSettings(url, directory.path, directory.token()))
 
 
-async def probe(adapter: EngineAdapter, url: str) -> EngineReady:
-    """Asks a healthy engine what it is. Raises EngineFailedError if this adapter cannot drive it."""
+async def probe(adapter: EngineAdapter, url: str, seconds: float) -> EngineReady:
+    """Asks a healthy engine what it is.
+
+    Raises EngineCallError without an answer within `seconds`, EngineFailedError if this adapter cannot drive it.
+    """
     try:
-        async with asyncio.timeout(PROBE_SECONDS):
-            info = await adapter.probe(PROBE_SECONDS)
+        async with asyncio.timeout(seconds):
+            info = await adapter.probe(seconds)
     except TimeoutError:
-        raise EngineCallError(f"{url} did not say within {PROBE_SECONDS:g} s what it is", answered=False) from None
+        raise EngineCallError(f"{url} did not say within {seconds:g} s what it is", answered=False) from None
     if not info.supported:
         raise EngineFailedError(f"{adapter.kind} {info.version} at {url} cannot be driven: {info.reason}")
     engine = manager_pb2.Engine(kind=adapter.kind, version=info.version, url=url)
@@ -139,7 +133,14 @@ async def probe(adapter: EngineAdapter, url: str) -> EngineReady:
 class Watch:
     """Decides from repeated looks whether an engine is gone. One instance a start of an engine."""
 
-    def __init__(self, adapter: EngineAdapter, page: EnginePage, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        page: EnginePage,
+        deadlines: Deadlines,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._deadlines = deadlines
         self._adapter = adapter
         self._page = page
         self._clock = clock
@@ -147,14 +148,14 @@ class Watch:
         self._workers_alive_at = clock()
 
     async def look(self) -> str:
-        """Why the engine is gone for good, or an empty string. Takes at most HEALTH_SECONDS."""
-        if await self._adapter.healthy(HEALTH_SECONDS):
+        """Why the engine is gone for good, or an empty string. Takes at most `engine_health` seconds."""
+        if await self._adapter.healthy(self._deadlines.engine_health):
             self._healthy_at = self._clock()
-        elif self._clock() - self._healthy_at > UNHEALTHY_SECONDS:
-            return f"the engine has not answered its health route for {UNHEALTHY_SECONDS:g} s"
+        elif self._clock() - self._healthy_at > self._deadlines.engine_unhealthy:
+            return f"the engine has not answered its health route for {self._deadlines.engine_unhealthy:g} s"
         dead = [word for word in self._page.read() if word.boot_id and not word.alive]
         if not dead:
             self._workers_alive_at = self._clock()
-        elif self._clock() - self._workers_alive_at > DEAD_WORKER_SECONDS:
+        elif self._clock() - self._workers_alive_at > self._deadlines.engine_dead_worker:
             return f"worker {dead[0].rank} of the engine (pid {dead[0].pid}) is dead"
         return ""

@@ -12,7 +12,6 @@ from pathlib import Path
 from ckpt_engine.agent.adapter import EngineAdapter, EngineCallError, LaunchPlan, load_adapter
 from ckpt_engine.agent.channel import AgentChannel, Answer
 from ckpt_engine.agent.engine import (
-    WATCH_SECONDS,
     EngineEvents,
     EngineFailedError,
     Watch,
@@ -21,14 +20,10 @@ from ckpt_engine.agent.engine import (
     probe,
 )
 from ckpt_engine.agent.process import EngineProcess, EngineProcessError, LineSink, free_port
+from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines.events import EngineReady
 from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory, default_root
 from ckpt_engine.install.state import EnginePage
-
-FIRST_RESTART_SECONDS = 1.0
-LONGEST_RESTART_SECONDS = 60.0
-STEADY_SECONDS = 300.0
-"""An engine that has served for so long has recovered: the next restart does not wait longer than the first."""
 
 
 class Restart(StrEnum):
@@ -61,8 +56,14 @@ class LaunchedEngine:
     """See `EngineHost`. answer: of the worker channel. on_output: gets every line that the engine prints."""
 
     def __init__(
-        self, settings: LaunchSettings, events: EngineEvents, answer: Answer, on_output: LineSink | None = None
+        self,
+        settings: LaunchSettings,
+        events: EngineEvents,
+        answer: Answer,
+        deadlines: Deadlines,
+        on_output: LineSink | None = None,
     ) -> None:
+        self._deadlines = deadlines
         self._settings = settings
         self._events = events
         self._answer = answer
@@ -99,7 +100,7 @@ class LaunchedEngine:
 
     async def run(self) -> None:
         """Keeps the engine running as the policy says. See `EngineHost.run`."""
-        backoff = FIRST_RESTART_SECONDS
+        backoff = self._deadlines.engine_restart_first
         restarts = 0
         while True:
             ready = False
@@ -120,14 +121,14 @@ class LaunchedEngine:
             await self._forget_engine()
             if ready:
                 self._events.engine_exited(reason)
-                if time.monotonic() - serving_since > STEADY_SECONDS:
-                    backoff = FIRST_RESTART_SECONDS
+                if time.monotonic() - serving_since > self._deadlines.engine_steady:
+                    backoff = self._deadlines.engine_restart_first
             if self._settings.restart is Restart.NEVER:
                 raise EngineFailedError(reason)
             restarts += 1
             self._events.say(f"{reason}\nrestart {restarts} of the engine in {backoff:g} s")
             await asyncio.sleep(backoff)
-            backoff = min(backoff * 2, LONGEST_RESTART_SECONDS)
+            backoff = min(backoff * 2, self._deadlines.engine_restart_most)
             if self._settings.port == 0:
                 self._port = free_port()
 
@@ -146,7 +147,7 @@ class LaunchedEngine:
             self._directory = None
 
     def replace(self, reason: str) -> bool:
-        """It is ended within WATCH_SECONDS, and started again as after any failure."""
+        """It is ended within `engine_watch` seconds, and started again as after any failure."""
         self._given_up = reason
         return True
 
@@ -169,7 +170,14 @@ class LaunchedEngine:
         self._renew_page(self._directory)
         plan = self._plan()
         env = {**plan.env, ENVIRONMENT: str(self._directory.path)}
-        process = EngineProcess(plan.argv, env, self._log_path(), on_line=self._on_output)
+        process = EngineProcess(
+            plan.argv,
+            env,
+            self._log_path(),
+            on_line=self._on_output,
+            grace_seconds=self._deadlines.engine_grace,
+            start_seconds=self._deadlines.engine_start,
+        )
         self._process = process
         await process.start()
         self._events.say(f"engine launched: pid {process.pid}, {plan.url}, log {self._log_path()}")
@@ -187,7 +195,7 @@ class LaunchedEngine:
                 return False
 
         await process.wait_healthy(ours_and_healthy, self._settings.startup_seconds)
-        return await probe(adapter, plan.url)
+        return await probe(adapter, plan.url, self._deadlines.engine_probe)
 
     def _renew_page(self, directory: EngineDirectory) -> None:
         """A new file, so that nothing which outlived the last engine can write into this one's words."""
@@ -201,12 +209,12 @@ class LaunchedEngine:
         assert self._process is not None
         assert self.adapter is not None
         assert self.page is not None
-        watch = Watch(self.adapter, self.page)
+        watch = Watch(self.adapter, self.page, self._deadlines)
         self._given_up = ""
         ended = asyncio.ensure_future(self._process.wait())
         try:
             while True:
-                done, _ = await asyncio.wait((ended,), timeout=WATCH_SECONDS)
+                done, _ = await asyncio.wait((ended,), timeout=self._deadlines.engine_watch)
                 if done:
                     return self._process.describe_exit()
                 if reason := self._given_up or await watch.look():

@@ -31,8 +31,6 @@ LINE_LIMIT_BYTES = 64 << 10
 """A longer line is cut into lines of this length, so that an engine cannot fill our memory with one."""
 LINES_KEPT = 200
 LINES_SHOWN = 30
-START_SECONDS = 30.0
-"""For the launcher to say that the engine's first process runs; on a busy host Python itself takes seconds."""
 HEALTH_INTERVAL_SECONDS = 0.25
 
 logger = logging.getLogger(__name__)
@@ -149,7 +147,7 @@ class EngineProcess:
 
     argv, env: the command, and what is added to our own environment (which it inherits).
     log_path: its standard output and error, appended. on_line: also gets every line, on another thread.
-    grace_seconds: between SIGTERM and SIGKILL in `stop`.
+    grace_seconds: between SIGTERM and SIGKILL in `stop`. start_seconds: for the launcher to say its first word.
     """
 
     def __init__(
@@ -160,12 +158,14 @@ class EngineProcess:
         *,
         on_line: LineSink | None = None,
         grace_seconds: float = 10.0,
+        start_seconds: float = 30.0,
     ) -> None:
         self._argv = tuple(argv)
         self._env = dict(env)
         self._log_path = log_path
         self._on_line = on_line
         self._grace = grace_seconds
+        self._start_seconds = start_seconds
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: int | None = None  # our end of the launcher's standard input: its end says that we are gone
         self._pump: LogPump | None = None
@@ -213,12 +213,12 @@ class EngineProcess:
         # The launcher writes one line or ends, and then this pipe ends: the read cannot hang for longer than that.
         reading = asyncio.ensure_future(asyncio.to_thread(_read_all, status))
         try:
-            answer = await asyncio.wait_for(asyncio.shield(reading), START_SECONDS)
+            answer = await asyncio.wait_for(asyncio.shield(reading), self._start_seconds)
         except BaseException as error:
             await self.kill()
             if isinstance(error, TimeoutError):
                 raise EngineProcessError(
-                    f"the launcher of {self._argv[0]} said nothing for {START_SECONDS} s"
+                    f"the launcher of {self._argv[0]} said nothing for {self._start_seconds:g} s"
                 ) from None
             raise
         if not answer[:1].isdigit():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import socket
 import time
@@ -37,18 +38,6 @@ from ckpt_engine.transport.host import this_host
 from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2, worker_pb2
 
-REPLY_SECONDS = 60.0
-"""For the machine to answer a worker; it decides at once, so this only bounds what a fault of ours could cost."""
-IDLE_SECONDS = 60.0
-"""How long a stopping agent waits for what it does with an engine that goes on without it."""
-
-UNANSWERED_SECONDS = 30.0
-"""How long an engine may stay closed after a call that changes it had no answer; then one that is ours is ended.
-
-Workers that finish late open the gate by themselves within this time; a hung one never does, and would make every later
-update of all replicas wait for it.
-"""
-
 logger = logging.getLogger(__name__)
 
 
@@ -68,7 +57,7 @@ class AgentSettings:
     mode: manager_pb2.Mode = manager_pb2.STANDALONE
     advertise: str = ""
     startup_seconds: float = 600.0
-    deadlines: Deadlines = field(default_factory=Deadlines)
+    deadlines: Deadlines = field(default_factory=lambda: Deadlines.from_environment(os.environ))
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
@@ -88,12 +77,19 @@ class ReplicaAgent:
         self.settings = settings
         self.name = settings.name
         self._say = say
+        self._deadlines = settings.deadlines
         self._host: EngineHost
         if settings.launch is not None:
-            self._host = LaunchedEngine(settings.launch, self, self._answer_worker, on_output)
+            self._host = LaunchedEngine(settings.launch, self, self._answer_worker, settings.deadlines, on_output)
         else:
-            seconds = settings.startup_seconds
-            self._host = AttachedEngine(settings.kind, settings.url, self, self._answer_worker, seconds)
+            self._host = AttachedEngine(
+                settings.kind,
+                settings.url,
+                self,
+                self._answer_worker,
+                settings.startup_seconds,
+                settings.deadlines,
+            )
         self._machine: AgentMachine | None = None
         self._runner: TaskRunner | None = None
         self._inbox: deque[events.AgentEvent] = deque()
@@ -128,7 +124,7 @@ class ReplicaAgent:
             if not await self._opened(stop):
                 return
             self.name = self.name or f"{socket.gethostname()}-{self._host.default_name}"
-            self._runner = TaskRunner(stub, self._host, transports)
+            self._runner = TaskRunner(stub, self._host, transports, self._deadlines.blobs)
             self._stub = stub
             self._machine = AgentMachine(
                 self.name,
@@ -181,7 +177,7 @@ class ReplicaAgent:
 
     async def _until_idle(self) -> None:
         """An engine that stays must not be left in the middle of an install that nobody would resume it from."""
-        until = time.monotonic() + IDLE_SECONDS
+        until = time.monotonic() + self._deadlines.stop_idle
         while self._machine is not None and self._machine.busy and time.monotonic() < until:  # noqa: ASYNC110 - bounded, and only while stopping
             await asyncio.sleep(0.05)
 
@@ -195,7 +191,7 @@ class ReplicaAgent:
         await asyncio.gather(*(stream.close() for stream in streams), return_exceptions=True)
         # What the last commands started (a stream that says goodbye) gets its time; nothing here is unbounded.
         if self._tasks:
-            await asyncio.wait(tuple(self._tasks), timeout=3.0)
+            await asyncio.wait(tuple(self._tasks), timeout=self._deadlines.stop_tasks)
         for task in self._tasks:
             task.cancel()
         await self._host.close()
@@ -231,7 +227,7 @@ class ReplicaAgent:
         self._questions[number] = answer
         try:
             self._feed(events.WorkerAsked(number, request))
-            return await asyncio.wait_for(answer, REPLY_SECONDS)
+            return await asyncio.wait_for(answer, self._deadlines.worker_reply)
         except TimeoutError:
             return None
         finally:
@@ -267,7 +263,10 @@ class ReplicaAgent:
             case events.OpenStream(peer):
                 assert self._stub is not None
                 self._streams[peer] = ManagerStream(
-                    self._stub, lambda body: self._heard(peer, body), lambda reason: self._lost(peer, reason)
+                    self._stub,
+                    lambda body: self._heard(peer, body),
+                    lambda reason: self._lost(peer, reason),
+                    self._deadlines.goodbye,
                 )
             case events.ClosePeer(peer):
                 if (stream := self._streams.pop(peer, None)) is not None:
@@ -321,7 +320,8 @@ class ReplicaAgent:
             self._forget_unanswered()
         elif self._unanswered is None:
             what = done.problem.message if done.problem is not None else "a call had no answer"
-            self._unanswered = asyncio.get_running_loop().call_later(UNANSWERED_SECONDS, self._still_closed, what)
+            loop = asyncio.get_running_loop()
+            self._unanswered = loop.call_later(self._deadlines.unanswered, self._still_closed, what)
 
     def _forget_unanswered(self) -> None:
         if self._unanswered is not None:

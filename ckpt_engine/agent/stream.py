@@ -18,8 +18,6 @@ from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
 
 QUEUE_LIMIT = 1000
 """Messages waiting to be written. A manager that reads nothing for so long is as good as gone."""
-CLOSE_SECONDS = 2.0
-"""For the manager to take what was queued, and to end the stream, after `close`."""
 
 Outgoing = asyncio.Queue[manager_pb2.ReplicaMessage | None]
 
@@ -35,7 +33,10 @@ class ManagerStream:
         stub: manager_pb2_grpc.CheckpointEngineManagerStub,
         on_message: Callable[[Message], None],
         on_lost: Callable[[str], None],
+        goodbye_seconds: float,
     ) -> None:
+        """goodbye_seconds: for the manager to take what was queued, and to end the stream, after `close`."""
+        self._goodbye_seconds = goodbye_seconds
         self._outgoing: Outgoing = asyncio.Queue()
         self._on_message = on_message
         self._on_lost = on_lost
@@ -54,12 +55,12 @@ class ManagerStream:
             return
         self._outgoing.put_nowait(pack(manager_pb2.ReplicaMessage, body))
 
-    async def close(self, seconds: float = CLOSE_SECONDS) -> None:
+    async def close(self) -> None:
         """Ends the stream after what was queued. Returns when that is done, or the time for it is over."""
         if not self._closing:
             self._closing = True
             self._outgoing.put_nowait(None)
-        await asyncio.wait((self._reading,), timeout=seconds)
+        await asyncio.wait((self._reading,), timeout=self._goodbye_seconds)
         self._call.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
 

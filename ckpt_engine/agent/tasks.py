@@ -24,9 +24,6 @@ from ckpt_engine.trace import span
 from ckpt_engine.transport.base import Transport
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
 
-BLOB_SECONDS = 300.0
-"""For one blob that several tasks may wait for; each of them waits no longer than its own time."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -38,11 +35,13 @@ class TaskRunner:
         stub: manager_pb2_grpc.CheckpointEngineManagerStub,
         host: EngineHost,
         transports: dict[str, Transport],
+        blob_seconds: float,
     ) -> None:
+        """blob_seconds: for one blob that several tasks may wait for; each waits no longer than its own time."""
         self._stub = stub
         self._host = host
         self._transports = transports
-        self._blobs = BlobCache(lambda ref: get_blob(stub, ref, BLOB_SECONDS))
+        self._blobs = BlobCache(lambda ref: get_blob(stub, ref, blob_seconds))
         self._digester = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest")
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from ckpt_engine.agent.adapter import UnknownAdapterError
 from ckpt_engine.agent.engine import EngineFailedError
 from ckpt_engine.agent.launched import LaunchSettings, Restart
 from ckpt_engine.agent.session import AgentSettings, ReplicaAgent
+from ckpt_engine.commands.options import configured_deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.v1 import manager_pb2
 
@@ -37,6 +38,10 @@ def replica(
     advertise: Annotated[str, typer.Option(help="Address at which other hosts reach this one.")] = "",
     restart: Annotated[Restart, typer.Option(help="When a launched engine ends.")] = Restart.ON_FAILURE,
     startup_timeout: Annotated[float, typer.Option(help="Seconds for the engine to answer.", min=1)] = 600.0,
+    deadline: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=SECONDS", help="Another value for a deadline of docs/configuration.md; repeatable."),
+    ] = None,
     engine_output: Annotated[bool, typer.Option(help="Show the engine's own output as well.")] = False,
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="-- LAUNCH ARGUMENTS", help="To the engine, untouched.")
@@ -66,6 +71,7 @@ def replica(
             mode=_MODES[mode],
             advertise=advertise,
             startup_seconds=startup_timeout,
+            deadlines=configured_deadlines(deadline),
         )
         agent = ReplicaAgent(settings, _say, _pass_on if engine_output else None)
     except (ValueError, UnknownAdapterError) as error:

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from ckpt_engine.commands.options import configured_deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
 
@@ -30,6 +31,10 @@ def serve(
     advertise: Annotated[
         str, typer.Option(help="The address under which other hosts reach --listen, if it is another one.")
     ] = "",
+    deadline: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=SECONDS", help="Another value for a deadline of docs/configuration.md; repeatable."),
+    ] = None,
 ) -> None:
     """Run the manager, which trainers and replicas connect to.
 
@@ -37,7 +42,9 @@ def serve(
     ledger and everybody reconnects by themselves.
     """
     log_plainly()
-    config = ManagerConfig(listen=listen, http=http, ledger=ledger, advertise=advertise)
+    config = ManagerConfig(
+        listen=listen, http=http, ledger=ledger, advertise=advertise, deadlines=configured_deadlines(deadline)
+    )
     try:
         asyncio.run(_serve(config))
     except CkptEngineError as error:

@@ -1,18 +1,22 @@
-"""How long anything may take: one configuration for manager, agents and trainers. All values are seconds.
+"""How long anything may take: one configuration for manager, agents, engines and trainers. All values are seconds.
 
-The machines turn these into timers; nothing else in the package waits without one of them. Members need not agree on
-the values: only remaining durations travel, and the lease and heartbeat of a session are the manager's, told in its
-Welcome.
+The machines turn the protocol's part into timers, the shells bound their own waits by the rest; docs/configuration.md
+lists them all, and a test holds that page and this class together. Members need not agree on the values: only
+remaining durations travel, and the lease and heartbeat of a session are the manager's, told in its Welcome.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+ENVIRONMENT = "CKPT_ENGINE_DEADLINES"
+"""Settings for every process that starts with it, engines included: "lease=20 quiesce=90"."""
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Every wait of the protocol.
+    """Every wait. The protocol's, which the state machines keep:
 
     heartbeat: between two heartbeats of a session.
     lease: a session from which nothing was heard for so long is lost; several heartbeats.
@@ -33,6 +37,45 @@ class Deadlines:
     catch_up: bringing one late replica to the latest version.
     catch_up_retry: before a failed catch-up is tried again; doubles with each attempt.
     sleep_wake: putting an engine to sleep or waking it, when the caller sets no timeout.
+
+    The manager's process:
+
+    hello: a new stream's first message.
+    write: a peer's taking a message once the connection's buffers are full.
+    last_tasks: storing what just ended, while the manager stops.
+    ledger_busy: another process's hold on the ledger's file.
+    start: a manager in a thread of its own (`running_manager`) to listen.
+
+    A trainer's process:
+
+    connect: reaching the manager, and its accepting what was published.
+    settle: the other ranks' publications, when an update begins right after publishing.
+    call_grace: beyond an update's own deadline, for its report to arrive.
+    stop: the background thread's orderly end; also its storing of a table.
+    status: one question about the manager's status.
+    goodbye: a stream's end after the last message.
+
+    An agent's process:
+
+    engine_start: the launcher's first word. (Until the engine answers: `--startup-timeout`.)
+    engine_grace: between SIGTERM and SIGKILL.
+    engine_probe: all that is asked of an engine that has come up.
+    engine_health: one answer of its health route.
+    engine_watch: between two looks at whether it is still there.
+    engine_unhealthy: without an answer for so long it counts as gone. Generous: installing may keep a server busy.
+    engine_dead_worker: a server that has not noticed its dead worker in this time will not.
+    engine_restart_first, engine_restart_most: wait before a restart; it doubles up to the most.
+    engine_steady: an engine that served for so long has recovered: the next restart waits the first time again.
+    unanswered: how long an engine may stay closed after a call without an answer; then one that is ours is ended.
+        Workers that finish late open the gate by themselves within it; a hung one never does.
+    worker_reply: the agent's own answer to a worker. It decides at once; this bounds what a fault of ours could cost.
+    stop_idle: what a stopping agent gives an install under way in an engine that goes on without it.
+    stop_tasks: what its last commands have begun, while it stops.
+
+    A worker inside an engine:
+
+    worker_ask: one question to the agent, repeated within it.
+    worker_attempt: one attempt of it.
     """
 
     heartbeat: float = 1.0
@@ -55,18 +98,71 @@ class Deadlines:
     catch_up: float = 300.0
     catch_up_retry: float = 5.0
     sleep_wake: float = 120.0
+    hello: float = 10.0
+    write: float = 20.0
+    last_tasks: float = 2.0
+    ledger_busy: float = 5.0
+    start: float = 60.0
+    connect: float = 60.0
+    settle: float = 3.0
+    call_grace: float = 10.0
+    stop: float = 15.0
+    status: float = 5.0
+    goodbye: float = 2.0
+    engine_start: float = 30.0
+    engine_grace: float = 10.0
+    engine_probe: float = 30.0
+    engine_health: float = 5.0
+    engine_watch: float = 1.0
+    engine_unhealthy: float = 60.0
+    engine_dead_worker: float = 10.0
+    engine_restart_first: float = 1.0
+    engine_restart_most: float = 60.0
+    engine_steady: float = 300.0
+    unanswered: float = 30.0
+    worker_reply: float = 60.0
+    stop_idle: float = 60.0
+    stop_tasks: float = 3.0
+    worker_ask: float = 10.0
+    worker_attempt: float = 2.0
 
     def __post_init__(self) -> None:
         """Raises ValueError for values that are not positive or cannot work together."""
         for field in fields(self):
-            if not getattr(self, field.name) > 0:
-                raise ValueError(f"deadline {field.name} must be positive, not {getattr(self, field.name)}")
+            if not 0 < getattr(self, field.name) < float("inf"):
+                raise ValueError(f"deadline {field.name} must be positive and finite, not {getattr(self, field.name)}")
         if self.lease < 2 * self.heartbeat:
             raise ValueError(
                 f"a lease of {self.lease} s ends before a second heartbeat (every {self.heartbeat} s) can arrive"
             )
         if self.report >= self.update:
             raise ValueError(f"an update of {self.update} s cannot keep {self.report} s back for its report")
+
+    def changed(self, settings: str) -> Deadlines:
+        """With settings such as "lease=20 quiesce=90" (seconds; blanks or commas between them).
+
+        Raises ValueError, naming the setting: not NAME=SECONDS, a name that there is not, a value that cannot be.
+        """
+        known = {field.name for field in fields(self)}
+        values = {}
+        for setting in settings.replace(",", " ").split():
+            name, separator, value = setting.partition("=")
+            if not separator or name not in known:
+                wanted = f"one of {', '.join(sorted(known))}" if separator else "NAME=SECONDS"
+                raise ValueError(f"{setting!r} sets no deadline: it must be {wanted}")
+            try:
+                values[name] = float(value)
+            except ValueError:
+                raise ValueError(f"deadline {name} is a number of seconds, not {value!r}") from None
+        return replace(self, **values)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Deadlines:
+        """The defaults, changed by ENVIRONMENT. Raises ValueError that names the variable."""
+        try:
+            return cls().changed(environment.get(ENVIRONMENT, ""))
+        except ValueError as error:
+            raise ValueError(f"{ENVIRONMENT}: {error}") from None
 
 
 CATCH_UP_ATTEMPTS = 3

@@ -20,9 +20,6 @@ from google.protobuf.message import DecodeError
 from ckpt_engine.core.problems import deadline, invalid
 from ckpt_engine.v1 import worker_pb2
 
-ATTEMPT_SECONDS = 2.0
-"""How long an answer is awaited before the question is asked again, over a new connection."""
-
 FRAME_LIMIT_BYTES = 1 << 30
 """ZeroMQ cuts the connection when a longer answer is announced. The plan of 50,000 tensors takes a few MiB."""
 
@@ -33,12 +30,13 @@ HIGH_WATER_MARK = 64
 class WorkerChannel:
     """One worker's channel. Connects when it is first used, so the agent may start later or start again."""
 
-    def __init__(self, endpoint: str, rank: int, boot_id: bytes, attempt_seconds: float | None = None) -> None:
-        """endpoint: of the agent's socket (`EngineDirectory.endpoint`). boot_id: of this worker's slot."""
+    def __init__(self, endpoint: str, rank: int, boot_id: bytes, attempt_seconds: float = 2.0) -> None:
+        """endpoint: of the agent's socket (`EngineDirectory.endpoint`). boot_id: of this worker's slot.
+        attempt_seconds: how long an answer is awaited before the question is asked again, over a new connection."""
         self._endpoint = endpoint
         self._rank = rank
         self._boot_id = boot_id
-        self._attempt_seconds = ATTEMPT_SECONDS if attempt_seconds is None else attempt_seconds
+        self._attempt_seconds = attempt_seconds
         self._lock = threading.Lock()
         self._sequence = 0
         self._process = 0

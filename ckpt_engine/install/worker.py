@@ -9,10 +9,12 @@ word tells the rest.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.install.channel import WorkerChannel
 from ckpt_engine.install.directory import EngineDirectory
 from ckpt_engine.install.installer import Installer
@@ -23,9 +25,6 @@ from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
-
-ASK_SECONDS = 10.0
-"""How long the agent may take to answer. It answers from memory, so only a dead or stuck one takes longer."""
 
 PROGRESS_SECONDS = 0.2
 """Least time between two progress messages."""
@@ -41,27 +40,31 @@ class EngineWorker:
         world_size: int,
         target: LoadTarget,
         transports: Mapping[str, Transport] | None = None,
+        deadlines: Deadlines | None = None,
     ) -> None:
         """Claims the worker's slot: from now on it holds no version, and the engine's gate is closed.
 
         rank: among all workers of the engine, 0 to world_size - 1. transports: default, all that work here.
+        deadlines: default, what the agent's environment says. The agent answers from memory, so only a dead or stuck
+        one takes long.
         Raises OSError, ValueError: the directory or the slot cannot be used; an engine should not start then.
         """
         directory = directory if isinstance(directory, EngineDirectory) else EngineDirectory(directory)
+        self._deadlines = deadlines or Deadlines.from_environment(os.environ)
         self._page = EnginePage(directory.page)
         self.slot = self._page.claim(rank, world_size)
-        self._channel = WorkerChannel(directory.endpoint, rank, self.slot.boot_id)
+        self._channel = WorkerChannel(directory.endpoint, rank, self.slot.boot_id, self._deadlines.worker_attempt)
         self._installer = Installer(target, self.slot, all_transports() if transports is None else transports)
         self._told = 0.0
 
     def prepare(self) -> bool:
         """Records the loader as the agent orders. True if the model can be loaded; the agent knows why not."""
         try:
-            reply = self._channel.ask(worker_pb2.WorkerRequest(want_prepare=worker_pb2.WantOrder()), ASK_SECONDS)
+            reply = self._ask(worker_pb2.WorkerRequest(want_prepare=worker_pb2.WantOrder()))
             if not reply.HasField("prepare"):
                 return self._refused(reply)
             prepared = self._installer.prepare(reply.prepare)
-            self._channel.ask(worker_pb2.WorkerRequest(prepared=prepared), ASK_SECONDS)
+            self._ask(worker_pb2.WorkerRequest(prepared=prepared))
             return not prepared.HasField("problem")
         except Exception:
             log.exception("ckpt-engine: worker %d could not prepare", self.slot.rank)
@@ -73,7 +76,7 @@ class EngineWorker:
         epoch: the one that the engine was told, if any; an order of another one is not carried out.
         """
         try:
-            reply = self._channel.ask(worker_pb2.WorkerRequest(want_install=worker_pb2.WantOrder()), ASK_SECONDS)
+            reply = self._ask(worker_pb2.WorkerRequest(want_install=worker_pb2.WantOrder()))
             if not reply.HasField("install"):
                 return self._refused(reply)
             order = reply.install
@@ -85,7 +88,7 @@ class EngineWorker:
                 self._progress(order.fence, stage, done, total)
 
             installed = self._installer.install(order, on_progress)
-            self._channel.ask(worker_pb2.WorkerRequest(installed=installed), ASK_SECONDS)
+            self._ask(worker_pb2.WorkerRequest(installed=installed))
             return not installed.report.HasField("problem")
         except Exception:
             log.exception("ckpt-engine: worker %d could not install", self.slot.rank)
@@ -106,6 +109,9 @@ class EngineWorker:
         self.discard()
         self._channel.close()
         self._page.close()
+
+    def _ask(self, request: worker_pb2.WorkerRequest) -> worker_pb2.AgentReply:
+        return self._channel.ask(request, self._deadlines.worker_ask)
 
     def _progress(self, fence: weights_pb2.Fence, stage: manager_pb2.Stage, done: int, total: int) -> None:
         now = time.monotonic()

@@ -78,15 +78,17 @@ class Ledger:
         self.cluster, self.epoch = connection.execute("SELECT id, epoch FROM cluster").fetchone()
 
     @classmethod
-    async def open(cls, path: Path) -> Ledger:
+    async def open(cls, path: Path, busy_seconds: float = 5.0) -> Ledger:
         """Opens the ledger, making it and its directory if needed, and locks it until ``close``.
+
+        busy_seconds: how long another process, such as a backup, may hold the file at each step.
 
         Raises FAILED_PRECONDITION when another manager holds it, when it is not a ledger, when it is of a newer
         software, or when it cannot be written.
         """
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
         try:
-            return await asyncio.get_running_loop().run_in_executor(thread, _open, path, thread)
+            return await asyncio.get_running_loop().run_in_executor(thread, _open, path, thread, busy_seconds)
         except BaseException:
             thread.shutdown(wait=False)
             raise
@@ -183,7 +185,7 @@ def _unusable(path: Path, error: Exception) -> CkptEngineError:
     return precondition(f"the ledger {path} cannot be used: {error}. Free or repair its disk, or pass another --ledger")
 
 
-def _open(path: Path, thread: ThreadPoolExecutor) -> Ledger:
+def _open(path: Path, thread: ThreadPoolExecutor, busy_seconds: float) -> Ledger:
     """Runs on the ledger's thread: the connection belongs to the thread that made it."""
     path = path.expanduser().resolve()  # two names of one ledger must meet at one lock
     try:
@@ -194,7 +196,7 @@ def _open(path: Path, thread: ThreadPoolExecutor) -> Ledger:
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         os.chmod(path, 0o600)
-        connection = sqlite3.connect(path, timeout=5.0)
+        connection = sqlite3.connect(path, timeout=busy_seconds)
         try:
             _prepare(path, connection)
             return Ledger(path, connection, lock, thread)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -40,9 +41,6 @@ SERVICE = manager_pb2.DESCRIPTOR.services_by_name["CheckpointEngineManager"].ful
 RECEIVED_MESSAGE_BYTES = 4 * MEBIBYTE
 """The largest message that members may send; what can grow travels as blobs."""
 
-START_SECONDS = 60.0
-"""How long ``running_manager`` waits for a start, and beyond ``stop_seconds`` for an end."""
-
 log = logging.getLogger("ckpt_engine.manager")
 
 
@@ -55,7 +53,7 @@ class ManagerConfig:
     http: host:port of the HTTP side; empty: none.
     ledger: its file; None: ``ledger.default_path()``.
     advertise: the address that members on other hosts are told to use, for people; empty: what is bound.
-    deadlines: every wait of the protocol.
+    deadlines: every wait; the defaults are changed by CKPT_ENGINE_DEADLINES.
     max_blob_bytes, max_total_bytes: limits of the content store, for one blob and all of them.
     stop_seconds: how long ``stop`` waits for a running update before it ends it with UNAVAILABLE.
     """
@@ -64,7 +62,7 @@ class ManagerConfig:
     http: str = "127.0.0.1:8080"
     ledger: Path | None = None
     advertise: str = ""
-    deadlines: Deadlines = field(default_factory=Deadlines)
+    deadlines: Deadlines = field(default_factory=lambda: Deadlines.from_environment(os.environ))
     max_blob_bytes: int = 256 * MEBIBYTE
     max_total_bytes: int = 2048 * MEBIBYTE
     stop_seconds: float = 30.0
@@ -113,7 +111,7 @@ class ManagerServer:
 
     async def _start(self) -> None:
         config = self.config
-        self.ledger = await Ledger.open(config.ledger or default_path())
+        self.ledger = await Ledger.open(config.ledger or default_path(), config.deadlines.ledger_busy)
         self._undo.push_async_callback(self.ledger.close)
         blobs = BlobStore(config.max_blob_bytes, config.max_total_bytes)
         self.metrics = Metrics(self.status, blobs)
@@ -156,7 +154,7 @@ class ManagerServer:
         await healthy.enter_graceful_shutdown()
         if not await self._shell.quiet(self.config.stop_seconds):
             log.warning("an update still ran after %g s: its callers are told UNAVAILABLE", self.config.stop_seconds)
-        await self._shell.stop(stopping().problem)
+        await self._shell.stop(stopping().problem, self.config.deadlines.last_tasks)
         await server.stop(1.0)
         log.info("manager stopped")
 
@@ -234,9 +232,9 @@ def running_manager(config: ManagerConfig) -> Iterator[str]:
 
     thread = threading.Thread(target=run, name="manager", daemon=True)
     thread.start()
-    address, loop, ended = started.result(START_SECONDS)
+    address, loop, ended = started.result(config.deadlines.start)
     try:
         yield address
     finally:
         loop.call_soon_threadsafe(ended.set)
-        thread.join(config.stop_seconds + START_SECONDS)
+        thread.join(config.stop_seconds + config.deadlines.start)

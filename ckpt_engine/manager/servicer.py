@@ -23,12 +23,6 @@ from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
-HELLO_SECONDS = 10.0
-"""How long a new stream may stay silent."""
-
-WRITE_SECONDS = 20.0
-"""How long a peer may leave a message unread once the connection's buffers are full."""
-
 log = logging.getLogger("ckpt_engine.manager")
 
 
@@ -58,7 +52,7 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
     ) -> None:
         await self._admit(context)
         try:
-            first = await first_message(context, HELLO_SECONDS)
+            first = await first_message(context, self._deadlines.hello)
             if first is None:
                 return
             hello = unpack(first)
@@ -78,7 +72,7 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
 
         reason = "the connection broke"
         try:
-            reason = await carry(context, outbox, on_message, WRITE_SECONDS)
+            reason = await carry(context, outbox, on_message, self._deadlines.write)
         finally:
             reason = outbox.problem.message if outbox.problem is not None else reason
             log.info("session ended peer=%s reason=%r", peer, reason)
@@ -108,10 +102,10 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
             while (message := await outbox.take()) is not None:
                 try:
                     # Not wait_for: before Python 3.12 it loses a cancellation that comes as the write ends.
-                    async with asyncio.timeout(WRITE_SECONDS):
+                    async with asyncio.timeout(self._deadlines.write):
                         await context.write(message)
                 except TimeoutError:
-                    await refuse(context, unavailable(f"the caller took no event for {WRITE_SECONDS:g} s"))
+                    await refuse(context, unavailable(f"the caller took no event for {self._deadlines.write:g} s"))
         finally:
             self._shell.end_call(call)
         if outbox.problem is not None:
@@ -154,9 +148,9 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
             await refuse(context, error)
         for chunk in chunks_of(request, data):
             try:
-                await asyncio.wait_for(context.write(chunk), WRITE_SECONDS)
+                await asyncio.wait_for(context.write(chunk), self._deadlines.write)
             except TimeoutError:
-                await refuse(context, unavailable(f"the caller took no chunk for {WRITE_SECONDS:g} s"))
+                await refuse(context, unavailable(f"the caller took no chunk for {self._deadlines.write:g} s"))
 
     async def HasBlob(  # noqa: N802
         self, request: manager_pb2.BlobRef, context: Context

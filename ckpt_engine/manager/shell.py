@@ -33,9 +33,6 @@ SESSION_QUEUE = 1024
 CALL_QUEUE = 4096
 """Events that may wait for one caller; from half of it on, progress is dropped and only reports are kept."""
 
-LAST_TASKS_SECONDS = 2.0
-"""How long ``stop`` waits for tasks, so that the report of what just ended is still stored."""
-
 log = logging.getLogger("ckpt_engine.manager")
 
 
@@ -108,8 +105,11 @@ class Shell:
             return False
         return True
 
-    async def stop(self, problem: weights_pb2.Problem) -> None:
-        """Ends all calls and sessions with this problem, then timers and tasks. Nothing reaches the machine after."""
+    async def stop(self, problem: weights_pb2.Problem, seconds: float) -> None:
+        """Ends all calls and sessions with this problem, then timers and tasks. Nothing reaches the machine after.
+
+        Tasks get so many ``seconds``, so that the report of what just ended is still stored.
+        """
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -119,7 +119,7 @@ class Shell:
             session.outbox.close(problem)
         self._sessions.clear()
         if self._running:
-            await asyncio.wait(self._running, timeout=LAST_TASKS_SECONDS)
+            await asyncio.wait(self._running, timeout=seconds)
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)

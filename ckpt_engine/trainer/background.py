@@ -14,6 +14,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines.events import (
     PublicationDecided,
     PublishTable,
@@ -29,12 +30,6 @@ from ckpt_engine.trainer.sealer import Sealer
 from ckpt_engine.trainer.session import Sealing, TrainerSession
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-STOP_SECONDS = 15.0
-STATUS_SECONDS = 5.0
-
-SETTLE_SECONDS = 3.0
-"""How long tables of several ranks may disagree before that is an error: the others may be publishing anew as well."""
-
 logger = logging.getLogger("ckpt_engine.trainer")
 
 T = TypeVar("T")
@@ -43,10 +38,11 @@ T = TypeVar("T")
 class Background:
     """Runs one TrainerSession on a daemon thread, from `start` to `stop`."""
 
-    def __init__(self, address: str, machine: TrainerMachine, sealer: Sealer) -> None:
+    def __init__(self, address: str, machine: TrainerMachine, sealer: Sealer, deadlines: Deadlines) -> None:
         self._address = address
         self._machine = machine
         self._sealer = sealer
+        self._deadlines = deadlines
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="ckpt-engine trainer", daemon=True)
         self._keeper = ThreadPoolExecutor(1, thread_name_prefix="ckpt-engine keep")
@@ -64,7 +60,7 @@ class Background:
     def start(self) -> None:
         """Starts the thread; connecting goes on in it."""
         self._thread.start()
-        self._wait(self._begin(), STOP_SECONDS)
+        self._wait(self._begin(), self._deadlines.stop)
 
     def stop(self, reason: str) -> None:
         """Says goodbye and ends the thread. May be repeated."""
@@ -73,22 +69,22 @@ class Background:
         self._closing = True
         try:
             assert self._session is not None
-            self._wait(self._session.stop(reason), STOP_SECONDS)
+            self._wait(self._session.stop(reason), self._deadlines.stop)
         except TimeoutError:
-            logger.warning("the session with the manager at %s did not end within %s s", self._address, STOP_SECONDS)
+            logger.warning("the session with the manager at %s did not end in time", self._address)
         finally:
             self._keeper.shutdown(wait=False, cancel_futures=True)
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(STOP_SECONDS)
+            self._thread.join(self._deadlines.stop)
 
     def publish(self, table: bytes) -> None:
         """Publishes a table, now or once the manager is there."""
         self._require_running()
-        self._wait(self._publish(table), STOP_SECONDS)
+        self._wait(self._publish(table), self._deadlines.stop)
 
     def await_published(self, connect_seconds: float, gather_seconds: float, settle_seconds: float) -> None:
         """Returns once the session is open and the tables of all ranks were accepted, or after `settle_seconds` of
-        waiting for other ranks: then the manager is to say who is missing.
+        waiting for other ranks, which may be publishing anew as well: then the manager is to say who is missing.
 
         Raises UNAVAILABLE after `connect_seconds` without a session, DEADLINE_EXCEEDED after `gather_seconds` without
         an answer to a single rank's table, and the problem with which the manager refused the session, or for
@@ -139,7 +135,7 @@ class Background:
         """Asks the manager how things are. Raises CkptEngineError when it does not answer."""
         self._require_running()
         assert self._session is not None
-        return self._wait(self._session.status(STATUS_SECONDS), 2 * STATUS_SECONDS)
+        return self._wait(self._session.status(self._deadlines.status), 2 * self._deadlines.status)
 
     # ---------------------------------------------------------------------------------------------- loop
 
@@ -153,7 +149,9 @@ class Background:
             self._loop.close()
 
     async def _begin(self) -> None:
-        self._session = TrainerSession(self._address, self._machine, self._seal, self._notified)
+        self._session = TrainerSession(
+            self._address, self._machine, self._seal, self._notified, self._deadlines.goodbye
+        )
         self._session.start()
 
     async def _publish(self, table: bytes) -> None:

@@ -49,9 +49,6 @@ from ckpt_engine.core.problems import CkptEngineError, deadline, internal
 from ckpt_engine.trace import span, trace
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-CLOSE_SECONDS = 2.0
-"""How long a stream may take to end once everything on it was sent."""
-
 ATOMS_KEPT = 4
 """Lists of atoms that are kept: the current one, and those of replicas that join late."""
 
@@ -82,7 +79,10 @@ class TrainerSession:
         machine: TrainerMachine,
         seal: Callable[[SealSource, weights_pb2.Atoms], Awaitable[Sealing]],
         notify: Callable[[SessionOpened | SessionEnded | PublicationDecided | Released], None],
+        goodbye_seconds: float,
     ) -> None:
+        """goodbye_seconds: how long a stream may take to end once everything on it was sent."""
+        self._goodbye_seconds = goodbye_seconds
         self._channel = open_channel(address)
         self._stub = manager_stub(self._channel)
         self._machine = machine
@@ -106,7 +106,7 @@ class TrainerSession:
         for stream in self._streams.values():
             stream.outgoing.put_nowait(None)
         if ending:
-            await asyncio.wait(ending, timeout=2 * CLOSE_SECONDS)
+            await asyncio.wait(ending, timeout=2 * self._goodbye_seconds)
         for task in (*ending, *self._tasks):
             task.cancel()
         await asyncio.gather(*ending, *self._tasks, return_exceptions=True)
@@ -186,7 +186,7 @@ class TrainerSession:
             while (message := await stream.outgoing.get()) is not None:
                 yield message
             closing = True
-            asyncio.get_running_loop().call_later(CLOSE_SECONDS, call.cancel)
+            asyncio.get_running_loop().call_later(self._goodbye_seconds, call.cancel)
 
         call: Any = self._stub.TrainerSession(outgoing())
         reason = "the manager ended the session"

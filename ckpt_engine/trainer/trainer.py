@@ -26,7 +26,7 @@ from ckpt_engine.core.machines.trainer import TrainerMachine
 from ckpt_engine.core.problems import CkptEngineError, deadline, invalid, precondition
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.source.open import open_source
-from ckpt_engine.trainer.background import SETTLE_SECONDS, Background
+from ckpt_engine.trainer.background import Background
 from ckpt_engine.trainer.call import Progress
 from ckpt_engine.trainer.lineage import resolve_lineage
 from ckpt_engine.trainer.sealer import Sealer
@@ -42,13 +42,7 @@ PAUSE_MODES: Mapping[str, manager_pb2.PauseMode] = {
 """What becomes of requests that run during an update: they wait and go on with the new weights (caches recomputed),
 end early with what they have, finish first with the old weights, or go on with the new weights over old caches."""
 
-CONNECT_SECONDS = 60.0
-"""How long `update_weights` waits for a manager that does not answer."""
-
 POLL_SECONDS = 0.2
-
-GRACE_SECONDS = 10.0
-"""What the manager's report may be late by, before the caller stops waiting for it."""
 
 
 class Trainer:
@@ -59,7 +53,7 @@ class Trainer:
     lineage: the training run; equal on all ranks. Left out, see `lineage.resolve_lineage`: it may need
         torch.distributed. A run that starts again or goes back to an earlier version needs a new one.
     advertise: the address at which other hosts reach this one; only for transports between hosts.
-    deadlines: how long the steps may take.
+    deadlines: how long the steps may take; none: the defaults, changed by CKPT_ENGINE_DEADLINES.
 
     Every method raises CkptEngineError, whose `problem` names tensors and ranks, and leaves the trainer usable; only a
     manager that refuses the session itself (the rank is taken, the lineage has another world size) does so for good.
@@ -82,7 +76,7 @@ class Trainer:
         self.world_size = world_size
         self.lineage = resolve_lineage(lineage, rank, world_size, os.environ)
         self._advertise = advertise
-        self._deadlines = deadlines or Deadlines()
+        self._deadlines = deadlines or Deadlines.from_environment(os.environ)
         self._session_id = uuid.uuid4().hex
         self._process = os.getpid()
         self._sealer = Sealer()
@@ -90,7 +84,7 @@ class Trainer:
         machine = TrainerMachine(
             self.lineage, rank, world_size, self._session_id, this_host(advertise), self._deadlines
         )
-        self._background = Background(address, machine, self._sealer)
+        self._background = Background(address, machine, self._sealer, self._deadlines)
         self._background.start()
         atexit.register(self.close)
 
@@ -176,9 +170,12 @@ class Trainer:
                 raise precondition("publish weights before update_weights", ranks=[self.rank])
             whole = timeout if timeout is not None else self._deadlines.update
             end = time.monotonic() + whole
-            settle = SETTLE_SECONDS if self.world_size > 1 else 0.0
-            self._background.await_published(min(CONNECT_SECONDS, whole), min(self._deadlines.gather, whole), settle)
-            return UpdateReport(self._background.update(request, end - time.monotonic() + GRACE_SECONDS, on_progress))
+            limits = self._deadlines
+            settle = limits.settle if self.world_size > 1 else 0.0
+            self._background.await_published(min(limits.connect, whole), min(limits.gather, whole), settle)
+            return UpdateReport(
+                self._background.update(request, end - time.monotonic() + limits.call_grace, on_progress)
+            )
 
     def close(self) -> None:
         """Says goodbye to the manager and frees shared memory. May be repeated; a closed trainer stays closed."""

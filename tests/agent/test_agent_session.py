@@ -12,17 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.agent import adapter, attached, launched, session
+from ckpt_engine.agent import adapter
 from ckpt_engine.agent.launched import LaunchedEngine, LaunchSettings
 from ckpt_engine.agent.process import free_port
 from ckpt_engine.agent.session import AgentSettings, ReplicaAgent
-from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.agent.plain_manager import CLUSTER, PlainManager
 from tests.agent.small_engine import answers, by_hand, environment
 
 SECONDS = 15.0
+QUICK = "engine_restart_first=0.1 engine_watch=0.1"
 MANIFEST = weights_pb2.Manifest(tensors=[weights_pb2.TensorSpec(name="w", dtype="float32", shape=[1])])
 IDENTITY = weights_pb2.Identity(lineage="run", version=3, root=bytes(range(32)))
 
@@ -30,10 +31,7 @@ IDENTITY = weights_pb2.Identity(lineage="run", version=3, root=bytes(range(32)))
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "ADAPTERS", {"small": "tests.agent.small_engine"})
-    monkeypatch.setattr(launched, "FIRST_RESTART_SECONDS", 0.1)
-    monkeypatch.setattr(attached, "RETRY_SECONDS", 0.1)
-    for module in (attached, launched):
-        monkeypatch.setattr(module, "WATCH_SECONDS", 0.1)
+    monkeypatch.setenv(ENVIRONMENT, QUICK)
 
 
 @pytest.fixture
@@ -72,7 +70,7 @@ async def start(manager: PlainManager, tmp_path_factory: pytest.TempPathFactory)
 
     def start(*arguments: str, url: str = "", name: str = "") -> RunningAgent:
         launch = LaunchSettings("small", arguments, startup_seconds=SECONDS, root=tmp_path_factory.mktemp("engines"))
-        deadlines = Deadlines(words=0.1, resend=0.5, reconnect_most=0.3)
+        deadlines = Deadlines.from_environment(os.environ).changed("words=0.1 resend=0.5 reconnect_most=0.3")
         settings = AgentSettings(manager.address, "small", launch, name=name, deadlines=deadlines)
         if url:
             settings = replace(settings, launch=None, url=url)
@@ -229,7 +227,7 @@ async def test_a_killed_engine_in_the_middle_of_an_install(manager: PlainManager
 async def test_an_engine_that_hangs_in_an_install_is_replaced(
     manager: PlainManager, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "UNANSWERED_SECONDS", 0.5)
+    monkeypatch.setenv(ENVIRONMENT, f"{QUICK} unanswered=0.5")
     agent = start("--install-hangs")
     boot_id = (await ready(manager)).workers[0].boot_id
     await prepare(manager, 1)
@@ -251,7 +249,7 @@ async def test_an_engine_that_hangs_in_an_install_is_replaced(
 async def test_an_engine_that_is_not_ours_is_never_ended(
     manager: PlainManager, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "UNANSWERED_SECONDS", 0.2)
+    monkeypatch.setenv(ENVIRONMENT, f"{QUICK} unanswered=0.2")
     port = free_port()
     engine = await asyncio.create_subprocess_exec(*by_hand(port, tmp_path, "--install-hangs"), env=environment())
     try:

@@ -14,11 +14,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ckpt_engine.agent import adapter, attached, engine, launched
+from ckpt_engine.agent import adapter
 from ckpt_engine.agent.attached import AttachedEngine
 from ckpt_engine.agent.engine import EngineFailedError
 from ckpt_engine.agent.launched import LaunchedEngine, LaunchSettings, Restart
 from ckpt_engine.agent.process import free_port
+from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines
 from ckpt_engine.core.machines.events import EngineReady
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.install.directory import EngineDirectory
@@ -26,6 +27,7 @@ from ckpt_engine.v1 import worker_pb2
 from tests.agent.small_engine import answers, by_hand, environment
 
 SECONDS = 15.0
+QUICK = "engine_restart_first=0.1 engine_watch=0.1"
 
 
 class Events:
@@ -63,10 +65,7 @@ async def nobody_asks(request: worker_pb2.WorkerRequest) -> worker_pb2.AgentRepl
 @pytest.fixture(autouse=True)
 def small_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "ADAPTERS", {"small": "tests.agent.small_engine"})
-    monkeypatch.setattr(launched, "FIRST_RESTART_SECONDS", 0.1)
-    monkeypatch.setattr(attached, "RETRY_SECONDS", 0.1)
-    for module in (attached, launched):
-        monkeypatch.setattr(module, "WATCH_SECONDS", 0.1)
+    monkeypatch.setenv(ENVIRONMENT, QUICK)
 
 
 @pytest.fixture
@@ -89,7 +88,7 @@ async def launch(root: Path, events: Events) -> AsyncIterator[Launch]:
 
     def launch(*arguments: str, restart: Restart = Restart.ON_FAILURE, startup: float = SECONDS) -> LaunchedEngine:
         settings = LaunchSettings("small", arguments, restart=restart, startup_seconds=startup, root=root)
-        made.append(LaunchedEngine(settings, events, nobody_asks))
+        made.append(LaunchedEngine(settings, events, nobody_asks, Deadlines.from_environment(os.environ)))
         return made[-1]
 
     yield launch
@@ -182,8 +181,7 @@ async def test_an_engine_that_ends_by_itself_is_started_again_also_with_status_0
 async def test_an_engine_that_is_there_but_deaf_is_replaced(
     launch: Launch, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "HEALTH_SECONDS", 0.2)
-    monkeypatch.setattr(engine, "UNHEALTHY_SECONDS", 0.5)
+    monkeypatch.setenv(ENVIRONMENT, f"{QUICK} engine_health=0.2 engine_unhealthy=0.5")
     host = launch()
     async with running(host):
         await events.until(lambda: len(events.ready) == 1)
@@ -203,7 +201,10 @@ async def test_whoever_else_holds_the_port_is_not_taken_for_ours(
     try:
         await answers(port)
         host = LaunchedEngine(
-            LaunchSettings("small", port=port, startup_seconds=SECONDS, root=root), events, nobody_asks
+            LaunchSettings("small", port=port, startup_seconds=SECONDS, root=root),
+            events,
+            nobody_asks,
+            Deadlines.from_environment(os.environ),
         )
         try:
             async with running(host) as run:
@@ -242,7 +243,9 @@ def start_by_hand(root: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]
 
 
 def attach(port: int, events: Events, seconds: float = SECONDS) -> AttachedEngine:
-    return AttachedEngine("small", f"http://127.0.0.1:{port}/", events, nobody_asks, seconds)
+    return AttachedEngine(
+        "small", f"http://127.0.0.1:{port}/", events, nobody_asks, seconds, Deadlines().changed(QUICK)
+    )
 
 
 StartByHand = Callable[..., "subprocess.Popen[bytes]"]

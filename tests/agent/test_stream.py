@@ -24,8 +24,8 @@ class Ears:
         self.messages: asyncio.Queue[Message] = asyncio.Queue()
         self.lost: asyncio.Queue[str] = asyncio.Queue()
 
-    def stream(self, channel: grpc.aio.Channel) -> ManagerStream:
-        return ManagerStream(manager_stub(channel), self.messages.put_nowait, self.lost.put_nowait)
+    def stream(self, channel: grpc.aio.Channel, goodbye_seconds: float = 2.0) -> ManagerStream:
+        return ManagerStream(manager_stub(channel), self.messages.put_nowait, self.lost.put_nowait, goodbye_seconds)
 
     async def message(self) -> Message:
         return await asyncio.wait_for(self.messages.get(), SECONDS)
@@ -115,10 +115,10 @@ async def test_a_manager_that_does_not_read_is_given_up(
 async def test_closing_has_a_deadline(channel: grpc.aio.Channel, ears: Ears, manager: PlainManager) -> None:
     silent = await PlainManager(welcome=False).start()
     deaf_channel = open_channel(silent.address)
-    stream = ears.stream(deaf_channel)
+    stream = ears.stream(deaf_channel, goodbye_seconds=0.1)
     stream.send(manager_pb2.ReplicaHello())
     await silent.until(lambda: silent.sessions == 1 and bool(silent.received))
     async with asyncio.timeout(2):
-        await stream.close(seconds=0.1)
+        await stream.close()
     await deaf_channel.close()
     await silent.stop()

@@ -232,7 +232,7 @@ class Orders:
 def test_a_worker_prepares_and_installs_over_the_channel(
     directory: EngineDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_engine.install.channel.ATTEMPT_SECONDS", 0.2)
+    monkeypatch.setenv("CKPT_ENGINE_DEADLINES", "worker_attempt=0.2")
     model, like = TensorParallel(1, 2), TensorParallel(1, 2)
     checkpoint = Checkpoint(model.checkpoint(), seed=4)
     orders = Orders(checkpoint, like)
@@ -260,7 +260,7 @@ def test_a_worker_prepares_and_installs_over_the_channel(
 def test_a_refused_worker_does_nothing_and_a_deserted_one_does_not_raise(
     directory: EngineDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_engine.install.worker.ASK_SECONDS", 0.5)
+    monkeypatch.setenv("CKPT_ENGINE_DEADLINES", "worker_ask=0.5")
     model = TensorParallel()
     before = state(model)
     worker = EngineWorker(directory, 0, 1, ModuleTarget(model))

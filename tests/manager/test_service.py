@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from scripted_members import ScriptedReplica, ScriptedTrainer, Stream, get, problem_of, put, some_weights, stub_at
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.manager import servicer, shell
+from ckpt_engine.manager import shell
 from ckpt_engine.manager.addresses import is_loopback, join_address, split_address
 from ckpt_engine.manager.service import SERVICE, ManagerConfig, ManagerServer, running_manager
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -69,12 +69,13 @@ async def test_a_session_begins_with_hello(stub: CheckpointEngineManagerStub, ki
     assert "Goodbye came first" in problem_of(caught.value).message
 
 
-async def test_a_silent_stream_is_closed(stub: CheckpointEngineManagerStub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servicer, "HELLO_SECONDS", 0.3)
+async def test_a_silent_stream_is_closed(config: ManagerConfig) -> None:
+    impatient = replace(config, deadlines=replace(config.deadlines, hello=0.3))
     begun = time.monotonic()
-    stream = Stream(stub.TrainerSession(), manager_pb2.TrainerMessage)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stream.next()
+    async with ManagerServer(impatient) as server, stub_at(server.address) as stub:
+        stream = Stream(stub.TrainerSession(), manager_pb2.TrainerMessage)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stream.next()
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert time.monotonic() - begun < 5
 
@@ -210,23 +211,22 @@ async def test_stopping_tells_members_and_callers(config: ManagerConfig) -> None
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_member_that_does_not_read_is_closed(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_member_that_does_not_read_is_closed(config: ManagerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The replica says so much that the answers fill the connection; the manager ends it and goes on."""
     monkeypatch.setattr(shell, "SESSION_QUEUE", 16)
-    monkeypatch.setattr(servicer, "WRITE_SECONDS", 0.5)
-    replica = ScriptedReplica(stub)
-    await replica.open()
-    closed = False
-    for _ in range(40_000):
-        try:
-            await replica.beat()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            closed = True
-            break
-    assert closed
-    assert (await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)).fence.cluster
+    impatient = replace(config, deadlines=replace(config.deadlines, write=0.5))
+    async with ManagerServer(impatient) as server, stub_at(server.address) as stub:
+        replica = ScriptedReplica(stub)
+        await replica.open()
+        closed = False
+        for _ in range(40_000):
+            try:
+                await replica.beat()
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                closed = True
+                break
+        assert closed
+        assert (await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)).fence.cluster
 
 
 @pytest.mark.parametrize("address", ["", "50051", "host:", ":1", "host:x", "host:65536", "::1:5", "host:-1"])

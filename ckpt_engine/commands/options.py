@@ -1,0 +1,26 @@
+"""Options that several commands share, and what they mean."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import typer
+
+from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines
+
+
+def configured_deadlines(settings: Sequence[str] | None) -> Deadlines:
+    """The defaults, changed by the environment, changed by `--deadline NAME=SECONDS`.
+
+    The result goes back into the environment: an engine that this process launches waits by the same values.
+    Raises typer.BadParameter for what cannot be.
+    """
+    together = " ".join((os.environ.get(ENVIRONMENT, ""), *(settings or ()))).strip()
+    try:
+        deadlines = Deadlines().changed(together)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=f"--deadline or {ENVIRONMENT}") from error
+    if together:
+        os.environ[ENVIRONMENT] = together
+    return deadlines

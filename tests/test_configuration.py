@@ -1,0 +1,80 @@
+"""Every wait has a deadline from one documented configuration, or is listed here with what ends it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines
+
+ROOT = Path(__file__).parent.parent
+
+ENDED_OTHERWISE = {
+    ("ckpt_engine/agent/blobs.py", "done.result()"): "it is done",
+    ("ckpt_engine/agent/launched.py", "self._process.wait()"): "watched beside it, and cancelled",
+    ("ckpt_engine/agent/process.py", "ended.result()"): "it is done",
+    ("ckpt_engine/agent/process.py", "self._process.wait()"): "the launcher, which always ends: see launcher.py",
+    ("ckpt_engine/agent/process.py", "self.wait()"): "bounded by whoever calls, or the launcher was killed",
+    ("ckpt_engine/agent/session.py", "stop.wait()"): "an agent serves until it is stopped",
+    ("ckpt_engine/agent/stream.py", "outgoing.get()"): "the writing half of a stream; cancelled with it",
+    ("ckpt_engine/commands/serve.py", "ended.wait()"): "a manager serves until it is stopped",
+    ("ckpt_engine/core/threads.py", "future.result()"): "computes, and waits for nothing",
+    ("ckpt_engine/manager/service.py", "ended.wait()"): "a manager serves until it is stopped",
+    ("ckpt_engine/manager/sessions.py", "reading.result()"): "it is done",
+    ("ckpt_engine/manager/sessions.py", "self._changed.wait()"): "a session waits for messages; its lease ends it",
+    ("ckpt_engine/manager/sessions.py", "writing.result()"): "it is done",
+    ("ckpt_engine/manager/shell.py", "self._idle.wait()"): "inside wait_for",
+    ("ckpt_engine/manager/tasks.py", "work.result()"): "it is done",
+    ("ckpt_engine/trainer/session.py", "stream.outgoing.get()"): "the writing half of a stream; cancelled with it",
+    ("ckpt_engine/transport/copying.py", "helper.join()"): "it copies, and waits for nothing",
+    ("ckpt_engine/demo/stage.py", "self._lines.get()"): "waited for with a timeout beside the process",
+    ("ckpt_engine/demo/stage.py", "reading.result()"): "it is done",
+}
+WAITS = {"wait", "join", "result", "get", "acquire", "poll", "recv", "communicate"}
+
+
+def test_every_deadline_is_documented_with_its_default() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    documented = {name: float(value) for name, value in re.findall(r"^\| `(\w+)` \| ([0-9.]+) \|", page, re.M)}
+    assert documented == {field.name: field.default for field in fields(Deadlines)}
+
+
+def test_no_wait_is_without_an_end() -> None:
+    found = set()
+    for path in sorted((ROOT / "ckpt_engine").rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        if name.startswith("ckpt_engine/v1/"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or node.args or node.keywords:
+                continue
+            if isinstance(node.func, ast.Attribute) and node.func.attr in WAITS:
+                found.add((name, ast.unparse(node)))
+    assert found == set(ENDED_OTHERWISE), "a wait without a timeout came or went: give it one, or say here what ends it"
+
+
+def test_settings_come_from_the_environment() -> None:
+    assert Deadlines.from_environment({}) == Deadlines()
+    assert Deadlines.from_environment({ENVIRONMENT: "lease=20, quiesce=90"}) == Deadlines(lease=20.0, quiesce=90.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ("leese=20", "'leese=20' sets no deadline"),
+        ("lease", "must be NAME=SECONDS"),
+        ("lease=long", "deadline lease is a number of seconds, not 'long'"),
+        ("lease=0", "must be positive"),
+        ("lease=nan", "must be positive"),
+        ("update=inf", "must be positive and finite"),
+        ("lease=1 heartbeat=1", "ends before a second heartbeat"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint) as caught:
+        Deadlines.from_environment({ENVIRONMENT: settings})
+    assert ENVIRONMENT in str(caught.value)
