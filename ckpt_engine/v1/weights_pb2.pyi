@@ -123,21 +123,58 @@ class FileLocator(_message.Message):
     file_size: int
     def __init__(self, path: _Optional[str] = ..., offset: _Optional[int] = ..., modified_nanoseconds: _Optional[int] = ..., file_size: _Optional[int] = ...) -> None: ...
 
+class CudaIpcLocator(_message.Message):
+    __slots__ = ("kind", "parts", "pointer", "gpu_uuid", "pid", "started", "lease")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[CudaIpcLocator.Kind]
+        LEGACY: _ClassVar[CudaIpcLocator.Kind]
+        DESCRIPTOR: _ClassVar[CudaIpcLocator.Kind]
+    KIND_UNSPECIFIED: CudaIpcLocator.Kind
+    LEGACY: CudaIpcLocator.Kind
+    DESCRIPTOR: CudaIpcLocator.Kind
+    class Part(_message.Message):
+        __slots__ = ("size", "handle", "generation")
+        SIZE_FIELD_NUMBER: _ClassVar[int]
+        HANDLE_FIELD_NUMBER: _ClassVar[int]
+        GENERATION_FIELD_NUMBER: _ClassVar[int]
+        size: int
+        handle: bytes
+        generation: int
+        def __init__(self, size: _Optional[int] = ..., handle: _Optional[bytes] = ..., generation: _Optional[int] = ...) -> None: ...
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    POINTER_FIELD_NUMBER: _ClassVar[int]
+    GPU_UUID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    kind: CudaIpcLocator.Kind
+    parts: _containers.RepeatedCompositeFieldContainer[CudaIpcLocator.Part]
+    pointer: int
+    gpu_uuid: bytes
+    pid: int
+    started: int
+    lease: str
+    def __init__(self, kind: _Optional[_Union[CudaIpcLocator.Kind, str]] = ..., parts: _Optional[_Iterable[_Union[CudaIpcLocator.Part, _Mapping]]] = ..., pointer: _Optional[int] = ..., gpu_uuid: _Optional[bytes] = ..., pid: _Optional[int] = ..., started: _Optional[int] = ..., lease: _Optional[str] = ...) -> None: ...
+
 class Shard(_message.Message):
-    __slots__ = ("tensor", "start", "stop", "region", "offset", "stride")
+    __slots__ = ("tensor", "start", "stop", "region", "offset", "stride", "stored_dtype")
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     STRIDE_FIELD_NUMBER: _ClassVar[int]
+    STORED_DTYPE_FIELD_NUMBER: _ClassVar[int]
     tensor: int
     start: _containers.RepeatedScalarFieldContainer[int]
     stop: _containers.RepeatedScalarFieldContainer[int]
     region: int
     offset: int
     stride: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, tensor: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ..., region: _Optional[int] = ..., offset: _Optional[int] = ..., stride: _Optional[_Iterable[int]] = ...) -> None: ...
+    stored_dtype: str
+    def __init__(self, tensor: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ..., region: _Optional[int] = ..., offset: _Optional[int] = ..., stride: _Optional[_Iterable[int]] = ..., stored_dtype: _Optional[str] = ...) -> None: ...
 
 class SourceTable(_message.Message):
     __slots__ = ("host", "rank", "tensors", "regions", "shards", "stays_sealed", "source_copies", "description")
@@ -204,7 +241,7 @@ class WorkerNeeds(_message.Message):
     def __init__(self, manifest_digest: _Optional[bytes] = ..., needs: _Optional[_Iterable[_Union[Need, _Mapping]]] = ..., accounted: _Optional[_Iterable[_Union[Accounted, _Mapping]]] = ...) -> None: ...
 
 class Piece(_message.Message):
-    __slots__ = ("need", "source", "region", "offset", "start", "stop", "stride")
+    __slots__ = ("need", "source", "region", "offset", "start", "stop", "stride", "stored_dtype")
     NEED_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +249,7 @@ class Piece(_message.Message):
     START_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     STRIDE_FIELD_NUMBER: _ClassVar[int]
+    STORED_DTYPE_FIELD_NUMBER: _ClassVar[int]
     need: int
     source: int
     region: int
@@ -219,7 +257,8 @@ class Piece(_message.Message):
     start: _containers.RepeatedScalarFieldContainer[int]
     stop: _containers.RepeatedScalarFieldContainer[int]
     stride: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, need: _Optional[int] = ..., source: _Optional[int] = ..., region: _Optional[int] = ..., offset: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ..., stride: _Optional[_Iterable[int]] = ...) -> None: ...
+    stored_dtype: str
+    def __init__(self, need: _Optional[int] = ..., source: _Optional[int] = ..., region: _Optional[int] = ..., offset: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ..., stride: _Optional[_Iterable[int]] = ..., stored_dtype: _Optional[str] = ...) -> None: ...
 
 class PlanSource(_message.Message):
     __slots__ = ("rank", "host", "transport", "reason", "regions")
