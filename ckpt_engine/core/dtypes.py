@@ -43,6 +43,9 @@ ITEMSIZES: Mapping[str, int] = MappingProxyType(
 )
 """Every supported dtype and the bytes of one element."""
 
+CASTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
+"""What a served dtype applies to. Integers are counts or indices, and 8-bit floats mean nothing without scales."""
+
 
 class UnsupportedDtypeError(CkptEngineError):
     """A dtype that weights cannot have, or that this torch does not know; INVALID_ARGUMENT, naming it."""

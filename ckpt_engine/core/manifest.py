@@ -16,7 +16,7 @@ from typing import NamedTuple
 from google.protobuf.message import Message
 
 from ckpt_engine.core.boxes import Box, overlap, uncovered, whole
-from ckpt_engine.core.dtypes import UnsupportedDtypeError, itemsize
+from ckpt_engine.core.dtypes import CASTABLE, UnsupportedDtypeError, itemsize
 from ckpt_engine.core.layout import Layout
 from ckpt_engine.core.problems import CkptEngineError, invalid
 from ckpt_engine.v1.weights_pb2 import Manifest, SourceTable, TensorSpec
@@ -43,11 +43,15 @@ class Part(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a shard's elements lie: Region.id, offset of the first (bytes), strides (elements)."""
+    """Where a shard's elements lie: Region.id, offset of the first (bytes), strides (elements).
+
+    stored: their dtype there, if it is not the served one.
+    """
 
     region: int
     offset: int
     stride: tuple[int, ...]
+    stored: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,11 +214,12 @@ class _Merger:
             if extent is None:
                 extent = self._extents[key] = self._extent(table.rank, tensor, *key)
             box, lowest, end = extent
-            place = Place(shard.region, shard.offset, stride)
+            stored = "" if shard.stored_dtype == self._specs[tensor].dtype else shard.stored_dtype
+            place = Place(shard.region, shard.offset, stride, stored)
             size = regions.get(place.region)
             if size is None:
                 raise self._error(table.rank, tensor, f"region {place.region} is not in the table")
-            width = self._widths[tensor]
+            width = self._stored_width(table.rank, tensor, stored)
             if lowest < end and not 0 <= place.offset + lowest * width < place.offset + end * width <= size:
                 raise self._error(
                     table.rank,
@@ -236,6 +241,15 @@ class _Merger:
             self._check_tiling(tensor, parts)
             layout = self._layouts[key] = Layout(key[1])
         return parts, layout
+
+    def _stored_width(self, rank: int, tensor: int, stored: str) -> int:
+        """Bytes of an element where a shard lies; raises unless readers can cast it to the served dtype."""
+        served = self._specs[tensor].dtype
+        if not stored:
+            return self._widths[tensor]
+        if stored not in CASTABLE or served not in CASTABLE:
+            raise self._error(rank, tensor, f"it is stored as {stored}, which readers cannot cast to {served}")
+        return itemsize(stored)
 
     def _extent(
         self,

@@ -192,7 +192,7 @@ class _Reader:
         widths = [itemsize(spec.dtype) for spec in publication.manifest.tensors]
         total = 0
         pieces: list[tuple[int, int, Box]] = []  # need, source, box
-        places: list[tuple[int, int, tuple[int, ...]]] = []  # region, offset, stride
+        places: list[Place] = []
         for need, (tensor, box) in enumerate(wanted):
             parts = publication.parts[tensor]
             width = widths[tensor]
@@ -200,21 +200,22 @@ class _Reader:
                 source, shard = self._holder(tensor, hit.box, parts[hit.part])
                 place = publication.places[source][shard]
                 if hit.delta:
-                    offset = place.offset + width * sum(map(mul, hit.delta, place.stride))
-                    place = Place(place.region, offset, place.stride)
+                    step = itemsize(place.stored) if place.stored else width
+                    offset = place.offset + step * sum(map(mul, hit.delta, place.stride))
+                    place = Place(place.region, offset, place.stride, place.stored)
                 total += hit.volume * width
                 pieces.append((need, source, hit.box))
                 places.append(place)
         # As they lie in memory: by source, region, offset.
         order = np.lexsort(
             (
-                np.array([offset for _, offset, _ in places], dtype=np.uint64),
-                np.array([region for region, _, _ in places], dtype=np.int64),
+                np.array([place.offset for place in places], dtype=np.uint64),
+                np.array([place.region for place in places], dtype=np.int64),
                 np.array([source for _, source, _ in pieces], dtype=np.int64),
             )
         ).tolist()
         plan_sources, source_index = self._plan_sources(
-            sorted({(source, region) for (_, source, _), (region, _, _) in zip(pieces, places, strict=True)})
+            sorted({(source, place.region) for (_, source, _), place in zip(pieces, places, strict=True)})
         )
         return WorkerPlan(
             manifest_digest=publication.manifest_digest,
@@ -227,19 +228,19 @@ class _Reader:
     def _piece(
         self,
         piece: tuple[int, int, Box],
-        place: tuple[int, int, tuple[int, ...]],
+        place: Place,
         source_index: Mapping[tuple[int, int], int],
     ) -> Piece:
         need, source, (start, stop) = piece
-        region, offset, stride = place
         return Piece(
             need=need,
-            source=source_index[source, region],
-            region=region,
-            offset=offset,
+            source=source_index[source, place.region],
+            region=place.region,
+            offset=place.offset,
             start=start,
             stop=stop,
-            stride=stride,
+            stride=place.stride,
+            stored_dtype=place.stored,
         )
 
     def _plan_sources(self, used: Sequence[tuple[int, int]]) -> tuple[list[PlanSource], dict[tuple[int, int], int]]:

@@ -41,6 +41,7 @@ class Read:
     stride: tuple[int, ...]  # elements
     dtype: str
     target: Target
+    stored: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Re
             target = Target(offset, box.shape, copy.stride)
             region = regions[piece.source][piece.region]
             work[copy.tensor].reads.append(
-                Read(transport, region, piece.offset, tuple(piece.stride), spec.dtype, target)
+                Read(transport, region, piece.offset, tuple(piece.stride), spec.dtype, target, piece.stored_dtype)
             )
             read[piece.source] += box.volume * recording.layouts[copy.tensor].dtype.itemsize
     _check_served(recording, served, rank)
@@ -162,7 +163,7 @@ def bind(resolved: Resolved, names: Iterable[str], tensors: Mapping[str, torch.T
         work = resolved.work[name]
         for read in work.reads:
             view = read.target.of(tensor)
-            move = Move(read.region, read.offset, read.target.shape, read.stride, read.dtype, view)
+            move = Move(read.region, read.offset, read.target.shape, read.stride, read.dtype, view, read.stored)
             bound.moves.setdefault(read.transport, []).append(move)
         bound.fills += ((tensor[place], value) for place, value in work.fills)
         bound.checks += ((check.need, check.target.of(tensor), check.start) for check in work.checks)

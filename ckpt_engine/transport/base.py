@@ -33,6 +33,7 @@ class Move:
 
     offset: of the first element, bytes from the start of the region. stride: elements, one entry an axis.
     dtype: as torch spells it ("bfloat16"). destination: any strides, any device, of exactly this shape and dtype.
+    stored: the elements' dtype in the region, if it is another one: they are cast on the way.
     """
 
     region: Region
@@ -41,6 +42,7 @@ class Move:
     stride: tuple[int, ...]
     dtype: str
     destination: torch.Tensor
+    stored: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,4 +100,4 @@ class MappedRegions:
                 f"a piece of shape {list(move.shape)} and {move.dtype} does not fit a destination of shape "
                 f"{list(destination.shape)} and {destination.dtype}; record the loader again"
             )
-        return self.view(move.region, move.offset, move.shape, move.stride, move.dtype)
+        return self.view(move.region, move.offset, move.shape, move.stride, move.stored or move.dtype)

@@ -103,6 +103,8 @@ REFUSED = {
     "leaves its region": (edited(set_shard(offset=2)), ["bytes [2, 50)", "which has 48", "rank 1"], [1]),
     "strides leave its region": (edited(set_shard(stride=[6, 2])), ["which has 48"], [1]),
     "before its region": (edited(set_shard(stride=[-6, 1])), ["bytes [-36,"], [1]),
+    "leaves its region as stored": (edited(set_shard(stored_dtype="float32")), ["bytes [0, 96)", "which has 48"], [1]),
+    "stored in what cannot be cast": (edited(set_shard(stored_dtype="int16")), ["int16", "cannot cast"], [1]),
     "no region": (edited(set_shard(region=5)), ["region 5"], [1]),
     "no tensor": (edited(set_shard(tensor=3)), ["tensor 3", "has 1"], [1]),
     "region twice": (edited(lambda table: table.regions.append(table.regions[0])), ["two regions"], [1]),

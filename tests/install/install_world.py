@@ -50,10 +50,14 @@ def randomly_cut(box: Box, rng: random.Random) -> list[Box]:
 
 
 class Checkpoint:
-    """Weights in two sources' shared memory, cut at random places; `seed` None: one piece each, one source."""
+    """Weights in two sources' shared memory, cut at random places; `seed` None: one piece each, one source.
 
-    def __init__(self, weights: dict[str, Tensor], seed: int | None = None) -> None:
+    widened: what is served as bfloat16 lies there as float32, with values that round to the served ones.
+    """
+
+    def __init__(self, weights: dict[str, Tensor], seed: int | None = None, widened: bool = False) -> None:
         self.weights = weights
+        self.widened = widened
         self.manifest = manifest_of(weights)
         self.manifest_bytes = canonical(self.manifest)
         rng = random.Random(seed)
@@ -64,20 +68,26 @@ class Checkpoint:
             for shard in [box] if seed is None else randomly_cut(box, rng):
                 source = 0 if seed is None else rng.randrange(2)
                 self.shards.append((index, shard, source, ends[source]))
-                ends[source] += -(-shard.volume * weights[spec.name].element_size() // 64) * 64
+                ends[source] += -(-shard.volume * self.stored(index).itemsize // 64) * 64
         self.arenas = [SharedArena(max(end, 64)) for end in ends]
         self.seal()
 
     def shard(self, number: int) -> Tensor:
         """A shard as it lies in its source."""
         index, box, source, offset = self.shards[number]
+        return self.arenas[source].tensor(offset, box.shape, self.stored(index))
+
+    def stored(self, index: int) -> torch.dtype:
+        """The dtype of a tensor of the manifest in its sources' memory."""
         dtype = self.weights[self.manifest.tensors[index].name].dtype
-        return self.arenas[source].tensor(offset, box.shape, dtype)
+        return torch.float32 if self.widened and dtype == torch.bfloat16 else dtype
 
     def seal(self) -> None:
         """Writes `weights` to the sources."""
         for number, (index, box, _, _) in enumerate(self.shards):
-            self.shard(number).copy_(self.weights[self.manifest.tensors[index].name][slices(box)])
+            shard = self.shard(number).copy_(self.weights[self.manifest.tensors[index].name][slices(box)])
+            if self.widened and shard.dtype == torch.float32:
+                shard.mul_(1 + 2**-12)  # an eighth of what bfloat16 can tell apart
 
     def flip(self, name: str, element: tuple[int, ...]) -> None:
         """Changes one bit of one element in the source's memory."""

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from install_models import TensorParallel, assert_same, state
 from install_world import Checkpoint, OneWorker, slices
 
@@ -39,6 +40,7 @@ def tables(checkpoint: Checkpoint) -> list[weights_pb2.SourceTable]:
                     region=0,
                     offset=offset,
                     stride=checkpoint.shard(number).stride(),
+                    stored_dtype=dtype_name(checkpoint.stored(index)) if checkpoint.widened else "",
                 )
         found.append(table)
     return found
@@ -58,11 +60,14 @@ def seal(checkpoint: Checkpoint, plans: Plans) -> dict[int, weights_pb2.Digests]
     return result
 
 
+@pytest.mark.parametrize("widened", [False, True], ids=["as served", "stored wider"])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_planned_for_a_recording_installs_and_verifies(tmp_path: Path, seed: int) -> None:
+def test_what_is_planned_for_a_recording_installs_and_verifies(tmp_path: Path, seed: int, widened: bool) -> None:
     size = random.Random(seed).choice([1, 2, 4])
     models = [TensorParallel(rank, size, layers=2, tied=seed % 2 == 0) for rank in range(size)]
-    checkpoint = Checkpoint(models[0].checkpoint(seed), seed)
+    weights = models[0].checkpoint(seed)
+    assert not widened or torch.bfloat16 in {weight.dtype for weight in weights.values()}
+    checkpoint = Checkpoint(weights, seed, widened)
     publication = merge_tables(tables(checkpoint))
     assert publication.manifest_bytes == checkpoint.manifest_bytes
     workers, requests = [], []
