@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,8 +76,8 @@ def start_gpu_vllm(
 
 
 @contextlib.contextmanager
-def plain_vllm(model: Path, log: Path, *arguments: str) -> Iterator[Any]:
-    """A vLLM server without us that loads its weights from `model`; `.url` once it answers (see `wait_for_plain`)."""
+def plain_vllm(model: Path, log: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Any]:
+    """A vLLM server without us that loads its weights from `model`; it answers at `.url` after `wait_for_plain`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -86,7 +87,7 @@ def plain_vllm(model: Path, log: Path, *arguments: str) -> Iterator[Any]:
             [*command, "--port", str(port), *vllm_arguments(), *arguments],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
             start_new_session=True,
         )
     try:
@@ -96,7 +97,7 @@ def plain_vllm(model: Path, log: Path, *arguments: str) -> Iterator[Any]:
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait(30)
 
 

@@ -1,0 +1,99 @@
+"""vLLM's own weight transfer, as its documentation says to use it: the rival, and the time of a bare pause and resume.
+
+Its development routes are open here and its `ipc` backend unpickles what it is sent: on loopback, for a baseline only.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+from torch import nn
+
+ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+
+
+def backend_arguments(backend: str) -> tuple[str, ...]:
+    """ "ipc" or "nccl"; dummy weights until the first update."""
+    return ("--load-format", "dummy", "--weight-transfer-config", json.dumps({"backend": backend}))
+
+
+class Sender(Protocol):
+    """The trainer's half of one backend."""
+
+    def __call__(self) -> None:
+        """Sends all weights inside an open update session."""
+
+
+class NativeServer:
+    """A vLLM server with one of its own backends, spoken to over HTTP from the trainer's process."""
+
+    def __init__(self, url: str, model: nn.Module) -> None:
+        self.url = url
+        self._named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+        self._client = httpx.Client(base_url=url, timeout=120)
+
+    def post(self, route: str, body: Any = None) -> None:
+        self._client.post(route, json=body if body is not None else {}).raise_for_status()
+
+    def ipc(self) -> Sender:
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerSendWeightsArgs, IPCWeightTransferEngine
+
+        self.post("/init_weight_transfer_engine", {"init_info": {}})
+        where = IPCTrainerSendWeightsArgs(send_mode="http", url=self.url)
+        return lambda: IPCWeightTransferEngine.trainer_send_weights(iter(self._named), where)
+
+    def nccl(self) -> Sender:
+        from vllm.distributed.weight_transfer import nccl_common
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs, NCCLWeightTransferEngine
+
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        where = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2}
+        init = {"init_info": {**where, "rank_offset": 1}}
+        joining = threading.Thread(target=self.post, args=("/init_weight_transfer_engine", init), daemon=True)
+        joining.start()
+        group = nccl_common.trainer_init(where)
+        joining.join(60)
+        described = {
+            "names": [name for name, _ in self._named],
+            "dtype_names": ["bfloat16"] * len(self._named),
+            "shapes": [list(tensor.shape) for _, tensor in self._named],
+            "packed": True,
+        }
+
+        def send() -> None:
+            receiving = threading.Thread(target=self.post, args=("/update_weights", {"update_info": described}))
+            receiving.start()
+            arguments = NCCLTrainerSendWeightsArgs(group=group, packed=True)
+            NCCLWeightTransferEngine.trainer_send_weights(iter(self._named), arguments)
+            receiving.join()
+
+        return send
+
+    def update(self, send: Sender) -> float:
+        """Seconds from pause to resume."""
+        began = time.perf_counter()
+        self.post("/pause?mode=keep")
+        self.post("/start_weight_update")
+        send()
+        self.post("/finish_weight_update")
+        self.post("/resume")
+        return time.perf_counter() - began
+
+    def bare_pause(self) -> float:
+        """Seconds of a pause and a resume with nothing between them."""
+        began = time.perf_counter()
+        self.post("/pause?mode=keep")
+        self.post("/resume")
+        return time.perf_counter() - began
+
+
+def read_log(path: Path, characters: int = 3000) -> str:
+    return path.read_text(errors="replace")[-characters:] if path.exists() else "(no log)"

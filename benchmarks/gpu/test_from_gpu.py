@@ -1,0 +1,106 @@
+"""A trainer on GPU 0 updates a vLLM server of Qwen3-8B's shapes: on the same GPU, or on GPU 1.
+
+Each round has new random weights and runs, in turns: vLLM's own backend into a server of its own, a bare pause and
+resume of that server, one copy at the hardware's rate, and our update. Afterwards both servers hold the same weights,
+and their greedy tokens must be equal: vLLM's own loader is the judge of ours.
+
+    python -m pytest benchmarks/gpu/test_from_gpu.py -k same --benchmark-json=FILE
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from benchmarks.gpu.measure import ROUNDS, WARMUP, CopyCeiling, Series, rounded, versions
+from benchmarks.gpu.qwen3_8b import BYTES, Tree, renew, write_config
+from benchmarks.gpu.rivals import ENVIRONMENT, NativeServer, backend_arguments
+from ckpt_engine import Trainer
+from tests.cluster import running_cluster
+from tests.engines.vllm_server import complete, tokens
+from tests.gpu.gpu_server import needs_gpu_vllm, plain_vllm, start_gpu_vllm, wait_for_plain
+
+pytestmark = [*needs_gpu_vllm, pytest.mark.timeout(420)]
+
+PROMPTS = [[5, 6, 7, 8], list(range(1000, 1064)), [151000, 3, 99, 12345]]
+CASES = {"same": ("0", "ipc"), "peer": ("1", "nccl")}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_update_from_live_parameters(benchmark: BenchmarkFixture, two_gpus_for: Any, tmp_path: Path, case: str) -> None:
+    visible, backend = CASES[case]
+    two_gpus_for(case == "peer")
+    config = write_config(tmp_path / "model")
+    series = Series()
+    with contextlib.ExitStack() as stack:
+        rival_server = stack.enter_context(
+            plain_vllm(
+                config,
+                tmp_path / "rival.log",
+                "--enforce-eager",
+                *backend_arguments(backend),
+                environment={**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": visible},
+            )
+        )
+        cluster = stack.enter_context(running_cluster(tmp_path / "cluster"))
+        replica = start_gpu_vllm(cluster, "vllm", config, "--enforce-eager", visible=visible)
+        model = Tree("cuda:0")
+        ceiling = CopyCeiling("cuda:0", f"cuda:{visible}")
+        wait_for_plain(rival_server)
+        replica.registered(240)
+        trainer = stack.enter_context(Trainer(cluster.address, lineage=f"benchmark-{case}"))
+        trainer.publish(model)
+        rival = NativeServer(rival_server.url, model)
+        send = rival.ipc() if backend == "ipc" else rival.nccl()
+        transports: list[str] = []
+        seeds = iter(range(1, 1000))
+
+        def before() -> None:
+            renew(model, next(seeds))
+            series.add(rival_seconds=rival.update(send), bare_seconds=rival.bare_pause(), ceiling_GB_s=ceiling.once())
+
+        def update() -> None:
+            report = trainer.update_weights(timeout=60)
+            assert report.ok, f"{report}\n{replica.tail()}"
+            assert report.verified
+            assert report.bytes == BYTES
+            (outcome,) = report.replicas
+            (worker,) = outcome.message.workers
+            series.add(
+                pause_seconds=outcome.pause_seconds,
+                sync_seconds=outcome.sync_seconds,
+                report_seconds=report.seconds,
+                transfer_seconds=worker.transfer_seconds,
+                install_seconds=worker.install_seconds,
+                verify_seconds=worker.verify_seconds,
+                **{f"stage_{name}": seconds for name, seconds in outcome.stages.items()},
+            )
+            transports[:] = [f"{use.transport}: {use.reason}" for use in outcome.transports]
+
+        benchmark.pedantic(update, setup=before, rounds=ROUNDS, warmup_rounds=WARMUP)
+        for prompt in PROMPTS:
+            ours, theirs = tokens(complete(replica, prompt)), tokens(complete(rival_server, prompt))
+            assert ours == theirs, f"{prompt[:4]}: {ours} is not {theirs}"
+    moved = series.median("transfer_seconds") + series.median("install_seconds")
+    ceiling_rate = series.median("ceiling_GB_s")
+    benchmark.extra_info.update(
+        rounded(
+            {
+                "bytes": BYTES,
+                "transport": transports,
+                "rival": f"vLLM {backend}",
+                "share_of_copy_ceiling": BYTES / moved / 1e9 / ceiling_rate,
+                "transfer_and_install_GB_s": BYTES / moved / 1e9,
+                "digest_GB_s": BYTES / series.median("verify_seconds") / 1e9,
+                "pause_over_bare_milliseconds": 1e3 * (series.median("pause_seconds") - series.median("bare_seconds")),
+                "times_faster_than_rival": series.median("rival_seconds") / series.median("pause_seconds"),
+                "medians": series.last(ROUNDS),
+                "versions": versions("vllm"),
+            }
+        )
+    )
+    print("\nRESULT", case, benchmark.extra_info, flush=True)
