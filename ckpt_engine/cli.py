@@ -25,6 +25,10 @@ COMMANDS = {
 }
 
 
+OPERATIONS = ("retry", "evict")
+"""What `ckpt-engine replica` does to a replica that runs already."""
+
+
 def app_for(arguments: Sequence[str]) -> typer.Typer:
     """The application for this command line: with the command that it names, or with all of them to list."""
     app = typer.Typer(
@@ -35,6 +39,9 @@ def app_for(arguments: Sequence[str]) -> typer.Typer:
     )
     app.callback(invoke_without_command=True, no_args_is_help=True)(_in_common)
     wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
+    if wanted == "replica" and set(arguments[arguments.index("replica") + 1 :][:1]) & set(OPERATIONS):
+        app.add_typer(_operations(), name="replica")
+        return app
     if wanted in COMMANDS:
         app.command(wanted, help=None)(_function(wanted))
         return app
@@ -46,6 +53,15 @@ def app_for(arguments: Sequence[str]) -> typer.Typer:
 def main() -> None:
     """Runs the process's command line."""
     app_for(sys.argv[1:])()
+
+
+def _operations() -> typer.Typer:
+    """`replica retry` and `replica evict`; `replica` with anything else behind it runs an agent."""
+    module = import_module("ckpt_engine.commands.operate")
+    operations = typer.Typer(help="What an operator does about one replica.")
+    for name in OPERATIONS:
+        operations.command(name)(getattr(module, name))
+    return operations
 
 
 def _function(name: str) -> Callable[..., Any]:

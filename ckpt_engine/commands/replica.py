@@ -49,7 +49,8 @@ def replica(
 ) -> None:
     """Runs the agent of one inference server, and launches the server unless --url names one that runs.
 
-    Stays until SIGTERM or Ctrl-C; a manager that is away is dialled again and again. Example:
+    Stays until SIGTERM or Ctrl-C; a manager that is away is dialled again and again. About a replica that runs:
+    ckpt-engine replica retry NAME, ckpt-engine replica evict NAME. Example:
     ckpt-engine replica --manager 127.0.0.1:7070 --engine vllm --model ./model -- --max-model-len 4096
     """
     if mode not in _MODES:

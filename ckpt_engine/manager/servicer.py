@@ -89,6 +89,16 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
     async def Wake(self, request: manager_pb2.WakeRequest, context: Context) -> ProtobufMessage:  # noqa: N802
         return await self._answer("wake", lambda call: events.WakeCall(call, request), context)
 
+    async def RetryReplica(  # noqa: N802
+        self, request: manager_pb2.RetryReplicaRequest, context: Context
+    ) -> ProtobufMessage:
+        return await self._answer("retry", lambda call: events.OperatorCall(call, request), context)
+
+    async def EvictReplica(  # noqa: N802
+        self, request: manager_pb2.EvictReplicaRequest, context: Context
+    ) -> ProtobufMessage:
+        return await self._answer("evict", lambda call: events.OperatorCall(call, request), context)
+
     async def GetStatus(  # noqa: N802
         self, request: manager_pb2.GetStatusRequest, context: Context
     ) -> manager_pb2.GetStatusResponse:

@@ -64,6 +64,16 @@ class CheckpointEngineManagerStub(object):
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.RetryReplica = channel.unary_unary(
+                '/ckpt_engine.v1.CheckpointEngineManager/RetryReplica',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.RetryReplicaRequest.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.RetryReplicaResponse.FromString,
+                _registered_method=True)
+        self.EvictReplica = channel.unary_unary(
+                '/ckpt_engine.v1.CheckpointEngineManager/EvictReplica',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictReplicaRequest.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictReplicaResponse.FromString,
+                _registered_method=True)
         self.PutBlob = channel.stream_unary(
                 '/ckpt_engine.v1.CheckpointEngineManager/PutBlob',
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobChunk.SerializeToString,
@@ -125,6 +135,19 @@ class CheckpointEngineManagerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RetryReplica(self, request, context):
+        """For operators. Neither changes what a worker holds by itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EvictReplica(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PutBlob(self, request_iterator, context):
         """Blobs: manifests, tables, needs, plans. Content-addressed, so a second put of the same bytes is a no-op.
         """
@@ -176,6 +199,16 @@ def add_CheckpointEngineManagerServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.GetStatusRequest.FromString,
                     response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'RetryReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.RetryReplica,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.RetryReplicaRequest.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.RetryReplicaResponse.SerializeToString,
+            ),
+            'EvictReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.EvictReplica,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictReplicaRequest.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictReplicaResponse.SerializeToString,
             ),
             'PutBlob': grpc.stream_unary_rpc_method_handler(
                     servicer.PutBlob,
@@ -355,6 +388,60 @@ class CheckpointEngineManager(object):
             '/ckpt_engine.v1.CheckpointEngineManager/GetStatus',
             ckpt__engine_dot_v1_dot_manager__pb2.GetStatusRequest.SerializeToString,
             ckpt__engine_dot_v1_dot_manager__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RetryReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckpt_engine.v1.CheckpointEngineManager/RetryReplica',
+            ckpt__engine_dot_v1_dot_manager__pb2.RetryReplicaRequest.SerializeToString,
+            ckpt__engine_dot_v1_dot_manager__pb2.RetryReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EvictReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckpt_engine.v1.CheckpointEngineManager/EvictReplica',
+            ckpt__engine_dot_v1_dot_manager__pb2.EvictReplicaRequest.SerializeToString,
+            ckpt__engine_dot_v1_dot_manager__pb2.EvictReplicaResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
 from ckpt_engine.core.machines.events import Key, Published
-from ckpt_engine.core.machines.manager_state import State
+from ckpt_engine.core.machines.manager_state import State, describe
 from ckpt_engine.core.machines.members import Replica
 from ckpt_engine.core.machines.order import Order
 from ckpt_engine.core.machines.publications import Publications
+from ckpt_engine.core.problems import precondition
 from ckpt_engine.v1 import manager_pb2
 
 CATCH_UP: Key = ("catch up",)
@@ -70,6 +71,31 @@ class CatchUp:
         if waits:
             self.state.set_timer(CATCH_UP, min(waits))
         return None
+
+    def retry(self, replica: Replica) -> str:
+        """Forgets failed attempts, so that the replica's turn comes at once. Says what will happen, for people.
+
+        Raises FAILED_PRECONDITION, saying why that cannot work.
+        """
+        latest = self.state.latest
+        if latest is None:
+            raise precondition("no version was sealed yet: the first update brings it weights", replica=replica.name)
+        version = describe(latest.identity)
+        if replica.workers and replica.holds(latest.identity):
+            if replica.serving:
+                return f"nothing is to be done: it serves {version}"
+            reason = f"it holds {version} and is closed because {replica.closed_reason or 'its engine does not serve'}"
+            raise precondition(f"{reason}: bringing weights would not help", replica=replica.name)
+        if not self._lacks(replica):
+            why = "asleep" if replica.asleep else "without workers" if not replica.workers else "not meant to have it"
+            raise precondition(f"it is {why}, so it is not brought to {version}", replica=replica.name)
+        if self._published() is None:
+            raise precondition(
+                f"no source of {version} stays sealed, so nothing can be read now; the next update repairs it",
+                replica=replica.name,
+            )
+        self.attempts.pop(replica.name, None)
+        return f"it is brought to {version}"
 
     def cut_short(self, name: str) -> None:
         """The attempt was given up for something more important: it does not count."""

@@ -36,10 +36,12 @@ from ckpt_engine.core.machines.tasks import (
     CombineSeals as CombineSeals,
     Compiled as Compiled,
     CompilePlans as CompilePlans,
+    DiscardEngine as DiscardEngine,
     EngineTask as EngineTask,
     FetchBlobs as FetchBlobs,
     InstallEngine as InstallEngine,
     ManagerTask as ManagerTask,
+    MarkEngine as MarkEngine,
     MergeTables as MergeTables,
     PauseEngine as PauseEngine,
     PlanWorker as PlanWorker,
@@ -65,6 +67,7 @@ from ckpt_engine.core.machines.tasks import (
 )
 
 # isort: on
+from ckpt_engine.core.sleeping import AWAKE, Sleeping
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 Key: TypeAlias = tuple[str | int, ...]
@@ -178,6 +181,16 @@ class WakeCall:
     request: manager_pb2.WakeRequest
 
 
+OperatorRequest: TypeAlias = manager_pb2.RetryReplicaRequest | manager_pb2.EvictReplicaRequest
+OperatorResponse: TypeAlias = manager_pb2.RetryReplicaResponse | manager_pb2.EvictReplicaResponse
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    call: Call
+    request: OperatorRequest
+
+
 @dataclass(frozen=True)
 class CallCancelled:
     """The caller went away (or its own deadline passed) before `FinishCall`."""
@@ -185,7 +198,9 @@ class CallCancelled:
     call: Call
 
 
-ManagerEvent: TypeAlias = Message | PeerLost | TimerFired | Done | UpdateCall | SleepCall | WakeCall | CallCancelled
+ManagerEvent: TypeAlias = (
+    Message | PeerLost | TimerFired | Done | UpdateCall | SleepCall | WakeCall | OperatorCall | CallCancelled
+)
 
 
 @dataclass(frozen=True)
@@ -202,7 +217,7 @@ class FinishCall:
 
     call: Call
     problem: weights_pb2.Problem | None = None
-    response: manager_pb2.SleepResponse | manager_pb2.WakeResponse | None = None
+    response: manager_pb2.SleepResponse | manager_pb2.WakeResponse | OperatorResponse | None = None
 
 
 ManagerCommand: TypeAlias = Send | ClosePeer | SetTimer | CancelTimer | Run | EmitEvent | FinishCall
@@ -267,13 +282,17 @@ class EngineReady:
     """The engine answers and the adapter can drive it. Comes again after each restart.
 
     world_size: how many workers must be clean for the engine to serve.
-    paused, asleep: as the engine says; None: it does not say, so it may be.
+    paused, asleep: as the engine says; None: it does not say, so it may be. marked: what its page says; it counts
+        unless the engine says that it is awake (some call an engine asleep that is only paused).
+    sleep_levels: those that the engine knows.
     """
 
     engine: manager_pb2.Engine
     world_size: int
     paused: bool | None
     asleep: bool | None
+    marked: Sleeping = AWAKE
+    sleep_levels: frozenset[int] = frozenset({1, 2})
 
 
 @dataclass(frozen=True)

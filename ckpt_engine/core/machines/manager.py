@@ -24,6 +24,7 @@ from ckpt_engine.core.machines.events import (
     ManagerCommand,
     ManagerEvent,
     Message,
+    OperatorCall,
     Peer,
     PeerLost,
     SleepCall,
@@ -34,6 +35,7 @@ from ckpt_engine.core.machines.events import (
 from ckpt_engine.core.machines.gather import GATHER, Gather
 from ckpt_engine.core.machines.manager_state import SPEND, State
 from ckpt_engine.core.machines.members import Replica, Trainer
+from ckpt_engine.core.machines.operators import operate
 from ckpt_engine.core.machines.order import Order
 from ckpt_engine.core.machines.publications import Publications
 from ckpt_engine.core.machines.sleepers import Sleepers
@@ -90,6 +92,8 @@ class ManagerMachine:
                 self._update_call(call, request, now)
             case SleepCall() | WakeCall():
                 self._sleep_call(event, now)
+            case OperatorCall():
+                self._operator_call(event, now)
             case CallCancelled(call):
                 self._cancelled(call, now)
         self._next(now)
@@ -137,7 +141,7 @@ class ManagerMachine:
             case _ if member is None:
                 return  # of a stream that was refused or replaced
             case manager_pb2.Goodbye():
-                self._goodbye(member, now)
+                self._goodbye(member, None, now)
             case manager_pb2.Heartbeat():
                 self._state.send(member, body)
             case manager_pb2.Publish() if isinstance(member, Trainer):
@@ -205,11 +209,11 @@ class ManagerMachine:
     def _session_of(self, member: Trainer | Replica | None) -> str:
         return "" if member is None else member.session_id
 
-    def _goodbye(self, member: Trainer | Replica, now: float) -> None:
+    def _goodbye(self, member: Trainer | Replica, problem: weights_pb2.Problem | None, now: float) -> None:
         peer = member.peer
         if peer is not None:
             self._state.cancel_timer(("lease", peer))
-            self._state.out.append(ClosePeer(peer))
+            self._state.out.append(ClosePeer(peer, problem))
         self._members.forget(member)
         member.peer = None
         self._gone(member, now)
@@ -272,6 +276,12 @@ class ManagerMachine:
             self._state.finish(event.call, error.problem)
             return
         self._sleepers.start(now)
+
+    def _operator_call(self, event: OperatorCall, now: float) -> None:
+        finish, evicted = operate(self._members, self._catch_up, event)
+        self._state.out.append(finish)
+        if evicted is not None:
+            self._goodbye(*evicted, now)
 
     def _cancelled(self, call: Call, now: float) -> None:
         if self._sleepers is not None and self._sleepers.call == call:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.machines.events import Peer
-from ckpt_engine.core.problems import aborted, invalid, precondition
+from ckpt_engine.core.problems import aborted, invalid, not_found, precondition
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 LINEAGE_BYTES = 120
@@ -111,6 +111,14 @@ class Members:
         if trainer is None or trainer.peer is None or trainer.table != table:
             return None
         return trainer
+
+    def replica(self, name: str) -> Replica:
+        """By its name. Raises NOT_FOUND, naming those that there are."""
+        found = self.replicas.get(name)
+        if found is None:
+            known = ", ".join(sorted(self.replicas)) or "none is known"
+            raise not_found(f"there is no replica {name!r} ({known})", replica=name)
+        return found
 
     def receivers(self) -> list[Replica]:
         """Connected replicas that updates bring weights, by name."""

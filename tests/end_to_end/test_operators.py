@@ -1,0 +1,56 @@
+"""What an operator does about one replica: `ckpt-engine replica retry` and `ckpt-engine replica evict`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_engine import Trainer
+from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS, ENVIRONMENT
+from tests.cluster import Cluster, eventually, running_cluster
+from tests.tiny_model import make_tiny_qwen3
+
+
+def operate(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ckpt_engine", "replica", *words, "--manager", cluster.address]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_a_replica_that_was_given_up_is_tried_again_and_an_evicted_one_ends(
+    tmp_path: Path, bare_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The snapshot that late replicas read is damaged until every attempt has failed; then it is whole again."""
+    monkeypatch.setenv(ENVIRONMENT, "catch_up_retry=0.2")
+    torch.set_num_threads(1)
+    with running_cluster(tmp_path) as cluster, Trainer(cluster.address, lineage="late") as trainer:
+        unknown = operate(cluster, "retry", "nobody")
+        assert unknown.returncode == 1
+        assert "there is no replica 'nobody'" in unknown.stderr
+        trainer.publish(make_tiny_qwen3(tmp_path / "model", 7, vocabulary=500, weights=False), snapshot=True)
+        assert trainer.update_weights(version=1, min_replicas=0).message.identity.version == 1
+        source = trainer._sealer._source
+        damaged = source._sealed[0].view(torch.uint8).view(-1)  # type: ignore[union-attr]
+        damaged[3] ^= 1
+        before = cluster.status().fence.epoch
+        late = cluster.replica("late", "reference", bare_model).registered()
+        eventually("all attempts failed", 60, lambda: cluster.status().fence.epoch >= before + CATCH_UP_ATTEMPTS)
+        assert not late.status.serving  # type: ignore[union-attr]
+        damaged[3] ^= 1
+        tried = operate(cluster, "retry", "late")
+        assert tried.returncode == 0, tried.stderr
+        assert "replica late: it is brought to version 1 of lineage 'late'" in tried.stdout
+        late.serving(1)
+        assert "nothing is to be done: it serves version 1" in operate(cluster, "retry", "late").stdout
+
+        engine = late.workers()[0]
+        evicted = operate(cluster, "evict", "late", "--reason", "its host is needed")
+        assert evicted.returncode == 0, evicted.stderr
+        assert late.process.wait(60) == 1
+        assert "was evicted by an operator: its host is needed" in late.tail()
+        assert not engine.is_running(), "the engine that it launched must end with it"
+        assert [replica.name for replica in cluster.status().replicas] == []
+        cluster.replica("late", "reference", bare_model).registered().serving(1)
