@@ -1,0 +1,277 @@
+"""Leases on memory that the kernel does not count: who maps it, who has to let go, and that the owner still lives.
+
+An owner listens on an abstract Unix socket (nothing lies on the disk). A reader connects before it maps and stays
+connected for as long as it does: the connection is the lease. It ends in one of three ways, each of which the other
+side notices at once and without asking:
+
+- the reader unmaps, then closes;
+- the owner withdraws: it stops sending, the reader unmaps and closes, and the owner waits for that before it frees;
+- either process dies, however: the kernel closes its end.
+
+A reader may also ask the owner for file descriptors of its memory, on a connection of its own. That needs no permission
+to trace the owner. Reader and owner are processes of one user (or the other is root) in one network namespace.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+from ckpt_engine.core.problems import CkptEngineError, data_loss, deadline, internal, unavailable
+
+log = logging.getLogger(__name__)
+
+BATCH = 64
+"""Descriptors a message; the kernel passes at most 253."""
+
+ASK_SECONDS = 10.0
+"""How long an owner may take to accept or to answer. Its thread waits for nobody but the interpreter."""
+
+_QUESTION = struct.Struct("<II")
+_TEXT_BYTES = 1024
+
+Export = Callable[[int, int], list[int]]
+"""(region, first part) to descriptors of up to BATCH parts from there on, which the caller closes. Raises
+CkptEngineError. Called on the owner's lease thread."""
+
+_ends: weakref.WeakSet[LeaseOffice | Lease] = weakref.WeakSet()
+"""Every open end of this process."""
+
+
+class LeaseOffice:
+    """The owner's end. Any thread; it runs one of its own."""
+
+    def __init__(self, export: Export | None = None) -> None:
+        """export: hands out descriptors; none: there are none. Raises UNAVAILABLE without Unix sockets."""
+        self._export = export
+        self.name = f"ckpt-engine-{os.getpid()}-{secrets.token_hex(8)}"
+        self._readers: set[socket.socket] = set()
+        self._changed = threading.Condition()
+        self._open = True
+        self._selector = selectors.DefaultSelector()
+        try:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            self._listener.bind("\0" + self.name)
+            self._listener.listen(128)
+            self._waker, self._woken = socket.socketpair()
+        except OSError as error:
+            raise unavailable(f"no Unix socket for leases can be had: {error}") from error
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="ckpt-engine leases", daemon=True)
+        _ends.add(self)
+        self._thread.start()
+
+    @property
+    def readers(self) -> int:
+        """Connections that are open now."""
+        with self._changed:
+            return len(self._readers)
+
+    def withdraw(self, seconds: float) -> None:
+        """Takes no more readers, asks those that there are to let go, and waits until all did. May be repeated.
+
+        Raises DEADLINE_EXCEEDED if some did not; they may still map the memory, and freeing it frees nothing yet.
+        """
+        stop_at = time.monotonic() + seconds
+        with self._changed:
+            if self._open:
+                self._open = False
+                for reader in self._readers:
+                    _half_close(reader)
+                self._wake()
+            while self._readers and (left := stop_at - time.monotonic()) > 0:
+                self._changed.wait(left)
+            if self._readers:
+                raise deadline(
+                    f"{len(self._readers)} readers still map the memory after {seconds:g} s; it is not free before "
+                    "they unmap it or end (an engine may be in the middle of an update)"
+                )
+
+    def forget(self) -> None:
+        """Closes this process's copies of the sockets, without a word to anybody: for a forked child."""
+        for each in (self._listener, self._waker, self._woken, *self._readers):
+            with contextlib.suppress(OSError):
+                each.close()
+
+    def _serve(self) -> None:
+        listening = True
+        while listening or self._readers:
+            for key, _ in self._selector.select():
+                found = key.fileobj
+                if found is self._listener:
+                    self._accept()
+                elif found is not self._woken and isinstance(found, socket.socket):
+                    self._hear(found)
+            if listening and not self._open:
+                listening = False
+                self._selector.unregister(self._listener)
+                self._selector.unregister(self._woken)
+                self._listener.close()
+        self._selector.close()
+        self._waker.close()
+        self._woken.close()
+
+    def _accept(self) -> None:
+        try:
+            reader, _ = self._listener.accept()
+        except OSError:
+            return
+        reader.setblocking(False)
+        with self._changed:
+            if not self._open or not _trusted(reader):
+                reader.close()
+                return
+            self._readers.add(reader)
+            self._selector.register(reader, selectors.EVENT_READ)
+
+    def _hear(self, reader: socket.socket) -> None:
+        """Answers a question, or notes that a reader has gone."""
+        try:
+            question = reader.recv(_QUESTION.size)
+            if len(question) == _QUESTION.size:
+                self._answer(reader, *_QUESTION.unpack(question))
+                return
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        self._selector.unregister(reader)
+        with self._changed:
+            self._readers.discard(reader)
+            reader.close()
+            self._changed.notify_all()
+
+    def _answer(self, reader: socket.socket, region: int, first: int) -> None:
+        descriptors: list[int] = []
+        try:
+            if self._export is None:
+                raise internal("this memory has no descriptors to ask for")
+            descriptors = self._export(region, first)
+            packed = array.array("i", descriptors)
+            reader.sendmsg([b"\1"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)])
+        except CkptEngineError as error:
+            reader.send(b"\0" + error.problem.message.encode()[:_TEXT_BYTES])
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\1")
+
+
+class Lease:
+    """The reader's end: a connection to an owner's office, and a thread that notices its end."""
+
+    def __init__(self, name: str, on_end: Callable[[], None]) -> None:
+        """on_end: called once, in a thread of its own, when the owner withdraws or dies; not after `close`.
+
+        Raises UNAVAILABLE if the owner is gone, has withdrawn, or does not answer.
+        """
+        self._socket = _connect(name)
+        self._socket.settimeout(None)
+        self._on_end = on_end
+        self._closed = threading.Event()
+        _ends.add(self)
+        threading.Thread(target=self._watch, name="ckpt-engine lease", daemon=True).start()
+
+    def close(self) -> None:
+        """Tells the owner that nothing of it is mapped any more. May be repeated."""
+        self._closed.set()
+        _half_close(self._socket)  # wakes the watching thread, which closes it
+
+    def forget(self) -> None:
+        """Closes this process's copy of the socket, without a word to anybody: for a forked child."""
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+    def _watch(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._socket.recv(1):
+                pass
+        try:
+            if not self._closed.is_set():
+                self._on_end()
+        except Exception:
+            log.exception("ckpt-engine: memory of a source that has gone could not be let go of")
+        finally:
+            self._socket.close()
+
+
+def fetch_descriptors(name: str, region: int, count: int) -> Iterator[int]:
+    """Descriptors of the `count` parts of an owner's region, in order; the caller closes each before it goes on.
+
+    Raises UNAVAILABLE (the owner is gone or cannot export them any more), DATA_LOSS (it has fewer).
+    """
+    with contextlib.closing(_connect(name)) as asked:
+        first = 0
+        while first < count:
+            waiting = _ask(asked, region, first)
+            first += len(waiting)
+            try:
+                if not waiting or first > count:
+                    raise data_loss(f"region {region} should have {count} parts, its owner has another number")
+                while waiting:
+                    yield waiting.pop(0)
+            finally:
+                for descriptor in waiting:
+                    os.close(descriptor)
+
+
+def _ask(asked: socket.socket, region: int, first: int) -> list[int]:
+    try:
+        asked.send(_QUESTION.pack(region, first))
+        answer, descriptors, _, _ = socket.recv_fds(asked, _TEXT_BYTES + 1, BATCH)
+    except OSError as error:
+        raise unavailable(f"the owner of region {region} does not hand out its memory: {error}") from error
+    if answer[:1] == b"\1":
+        return descriptors
+    why = answer[1:].decode("utf-8", "replace") or "it has gone"
+    raise unavailable(f"the owner of region {region} does not hand out its memory: {why}; publish again")
+
+
+def _connect(name: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    connection.settimeout(ASK_SECONDS)
+    try:
+        connection.connect("\0" + name)
+    except OSError as error:
+        connection.close()
+        raise unavailable(
+            f"the owner of GPU memory has gone or taken it back (no lease at {name}: {error}); publish again. Owner "
+            "and reader must be in one network namespace"
+        ) from error
+    return connection
+
+
+def _trusted(reader: socket.socket) -> bool:
+    """Whether the other end is of this process's user, or root."""
+    credentials = reader.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    return user in (os.geteuid(), 0)
+
+
+def _half_close(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_WR)
+
+
+def _after_fork() -> None:
+    """A child that keeps the sockets open would hide its parent's death from the other side."""
+    for end in list(_ends):
+        end.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)

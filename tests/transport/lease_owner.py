@@ -1,0 +1,98 @@
+"""A real process that owns leased memory, driven by one JSON line at a time.
+
+Run as a script it answers: {"open": parts} with its office's name, {"readers": true} with their number,
+{"withdraw": seconds} with "" or why not, {"fork": true} with the pid of a child that sleeps. It ends when its input
+does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.transport.lease import BATCH, LeaseOffice
+
+
+class Owner:
+    """Starts a process; `ask` is answered within the test's own timeout."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.transport.lease_owner"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+
+    def __enter__(self) -> Owner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def send(self, **question: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(question) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def ask(self, **question: Any) -> Any:
+        self.send(**question)
+        return self.answer()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(timeout=30)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _export(parts: int, region: int, first: int) -> list[int]:
+    descriptors = []
+    for part in range(first, min(first + BATCH, parts)):
+        descriptor = os.memfd_create("part", os.MFD_CLOEXEC)
+        os.write(descriptor, f"{region}.{part}".encode())
+        descriptors.append(descriptor)
+    return descriptors
+
+
+def _main() -> None:
+    office: LeaseOffice | None = None
+    for line in sys.stdin:
+        question = json.loads(line)
+        answer: Any = None
+        if "open" in question:
+            parts = question["open"]
+            office = LeaseOffice(partial(_export, parts) if parts else None)
+            answer = office.name
+        elif "fork" in question:
+            answer = os.fork()
+            if not answer:
+                time.sleep(120)
+                os._exit(0)
+        assert office is not None
+        if "readers" in question:
+            answer = office.readers
+        elif "withdraw" in question:
+            try:
+                office.withdraw(question["withdraw"])
+                answer = ""
+            except CkptEngineError as error:
+                answer = error.problem.message
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    _main()
