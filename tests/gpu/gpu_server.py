@@ -28,6 +28,7 @@ KV_BYTES = 2 << 30
 ENVIRONMENT = {
     "PYTHONPATH": OVERLAY,
     "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "4",  # the small models of CPU tests want one
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     # A program that uses NVLink multicast can put a shared host's GPUs out of service.
     "NCCL_NVLS_ENABLE": "0",
