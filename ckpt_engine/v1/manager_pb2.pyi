@@ -94,7 +94,7 @@ class HasBlobResponse(_message.Message):
     def __init__(self, present: bool = ...) -> None: ...
 
 class TrainerHello(_message.Message):
-    __slots__ = ("cluster", "lineage", "rank", "world_size", "session_id", "host", "table")
+    __slots__ = ("cluster", "lineage", "rank", "world_size", "session_id", "host", "table", "epoch")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,7 @@ class TrainerHello(_message.Message):
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     cluster: str
     lineage: str
     rank: int
@@ -109,7 +110,8 @@ class TrainerHello(_message.Message):
     session_id: str
     host: _weights_pb2.Host
     table: BlobRef
-    def __init__(self, cluster: _Optional[str] = ..., lineage: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., session_id: _Optional[str] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., table: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, cluster: _Optional[str] = ..., lineage: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., session_id: _Optional[str] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., table: _Optional[_Union[BlobRef, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class TrainerMessage(_message.Message):
     __slots__ = ("hello", "publish", "sealed", "heartbeat", "goodbye")
@@ -246,7 +248,7 @@ class Engine(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., version: _Optional[str] = ..., url: _Optional[str] = ...) -> None: ...
 
 class ReplicaHello(_message.Message):
-    __slots__ = ("cluster", "name", "session_id", "agent_epoch", "engine", "mode", "host", "workers", "transports", "prepared", "last_outcome", "asleep")
+    __slots__ = ("cluster", "name", "session_id", "agent_epoch", "engine", "mode", "host", "workers", "transports", "prepared", "last_outcome", "asleep", "epoch")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +261,7 @@ class ReplicaHello(_message.Message):
     PREPARED_FIELD_NUMBER: _ClassVar[int]
     LAST_OUTCOME_FIELD_NUMBER: _ClassVar[int]
     ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     cluster: str
     name: str
     session_id: str
@@ -271,7 +274,8 @@ class ReplicaHello(_message.Message):
     prepared: _containers.RepeatedCompositeFieldContainer[PreparedWorker]
     last_outcome: ReplicaOutcome
     asleep: bool
-    def __init__(self, cluster: _Optional[str] = ..., name: _Optional[str] = ..., session_id: _Optional[str] = ..., agent_epoch: _Optional[int] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., prepared: _Optional[_Iterable[_Union[PreparedWorker, _Mapping]]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., asleep: bool = ...) -> None: ...
+    epoch: int
+    def __init__(self, cluster: _Optional[str] = ..., name: _Optional[str] = ..., session_id: _Optional[str] = ..., agent_epoch: _Optional[int] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., prepared: _Optional[_Iterable[_Union[PreparedWorker, _Mapping]]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., asleep: bool = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ReplicaMessage(_message.Message):
     __slots__ = ("hello", "heartbeat", "prepared", "progress", "outcome", "sealed", "sleep_wake_done", "goodbye")
@@ -704,17 +708,19 @@ class ReplicaStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., connected: bool = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("fence", "phase", "latest", "trainers", "replicas", "software_version")
+    __slots__ = ("fence", "phase", "latest", "trainers", "replicas", "software_version", "warnings")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     LATEST_FIELD_NUMBER: _ClassVar[int]
     TRAINERS_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     phase: str
     latest: _weights_pb2.Identity
     trainers: _containers.RepeatedCompositeFieldContainer[TrainerStatus]
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
     software_version: str
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., phase: _Optional[str] = ..., latest: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., software_version: _Optional[str] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., phase: _Optional[str] = ..., latest: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., software_version: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
