@@ -39,16 +39,9 @@ class Mapping:
     def view(self, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str) -> torch.Tensor:
         """The elements at `offset` bytes as a tensor without a copy. Raises INVALID_ARGUMENT if they do not fit."""
         width = itemsize(dtype)
-        if len(shape) != len(stride) or offset < 0 or min((*shape, *stride), default=0) < 0:
-            raise invalid(f"a view at {offset} bytes with shape {list(shape)} and stride {list(stride)} makes no sense")
-        if 0 in shape:
+        span = span_of(self.size, offset, shape, stride, width)
+        if not span:
             return torch.empty(tuple(shape), dtype=torch_dtype(dtype))
-        span = 1 + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
-        if offset + span * width > self.size:
-            raise invalid(
-                f"a view of {span} x {width} bytes at {offset} reaches beyond the region of {self.size} bytes; "
-                "the plan was made for another region"
-            )
         start = self._skipped + offset
         if start % width:
             return self._tensor(torch_dtype(dtype), span, start).as_strided(tuple(shape), tuple(stride))
@@ -94,10 +87,33 @@ class MappedRegions:
         self._mappings = {}
 
     def _source(self, move: Move) -> torch.Tensor:
-        destination = move.destination
-        if tuple(destination.shape) != tuple(move.shape) or destination.dtype != torch_dtype(move.dtype):
-            raise invalid(
-                f"a piece of shape {list(move.shape)} and {move.dtype} does not fit a destination of shape "
-                f"{list(destination.shape)} and {destination.dtype}; record the loader again"
-            )
+        check_destination(move)
         return self.view(move.region, move.offset, move.shape, move.stride, move.stored or move.dtype)
+
+
+def span_of(size: int, offset: int, shape: Sequence[int], stride: Sequence[int], width: int) -> int:
+    """Elements of `width` bytes from the first to the last one of a view, 0 if it has none.
+
+    Raises INVALID_ARGUMENT unless it lies in a region of `size` bytes.
+    """
+    if len(shape) != len(stride) or offset < 0 or min((*shape, *stride), default=0) < 0:
+        raise invalid(f"a view at {offset} bytes with shape {list(shape)} and stride {list(stride)} makes no sense")
+    if 0 in shape:
+        return 0
+    span = 1 + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
+    if offset + span * width > size:
+        raise invalid(
+            f"a view of {span} x {width} bytes at {offset} reaches beyond the region of {size} bytes; "
+            "the plan was made for another region"
+        )
+    return span
+
+
+def check_destination(move: Move) -> None:
+    """Raises INVALID_ARGUMENT unless a move's destination has its shape and dtype."""
+    destination = move.destination
+    if tuple(destination.shape) != tuple(move.shape) or destination.dtype != torch_dtype(move.dtype):
+        raise invalid(
+            f"a piece of shape {list(move.shape)} and {move.dtype} does not fit a destination of shape "
+            f"{list(destination.shape)} and {destination.dtype}; record the loader again"
+        )

@@ -1,0 +1,296 @@
+"""Memory of GPUs of this host: a worker maps what a trainer's parameters lie in, and reads it where it lies.
+
+Each allocation is mapped once a process and device, however many tensors and plans read from it, and stays mapped from
+plan to plan. It is unmapped when no plan uses it, or when its owner withdraws it or dies, which a lease tells at once
+(transport/lease.py): also between updates, and without the engine's help. What was prepared then refuses to run.
+
+Everything is mapped for the device that reads, wherever the memory is, so tensors over it carry that device. The
+owner's GPU need not be visible here; GPUs are told apart by their UUIDs. A view is valid until its regions are closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from ckpt_engine.core.dtypes import itemsize, torch_dtype
+from ckpt_engine.core.problems import invalid, unavailable
+from ckpt_engine.transport.base import Availability, Move, PreparedCopy
+from ckpt_engine.transport.copying import TensorCopy
+from ckpt_engine.transport.cuda_driver import CudaDriverError, driver, library_problem
+from ckpt_engine.transport.cuda_memory import NAME, Imported
+from ckpt_engine.transport.host import process_start_time
+from ckpt_engine.transport.lease import Lease
+from ckpt_engine.transport.mapped import check_destination, span_of
+from ckpt_engine.v1.weights_pb2 import CudaIpcLocator, Region
+
+log = logging.getLogger(__name__)
+
+
+class _Owner:
+    """A process whose memory is mapped here."""
+
+    def __init__(self, locator: CudaIpcLocator, on_end: Callable[[], None]) -> None:
+        self.pid = locator.pid
+        self.started = locator.started
+        self.name = locator.lease
+        self.lost = False
+        self.mapped: dict[tuple[bytes, int], _Mapped] = {}
+        self.lease = Lease(locator.lease, on_end)
+
+    def check(self) -> None:
+        """Raises UNAVAILABLE if it died or withdrew."""
+        if self.lost or process_start_time(self.pid) != self.started:
+            raise unavailable(
+                f"the trainer process {self.pid}, whose GPU memory was mapped, has died or withdrawn it; publish again"
+            )
+
+
+class _Mapped:
+    """A region, mapped for one device. users: OpenedRegions that use it."""
+
+    def __init__(self, key: tuple[bytes, int], owner: _Owner, memory: Imported, handle: bytes) -> None:
+        self.key = key
+        self.owner = owner
+        self.memory: Imported | None = memory
+        self.handle = handle
+        self.size = memory.size
+        self.users = 0
+        device = torch.device("cuda", memory.device)
+        # Torch's other ways ask the driver which device a pointer is of, which may be one that this process cannot see.
+        storage = torch._C._construct_storage_from_data_pointer(memory.pointer, device, memory.size)
+        self._base = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (memory.size,), (1,))
+
+    def view(self, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str) -> torch.Tensor:
+        """The elements at `offset` bytes as a tensor, without a copy."""
+        if self.memory is None:
+            raise unavailable("the memory that this plan reads was let go of; publish again")
+        width = itemsize(dtype)
+        if not span_of(self.size, offset, shape, stride, width):
+            return torch.empty(tuple(shape), dtype=torch_dtype(dtype), device=self._base.device)
+        if offset % width:
+            raise invalid(f"{dtype} elements cannot lie at {offset} bytes in GPU memory")
+        whole = self._base[: self.size - self.size % width].view(torch_dtype(dtype))
+        return whole.as_strided(tuple(shape), tuple(stride), offset // width)
+
+
+class CudaIpcTransport:
+    """Reads GPU memory of other processes of this host. One instance a worker; one thread beside the leases' own."""
+
+    name = NAME
+
+    def __init__(self) -> None:
+        # Held while anything is copied, mapped or unmapped: a lease that ends waits for the copy that runs.
+        self._lock = threading.RLock()
+        self._owners: dict[str, _Owner] = {}
+
+    def availability(self) -> Availability:
+        """Looks for the driver's library. It starts CUDA in no process that does not use it."""
+        if torch.version.cuda is None:
+            return Availability(False, f"this torch ({torch.__version__}) is built without CUDA")
+        if problem := library_problem():
+            return Availability(False, problem)
+        if torch.cuda.is_initialized():
+            return Availability(True, f"{torch.cuda.device_count()} GPUs visible to this process")
+        return Availability(True, "an NVIDIA driver is installed")
+
+    def open(self, regions: Sequence[Region]) -> CudaRegions:
+        """Maps the regions for the current device, those already mapped once more at no cost.
+
+        Raises UNAVAILABLE if an owner is gone, has withdrawn its memory or cannot be reached from here, saying which.
+        """
+        if not torch.cuda.is_initialized():
+            raise unavailable(
+                "this worker uses no GPU, so it cannot map one's memory; publish with transport='shared_memory'"
+            )
+        opened = CudaRegions(self, torch.cuda.current_device())
+        try:
+            for region in regions:
+                opened.add(region, opened.device)
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+    @property
+    def mappings(self) -> int:
+        """Regions that are mapped now, each device's counted."""
+        with self._lock:
+            return sum(len(owner.mapped) for owner in self._owners.values())
+
+    def acquire(self, region: Region, device: int) -> _Mapped:
+        """The region mapped for `device`, for one more user."""
+        with self._lock:
+            key = region.locator, device
+            locator = CudaIpcLocator.FromString(region.locator)
+            owner = self._owners.get(locator.lease)
+            if owner is None:
+                owner = _Owner(locator, partial(self._lost, locator.lease))
+                self._owners[locator.lease] = owner
+            try:
+                owner.check()
+                mapped = owner.mapped.get(key)
+                if mapped is None:
+                    mapped = owner.mapped[key] = self._map(key, owner, region, locator)
+            finally:
+                self._let_go_of_unused(owner)
+            mapped.users += 1
+            return mapped
+
+    def give_back(self, mapped: Sequence[_Mapped]) -> None:
+        """One user less of each; what has none is unmapped. Never raises."""
+        with self._lock:
+            for each in mapped:
+                each.users -= 1
+            self._unmap([each for each in mapped if each.users == 0])
+            for owner in {each.owner.name: each.owner for each in mapped}.values():
+                self._let_go_of_unused(owner)
+
+    @contextlib.contextmanager
+    def reading(self, mapped: Sequence[_Mapped]) -> Iterator[None]:
+        """Nothing is unmapped within the block. Raises UNAVAILABLE if something was before."""
+        with self._lock:
+            for each in mapped:
+                if each.memory is None:
+                    each.owner.check()
+                    raise unavailable("the memory that this plan reads was let go of; publish again")
+            yield
+
+    def _map(self, key: tuple[bytes, int], owner: _Owner, region: Region, locator: CudaIpcLocator) -> _Mapped:
+        handle = locator.parts[0].handle if locator.parts else b""
+        if handle:
+            # The owner freed an allocation and got another one under the same handle: the driver would give back the
+            # old mapping. Plans that still read it are of an older publication.
+            stale = [
+                each
+                for known in self._owners.values()
+                for each in known.mapped.values()
+                if each.handle == handle and each.key[1] == key[1]
+            ]
+            self._unmap(stale)
+        try:
+            return _Mapped(key, owner, Imported(driver(), key[1], region), handle)
+        except CudaDriverError as error:
+            raise unavailable(f"GPU memory cannot be mapped: {error}") from error
+
+    def _lost(self, name: str) -> None:
+        """On the lease's thread: the owner has withdrawn its memory, or died."""
+        with self._lock:
+            owner = self._owners.pop(name, None)
+            if owner is not None:
+                owner.lost = True
+                self._unmap(list(owner.mapped.values()))
+
+    def _unmap(self, mapped: Sequence[_Mapped]) -> None:
+        for device in {each.key[1] for each in mapped}:
+            try:
+                found = driver()
+                with found.beside_captures(), found.on(device):
+                    # A copy that was stopped by its deadline may still be on its way.
+                    found.synchronize()
+                    for each in mapped:
+                        if each.key[1] == device:
+                            self._unmap_one(each)
+            except CudaDriverError:
+                log.exception("ckpt-engine: GPU %d cannot let go of a source's memory", device)
+
+    def _unmap_one(self, mapped: _Mapped) -> None:
+        memory, mapped.memory = mapped.memory, None
+        mapped.owner.mapped.pop(mapped.key, None)
+        if memory is not None:
+            try:
+                memory.release()
+            except CudaDriverError:
+                log.exception("ckpt-engine: memory of process %d cannot be unmapped", mapped.owner.pid)
+
+    def _let_go_of_unused(self, owner: _Owner) -> None:
+        if not owner.mapped:
+            self._owners.pop(owner.name, None)
+            owner.lease.close()
+
+
+class CudaRegions:
+    """OpenedRegions of GPUs. One thread."""
+
+    def __init__(self, transport: CudaIpcTransport, device: int) -> None:
+        self._transport = transport
+        self.device = device
+        self._mapped: dict[tuple[bytes, int], _Mapped] = {}
+
+    def add(self, region: Region, device: int) -> _Mapped:
+        """The region as it is mapped for `device`, opened if it was not."""
+        key = region.locator, device
+        if key not in self._mapped:
+            self._mapped[key] = self._transport.acquire(region, device)
+        return self._mapped[key]
+
+    def prepare(self, moves: Sequence[Move]) -> LeasedCopy:
+        """Checks every move and builds its views; memory that goes to another of this process's GPUs is mapped for that
+        one, too. Raises INVALID_ARGUMENT, UNAVAILABLE."""
+        pairs = []
+        used: dict[tuple[bytes, int], _Mapped] = {}
+        for move in moves:
+            check_destination(move)
+            mapped = self._of(move.region, move.destination)
+            used[mapped.key] = mapped
+            source = mapped.view(move.offset, move.shape, move.stride, move.stored or move.dtype)
+            pairs.append((move.destination, source))
+        return LeasedCopy(self._transport, list(used.values()), TensorCopy(pairs))
+
+    def check(self) -> None:
+        """Raises UNAVAILABLE if an owner has died or withdrawn its memory."""
+        for owner in {each.owner.name: each.owner for each in self._mapped.values()}.values():
+            owner.check()
+
+    def view(
+        self, region: Region, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str
+    ) -> torch.Tensor:
+        """The owner's memory as a tensor of the reading device; valid until `close`, or until the owner withdraws."""
+        return self._opened(region).view(offset, shape, stride, dtype)
+
+    def close(self) -> None:
+        """Forgets the regions. May be repeated."""
+        mapped, self._mapped = list(self._mapped.values()), {}
+        self._transport.give_back(mapped)
+
+    def _opened(self, region: Region) -> _Mapped:
+        mapped = self._mapped.get((region.locator, self.device))
+        if mapped is None:
+            raise invalid(f"region {region.id} ({region.transport}) was not opened, or was closed")
+        return mapped
+
+    def _of(self, region: Region, destination: torch.Tensor) -> _Mapped:
+        mapped = self._opened(region)
+        if destination.device.type == "cuda" and destination.device.index != self.device:
+            return self.add(region, destination.device.index)
+        return mapped
+
+
+class LeasedCopy:
+    """PreparedCopy that refuses to run once its memory was let go of."""
+
+    def __init__(self, transport: CudaIpcTransport, mapped: Sequence[_Mapped], copy: PreparedCopy) -> None:
+        self._transport = transport
+        self._mapped = tuple(mapped)
+        self._copy = copy
+
+    @property
+    def bytes(self) -> int:
+        """What one run writes, in bytes."""
+        return self._copy.bytes
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """See PreparedCopy."""
+        return self._copy.notes
+
+    def run(self, on_bytes: Callable[[int], None] | None = None) -> int:
+        """See PreparedCopy. Raises UNAVAILABLE if an owner has died or withdrawn its memory before it began; one that
+        dies later does no harm: what is mapped stays until this ends."""
+        with self._transport.reading(self._mapped):
+            return self._copy.run(on_bytes)

@@ -1,0 +1,81 @@
+"""Whether another process can really map this one's GPU memory: tried out, in one.
+
+Settings, driver versions, containers and permissions all have a say in it, so nothing is concluded from any of them. A
+handle cannot be opened by its exporter, hence the other process; it loads the driver and no torch, takes a fraction of
+a second and, while it lives, a context's memory on the GPU. Owner's side, any thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.transport.cuda_driver import CudaDriverError, driver
+from ckpt_engine.transport.cuda_memory import Imported
+from ckpt_engine.v1.weights_pb2 import CudaIpcLocator, Region
+
+PROBE_SECONDS = 60.0
+"""How long the other process may take. It takes less than one, unless the host is drowning."""
+
+_BYTES = 64
+
+
+def probe(region: Region) -> str:
+    """Maps `region` in a new process and compares bytes. Why that does not work; empty: it does. Never raises."""
+    command = [sys.executable, "-m", "ckpt_engine.transport.cuda_probe"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        found = subprocess.run(
+            command,
+            input=region.SerializeToString(),
+            capture_output=True,
+            timeout=PROBE_SECONDS,
+            env=environment,
+            check=False,
+        )
+        locator = CudaIpcLocator.FromString(region.locator)
+        with driver().on(driver().device_of(locator.pointer)):
+            own = _first_bytes(locator.pointer)
+    except subprocess.TimeoutExpired:
+        return f"a process that was to map it did not answer within {PROBE_SECONDS:g} s"
+    except (OSError, CudaDriverError) as error:
+        return f"it could not be tried out: {error}"
+    if found.returncode:
+        lines = found.stderr.decode("utf-8", "replace").strip().splitlines()
+        return lines[-1] if lines else f"the process that was to map it ended with status {found.returncode}"
+    return "" if found.stdout == own else "another process that mapped it found other bytes there"
+
+
+def _first_bytes(pointer: int) -> bytes:
+    """In the context of a device that can read it."""
+    found = ctypes.create_string_buffer(_BYTES)
+    driver().copy(ctypes.addressof(found), pointer, _BYTES)
+    return found.raw
+
+
+def _main() -> int:
+    region = Region.FromString(sys.stdin.buffer.read())
+    locator = CudaIpcLocator.FromString(region.locator)
+    try:
+        device = driver().device_of_uuid(locator.gpu_uuid)
+        if device is None:
+            print("a process that this one starts does not see its GPU", file=sys.stderr)
+            return 1
+        memory = Imported(driver(), device, region)
+        with driver().on(device):
+            sys.stdout.buffer.write(_first_bytes(memory.pointer))
+            memory.release()
+    except CkptEngineError as error:
+        print(error.problem.message, file=sys.stderr)
+        return 1
+    except CudaDriverError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
