@@ -128,6 +128,14 @@ class Owners:
     def __contains__(self, key: int) -> bool:
         return key in self._by_storage
 
+    def sharing(self, tensor: torch.Tensor) -> list[Owner]:
+        """The tensors of the model that what ``tensor`` shows may belong to."""
+        try:
+            found = self.find(tensor)
+        except Undecodable:
+            found = None
+        return self._by_storage.get(storage_key(tensor), []) if found is None else [found[0]]
+
     def find(self, tensor: torch.Tensor) -> tuple[Owner, list[Box]] | None:
         """The tensor of the model that ``tensor`` is a view of, and its boxes; None if there is none.
 

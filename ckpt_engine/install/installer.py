@@ -15,7 +15,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -24,11 +25,13 @@ from google.protobuf.message import DecodeError
 from ckpt_engine.core.digest import digest_boxes
 from ckpt_engine.core.manifest import blob_digest
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid, precondition
+from ckpt_engine.install.loading import load
+from ckpt_engine.install.constants import Constants
 from ckpt_engine.install.record import record
-from ckpt_engine.install.recording import Recording, TensorLayout
+from ckpt_engine.install.recording import Handover, Recording, TensorLayout, handed
 from ckpt_engine.install.resolve import Bound, Resolved, bind, resolve
 from ckpt_engine.install.state import LINEAGE_BYTES, WorkerSlot
-from ckpt_engine.install.target import LoadTarget
+from ckpt_engine.install.target import LoadTarget, StagedLayer
 from ckpt_engine.trace import trace
 from ckpt_engine.transport.base import OpenedRegions, PreparedCopy, Transport
 from ckpt_engine.transport.host import this_host
@@ -41,6 +44,7 @@ OnProgress = Callable[[manager_pb2.Stage, int, int], None]
 
 _RECORDINGS_KEPT = 4
 _CHECKS_AT_ONCE = 256
+_NAMED = 16
 
 
 @dataclass(slots=True)
@@ -78,6 +82,7 @@ class Installer:
         self._transports = dict(transports)
         self._recordings: OrderedDict[bytes, tuple[Recording, object]] = OrderedDict()
         self._current: _Current | None = None
+        self._constants = Constants(target)
         self._fence = weights_pb2.Fence()
         self._last: worker_pb2.WorkerInstalled | None = None
 
@@ -117,6 +122,14 @@ class Installer:
         if installed.fence == self._fence:
             self._last = installed
         return installed
+
+    def discarding(self) -> None:
+        """The engine is about to throw memory away: notes what no update brings, and lets go of every source's memory.
+
+        Never raises on what it notes; the next install compares.
+        """
+        self._constants.note()
+        self.release()
 
     def release(self) -> None:
         """Lets go of every source's memory. The next install opens it again."""
@@ -208,6 +221,7 @@ class _Run:
         self._total = 0
         self._as_loaded: set[int] = set()
         self._verified: set[int] = set()
+        self._by_loader: list[str] = []
         self.report = manager_pb2.WorkerReport(rank=installer._slot.rank)
 
     def everything(self) -> None:
@@ -226,8 +240,12 @@ class _Run:
         self._slot.dirty(order.fence.epoch)
         trace("worker.install", "transfer")
         self._write(resident)
+        tensors = dict(self._target.named_tensors()) if recording.handovers else {}
+        for handover in recording.handovers:
+            if current.staged.isdisjoint(handover.owners):
+                self._hand_over(handover, current, expected, tensors)
         if current.staged:
-            self._write_staged(current, expected)
+            self._write_staged(current, expected, tensors)
         trace("worker.install", "install")
         started = time.monotonic()
         self._target.post_load()
@@ -235,6 +253,8 @@ class _Run:
         self._in_time()
         trace("worker.install", "verify")
         self._verified = self._verify(resident.bound, recording, expected)
+        more = len(self._by_loader) - _NAMED
+        report.by_loader.extend([*self._by_loader[:_NAMED], *([f"and {more} more"] if more > 0 else [])])
         report.verified_as_loaded = len(self._as_loaded)
         report.verified = len(self._verified - self._as_loaded)
         report.tensors = len({need.tensor for need in recording.needs})
@@ -266,26 +286,64 @@ class _Run:
         self.report.transfer_seconds += copied - started
         self.report.install_seconds += time.monotonic() - copied
 
-    def _write_staged(self, current: _Current, expected: Sequence[int]) -> None:
+    def _write_staged(self, current: _Current, expected: Sequence[int], tensors: dict[str, torch.Tensor]) -> None:
+        """tensors: the model's, if there are handovers; those that are staged take the place of theirs for a while."""
         waiting = {name for name in current.resolved.work if name in current.staged}
         recording = current.resolved.recording
-        started = time.monotonic()
-        elsewhere = self.report.transfer_seconds + self.report.verify_seconds
-        fills = self.report.install_seconds
-        with self._target.staging() as layers:
+        handovers = [each for each in recording.handovers if not current.staged.isdisjoint(each.owners)]
+        present = {name: tensor for name, tensor in tensors.items() if name not in current.staged}
+        unfinished: list[StagedLayer] = []
+        with self._installing(), self._target.staging() as layers:
             for layer in layers:
                 names = [name for name in layer.tensors if name in waiting]
                 waiting.difference_update(names)
                 ready = _make_ready(current, bind(current.resolved, names, layer.tensors))
                 self._write(ready)
                 self._as_loaded |= self._verify(ready.bound, recording, expected)
-                layer.finish()
+                unfinished.append(layer)
+                present.update(layer.tensors)
+                for handover in [each for each in handovers if each.owners.keys() <= present.keys()]:
+                    self._hand_over(handover, current, expected, present)
+                    handovers.remove(handover)
+                blocked = {name for handover in handovers for name in handover.owners}
+                for each in [each for each in unfinished if blocked.isdisjoint(each.tensors)]:
+                    each.finish()
+                    unfinished.remove(each)
+                    for name in each.tensors:
+                        del present[name]
                 self._in_time()
         if waiting:
             name = min(waiting)
             raise internal(f"the engine's adapter staged no tensor {name} ({len(waiting)} in all)", [name])
-        elsewhere = self.report.transfer_seconds + self.report.verify_seconds - elsewhere
-        self.report.install_seconds = fills + time.monotonic() - started - elsewhere
+
+    def _hand_over(
+        self, handover: Handover, current: _Current, expected: Sequence[int], tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Gives the engine's own loader what it computes on, one verified tensor at a time."""
+        recording = current.resolved.recording
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            for index in handover.tensors:
+                name = recording.manifest.tensors[index].name
+                layout = recording.layouts[handed(name)]
+                tensor = torch.empty(layout.shape, dtype=layout.dtype)
+                ready = _make_ready(current, bind(current.resolved, [handed(name)], {handed(name): tensor}))
+                self._write(ready)
+                self._as_loaded |= self._verify(ready.bound, recording, expected)
+                yield name, tensor
+
+        with self._installing():
+            load(handover, self._target, weights(), tensors)
+        self._by_loader += handover.owners
+
+    @contextmanager
+    def _installing(self) -> Iterator[None]:
+        """What takes time in here and is not told as transfer, verification or installing is installing."""
+        report, started = self.report, time.monotonic()
+        told = report.transfer_seconds + report.verify_seconds + report.install_seconds
+        yield
+        told = report.transfer_seconds + report.verify_seconds + report.install_seconds - told
+        report.install_seconds += time.monotonic() - started - told
 
     def _verify(self, bound: Bound, recording: Recording, expected: Sequence[int]) -> set[int]:
         """The needs that hash to what was sealed; raises DATA_LOSS naming those that do not."""

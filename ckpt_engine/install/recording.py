@@ -34,7 +34,8 @@ class Copy:
     """The elements of a need, in global coordinates, and where they belong in a tensor of the model.
 
     need: index into Recording.needs; several copies may have one need, each gets all of its elements.
-    tensor: the model's name of the tensor. offset: of the box's first element, in elements from the tensor's first.
+    tensor: the model's name of the tensor, or `handed`.
+    offset: of the box's first element, in elements from the tensor's first.
     stride: elements, one entry for each axis of the *checkpoint* tensor (so transposing needs nothing else).
     """
 
@@ -62,11 +63,32 @@ class NeedBox:
 
 
 @dataclass(frozen=True, slots=True)
+class Handover:
+    """Checkpoint tensors that the engine's own loader is given, whole, at every install, since it computes on values.
+
+    tensors: indices into the manifest, in the order in which they are handed over. owners: the tensors of the model
+    that the loader then writes, each with the boxes that it must write. why: for each of them, for people. everything:
+    the loader could not be split up, so this is all that it loads.
+    """
+
+    tensors: tuple[int, ...]
+    owners: dict[str, tuple[Box, ...]]
+    why: dict[str, str]
+    everything: bool
+
+
+def handed(name: str) -> str:
+    """What stands for a checkpoint tensor that is handed over where else a tensor of the model is named: memory of its
+    whole shape that exists until the loader has taken it."""
+    return f"handed over: {name}"
+
+
+@dataclass(frozen=True, slots=True)
 class Recording:
     """One worker's loader, run once against one manifest.
 
     needs_bytes: the serialised WorkerNeeds that the plan is made for; needs_digest names it in plans.
-    layouts: of every tensor that copies or fills write to.
+    layouts: of every tensor that copies, fills or handovers write to, and of those that are `handed`.
     """
 
     manifest: weights_pb2.Manifest
@@ -74,6 +96,7 @@ class Recording:
     needs: tuple[NeedBox, ...]
     copies: tuple[Copy, ...]
     fills: tuple[Fill, ...]
+    handovers: tuple[Handover, ...]
     accounted: tuple[weights_pb2.Accounted, ...]
     layouts: dict[str, TensorLayout]
     needs_bytes: bytes

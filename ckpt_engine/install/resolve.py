@@ -14,7 +14,7 @@ import torch
 from ckpt_engine.core.boxes import Box, contains
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.install.coverage import remainder
-from ckpt_engine.install.recording import Copy, Recording, TensorLayout
+from ckpt_engine.install.recording import Copy, Recording, TensorLayout, handed
 from ckpt_engine.transport.base import Move
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -64,10 +64,12 @@ class TensorWork:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """One plan for one recording. regions: by transport, what has to be open. bytes: of all reads."""
+    """One plan for one recording. work: by tensor of the model. handed: by what is handed to the engine's loader.
+    regions: by transport, what has to be open. bytes: of all reads."""
 
     recording: Recording
     work: dict[str, TensorWork]
+    handed: dict[str, TensorWork]
     regions: dict[str, list[weights_pb2.Region]]
     edges: tuple[manager_pb2.EdgeReport, ...]
     bytes: int
@@ -119,7 +121,8 @@ def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Re
         )
         for source, size in zip(plan.sources, read, strict=True)
     )
-    return Resolved(recording, work, opened, edges, sum(read))
+    names = (handed(recording.manifest.tensors[i].name) for handover in recording.handovers for i in handover.tensors)
+    return Resolved(recording, work, {name: work.pop(name) for name in names}, opened, edges, sum(read))
 
 
 def _check_served(recording: Recording, served: list[list[Box]], rank: int) -> None:
@@ -160,7 +163,7 @@ def bind(resolved: Resolved, names: Iterable[str], tensors: Mapping[str, torch.T
                 [name],
             )
         tensor = tensor.detach()
-        work = resolved.work[name]
+        work = resolved.work.get(name) or resolved.handed[name]
         for read in work.reads:
             view = read.target.of(tensor)
             move = Move(read.region, read.offset, read.target.shape, read.stride, read.dtype, view, read.stored)

@@ -13,7 +13,9 @@ moment during an install. The Installer asks for staged tensors layer by layer:
             copy, fill, digest layer.tensors    # (Installer) this is the last time these bytes can be read
             layer.finish()                      # post-process, move to where the kernels read, release
 
-so one layer at a time needs memory, and its digest is graded "as handed to its loader". While the loader is recorded
+so one layer at a time needs memory, and its digest is graded "as handed to its loader". What the loader computes on
+values it writes by itself (`load_weights`, on real tensors) before `finish`; if several layers depend on each other in
+that, a layer is finished only after the next ones were materialised. While the loader is recorded
 (`recording()`), staged tensors stand as torch meta tensors of the loader's shapes, strides and dtypes; nothing is
 written, so they need no memory. A target may mix resident and staged tensors.
 
@@ -38,7 +40,7 @@ class StagedLayer:
     """Tensors in the loader's form that exist until `finish` has run.
 
     tensors: by the names that `named_tensors()` gave while recording; same shapes, strides and dtypes, real memory.
-        What they hold at first does not matter.
+        What they hold at first does not matter. Until `finish` they stand in the model, where its loader finds them.
     finish: brings what they hold now to where the engine computes with it. Called once, after verification.
     """
 
@@ -58,7 +60,8 @@ class LoadTarget(Protocol):
         ...
 
     def load_weights(self, weights: Weights) -> object:
-        """The engine's own loader, given checkpoint names and global tensors. Runs on meta tensors; see record.py."""
+        """The engine's own loader, given checkpoint names and global tensors: all of them, on the meta device, while it
+        is recorded; at each install those that it computes on, in CPU memory (see record.py)."""
         ...
 
     def recording(self) -> AbstractContextManager[None]:
@@ -74,7 +77,13 @@ class LoadTarget(Protocol):
         ...
 
     def ignored(self, name: str) -> str | None:
-        """Why the loader may skip the checkpoint tensor `name` ("tied to embed_tokens"); None: it may not."""
+        """Why no worker of this engine loads the checkpoint tensor `name` ("tied to embed_tokens"); None: some do."""
+        ...
+
+    def elsewhere(self, name: str) -> str | None:
+        """Why another worker of this engine loads the checkpoint tensor `name` and this one does not ("another pipeline
+        stage"); None: this worker knows of none. The manager refuses an update of which a tensor is needed by no worker
+        of an engine."""
         ...
 
     def staged(self) -> Collection[str]:
@@ -105,6 +114,7 @@ class ModuleTarget:
         derived: Mapping[str, str] | None = None,
         constant: Mapping[str, str] | None = None,
         ignored: Mapping[str, str] | Callable[[str], str | None] | None = None,
+        elsewhere: Callable[[str], str | None] | None = None,
         post_load: Callable[[], object] | None = None,
     ) -> None:
         """load_weights: default `model.load_weights`. The mappings go from name to reason, as in LoadTarget."""
@@ -112,6 +122,7 @@ class ModuleTarget:
         self._load_weights: Callable[[Weights], object] = load_weights or getattr(model, "load_weights")  # noqa: B009
         self._derived = dict(derived or {})
         self._constant = dict(constant or {})
+        self._elsewhere = elsewhere
         self._ignored = ignored if callable(ignored) else dict(ignored or {}).get
         self._post_load = post_load
 
@@ -155,6 +166,9 @@ class ModuleTarget:
 
     def ignored(self, name: str) -> str | None:
         return self._ignored(name)
+
+    def elsewhere(self, name: str) -> str | None:
+        return None if self._elsewhere is None else self._elsewhere(name)
 
     def staged(self) -> Collection[str]:
         return ()

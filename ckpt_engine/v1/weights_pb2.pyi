@@ -38,6 +38,8 @@ class Problem(_message.Message):
         DEADLINE_EXCEEDED: _ClassVar[Problem.Code]
         INTERNAL: _ClassVar[Problem.Code]
         DATA_LOSS: _ClassVar[Problem.Code]
+        UNAUTHENTICATED: _ClassVar[Problem.Code]
+        PERMISSION_DENIED: _ClassVar[Problem.Code]
     CODE_UNSPECIFIED: Problem.Code
     INVALID_ARGUMENT: Problem.Code
     FAILED_PRECONDITION: Problem.Code
@@ -47,6 +49,8 @@ class Problem(_message.Message):
     DEADLINE_EXCEEDED: Problem.Code
     INTERNAL: Problem.Code
     DATA_LOSS: Problem.Code
+    UNAUTHENTICATED: Problem.Code
+    PERMISSION_DENIED: Problem.Code
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]

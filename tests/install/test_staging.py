@@ -68,6 +68,8 @@ class RepackingTarget(ModuleTarget):
         try:
             yield self._layers()
         finally:
+            for number in range(LAYERS):
+                self._put(number, torch.empty(0))
             self.log.append("leave")
 
     def _layers(self) -> Iterator[StagedLayer]:
@@ -75,6 +77,7 @@ class RepackingTarget(ModuleTarget):
             if number == self.skip:
                 continue
             tensor = torch.full((2 * OUT + 1, IN), float("nan"))
+            self._put(number, tensor)
 
             def finish(number: int = number, tensor: Tensor = tensor) -> None:
                 if number == self.break_at:

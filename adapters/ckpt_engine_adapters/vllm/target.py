@@ -93,6 +93,9 @@ class VllmTarget:
             return "tied to the embedding"
         return None
 
+    def elsewhere(self, name: str) -> str | None:
+        return None
+
     def staged(self) -> Collection[str]:
         return {
             f"{prefix}.{name}" if prefix else name
