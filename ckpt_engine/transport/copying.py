@@ -1,4 +1,4 @@
-"""Copies many tensors into many others, on as many threads as torch may use.
+"""Copies many tensors into many others: on a CPU by as many threads as torch may use, to a GPU as device_copy.py does.
 
 Runs in the reader. Torch's own way, one parallel loop a tensor, waits for its slowest thread after each of them. On a
 host where anything else runs, that wait is a scheduling quantum, and hundreds of tensors take seconds. So everything is
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from ckpt_engine.transport.base import PreparedCopy
 from ckpt_engine.transport.rows import Rows, as_rows
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -37,36 +38,64 @@ class TensorCopy:
     """PreparedCopy of pairs. Elements of one dtype are copied as integers, so that every bit pattern arrives unchanged;
     other dtypes are cast as torch does it.
 
-    What is on a CPU on both sides is copied by several threads, all else by the calling thread, a pair an operation.
+    What is on a CPU on both sides is copied by several threads, what goes to a GPU by `DeviceCopy`, and what comes from
+    one by the calling thread. keep: what has to live as long as this copy, such as the mappings behind sources.
     """
 
-    def __init__(self, pairs: Iterable[Pair]) -> None:
+    def __init__(self, pairs: Iterable[Pair], keep: object = None) -> None:
         near: list[Pair] = []
         far: list[Pair] = []
-        rows: list[Rows] = []
-        for whole_destination, whole_source in pairs:
-            destination, source = whole_destination.detach(), whole_source.detach()
-            if destination.numel() == 0:
-                continue
-            if destination.device.type != "cpu" or source.device.type != "cpu":
-                far.append((destination, source))
-            elif destination.dtype == source.dtype and (found := as_rows(destination, source)) is not None:
-                rows += found.parts(BATCH_BYTES)
-            else:
-                near += _pieces(*_lanes(destination, source))
-        self._near: list[_Batch | Rows] = [*_batches(near), *rows]
+        device: list[Pair] = []
+        for destination, source in pairs:
+            if destination.device.type == "cuda":
+                device.append((destination, source))
+            elif destination.device.type == source.device.type == "cpu":
+                near.append((destination, source))
+            elif destination.numel():
+                far.append((destination.detach(), source.detach()))
+        self._near = host_work(near)
         self._far = _batches(far)
+        self._device = _device_copy(device) if device else None
+        self._keep = keep
         self.bytes = sum(batch.bytes for batch in (*self._near, *self._far))
+        self.notes: tuple[str, ...] = ()
+        if self._device is not None:
+            self.bytes += self._device.bytes
+            self.notes = self._device.notes
 
     def run(self, on_bytes: Callable[[int], None] | None = None) -> int:
         """Writes every destination; see PreparedCopy. `on_bytes` runs in the calling thread, between its batches."""
         with torch.inference_mode():
+            if self._device is not None:
+                self._device.run(on_bytes)
             for batch in self._far:
                 batch.copy()
                 if on_bytes is not None:
                     on_bytes(batch.bytes)
             _Run(self._near).finish(on_bytes)
         return self.bytes
+
+
+def host_work(pairs: Iterable[Pair]) -> list[Work]:
+    """Pairs of CPU tensors as work for threads: each `copy` runs within one thread and outside of torch's own."""
+    near: list[Pair] = []
+    rows: list[Rows] = []
+    for whole_destination, whole_source in pairs:
+        destination, source = whole_destination.detach(), whole_source.detach()
+        if destination.numel() == 0:
+            continue
+        if destination.dtype == source.dtype and (found := as_rows(destination, source)) is not None:
+            rows += found.parts(BATCH_BYTES)
+        else:
+            near += _pieces(*_lanes(destination, source))
+    return [*_batches(near), *rows]
+
+
+def _device_copy(pairs: Sequence[Pair]) -> PreparedCopy:
+    # Imported here since only a process with a GPU can use it, and since it uses this module for what it stages.
+    from ckpt_engine.transport.device_copy import DeviceCopy
+
+    return DeviceCopy(pairs)
 
 
 class _Batch:
@@ -83,10 +112,14 @@ class _Batch:
         torch._foreach_copy_(self._destinations, self._sources)
 
 
+Work = _Batch | Rows
+"""What a thread takes at once: `copy` and `bytes`."""
+
+
 class _Run:
     """One run over batches: who takes which, how much is done, and how it stops."""
 
-    def __init__(self, batches: Sequence[_Batch | Rows]) -> None:
+    def __init__(self, batches: Sequence[Work]) -> None:
         self._waiting = iter(batches)
         self._lock = threading.Lock()
         self._done = 0
@@ -125,7 +158,7 @@ class _Run:
             self._failures.append(error)
             self._stop()
 
-    def _take(self) -> Iterator[_Batch | Rows]:
+    def _take(self) -> Iterator[Work]:
         while True:
             with self._lock:
                 batch = next(self._waiting, None)

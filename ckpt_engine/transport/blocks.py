@@ -1,0 +1,135 @@
+"""The geometry of a copy: which rows of bytes go from which address to which.
+
+Pure arithmetic over addresses, shapes and strides; it touches no memory and knows no device. What the views of a pair
+have in common is merged, so that a whole tensor is one run of bytes, and a row-parallel slice one block of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, product
+from math import gcd, prod
+from typing import NamedTuple
+
+import torch
+
+BLOCKS_LIMIT = 4096
+"""Most blocks of a pair; one that needs more (a transposed matrix, say) is scattered."""
+
+_LANE_BYTES = 16
+_SPLIT_BYTES = 4096
+
+
+class Block(NamedTuple):
+    """`rows` rows of `length` bytes each. destination, source: addresses of the first; pitches: bytes between rows.
+
+    A cast counts in the source's own bytes: `source_pitch` is of the source, `length` and `destination_pitch` are of
+    the destination.
+    """
+
+    destination: int
+    source: int
+    length: int
+    rows: int = 1
+    destination_pitch: int = 0
+    source_pitch: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.length * self.rows
+
+    @property
+    def alignment(self) -> int:
+        """The largest of 16, 8, 4, 2 and 1 that divides everything; for copies of one dtype."""
+        pitches = self[4:] if self.rows > 1 else ()
+        return gcd(_LANE_BYTES, *self[:3], *pitches)
+
+    def unrolled(self) -> Iterator[Block]:
+        """Its rows, each a block."""
+        for row in range(self.rows):
+            yield Block(
+                self.destination + row * self.destination_pitch, self.source + row * self.source_pitch, self.length
+            )
+
+
+def blocks_of(destination: torch.Tensor, source: torch.Tensor) -> list[Block] | None:
+    """The pair as blocks; None if it is scattered. Equal shapes, not empty; dtypes may differ in size.
+
+    The order of elements within a row is that of the destination's memory.
+    """
+    wide, narrow = destination.element_size(), source.element_size()
+    axes = _merged(destination.shape, destination.stride(), source.stride())
+    length, outer = 1, axes
+    if axes and axes[-1][1:] == (1, 1):
+        length, outer = axes[-1][0], axes[:-1]
+    if len(outer) > 1 and length * wide < _LANE_BYTES:
+        return None
+    # The longest axis becomes the rows of a block; the others count blocks.
+    rows = max(range(len(outer)), key=lambda axis: outer[axis][0]) if outer else 0
+    others = [axis for axis in outer if axis is not outer[rows]] if outer else []
+    if prod(extent for extent, _, _ in others) > BLOCKS_LIMIT:
+        return None
+    count, there, here = outer[rows] if outer else (1, 0, 0)
+    return [
+        Block(
+            destination.data_ptr() + wide * sum(i * axis[1] for i, axis in zip(place, others, strict=True)),
+            source.data_ptr() + narrow * sum(i * axis[2] for i, axis in zip(place, others, strict=True)),
+            length * wide,
+            count,
+            there * wide,
+            here * narrow,
+        )
+        for place in product(*(range(extent) for extent, _, _ in others))
+    ]
+
+
+def merged(blocks: Sequence[Block]) -> list[Block]:
+    """The same with runs that touch each other at both ends made one. In order of destination; for one dtype."""
+    joined: list[Block] = []
+    for block in sorted(blocks):
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.rows == block.rows == 1
+            and last.destination + last.length == block.destination
+            and last.source + last.length == block.source
+        ):
+            joined[-1] = last._replace(length=last.length + block.length)
+        else:
+            joined.append(block)
+    return joined
+
+
+def _merged(shape: Sequence[int], there: Sequence[int], here: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Axes (extent, destination's stride, source's stride), slowest first in the destination; as few as can be."""
+    axes = sorted(
+        (axis for axis in zip(shape, there, here, strict=True) if axis[0] > 1),
+        key=lambda axis: axis[1:],
+        reverse=True,
+    )
+    found: list[tuple[int, int, int]] = []
+    for extent, slow, far in axes:
+        if found and found[-1][1:] == (slow * extent, far * extent):
+            found[-1] = found[-1][0] * extent, slow, far
+        else:
+            found.append((extent, slow, far))
+    return found
+
+
+def aligned(run: Block) -> list[Block]:
+    """A run in up to three parts, the middle one as well aligned as both ends allow, if that is worth a split."""
+    width = gcd(_LANE_BYTES, run.destination - run.source)
+    if run.rows > 1 or run.alignment >= width or run.length < _SPLIT_BYTES:
+        return [run]
+    head = -run.destination % width
+    body = (run.length - head) // width * width
+    cuts = (0, head, head + body, run.length)
+    return [
+        Block(run.destination + first, run.source + first, end - first) for first, end in pairwise(cuts) if end > first
+    ]
+
+
+def cut(run: Block, most_bytes: int) -> Iterator[Block]:
+    """A run in parts of at most `most_bytes`."""
+    for first in range(0, run.length, most_bytes):
+        yield Block(run.destination + first, run.source + first, min(most_bytes, run.length - first))
