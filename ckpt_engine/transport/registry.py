@@ -14,10 +14,15 @@ from pathlib import Path
 import torch
 
 from ckpt_engine.transport.base import Availability, Transport
+from ckpt_engine.transport.cuda_ipc import CudaIpcTransport
 from ckpt_engine.transport.file import FileTransport
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 
-_BUILT: tuple[type[SharedMemoryTransport] | type[FileTransport], ...] = (SharedMemoryTransport, FileTransport)
+_BUILT: tuple[type[CudaIpcTransport] | type[SharedMemoryTransport] | type[FileTransport], ...] = (
+    CudaIpcTransport,
+    SharedMemoryTransport,
+    FileTransport,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,6 @@ def transport_rows() -> list[TransportRow]:
 def unbuilt() -> Mapping[str, Availability]:
     """Transports of the design that this version does not have, with what they would find on this host."""
     return {
-        "cuda_ipc": Availability(False, f"not built yet; {_cuda()}"),
         "nccl": Availability(False, f"not built yet; {_cuda()}; {_nccl()}"),
         "ucx": Availability(False, f"not built yet; {_nixl()}"),
     }
