@@ -65,12 +65,27 @@ def digest_box(tensor_view: torch.Tensor, start: Sequence[int], seed: int = SEED
     return digest_boxes([(tensor_view, start)], seed)[0]
 
 
-def digest_boxes(boxes: Sequence[tuple[torch.Tensor, Sequence[int]]], seed: int = SEED) -> list[int]:
+def digest_boxes(
+    boxes: Sequence[tuple[torch.Tensor, Sequence[int]]],
+    seed: int = SEED,
+    served: Sequence[torch.dtype | None] | None = None,
+) -> list[int]:
     """The digest of each box, in order; see `digest_box`. Meant for thousands of them.
 
-    Uses as many threads as torch does in the calling one (`torch.get_num_threads()`), but not torch's: see
-    core/threads.py. Outside of the interpreter's lock for the most part; 2 MiB of scratch memory a thread.
+    served: of each box the dtype that it is digested as (see core/prepared_digests.py, which is also for boxes that are
+    digested again and again); None: its own. What lies on a GPU is digested there. On a CPU, uses as many threads as
+    torch does in the calling one (`torch.get_num_threads()`), but not torch's: see core/threads.py. Outside of the
+    interpreter's lock for the most part; 2 MiB of scratch memory a thread.
     """
+    if served is None and all(view.device.type == "cpu" for view, _ in boxes):
+        return digest_host_boxes(boxes, seed)
+    from ckpt_engine.core.prepared_digests import digest_anywhere
+
+    return digest_anywhere(boxes, seed, served)
+
+
+def digest_host_boxes(boxes: Sequence[tuple[torch.Tensor, Sequence[int]]], seed: int = SEED) -> list[int]:
+    """As `digest_boxes`, of boxes in the host's memory and as they are."""
     checked = [_box(view, tuple(start)) for view, start in boxes]
     threads = torch.get_num_threads()
     if threads == 1 or all(_lane_count(memory) <= _SMALL_LANES for memory, _ in checked):
@@ -84,21 +99,27 @@ def digest_boxes(boxes: Sequence[tuple[torch.Tensor, Sequence[int]]], seed: int 
     return digests
 
 
+def checked_box(view: torch.Tensor, start: tuple[int, ...], served: torch.dtype | None = None) -> torch.Tensor:
+    """The plain tensor to digest. Raises INVALID_ARGUMENT for an unsupported dtype or a start that does not fit."""
+    if view.dim() != len(start):
+        raise invalid(f"a box of shape {list(view.shape)} cannot start at {list(start)}; give one entry an axis")
+    dtype_name(view.dtype)
+    if served is not None:
+        dtype_name(served)
+    if type(view) is not torch.Tensor:
+        view = view.as_subclass(torch.Tensor)
+    return view.detach()
+
+
 _Box = tuple[torch.Tensor, tuple[int, ...]]
 """Elements as integers of their size, and the first one's global coordinates."""
 
 
 def _box(view: torch.Tensor, start: tuple[int, ...]) -> _Box:
-    if view.dim() != len(start):
-        raise invalid(f"a box of shape {list(view.shape)} cannot start at {list(start)}; give one entry an axis")
-    dtype_name(view.dtype)
-    if type(view) is not torch.Tensor:
-        view = view.as_subclass(torch.Tensor)
+    view = checked_box(view, start)
     if view.is_complex():
         view = view.resolve_conj()
-    if view.device.type != "cpu":
-        view = view.cpu()
-    return view.detach().view(_INTEGER[view.itemsize]), start
+    return view.view(_INTEGER[view.itemsize]), start
 
 
 def _lane_count(memory: torch.Tensor) -> int:

@@ -1,0 +1,211 @@
+"""How a GPU walks through boxes to digest them: boxes in, a table of tiles out. Pure; numpy only.
+
+A box becomes rows of units that lie next to each other in memory; a unit is what becomes one lane. A tile is a few rows
+of at most `block` units. A kernel sums lane * factor of its row down each column, multiplies each column's sum by the
+column's factor and all by the tile's scale, and adds that to the box's digest. So the inner loop needs one multiply-add
+a lane, and few factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_engine.core.factors import ONE, Axis, Words, element_words, outer_words, word
+
+BLOCK_BYTES = 2048
+"""Of a tile's row, at most: one load of 16 bytes for each of 128 threads, where rows are aligned."""
+
+ALIGNMENT = 16
+"""Bytes. A tile all of whose rows start at a multiple of it, and are one long, is read in loads of that width."""
+
+FIELDS = 8
+"""A tile in 64-bit words: units from the origin to its first one, units from row to row, its first row's and its first
+column's place among the factors, rows, columns, scale, place of its sum."""
+
+Table = npt.NDArray[np.uint64]
+"""[tiles, FIELDS]"""
+
+_MASK = (1 << 64) - 1
+_ROWS = 128  # of a tile, at most; fewer while there are too few tiles to keep a GPU busy
+_ROWS_LEAST = 8
+_TILES_WANTED = 4096
+_ROW_WORDS = 1 << 22  # rows that share one table of factors; 32 MiB
+_COLUMN_WORDS = 1 << 24  # of one row; 128 MiB
+_PLANES = 1 << 14  # parts of one box that are not evenly spaced rows
+
+
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """A box in memory. address: of its first element, bytes. stride: in elements. lanes: units an element."""
+
+    address: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: tuple[int, ...]
+    lanes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The work of many boxes. aligned and unaligned: disjoint. factors: what both refer to."""
+
+    aligned: Table
+    unaligned: Table
+    factors: Words
+
+
+class NotTileableError(ValueError):
+    """A box that does not lie in rows of neighbouring elements, or in too many or too long ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of one box, or of a part of it. step: units from row to row."""
+
+    address: int
+    step: int
+    rows: int
+    columns: int
+    outer: int
+    inner: int
+    scale: int
+
+
+class TileTable:
+    """Collects boxes of one unit (bytes). origin: the address that addresses count from, a multiple of ALIGNMENT.
+    A box that is refused leaves nothing behind."""
+
+    def __init__(self, seed: int, unit: int, origin: int) -> None:
+        self._seed = seed
+        self._unit = unit
+        self._origin = origin
+        self._block = BLOCK_BYTES // unit
+        self._found: list[tuple[int, _Rows]] = []
+        self._factors: list[Words] = [ONE]
+        self._places: dict[tuple[int, tuple[Axis, ...]], int] = {(0, ()): 0}
+        self._length = 1
+
+    def add(self, box: Strided, place: int) -> None:
+        """`place`: where the box's digest is summed up. Raises NotTileableError."""
+        if 0 not in box.shape:
+            self._found += [(place, rows) for rows in self._rows(box)]
+
+    def tiles(self) -> Tiles:
+        """Of all boxes that were added, the largest first."""
+        weight = sum(-(-rows.columns // self._block) * rows.rows for _, rows in self._found)
+        most = max(min(_ROWS, weight // _TILES_WANTED), _ROWS_LEAST)
+        parts = [self._cut(rows, place, most) for place, rows in self._found]
+        table = np.concatenate([np.empty((0, FIELDS), dtype=np.uint64), *parts])
+        table = table[np.argsort(-(table[:, 4] * table[:, 5]).astype(np.int64), kind="stable")]
+        aligned = self._aligned(table)
+        return Tiles(table[aligned], table[~aligned], np.concatenate(self._factors))
+
+    def _cut(self, rows: _Rows, place: int, most: int) -> Table:
+        """The tiles of some rows, each of at most `most`."""
+        first_row = np.arange(0, rows.rows, most, dtype=np.uint64)[:, None]
+        first_column = np.arange(0, rows.columns, self._block, dtype=np.uint64)[None, :]
+        table = np.empty((first_row.size, first_column.size, FIELDS), dtype=np.uint64)
+        first = (rows.address - self._origin) // self._unit & _MASK
+        table[..., 0] = np.uint64(first) + first_row * np.uint64(rows.step & _MASK) + first_column
+        table[..., 1] = rows.step & _MASK
+        table[..., 2] = np.uint64(rows.outer) + first_row
+        table[..., 3] = np.uint64(rows.inner) + first_column
+        table[..., 4] = np.minimum(np.uint64(rows.rows) - first_row, np.uint64(most))
+        table[..., 5] = np.minimum(np.uint64(rows.columns) - first_column, np.uint64(self._block))
+        table[..., 6] = rows.scale
+        table[..., 7] = place
+        return table.reshape(-1, FIELDS)
+
+    def _aligned(self, table: Table) -> npt.NDArray[np.bool_]:
+        units = np.uint64(ALIGNMENT // self._unit)
+        steps = (table[:, 1] % units == 0) | (table[:, 4] == 1)
+        aligned: npt.NDArray[np.bool_] = (table[:, 0] % units == 0) & steps & (table[:, 5] % units == 0)
+        return aligned
+
+    def _rows(self, box: Strided) -> list[_Rows]:
+        if box.address % self._unit:
+            raise NotTileableError(f"address {box.address:#x} is no multiple of {self._unit}")
+        scale = 1
+        axes: list[tuple[Axis, int]] = []
+        for number, (first, length, stride) in enumerate(zip(box.start, box.shape, box.stride, strict=True), start=1):
+            if length == 1:
+                scale = scale * word(self._seed, number, first) & _MASK
+            else:
+                axes.append(((number, first, length), stride))
+        axes.sort(key=lambda axis: -axis[1])
+        width, inner = _columns(axes, box.lanes, self._block)
+        rows, outer = _row_axes(axes[: len(axes) - inner])
+        planes = axes[: len(axes) - inner - outer]
+        if width * box.lanes > _COLUMN_WORDS or prod(axis[2] for axis, _ in planes) > _PLANES:
+            raise NotTileableError(f"a box of {list(box.shape)} with strides {list(box.stride)}")
+        inner_place = self._place(box.lanes, tuple(axis for axis, _ in axes[len(axes) - inner :]))
+        outer_place = self._place(0, tuple(axis for axis, _ in axes[len(planes) : len(axes) - inner]))
+        step = axes[len(axes) - inner - 1][1] * box.lanes if outer else 0
+        return [
+            _Rows(
+                address=box.address + offset * box.lanes * self._unit,
+                step=step,
+                rows=rows,
+                columns=width * box.lanes,
+                outer=outer_place,
+                inner=inner_place,
+                scale=scale * factor & _MASK,
+            )
+            for offset, factor in self._planes(planes)
+        ]
+
+    def _planes(self, axes: Sequence[tuple[Axis, int]]) -> Iterator[tuple[int, int]]:
+        """Of each plane, its offset in elements and the product of its factors."""
+        for indices in product(*(range(length) for (_, _, length), _ in axes)):
+            offset, factor = 0, 1
+            for index, ((number, first, _), stride) in zip(indices, axes, strict=True):
+                offset += index * stride
+                factor = factor * word(self._seed, number, first + index) & _MASK
+            yield offset, factor
+
+    def _place(self, lanes: int, axes: tuple[Axis, ...]) -> int:
+        """Where the factors of a block of coordinates lie; lanes: 0 for those of rows."""
+        key = (lanes, axes)
+        if key not in self._places:
+            words = element_words(self._seed, lanes, axes) if lanes else outer_words(self._seed, axes)
+            self._places[key] = self._length
+            self._factors.append(words)
+            self._length += words.size
+        return self._places[key]
+
+
+def _columns(axes: Sequence[tuple[Axis, int]], lanes: int, block: int) -> tuple[int, int]:
+    """Elements of a row, and how many of the fastest axes it spans."""
+    if not axes:
+        return 1, 0
+    if axes[-1][1] != 1:
+        raise NotTileableError(f"neighbours along the fastest axis are {axes[-1][1]} elements apart")
+    width, inner = axes[-1][0][2], 1
+    while inner < len(axes) and width * lanes < block:
+        (_, _, length), stride = axes[-1 - inner]
+        if stride != width or width * length * lanes > 16 * block:
+            break
+        width, inner = width * length, inner + 1
+    return width, inner
+
+
+def _row_axes(axes: Sequence[tuple[Axis, int]]) -> tuple[int, int]:
+    """Rows that are evenly spaced, and how many of the fastest of these axes they span."""
+    if not axes:
+        return 1, 0
+    (_, _, rows), step = axes[-1]
+    outer = 1
+    if rows > _ROW_WORDS:
+        raise NotTileableError(f"{rows} rows")
+    while outer < len(axes):
+        (_, _, length), stride = axes[-1 - outer]
+        if stride != step * rows or rows * length > _ROW_WORDS:
+            break
+        rows, outer = rows * length, outer + 1
+    return rows, outer
