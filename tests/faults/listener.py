@@ -26,13 +26,16 @@ class Held:
         self._is_wanted = is_wanted
         self._reached, self._go = threading.Event(), threading.Event()
 
-    def takes(self, pid: int, point: str) -> bool:
-        return point == self.point and not self._reached.is_set() and not self._go.is_set() and self._is_wanted(pid)
-
-    def hold(self, pid: int) -> None:
-        """On the connection's thread: returns when the process may go on."""
+    def take(self, pid: int, point: str) -> bool:
+        """Whether this is what was waited for. Called under the listener's lock, so only one process is taken."""
+        if point != self.point or self._reached.is_set() or self._go.is_set() or not self._is_wanted(pid):
+            return False
         self.pid = pid
         self._reached.set()
+        return True
+
+    def hold(self) -> None:
+        """On the connection's thread: returns when the process may go on."""
         self._go.wait()
 
     def wait(self, seconds: float) -> bool:
@@ -103,11 +106,9 @@ class Listener:
                 told = json.loads(line)
                 with self._lock:
                     self.seen[told["point"]] += 1
-                    held = next((held for held in self._held if held.takes(told["pid"], told["point"])), None)
-                    if held is not None:
-                        held.pid = told["pid"]
+                    held = next((held for held in self._held if held.take(told["pid"], told["point"])), None)
                 if held is not None:
-                    held.hold(told["pid"])
+                    held.hold()
                 connection.sendall(b"+")
         with self._lock:
             self._connections.discard(connection)

@@ -1,0 +1,121 @@
+"""The matrix: which process suffers which fault at which stage, and what the promises allow to come of it.
+
+A stage is a named trace point (ckpt_engine/trace.py). The process that reaches it is held there while the victim, which
+may be itself or another one, suffers the fault; then it goes on. So every cell happens at exactly its stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+NEW, OLD, QUARANTINED = "new_serving", "old_serving", "quarantined"
+VICTIM, BYSTANDER = "one", "two"
+"""Replicas: faults hit the engine or the agent of the first one only."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """point: where it is. holder: who reaches it, of trainer, manager, agent, worker; None: nothing goes on."""
+
+    name: str
+    point: str
+    holder: str | None
+
+
+STAGES = {
+    stage.name: stage
+    for stage in (
+        Stage("register", "agent.sends.ReplicaHello", "agent"),
+        Stage("publish", "trainer.sends.Publish", "trainer"),
+        Stage("plan", "manager.does.CompilePlans.begin", "manager"),
+        Stage("quiesce", "agent.does.PauseEngine.begin", "agent"),
+        Stage("transfer", "worker.install.transfer", "worker"),
+        Stage("install", "worker.install.install", "worker"),
+        Stage("verify", "worker.install.verify", "worker"),
+        Stage("commit", "worker.install.commit", "worker"),
+        Stage("resume", "agent.does.ResumeEngine.begin", "agent"),
+        Stage("idle", "", None),
+    )
+}
+WRITING = ("transfer", "install", "verify", "commit")
+BEFORE = ("register", "publish", "plan", "idle")
+
+FAULTS = {
+    "kill": "SIGKILL",
+    "stop": "SIGSTOP past the lease (workers and API servers: past the update's deadline), then SIGCONT",
+    "cut": "every connection of it to the manager is reset; reachable again at once",
+    "partition": "the same, and it cannot connect until the lease is over",
+    "delay": "each message of its session waits a second, both ways",
+    "duplicate": "each message of its session comes twice, and again behind the next one, both ways",
+}
+VICTIMS = {
+    "kill": ("trainer", "manager", "agent", "api", "worker"),
+    "stop": ("trainer", "manager", "agent", "api", "worker"),
+    "cut": ("trainer", "manager", "agent"),
+    "partition": ("trainer", "manager", "agent"),
+    "delay": ("trainer", "agent"),
+    "duplicate": ("trainer", "agent"),
+}
+LEFT_OUT = {
+    ("cut", "worker"): "a worker's connections are Unix sockets of one host, whose other end is the agent or the API "
+    "server: they break when one of the two dies, which are the kill and stop cells of those",
+    ("cut", "api"): "an API server has no connection to the manager; its agent's is HTTP on loopback, a connection for "
+    "a call: it breaks when one of the two dies",
+    ("delay", "manager"): "the manager's messages are those of the other two: both ways are delayed there",
+    ("delay", "worker"): "no messages to the manager; repeated and late messages of the channel between worker and "
+    "agent are in tests/agent/test_channel.py and tests/install/test_worker_channel.py",
+}
+"""Fault (with its like: cut with partition, delay with duplicate) and victim to why there is no cell."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    victim: str
+    fault: str
+    stage: str
+
+    def __str__(self) -> str:
+        return f"{self.victim}-{self.fault}-{self.stage}"
+
+    def allowed(self) -> tuple[frozenset[str], frozenset[str]]:
+        """What may become of the victim's replica and of the other one. Seen after the update, before the next one."""
+        return frozenset(self._of_victim()), frozenset(self._of_bystander())
+
+    def _of_victim(self) -> Iterator[str]:
+        harmless = self.fault in ("delay", "duplicate") or (
+            self.fault != "kill" and self.victim in ("trainer", "manager")
+        )
+        beside = self.victim in ("trainer", "manager")
+        if self.fault == "stop" and self.victim in ("api", "worker"):
+            # It stands still until the update's end, so the engine may not answer any more, not even to resume.
+            yield from (NEW, QUARANTINED)
+            if self.stage in BEFORE or self.stage == "quiesce":
+                yield OLD
+        elif self.fault == "kill" and not beside:
+            # The engine has gone with its weights. It comes back with none, or an update found it already back.
+            yield QUARANTINED
+            if self.stage in BEFORE:
+                yield NEW
+        elif self.stage in BEFORE or self.stage == "quiesce":
+            # Refused, gone back, or done all the same.
+            yield from (OLD, NEW)
+            if not beside and not harmless and self.stage == "quiesce":
+                yield QUARANTINED  # an engine that does not resume in time
+        elif self.victim == "manager" or harmless:
+            yield NEW  # an install needs nobody but the memory that it reads
+        elif self.victim == "trainer":
+            yield from (NEW, QUARANTINED)  # memory of the dead is read if it was open already
+        else:
+            yield from (NEW, QUARANTINED)
+
+    def _of_bystander(self) -> Iterator[str]:
+        yield NEW
+        if self.stage in BEFORE or self.stage == "quiesce" or self.victim in ("trainer", "manager"):
+            yield OLD  # never reached by its install, or the update was refused
+        if self.victim == "trainer" and self.fault == "kill" and self.stage not in BEFORE:
+            yield QUARANTINED  # it may stand at its first byte itself when the memory that it reads goes
+
+
+def all_cells() -> list[Cell]:
+    return [Cell(victim, fault, stage) for fault in FAULTS for victim in VICTIMS[fault] for stage in STAGES]

@@ -1,0 +1,187 @@
+"""Plays one cell of the matrix in a world, and judges by what can be seen from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from ckpt_engine.v1 import manager_pb2
+from tests.faults.cells import BYSTANDER, NEW, OLD, QUARANTINED, STAGES, VICTIM, Cell
+from tests.faults.listener import Held
+from tests.faults.proxy import Proxy
+from tests.faults.world import LEASE, World
+
+REACH_SECONDS = 60.0
+SETTLE_SECONDS = 120.0
+TIMEOUT_SECONDS = 20.0
+SHORT_TIMEOUT_SECONDS = 8.0
+"""Of updates whose engine stands still until their end."""
+
+
+@dataclass
+class Result:
+    """What came of a cell: each replica's end state as its own requests and its manager show it, and what is wrong."""
+
+    cell: Cell
+    ends: dict[str, str] = field(default_factory=dict)
+    report: str = ""
+    seconds: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+
+def play(world: World, cell: Cell) -> Result:
+    """Brings the world into order, lets the fault happen, looks, and makes the next update. Raises nothing."""
+    result = Result(cell)
+    started = time.monotonic()
+    try:
+        if wrong := world.update_all():
+            result.wrong.append(f"before the fault: {wrong}")
+        before = world.version
+        timeout = SHORT_TIMEOUT_SECONDS if _until_end(cell) else TIMEOUT_SECONDS
+        with ExitStack() as undo:
+            _inject(world, cell, undo, timeout)
+            answer = world.answer(timeout)
+            result.report = "died" if answer is None else str(answer.get("error") or answer.get("replicas"))
+        _judge(world, cell, result, before)
+        if wrong := world.update_all():
+            result.wrong.append(f"after the fault: {wrong}")
+    except Exception as error:
+        result.wrong.append(f"{type(error).__name__}: {error}")
+    result.wrong += world.take_violations()
+    result.seconds = time.monotonic() - started
+    return result
+
+
+def _until_end(cell: Cell) -> bool:
+    return cell.fault == "stop" and cell.victim in ("api", "worker")
+
+
+def _inject(world: World, cell: Cell, undo: ExitStack, timeout: float) -> None:
+    """From now until `undo` ends the victim suffers, beginning at the cell's stage; an update has been asked for."""
+    if cell.fault in ("delay", "duplicate"):
+        undo.enter_context(_tampering(world, cell))  # the member is on the relay before the stage comes
+    stage = STAGES[cell.stage]
+    if stage.holder is None:
+        _suffer(world, cell, undo)
+        if not world.trainer.alive or not world.manager.alive:
+            world.heal()
+        world.ask(timeout)
+        return
+    with _reaching(world, cell, timeout):
+        _suffer(world, cell, undo)
+    if cell.stage in ("register", "publish"):
+        if not world.trainer.alive or not world.manager.alive:
+            world.heal()
+        world.ask(timeout)
+
+
+@contextmanager
+def _reaching(world: World, cell: Cell, timeout: float) -> Iterator[Held]:
+    """Makes the stage come, and holds the process that reaches it."""
+    stage = STAGES[cell.stage]
+    if cell.stage == "publish":
+        with world.listener.holding(stage.point) as held:
+            world.restart_trainer(wait=False)
+            assert held.wait(REACH_SECONDS), f"nobody reached {stage.point}"
+            yield held
+        return
+    pids = {world.pid_of(str(stage.holder), VICTIM)}
+    with world.listener.holding(stage.point, pids.__contains__) as held:
+        if cell.stage == "register":
+            world.restart_manager()
+        else:
+            world.ask(timeout)
+        assert held.wait(REACH_SECONDS), f"nobody reached {stage.point}"
+        yield held
+
+
+def _suffer(world: World, cell: Cell, undo: ExitStack) -> None:
+    match cell.fault:
+        case "kill":
+            world.kill(cell.victim, VICTIM)
+        case "stop":
+            pid = world.pid_of(cell.victim, VICTIM)
+            os.kill(pid, signal.SIGSTOP)
+            undo.callback(_go_on, pid)
+            if not _until_end(cell):
+                _later(world, lambda: _go_on(pid))
+        case "cut" | "partition":
+            for proxy in _proxies(world, cell.victim):
+                proxy.cut(reachable=cell.fault == "cut")
+            if cell.fault == "partition":
+                _later(world, lambda: [proxy.restore() for proxy in _proxies(world, cell.victim)])
+
+
+def _later(world: World, action: Callable[[], object]) -> None:
+    """Calls `action` once the lease is over, on the world's loop, whatever this thread does."""
+    world.loop.loop.call_soon_threadsafe(lambda: world.loop.loop.call_later(1.5 * LEASE, action))
+
+
+def _go_on(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def _proxies(world: World, victim: str) -> list[Proxy]:
+    agents = [rollout.proxy for rollout in world.replicas.values()]
+    if victim == "manager":
+        return [world.trainer_proxy, *agents]
+    return [world.trainer_proxy] if victim == "trainer" else [world.replicas[VICTIM].proxy]
+
+
+@contextmanager
+def _tampering(world: World, cell: Cell) -> Iterator[None]:
+    (proxy,) = _proxies(world, cell.victim)
+    relay = world.relay(proxy)
+    try:
+        proxy.cut()
+        relay.delay = 1.0 if cell.fault == "delay" else 0.0
+        relay.duplicate = cell.fault == "duplicate"
+        world.heal()
+        yield
+        assert relay.tampered, "no message came by the relay"
+    finally:
+        world.unrelay(proxy, relay)
+
+
+def _judge(world: World, cell: Cell, result: Result, before: int) -> None:
+    """Waits until each replica is in an end state, and compares it with what the promises allow."""
+    if not world.manager.alive:
+        world.restart_manager()
+    if not world.replicas[VICTIM].agent.alive:
+        world.restart_agent(VICTIM)
+    for name, allowed in zip((VICTIM, BYSTANDER), cell.allowed(), strict=True):
+        ended = world.until(
+            f"{name} is in an end state", SETTLE_SECONDS, lambda name=name: _end_of(world, name, before)
+        )
+        result.ends[name] = ended
+        if ended not in allowed:
+            result.wrong.append(f"{name} is {ended}, allowed: {', '.join(sorted(allowed))}; {world.describe()}")
+
+
+def _end_of(world: World, name: str, before: int) -> str:
+    """new_serving and old_serving if its own answers say so, quarantined if it is closed with a reason; else ''."""
+    status = world.status()
+    found = next((each for each in status.replicas if each.name == name), None) if status is not None else None
+    if status is None or status.phase != "idle" or found is None or not found.connected:
+        return ""
+    if found.serving:
+        version = found.identity.version
+        if not world.replicas[name].prober.answered(version, time.monotonic(), 5):
+            return ""
+        if version == world.version:
+            return NEW
+        if version == before:
+            return OLD
+        return f"serving version {version}"
+    return QUARANTINED if found.closed_reason and _is_closed(found) else ""
+
+
+def _is_closed(status: manager_pb2.ReplicaStatus) -> bool:
+    """Not just on its way: its engine has gone or is new, or its workers are not whole."""
+    return status.closed_reason not in ("paused", "asleep")

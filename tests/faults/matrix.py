@@ -1,0 +1,133 @@
+"""`python -m tests.faults.matrix`: plays every cell of the fault matrix and writes the tables into docs/reliability.md.
+
+--only PART: cells whose name (victim-fault-stage) contains PART, written nowhere unless --write. Exit status 1 if a
+cell ended in a state that the promises do not allow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.faults.cells import FAULTS, LEFT_OUT, STAGES, VICTIMS, Cell, all_cells
+from tests.faults.conductor import Result, play
+from tests.faults.prober import Expected, make_weights
+from tests.faults.world import World
+from tests.tiny_model import make_tiny_qwen3
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+BEGIN, END = "<!-- fault matrix: begin -->", "<!-- fault matrix: end -->"
+SHORT = {"new_serving": "new", "old_serving": "old", "quarantined": "closed"}
+
+
+def make_models(path: Path) -> tuple[Path, Path, Expected]:
+    """A model directory without weights, weights of each seed, and what those answer."""
+    expected = make_weights(path / "weights")
+    make_tiny_qwen3(path / "bare", 0, layers=1, hidden=64, vocabulary=256, weights=False)
+    return path / "bare", path / "weights", expected
+
+
+def run(cells: Sequence[Cell], path: Path) -> list[Result]:
+    """Plays cells one after the other in one world, which is made anew after one that went wrong."""
+    model, weights, expected = make_models(path)
+    results: list[Result] = []
+    todo = list(cells)
+    worlds = 0
+    while todo:
+        worlds += 1
+        place = path / f"world-{worlds}"
+        place.mkdir()
+        with World(place, model, weights, expected, {"one": 2, "two": 1}) as world:
+            while todo:
+                cell = todo.pop(0)
+                result = play(world, cell)
+                results.append(result)
+                show(result)
+                keep(path, results)
+                if result.wrong:
+                    break
+    return results
+
+
+def keep(path: Path, results: Sequence[Result]) -> None:
+    """All results so far, as JSON, so that a run that is cut short has not been for nothing."""
+    record = [{**vars(result), "cell": vars(result.cell)} for result in results]
+    (path / "results.json").write_text(json.dumps(record, indent=1))
+
+
+def read(path: Path) -> list[Result]:
+    """What `keep` wrote."""
+    return [Result(**{**each, "cell": Cell(**each["cell"])}) for each in json.loads(path.read_text())]
+
+
+def show(result: Result) -> None:
+    ends = ", ".join(f"{name}: {end}" for name, end in result.ends.items())
+    print(
+        f"{time.strftime('%H:%M:%S')} {result.cell} {result.seconds:.1f} s  {ends}  [{result.report[:200]}]", flush=True
+    )
+    for wrong in result.wrong:
+        print(f"    WRONG {wrong}", flush=True)
+
+
+def tables(results: Sequence[Result]) -> str:
+    """One table a fault: rows are stages, columns victims, cells what became of the victim's replica and the other."""
+    by_cell = {result.cell: result for result in results}
+    right = sum(not result.wrong for result in results)
+    lines = [f"{len(results)} cells, {right} right, {sum(result.seconds for result in results) / 60:.0f} minutes.", ""]
+    for fault, meaning in FAULTS.items():
+        lines += [f"**{fault}**: {meaning}.", "", f"| stage | {' | '.join(VICTIMS[fault])} |"]
+        lines.append("|---" * (1 + len(VICTIMS[fault])) + "|")
+        for stage in STAGES:
+            row = [text(by_cell.get(Cell(victim, fault, stage))) for victim in VICTIMS[fault]]
+            lines.append(f"| {stage} | {' | '.join(row)} |")
+        lines.append("")
+    lines.append("Cells that there are not:")
+    lines.append("")
+    lines += [f"- {fault} of {victim}: {why}." for (fault, victim), why in LEFT_OUT.items()]
+    return "\n".join(lines)
+
+
+def text(result: Result | None) -> str:
+    if result is None:
+        return "not run"
+    ends = " / ".join(SHORT.get(end, end) for end in result.ends.values()) or "none"
+    return f"**WRONG** {ends}" if result.wrong else ends
+
+
+def write(page: Path, made: str) -> None:
+    """Puts the tables between their marks."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n{made}\n{END}{after}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.matrix", description=__doc__)
+    parser.add_argument("--only", action="append", default=[], help="part of a cell's name; may be repeated")
+    parser.add_argument("--merge", type=Path, help="results.json of an earlier run: its cells count, unless run again")
+    parser.add_argument("--write", action="store_true", help="also after --only")
+    parser.add_argument("--keep", type=Path, help="directory for logs and results.json; default: a temporary one")
+    options = parser.parse_args()
+    cells = [cell for cell in all_cells() if not options.only or any(part in str(cell) for part in options.only)]
+    path = options.keep or Path(tempfile.mkdtemp(prefix="faults-"))
+    path.mkdir(parents=True, exist_ok=True)
+    results = run(cells, path)
+    if options.merge is not None:
+        results = list({each.cell: each for each in [*read(options.merge), *results]}.values())
+        keep(path, results)
+    if options.write or not options.only:
+        write(PAGE, tables(results))
+    wrong = [result for result in results if result.wrong]
+    print(f"{len(results)} cells, {len(wrong)} wrong; logs in {path}")
+    sys.stdout.flush()
+    os._exit(1 if wrong else 0)  # threads of the harness may still stand in calls to what was killed
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""A whole deployment on one machine whose every process and connection a test can fault: real gRPC, real HTTP.
+
+One manager, replicas of the reference engine (each an agent, an API server and workers), one trainer. Members reach
+the manager through proxies of their own. Every replica is asked for tokens all the time by a prober.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+
+from ckpt_engine.core.deadlines import ENVIRONMENT as DEADLINES_ENVIRONMENT
+from ckpt_engine.trace import ENVIRONMENT as TRACE_ENVIRONMENT
+from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
+from tests.faults.listener import Listener
+from tests.faults.members import Member, TrainerMember, engine_processes, start_agent, start_manager
+from tests.faults.prober import SEEDS, Expected, Prober
+from tests.faults.proxy import Loop, Proxy
+from tests.faults.relay import Relay
+
+LEASE = 3.0
+QUICK = (
+    f"lease={LEASE} heartbeat=0.4 resend=0.5 reconnect_most=0.5 words=0.2 quiesce=4 resume=3 report=1 unanswered=3 "
+    "engine_restart_first=0.1 engine_restart_most=0.5 engine_watch=0.2 engine_health=2 engine_unhealthy=8 "
+    "engine_dead_worker=3 engine_grace=2 worker_ask=3 worker_attempt=0.5 worker_reply=3 connect=20"
+)
+"""Deadlines of every process here, so that a fault past a lease takes seconds."""
+
+ENDS_SECONDS = 60.0
+"""For an update's answer beyond its own timeout; machines that run tests are busy."""
+
+HEAL_SECONDS = 240.0
+"""For everybody to be there again after a fault: engines start anew."""
+
+
+@dataclass
+class Rollout:
+    """One replica: its agent, the proxy through which that reaches the manager, and who asks it for tokens."""
+
+    name: str
+    port: int
+    workers: int
+    proxy: Proxy
+    agent: Member
+    prober: Prober
+
+
+class World:
+    """Use as a context manager. replicas: name to number of workers."""
+
+    def __init__(
+        self,
+        path: Path,
+        model: Path,
+        weights: Path,
+        expected: Expected,
+        replicas: Mapping[str, int],
+        *,
+        snapshot: bool = False,
+        deadlines: str = QUICK,
+    ) -> None:
+        self.path, self._model, self._weights, self._expected = path, model, weights, expected
+        self._options = ("snapshot",) if snapshot else ()
+        self._lineages = itertools.count(1)
+        self.version = 0
+        self.violations: list[str] = []
+        self.loop = Loop()
+        self.listener = Listener(path / "trace.sock")
+        self._environment = {DEADLINES_ENVIRONMENT: deadlines, TRACE_ENVIRONMENT: str(self.listener.path)}
+        self.manager_port = free_port()
+        self.ledger = path / "ledger.sqlite"
+        self.manager = start_manager(path, self.manager_port, self._environment)
+        self._channel = grpc.insecure_channel(
+            f"127.0.0.1:{self.manager_port}", options=[("grpc.max_reconnect_backoff_ms", 300)]
+        )
+        self._stub = manager_pb2_grpc.CheckpointEngineManagerStub(self._channel)
+        self.trainer_proxy = self._proxy()
+        self.replicas: dict[str, Rollout] = {}
+        for name, workers in replicas.items():
+            port, proxy = free_port(), self._proxy()
+            prober = Prober(name, f"http://127.0.0.1:{port}", expected, lambda: self.version)
+            prober.start()
+            agent = self._agent(name, port, workers, proxy)
+            self.replicas[name] = Rollout(name, port, workers, proxy, agent, prober)
+        self.trainer = self._trainer()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rollout in self.replicas.values():
+            rollout.prober.end()
+        self.listener.__exit__()
+        for member in (self.trainer, *(rollout.agent for rollout in self.replicas.values()), self.manager):
+            member.end()
+        for proxy in (self.trainer_proxy, *(rollout.proxy for rollout in self.replicas.values())):
+            proxy.close()
+        self._channel.close()
+
+    # -- processes
+
+    def restart_manager(self, ledger: Path | None = None) -> None:
+        self.manager.end()
+        self.manager = start_manager(self.path, self.manager_port, self._environment, ledger or self.ledger)
+
+    def restart_agent(self, name: str) -> None:
+        rollout = self.replicas[name]
+        rollout.agent.end()
+        rollout.agent = self._agent(name, rollout.port, rollout.workers, rollout.proxy)
+
+    def restart_trainer(self, *, wait: bool = True) -> None:
+        """Another process and lineage, as after a crash of the training run."""
+        self.trainer.end()
+        self.trainer = self._trainer()
+        if wait:
+            self.trainer.ready()
+
+    def kill(self, victim: str, name: str) -> None:
+        """SIGKILL; returns when the process has gone."""
+        process = psutil.Process(self.pid_of(victim, name))
+        process.kill()
+        for member in (self.trainer, self.manager, self.replicas[name].agent):
+            if member.pid == process.pid:
+                member.process.wait(30)
+                return
+        process.wait(30)
+
+    def engine(self, name: str) -> list[psutil.Process]:
+        """The API server and the workers of a replica; empty while the engine is being started."""
+        return engine_processes(self.replicas[name].agent)
+
+    def pid_of(self, victim: str, name: str) -> int:
+        """Of one of trainer, manager, agent, api, worker; the last three are those of the replica, the last worker."""
+        match victim:
+            case "trainer":
+                return self.trainer.pid
+            case "manager":
+                return self.manager.pid
+            case "agent":
+                return self.replicas[name].agent.pid
+            case "api":
+                return self.engine(name)[0].pid
+            case _:
+                return self.engine(name)[-1].pid
+
+    def relay(self, proxy: Proxy) -> Relay:
+        """From its next connection on this proxy's member is carried by a relay; `unrelay` ends that."""
+        relay = Relay(self.loop, f"127.0.0.1:{self.manager_port}")
+        proxy.upstream = ("127.0.0.1", relay.port)
+        return relay
+
+    def unrelay(self, proxy: Proxy, relay: Relay) -> None:
+        proxy.upstream = ("127.0.0.1", self.manager_port)
+        proxy.cut()
+        relay.close()
+
+    # -- what is seen
+
+    def status(self) -> manager_pb2.GetStatusResponse | None:
+        """None while the manager does not answer."""
+        try:
+            response: manager_pb2.GetStatusResponse = self._stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=5)
+        except grpc.RpcError:
+            return None
+        return response
+
+    def replica(self, name: str) -> manager_pb2.ReplicaStatus | None:
+        """As the manager sees it."""
+        status = self.status()
+        return next((each for each in status.replicas if each.name == name), None) if status else None
+
+    def until(self, what: str, seconds: float, look: Callable[[], Any]) -> Any:
+        """What `look` finds; AssertionError naming `what` after `seconds`."""
+        end = time.monotonic() + seconds
+        while not (found := look()):
+            assert time.monotonic() < end, f"not within {seconds:g} s: {what}; {self.describe()}"
+            time.sleep(0.05)
+        return found
+
+    def describe(self) -> str:
+        status = self.status()
+        if status is None:
+            return "the manager does not answer"
+        replicas = [
+            f"{each.name}: connected={each.connected} serving={each.serving} version={each.identity.version} "
+            f"closed={each.closed_reason!r} workers={len(each.workers)}"
+            for each in status.replicas
+        ]
+        trainers = [
+            f"{each.lineage}: connected={each.connected} published={each.published}" for each in status.trainers
+        ]
+        return "; ".join([status.phase, *replicas, *trainers])
+
+    # -- what is done
+
+    def ask(self, timeout: float) -> int:
+        """Begins an update with the next version; returns it."""
+        self.version += 1
+        self.trainer.ask(self.version, self.version % SEEDS, timeout)
+        return self.version
+
+    def answer(self, timeout: float) -> dict[str, Any] | None:
+        """How the update ended for the trainer, None if it died. Promise 2: it ends by its deadline."""
+        try:
+            return self.trainer.answer(timeout + ENDS_SECONDS)
+        except queue.Empty:
+            self.violations.append(f"the update did not end within {ENDS_SECONDS:g} s of its deadline")
+            return {"error": "no end"}
+
+    def heal(self) -> None:
+        """Starts whatever has died, and waits until everybody is registered with an engine that answers."""
+        if not self.manager.alive:
+            self.restart_manager()
+        for rollout in self.replicas.values():
+            if not rollout.agent.alive:
+                self.restart_agent(rollout.name)
+        if not self.trainer.alive:
+            self.restart_trainer()
+        self.trainer.ready()
+        self.until("everybody is there again", HEAL_SECONDS, self._complete)
+
+    def _complete(self) -> bool:
+        status = self.status()
+        for member in (self.trainer, self.manager, *(rollout.agent for rollout in self.replicas.values())):
+            assert member.alive, f"a member does not stay up:\n{member.tail()}"
+        if status is None:
+            return False
+        found = {each.name: each for each in status.replicas}
+        trainer = [each for each in status.trainers if each.lineage == self.trainer.lineage]
+        return (
+            all(
+                name in found
+                and found[name].connected
+                and bool(found[name].engine.url)
+                and len(found[name].workers) == rollout.workers
+                and all(is_running(worker.pid) for worker in found[name].workers)
+                for name, rollout in self.replicas.items()
+            )
+            and status.phase == "idle"
+            and bool(trainer)
+            and trainer[0].connected
+            and trainer[0].published
+        )
+
+    def update_all(self, timeout: float = 60.0) -> str:
+        """An update that must bring every replica to the new version and into service; what is wrong, or ''."""
+        self.heal()
+        version = self.ask(timeout)
+        answer = self.answer(timeout)
+        if answer is None or not answer.get("ok"):
+            return f"the next update failed: {answer}; {self.describe()}"
+        now = time.monotonic()
+        for rollout in self.replicas.values():
+            if not rollout.prober.answered(version, now, 60):
+                return f"{rollout.name} does not answer with version {version}: {self.describe()}"
+        return ""
+
+    def take_violations(self) -> list[str]:
+        """What nobody may ever see and somebody has seen since the last call."""
+        found, self.violations = self.violations, []
+        for rollout in self.replicas.values():
+            found += rollout.prober.violations
+            rollout.prober.violations = []
+        return found
+
+    def _proxy(self) -> Proxy:
+        return Proxy(self.loop, ("127.0.0.1", self.manager_port))
+
+    def _agent(self, name: str, port: int, workers: int, proxy: Proxy) -> Member:
+        return start_agent(self.path, name, proxy.address, self._model, port, workers, self._environment)
+
+    def _trainer(self) -> TrainerMember:
+        lineage = f"run-{next(self._lineages)}"
+        return TrainerMember(
+            self.path, self.trainer_proxy.address, lineage, self._weights, self._environment, *self._options
+        )
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process and it is not merely unreaped."""
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
