@@ -64,16 +64,48 @@ class Problem(_message.Message):
     def __init__(self, code: _Optional[_Union[Problem.Code, str]] = ..., message: _Optional[str] = ..., tensors: _Optional[_Iterable[str]] = ..., ranks: _Optional[_Iterable[int]] = ..., replica: _Optional[str] = ...) -> None: ...
 
 class Host(_message.Message):
-    __slots__ = ("boot_id", "pid_namespace", "name", "address")
+    __slots__ = ("boot_id", "pid_namespace", "name", "address", "gpus")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     PID_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
     boot_id: str
     pid_namespace: str
     name: str
     address: str
-    def __init__(self, boot_id: _Optional[str] = ..., pid_namespace: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+    gpus: _containers.RepeatedCompositeFieldContainer[Gpu]
+    def __init__(self, boot_id: _Optional[str] = ..., pid_namespace: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ...) -> None: ...
+
+class Gpu(_message.Message):
+    __slots__ = ("uuid", "name", "pci", "reach")
+    UUID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PCI_FIELD_NUMBER: _ClassVar[int]
+    REACH_FIELD_NUMBER: _ClassVar[int]
+    uuid: bytes
+    name: str
+    pci: str
+    reach: _containers.RepeatedCompositeFieldContainer[GpuReach]
+    def __init__(self, uuid: _Optional[bytes] = ..., name: _Optional[str] = ..., pci: _Optional[str] = ..., reach: _Optional[_Iterable[_Union[GpuReach, _Mapping]]] = ...) -> None: ...
+
+class GpuReach(_message.Message):
+    __slots__ = ("uuid", "link")
+    class Link(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        LINK_UNSPECIFIED: _ClassVar[GpuReach.Link]
+        NONE: _ClassVar[GpuReach.Link]
+        PCIE: _ClassVar[GpuReach.Link]
+        NVLINK: _ClassVar[GpuReach.Link]
+    LINK_UNSPECIFIED: GpuReach.Link
+    NONE: GpuReach.Link
+    PCIE: GpuReach.Link
+    NVLINK: GpuReach.Link
+    UUID_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
+    uuid: bytes
+    link: GpuReach.Link
+    def __init__(self, uuid: _Optional[bytes] = ..., link: _Optional[_Union[GpuReach.Link, str]] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "dtype", "shape")
