@@ -10,7 +10,7 @@ milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -75,8 +75,8 @@ class Cells:
         return NeedMap(len(counts), needs, np.array(cells, dtype=np.int64))
 
 
-def cut(publication: Publication, needed: Iterable[Wanted], sources: Collection[int]) -> Cells:
-    """Cuts a publication so that each need is a union of cells. Only `sources` get atoms."""
+def cut(publication: Publication, needed: Iterable[Wanted]) -> Cells:
+    """Cuts a publication so that each need is a union of cells."""
     boxes: list[set[Box]] = [set() for _ in publication.parts]
     for wanted in needed:
         for tensor, box in wanted:
@@ -85,12 +85,11 @@ def cut(publication: Publication, needed: Iterable[Wanted], sources: Collection[
     counts = [len(tiling.boxes) for tiling in tilings]
     first = [0, *accumulate(counts)]
     in_part = [len(cells) for tiling in tilings for cells in tiling.parts]
-    held: dict[int, list[tuple[int, int, tuple[Box, ...]]]] = {source: [] for source in sources}
+    held: dict[int, list[tuple[int, int, tuple[Box, ...]]]] = {source: [] for source in range(len(publication.tables))}
     for tensor, (parts, tiling) in enumerate(zip(publication.parts, tilings, strict=True)):
         for part, begin, cells in zip(parts, tiling.first, tiling.parts, strict=False):
             for source, shard in part.holders:
-                if source in held:
-                    held[source].append((shard, first[tensor] + begin, cells))
+                held[source].append((shard, first[tensor] + begin, cells))
     atoms: dict[int, Atoms] = {}
     of_atom: dict[int, Indices] = {}
     for source, shards in held.items():

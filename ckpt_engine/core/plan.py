@@ -7,7 +7,7 @@ Runs in the manager, once for each set of tables and needs; workers with equal n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
 
@@ -63,27 +63,9 @@ def compile_plans(
     """
     if tuple(table_digests) != publication.table_digests:
         raise precondition("the tables have changed since they were merged; merge them again")
-    everyone = range(len(publication.tables))
-    compiled = _compile(publication, workers, everyone, choose)
-    cells = cut(publication, [each.wanted for each in compiled], everyone)
+    compiled = _compile(publication, workers, choose)
+    cells = cut(publication, [each.wanted for each in compiled])
     return _plans(publication, compiled, cells)
-
-
-def compile_late(
-    sealed: Plans, workers: Sequence[PlanRequest], sources: Collection[int], choose: Choose = choose_transport
-) -> Plans:
-    """Plans for workers that join an update which others have already installed, reading only from `sources`.
-
-    If the sealed atoms are fine enough, the result has the same `cells` (`result.cells is sealed.cells`): their digests
-    serve, and nothing is digested anew. Else it has cells of its own, and atoms of `sources` only; once they are
-    digested, `core.sealed.check_unchanged` tells whether the bytes are those that were sealed. Raises as
-    `compile_plans`.
-    """
-    compiled = _compile(sealed.publication, workers, sources, choose)
-    if all(sealed.cells.map(each.wanted) is not None for each in compiled):
-        return _plans(sealed.publication, compiled, sealed.cells)
-    cells = cut(sealed.publication, [each.wanted for each in compiled], sources)
-    return _plans(sealed.publication, compiled, cells)
 
 
 @dataclass(frozen=True)
@@ -108,9 +90,7 @@ def _plans(publication: Publication, compiled: list[_Compiled], cells: Cells) ->
     return Plans(publication, workers, cells, maps)
 
 
-def _compile(
-    publication: Publication, workers: Sequence[PlanRequest], sources: Collection[int], choose: Choose
-) -> list[_Compiled]:
+def _compile(publication: Publication, workers: Sequence[PlanRequest], choose: Choose) -> list[_Compiled]:
     wanted: dict[bytes, Wanted] = {}
     compiled: dict[tuple[bytes, bytes, tuple[str, ...]], _Compiled] = {}
     keys: set[Hashable] = set()
@@ -125,7 +105,7 @@ def _compile(
             continue
         if needs_digest not in wanted:
             wanted[needs_digest] = _wanted(publication, worker)
-        reader = _Reader(publication, worker, frozenset(sources), choose, spread=len(compiled))
+        reader = _Reader(publication, worker, choose, spread=len(compiled))
         plan = reader.plan(wanted[needs_digest], needs_digest)
         compiled[same] = _Compiled([worker.key], wanted[needs_digest], plan)
     return list(compiled.values())
@@ -174,12 +154,9 @@ def _fits(box: Box, shape: tuple[int, ...]) -> bool:
 class _Reader:
     """Chooses, for one worker, where each piece comes from."""
 
-    def __init__(
-        self, publication: Publication, worker: PlanRequest, sources: frozenset[int], choose: Choose, spread: int
-    ) -> None:
+    def __init__(self, publication: Publication, worker: PlanRequest, choose: Choose, spread: int) -> None:
         self._publication = publication
         self._worker = worker
-        self._sources = sources
         self._choose = choose
         self._spread = spread
         self._near = [same_host(table.host, worker.host) for table in publication.tables]
@@ -272,12 +249,11 @@ class _Reader:
         region = self._publication.places[source][shard].region
         known = self._reached.get((source, region))
         if known is None:
-            known = source in self._sources
-            if known:
-                try:
-                    self._edge(source, self._regions[source][region].transport)
-                except CkptEngineError:
-                    known = False
+            try:
+                self._edge(source, self._regions[source][region].transport)
+                known = True
+            except CkptEngineError:
+                known = False
             self._reached[source, region] = known
         return known
 
@@ -298,14 +274,9 @@ class _Reader:
         name = self._publication.manifest.tensors[tensor].name
         ranks = sorted({self._publication.tables[source].rank for source, _ in part.holders})
         where = f"worker {self._worker.key} cannot read {box} of tensor {name}"
-        for source, shard in part.holders:
-            if source in self._sources:
-                region = self._publication.places[source][shard].region
-                try:
-                    self._edge(source, self._regions[source][region].transport)
-                except CkptEngineError as failure:
-                    problem = failure.problem
-                    return error(problem.code, f"{where} from ranks {ranks}: {problem.message}", [name], ranks)
-        return precondition(
-            f"{where}: ranks {ranks}, which hold it, do not keep it sealed; the next update brings it", [name], ranks
-        )
+        source, shard = part.holders[0]
+        try:
+            self._edge(source, self._regions[source][self._publication.places[source][shard].region].transport)
+        except CkptEngineError as failure:
+            return error(failure.problem.code, f"{where} from ranks {ranks}: {failure.problem.message}", [name], ranks)
+        return internal(f"{where} from ranks {ranks}, though it is within reach", [name])

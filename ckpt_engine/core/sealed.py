@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ckpt_engine.core.cells import Cells
 from ckpt_engine.core.manifest import Publication
 from ckpt_engine.core.plan import Plans
-from ckpt_engine.core.problems import data_loss, internal, invalid, precondition
+from ckpt_engine.core.problems import internal, invalid, precondition
 from ckpt_engine.v1.weights_pb2 import Digests
 
 Words = npt.NDArray[np.uint64]
@@ -91,8 +91,7 @@ def check_replicas(plans: Plans, digests: Mapping[int, Digests]) -> Sealed:
 def expected_digests(plans: Plans, key: Hashable, sealed: Sealed) -> Digests:
     """What a worker must find in each of its needs once it has read them, in their order.
 
-    `plans` may be those of a late worker, if they have the cells of `sealed`. Raises FAILED_PRECONDITION, naming
-    tensors, if a cell that it needs was not digested.
+    Raises FAILED_PRECONDITION, naming tensors, if a cell that it needs was not digested.
     """
     if plans.cells is not sealed.cells:
         raise internal("these digests are of other atoms than the plan's")
@@ -100,32 +99,6 @@ def expected_digests(plans: Plans, key: Hashable, sealed: Sealed) -> Digests:
     sealed._require(sealed.known[found.cells], sealed.cells.tensor[found.cells])
     sums = _sums(found.needs, sealed.values[found.cells], found.count)
     return Digests(values=sums.tolist())
-
-
-def check_unchanged(sealed: Sealed, again: Sealed) -> None:
-    """Compares digests of two cuttings of one publication, part by part, as far as both know them.
-
-    Raises DATA_LOSS, naming tensors, if bytes are no longer those that were sealed.
-    """
-    if sealed.publication is not again.publication:
-        raise internal("digests of two publications cannot be compared")
-    count = sum(len(parts) for parts in sealed.publication.parts)
-    totals = []
-    both = np.ones(count, dtype=np.bool_)
-    for each in (sealed, again):
-        both[each.cells.part[~each.known]] = False
-        totals.append(_sums(each.cells.part, each.values, count))
-    wrong = np.flatnonzero(both & (totals[0] != totals[1]))
-    if len(wrong):
-        tensor_of_part = np.repeat(
-            np.arange(len(sealed.publication.parts)), [len(parts) for parts in sealed.publication.parts]
-        )
-        names = _names(sealed.publication, tensor_of_part[wrong])
-        raise data_loss(
-            f"what lies in the source is not what was sealed: {', '.join(names[:_NAMED])} "
-            f"({len(names)} tensors) changed since; publish again",
-            names,
-        )
 
 
 def _sums(index: npt.NDArray[np.int64], values: Words, count: int) -> Words:

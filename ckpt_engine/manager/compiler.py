@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from ckpt_engine.core.complete import check_complete
 from ckpt_engine.core.machines.events import (
     Combined,
     CombineSeals,
@@ -109,6 +110,11 @@ class Compiler:
             if worker.needs.digest not in needs:
                 needs[worker.needs.digest] = self._parsed(worker.needs, weights_pb2.WorkerNeeds(), name)
             requests.append(PlanRequest(worker.key, needs[worker.needs.digest], worker.host, worker.transports))
+        replicas: dict[str, list[weights_pb2.WorkerNeeds]] = {}
+        for worker in task.workers:
+            replicas.setdefault(worker.key[0], []).append(needs[worker.needs.digest])
+        for replica, workers in replicas.items():
+            check_complete(publication.manifest, workers, replica)
         plans = compile_plans(publication, publication.table_digests, requests)
         stored: dict[int, manager_pb2.BlobRef] = {}
         refs: dict[WorkerKey, manager_pb2.BlobRef] = {}

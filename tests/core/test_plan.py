@@ -17,9 +17,9 @@ from ckpt_engine.core.boxes import Box, whole
 from ckpt_engine.core.digest import digest_box
 from ckpt_engine.core.dtypes import torch_dtype
 from ckpt_engine.core.manifest import Publication, merge_tables, root
-from ckpt_engine.core.plan import PlanRequest, Plans, compile_late, compile_plans
+from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.sealed import check_replicas, check_unchanged, expected_digests
+from ckpt_engine.core.sealed import check_replicas, expected_digests
 from ckpt_engine.v1.weights_pb2 import Digests, Problem, WorkerPlan
 
 Weights = dict[str, torch.Tensor]
@@ -238,49 +238,6 @@ def test_too_few_digests_and_missing_sources_are_refused() -> None:
     for call in (half.root, half.tensor_digests, lambda: expected_digests(plans, "all", half)):
         with pytest.raises(CkptEngineError, match="no source has digested all of a"):
             call()
-
-
-def late(plans: Plans, need: Box, source: int) -> Plans:
-    return compile_late(plans, [request("late", plans.publication.manifest_digest, [(0, need)])], [source])
-
-
-def test_a_late_worker_reads_what_stays_sealed_and_uses_its_atoms_if_they_suffice() -> None:
-    weights = some_weights(a=(8, 6))
-    plans = compiled(weights, 2, [("w", [(0, Box((0, 0), (4, 6)))])])
-    sealed = check_replicas(plans, {source: digests(plans, source, weights) for source in range(2)})
-    joined = late(plans, whole((8, 6)), 1)
-    assert joined.cells is plans.cells
-    assert [source.rank for source in joined.workers["late"].sources] == [1]
-    assert list(expected_digests(joined, "late", sealed).values) == [digest_box(weights["a"], (0, 0))]
-
-
-def test_a_late_worker_with_other_cuts_gets_new_atoms_that_are_checked_against_what_was_sealed() -> None:
-    weights = some_weights(a=(8, 6), b=(4,))
-    plans = compiled(weights, 2, [("w", [(0, Box((0, 0), (4, 6)))])])
-    sealed = check_replicas(plans, {source: digests(plans, source, weights) for source in range(2)})
-    joined = late(plans, Box((0, 0), (8, 3)), 1)
-    assert joined.cells is not plans.cells
-    assert list(joined.atoms) == [1]
-    with pytest.raises(CkptEngineError, match="other atoms"):
-        expected_digests(joined, "late", sealed)
-    again = check_replicas(joined, {1: digests(joined, 1, weights)})
-    check_unchanged(sealed, again)
-    assert list(expected_digests(joined, "late", again).values) == [digest_box(weights["a"][:, :3], (0, 0))]
-
-    changed = {name: tensor.clone() for name, tensor in weights.items()}
-    changed["a"][7, 5] += 1
-    with pytest.raises(CkptEngineError, match=r"not what was sealed: a \(1 ") as caught:
-        check_unchanged(sealed, check_replicas(joined, {1: digests(joined, 1, changed)}))
-    assert (caught.value.problem.code, list(caught.value.problem.tensors)) == (Problem.DATA_LOSS, ["a"])
-
-
-def test_a_late_worker_cannot_read_what_nobody_keeps() -> None:
-    weights = some_weights(a=(8, 6))
-    publication = merge_tables([table(rank, weights, rows(weights, rank, 2)) for rank in range(2)])
-    plans = compile_plans(publication, publication.table_digests, [])
-    with pytest.raises(CkptEngineError, match="do not keep it sealed") as caught:
-        late(plans, whole((8, 6)), 1)
-    assert caught.value.problem.code == Problem.FAILED_PRECONDITION
 
 
 def test_geometry_is_worked_out_once_for_tensors_that_are_split_alike() -> None:

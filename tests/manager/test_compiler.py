@@ -120,3 +120,25 @@ def test_a_rank_cannot_publish_for_another() -> None:
     first, second = tables(blobs, some_weights())
     with pytest.raises(CkptEngineError, match=r"rank 0 .* table of rank 1"):
         Compiler(blobs).merge(MergeTables("run", (second, first), SECONDS))
+
+
+def test_a_tensor_that_all_workers_of_a_replica_leave_to_others_is_refused_when_planning() -> None:
+    """Two pipeline stages that share the tensors, then two that both leave the last one out."""
+    blobs = BlobStore()
+    compiler = Compiler(blobs)
+    published = compiler.merge(MergeTables("run", tables(blobs, some_weights()), SECONDS))
+    manifest = weights_pb2.Manifest.FromString(blobs.get(published.manifest))
+
+    def stage(rank: int, *loaded: int) -> PlanWorker:
+        needs = weights_pb2.WorkerNeeds(manifest_digest=published.manifest.digest)
+        for index, spec in enumerate(manifest.tensors):
+            if index in loaded:
+                needs.needs.add(tensor=index, start=[0] * len(spec.shape), stop=spec.shape)
+            else:
+                needs.elsewhere.append(index)
+        return PlanWorker(("replica", rank), blobs.put(canonical(needs)), HOST, ("shared_memory",))
+
+    compiler.compile(CompilePlans(published, (stage(0, 0, 1), stage(1, 2)), SECONDS))
+    with pytest.raises(CkptEngineError, match="each of the 2 workers of replica 'replica'") as caught:
+        compiler.compile(CompilePlans(published, (stage(0, 0), stage(1, 1)), SECONDS))
+    assert list(caught.value.problem.tensors) == [manifest.tensors[2].name]

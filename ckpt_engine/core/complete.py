@@ -1,0 +1,34 @@
+"""Whether the workers of an engine, together, load every tensor of a manifest. Pure.
+
+A worker alone cannot know: under pipeline or expert parallelism it rightly leaves tensors to others. What it leaves, it
+names (`WorkerNeeds.elsewhere`); what all of them leave would stay as it was. Runs in the manager when it plans, before
+any replica is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckpt_engine.core.problems import invalid
+from ckpt_engine.v1.weights_pb2 import Manifest, WorkerNeeds
+
+
+def check_complete(manifest: Manifest, workers: Sequence[WorkerNeeds], replica: str) -> None:
+    """workers: all of `replica`, in any order.
+
+    Raises INVALID_ARGUMENT naming the tensors that each worker leaves to the others.
+    """
+    left = {index for needs in workers for index in needs.elsewhere}
+    if not left:
+        return
+    left.difference_update(need.tensor for needs in workers for need in needs.needs)
+    if left:
+        count = len(manifest.tensors)
+        names = [manifest.tensors[index].name if index < count else f"number {index}" for index in sorted(left)]
+        more = f" and {len(names) - 16} more" if len(names) > 16 else ""
+        raise invalid(
+            f"each of the {len(workers)} workers of replica {replica!r} leaves {', '.join(names[:16])}{more} to "
+            "another pipeline stage or expert rank, and none loads it; publish the names of this model's checkpoint",
+            names,
+            replica=replica,
+        )
