@@ -164,12 +164,23 @@ class EngineAdapter(Protocol):
         """Returns when the engine produces tokens again."""
         ...
 
+    async def discard(self, seconds: float) -> None:
+        """Makes every worker call `EngineWorker.discard()`; the engine may compute meanwhile. Before `sleep(2)`.
+
+        Returns when all of them have returned.
+        """
+        ...
+
     async def sleep(self, level: int, seconds: float) -> None:
-        """Gives up memory. Level 1 keeps weights on the host, 2 discards them."""
+        """Gives up memory; requests that are inside end. Level 1 keeps weights on the host, 2 discards them: then each
+        worker must call `EngineWorker.discard()` once more by itself before they go, in whatever order calls come."""
         ...
 
     async def wake(self, tags: Sequence[str], seconds: float) -> None:
-        """Takes memory back; tags "weights" and "kv_cache", none: all."""
+        """Takes memory back; tags "weights" and "kv_cache", none: all. Waking what is awake is no error.
+
+        An engine may compute again once all is awake.
+        """
         ...
 
     async def stamp(self, identity: weights_pb2.Identity, seconds: float) -> None:

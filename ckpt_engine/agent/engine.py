@@ -127,7 +127,8 @@ async def probe(adapter: EngineAdapter, url: str, seconds: float) -> EngineReady
     if not info.supported:
         raise EngineFailedError(f"{adapter.kind} {info.version} at {url} cannot be driven: {info.reason}")
     engine = manager_pb2.Engine(kind=adapter.kind, version=info.version, url=url)
-    return EngineReady(engine, info.world_size, info.paused, info.asleep)
+    levels = adapter.capabilities.sleep_levels
+    return EngineReady(engine, info.world_size, info.paused, info.asleep, sleep_levels=levels)
 
 
 class Watch:

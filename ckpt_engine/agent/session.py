@@ -16,7 +16,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from google.protobuf.message import Message as ProtobufMessage
@@ -202,6 +202,8 @@ class ReplicaAgent:
 
     def engine_ready(self, ready: events.EngineReady) -> None:
         self._forget_unanswered()  # whatever it was, it was of an engine that has gone
+        if self._host.page is not None:
+            ready = replace(ready, marked=self._host.page.marked().sleeping)
         self._feed(ready)
 
     def engine_exited(self, reason: str) -> None:
@@ -310,7 +312,7 @@ class ReplicaAgent:
     async def _run(self, key: events.Key, task: events.Task) -> None:
         assert self._runner is not None
         done = await self._runner.run(key, task)
-        if isinstance(task, events.PauseEngine | events.InstallEngine | events.ResumeEngine):
+        if isinstance(task, events.PauseEngine | events.InstallEngine | events.WakeEngine | events.ResumeEngine):
             self._mind_answer(done)
         self._feed(done)
 

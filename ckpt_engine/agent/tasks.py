@@ -19,7 +19,7 @@ from ckpt_engine.client import get_blob, put_blob
 from ckpt_engine.core.machines import events
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import CkptEngineError, deadline, internal, unavailable
-from ckpt_engine.install.state import verdict
+from ckpt_engine.install.state import EngineMark, verdict
 from ckpt_engine.trace import span
 from ckpt_engine.transport.base import Transport
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
@@ -75,6 +75,9 @@ class TaskRunner:
                 return tuple(await asyncio.gather(*(self._blobs.get(ref) for ref in task.refs)))
             case events.ReadWords():
                 return self._words()
+            case events.MarkEngine():
+                self._mark(task)
+                return None
             case events.SealDirectory():
                 return await self._seal(task)
             case (
@@ -83,6 +86,7 @@ class TaskRunner:
                 | events.InstallEngine()
                 | events.StampEngine()
                 | events.ResumeEngine()
+                | events.DiscardEngine()
                 | events.SleepEngine()
                 | events.WakeEngine()
             ):
@@ -100,9 +104,15 @@ class TaskRunner:
         return ref
 
     def _words(self) -> events.Words:
-        words = self._host.page.read() if self._host.page is not None else []
-        found = verdict(words)
+        page = self._host.page
+        words = page.read() if page is not None else []
+        found = verdict(words, page is not None and page.marked().own_weights)
         return events.Words(tuple(word.status() for word in words), found.open, found.reason, found.identity)
+
+    def _mark(self, task: events.MarkEngine) -> None:
+        if self._host.page is None:
+            raise EngineCallError("the engine has no page", answered=True)
+        self._host.page.mark(EngineMark(task.own_weights, task.sleeping))
 
     async def _seal(self, task: events.SealDirectory) -> events.SealResult:
         started = time.monotonic()
@@ -130,6 +140,8 @@ async def _call_engine(adapter: EngineAdapter, task: events.EngineTask) -> None:
             await adapter.stamp(task.identity, task.seconds)
         case events.ResumeEngine():
             await adapter.resume(task.seconds)
+        case events.DiscardEngine():
+            await adapter.discard(task.seconds)
         case events.SleepEngine():
             await adapter.sleep(task.level, task.seconds)
         case events.WakeEngine():

@@ -1,8 +1,8 @@
 """The gate: ASGI middleware in an engine's API server that lets a request in only while the weights are whole.
 
-It decides from the workers' state words alone, read at every request; pause, resume and labels play no part. It
-does not stop requests that are already inside; the engine's pause does. It keeps the engine's control routes for
-the agent, which knows the token in the engine's directory.
+It decides from the workers' state words and the engine's mark (asleep, weights of its own), read at every request;
+pause, resume and labels play no part. It does not stop requests that are already inside; the engine's pause does. It
+keeps the engine's control routes for the agent, which knows the token in the engine's directory.
 
 An adapter subclasses it with the routes of its engine. Any framework that takes ``Class(app)`` can use it.
 """
@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, ClassVar
 
 from ckpt_engine.install.directory import EngineDirectory
-from ckpt_engine.install.state import EnginePage, Verdict, verdict
+from ckpt_engine.install.state import EnginePage, Verdict, admission
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -43,20 +43,21 @@ class StateReader:
         self._page = page
         self._raw = b""
         self._checked = 0.0
-        self._verdict = verdict([])
+        self._verdict = Verdict(False, "no worker has started", None)
 
     def verdict(self) -> Verdict:
-        """The verdict on the page as it is now."""
+        """What `admission` says of the page as it is now."""
         now = time.monotonic()
         raw = self._page.raw()
         if raw != self._raw or now - self._checked > _LIVENESS_SECONDS:
             self._raw, self._checked = raw, now
-            self._verdict = verdict(self._page.read())
+            self._verdict = admission(self._page.read(), self._page.marked())
         return self._verdict
 
 
 class Gate:
-    """Answers 503 unless all workers are clean with one root; adds the version to every answer that it lets out.
+    """Answers 503 while asleep, and unless all workers are clean with one root; adds the version to every answer that
+    it lets out. An engine that is marked as having weights of its own is open while it is awake, without a version.
 
     Raises at construction (so that the server does not start) when the engine's directory cannot be opened.
     """
@@ -97,8 +98,8 @@ class Gate:
                 await _refuse(scope, send, 403, f"{path} is for this replica's agent only")
         else:
             state = self._state.verdict()
-            if state.open and state.identity is not None:
-                await self._app(scope, receive, _with_version(send, state))
+            if state.open:
+                await self._app(scope, receive, send if state.identity is None else _with_version(send, state))
             else:
                 await _refuse(scope, send, 503, f"this replica does not serve now: {state.reason}", retry_after=1)
 
@@ -111,11 +112,14 @@ class Gate:
         if client is not None and not _is_loopback(client[0]):
             await _refuse(scope, send, 403, f"{INFO_ROUTE} answers on this host only")
             return
-        state = verdict(self._page.read())
+        mark = self._page.marked()
+        state = admission(self._page.read(), mark)
         body = {
             "directory": str(self._directory.path),
             "world_size": self._page.world_size(),
             "open": state.open,
+            "own_weights": mark.own_weights,
+            "asleep": sorted(mark.sleeping.tags),
             "reason": state.reason,
             "version": state.identity.version if state.identity else None,
             "lineage": state.identity.lineage if state.identity else None,

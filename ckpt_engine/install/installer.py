@@ -25,8 +25,8 @@ from google.protobuf.message import DecodeError
 from ckpt_engine.core.digest import digest_boxes
 from ckpt_engine.core.manifest import blob_digest
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid, precondition
-from ckpt_engine.install.loading import load
 from ckpt_engine.install.constants import Constants
+from ckpt_engine.install.loading import load
 from ckpt_engine.install.record import record
 from ckpt_engine.install.recording import Handover, Recording, TensorLayout, handed
 from ckpt_engine.install.resolve import Bound, Resolved, bind, resolve
@@ -234,6 +234,7 @@ class _Run:
             raise invalid(f"{len(expected)} digests are expected for {len(recording.needs)} needs")
         resident = self._installer._resident(current)
         self._total = current.resolved.bytes
+        self._installer._constants.check()
         self._in_time()
 
         trace("worker.install", "dirty")

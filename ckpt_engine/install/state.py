@@ -4,8 +4,9 @@ This module decides how a state word is laid out, written without ever being rea
 (:func:`verdict`). It does not decide when a worker is dirty or clean; the installer does.
 
 The page is a file that the workers, the gate in the API server and the agent map. Slot ``rank`` belongs to the
-worker of that rank alone, so there is one writer a slot. A word carries a checksum: a reader that meets a word
-being written reads again, and a word left half-written by a killed worker reads as dirty.
+worker of that rank alone, and the engine's mark to the agent, so there is one writer a place. A word carries a
+checksum: a reader that meets a word being written reads again, and a word left half-written by a killed worker reads
+as dirty.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt_engine.core.sleeping import AWAKE, KV_CACHE, WEIGHTS, Sleeping
+from ckpt_engine.transport.host import process_start_time
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 NONE = manager_pb2.NONE
@@ -36,6 +39,10 @@ _HEADER_BYTES = 256
 _SLOT_BYTES = 256
 _WORD = struct.Struct("<16sIQIQq32sH120s")  # boot id, pid, start time, state, epoch, version, root, lineage
 _CHECK = struct.Struct("<I")
+_MARK = struct.Struct("<BBBB")  # flags, sleep level, tags that are given up, zero
+_MARK_OFFSET = 64
+_OWN_WEIGHTS, _ROUSING = 1, 2
+_TAG_BITS = {WEIGHTS: 1, KV_CACHE: 2}
 _PAGE_BYTES = _HEADER_BYTES + MAX_WORKERS * _SLOT_BYTES
 _READS_BEFORE_TORN = 100
 
@@ -62,16 +69,44 @@ class WorkerWord:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineMark:
+    """What the agent says of the engine as a whole; it outlives the agent.
+
+    own_weights: it serves weights that it loaded itself and that no update touches (mode colocated).
+    """
+
+    own_weights: bool = False
+    sleeping: Sleeping = AWAKE
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether an engine may answer requests, why not, and which version it would answer with."""
+    """Whether an engine may answer requests, why not, and which version it would answer with (None: its own)."""
 
     open: bool
     reason: str
     identity: weights_pb2.Identity | None
 
 
-def verdict(words: Sequence[WorkerWord]) -> Verdict:
-    """Open only if there is a worker and all of them are alive and clean with one identity. Pure."""
+def admission(words: Sequence[WorkerWord], mark: EngineMark) -> Verdict:
+    """What the gate decides: as `verdict`, and closed while any of the engine's memory is given up. Pure."""
+    if mark.sleeping:
+        return Verdict(False, f"it is {mark.sleeping.describe()}", None)
+    return verdict(words, mark.own_weights)
+
+
+def verdict(words: Sequence[WorkerWord], own_weights: bool = False) -> Verdict:
+    """Whether the weights are whole: there is a worker, and all of them are alive and clean with one identity. Pure.
+
+    own_weights: the engine's own ones are, as long as no worker is dead or half updated.
+    """
+    if own_weights:
+        for word in words:
+            if word.boot_id and not word.alive:
+                return Verdict(False, f"worker {word.rank} (pid {word.pid}) is dead", None)
+            if word.state == DIRTY:
+                return Verdict(False, f"worker {word.rank} was updated, although its weights are its own", None)
+        return Verdict(True, "", None)
     if not words:
         return Verdict(False, "no worker has started", None)
     for word in words:
@@ -88,19 +123,6 @@ def verdict(words: Sequence[WorkerWord]) -> Verdict:
         if word.identity != first:
             return Verdict(False, f"worker {word.rank} holds another version than worker {words[0].rank}", None)
     return Verdict(True, "", first)
-
-
-def process_start_time(pid: int) -> int:
-    """Clock ticks between boot and the start of ``pid``, 0 if there is no such process (or it is a zombie).
-
-    Together with the pid it names one process for ever: field 22 of /proc/<pid>/stat, see proc_pid_stat(5).
-    """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 class WorkerSlot:
@@ -187,6 +209,20 @@ class EnginePage:
         if magic != _MAGIC or layout != _LAYOUT or workers > MAX_WORKERS:
             raise ValueError(f"{self.path} is not a page of state words of layout {_LAYOUT}")
         return int(workers)
+
+    def mark(self, mark: EngineMark) -> None:
+        """Writes the engine's mark, four bytes. The agent's alone; the gate sees it at its next request."""
+        sleeping = mark.sleeping
+        flags = _OWN_WEIGHTS * mark.own_weights | _ROUSING * sleeping.rousing
+        tags = sum(_TAG_BITS[tag] for tag in sleeping.tags)
+        self._map[_MARK_OFFSET : _MARK_OFFSET + _MARK.size] = _MARK.pack(flags, sleeping.level, tags, 0)
+
+    def marked(self) -> EngineMark:
+        """The engine's mark; a page without one says awake, and weights that updates bring."""
+        flags, level, bits, _ = _MARK.unpack_from(self._map, _MARK_OFFSET)
+        tags = frozenset(tag for tag, bit in _TAG_BITS.items() if bits & bit)
+        sleeping = Sleeping(level, tags, bool(flags & _ROUSING)) if tags else AWAKE
+        return EngineMark(bool(flags & _OWN_WEIGHTS), sleeping)
 
     def raw(self) -> bytes:
         """The used part of the page as it is, possibly torn: equal bytes mean that nothing changed."""

@@ -95,10 +95,16 @@ class EngineWorker:
             return False
 
     def discard(self) -> None:
-        """The engine has thrown its weights away (sleep level 2): the worker holds no version, and no memory of any
-        source stays mapped."""
+        """The engine is about to throw its weights away (sleep level 2): the worker holds no version from now on, and
+        no memory of any source stays mapped. What no update brings is noted, and compared at the next install.
+
+        Never raises. May be called more than once, and as often as an engine likes before the memory goes.
+        """
         self.slot.none()
-        self._installer.release()
+        try:
+            self._installer.discarding()
+        except Exception:
+            log.exception("ckpt-engine: worker %d could not let go of what it had mapped", self.slot.rank)
 
     def release(self) -> None:
         """Lets go of all memory of sources; the next install opens it again."""
@@ -106,7 +112,8 @@ class EngineWorker:
 
     def close(self) -> None:
         """Ends the worker in an orderly way: it holds no version any more."""
-        self.discard()
+        self.slot.none()
+        self._installer.release()
         self._channel.close()
         self._page.close()
 

@@ -11,9 +11,10 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, WebSocket
 
+from ckpt_engine.core.sleeping import Sleeping
 from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.install.gate import Gate
-from ckpt_engine.install.state import EnginePage
+from ckpt_engine.install.state import EngineMark, EnginePage
 from ckpt_engine.v1 import weights_pb2
 
 IDENTITY = weights_pb2.Identity(lineage="run", version=12, root=b"\x05" * 32)
@@ -109,11 +110,50 @@ def test_health_passes_and_information_tells_the_agent_where_to_go(engine):
         "directory": str(directory.path),
         "world_size": 1,
         "open": True,
+        "own_weights": False,
+        "asleep": [],
         "reason": "",
         "version": 12,
         "lineage": "run",
         "root": "05" * 32,
     }
+
+
+def test_nobody_is_let_in_while_memory_is_given_up(engine):
+    client, directory = engine
+    page = EnginePage(directory.page)
+    page.claim(0, 1).clean(3, IDENTITY)
+    for sleeping, said in (
+        (Sleeping(1, frozenset({"weights", "kv_cache"})), "kept on the host"),
+        (Sleeping(2, frozenset({"weights", "kv_cache"})), "discarded"),
+        (Sleeping(2, frozenset({"kv_cache"}), rousing=True), "not woken yet"),
+    ):
+        page.mark(EngineMark(sleeping=sleeping))
+        assert page.marked() == EngineMark(sleeping=sleeping)
+        assert page.read()[0].identity == IDENTITY
+        refused = client.post("/generate")
+        assert refused.status_code == 503
+        assert said in refused.json()["detail"]
+    page.mark(EngineMark())
+    assert client.post("/generate").headers["x-ckpt-engine-version"] == "12"
+
+
+def test_an_engine_with_weights_of_its_own_is_open_while_it_is_awake_and_whole(engine):
+    client, directory = engine
+    page = EnginePage(directory.page)
+    assert client.post("/generate").status_code == 503
+    page.mark(EngineMark(own_weights=True))
+    answer = client.post("/generate")
+    assert answer.status_code == 200
+    assert "x-ckpt-engine-version" not in answer.headers
+    slot = page.claim(0, 1)
+    assert page.marked().own_weights
+    assert client.post("/generate").status_code == 200
+    slot.dirty(1)
+    assert client.post("/generate").status_code == 503
+    slot.none()
+    page.mark(EngineMark(own_weights=True, sleeping=Sleeping(1, frozenset({"weights", "kv_cache"}))))
+    assert client.post("/generate").status_code == 503
 
 
 def test_paths_that_only_look_like_open_ones_are_gated(engine):

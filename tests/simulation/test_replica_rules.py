@@ -105,24 +105,6 @@ def test_a_trainer_that_trains_on_too_early_spoils_no_replica(story: Story) -> N
     assert results[0].replicas[0].problem.code == Problem.DATA_LOSS
 
 
-def test_an_asleep_replica_keeps_its_version(story: Story) -> None:
-    agent, group = story.replica(), story.ranks()
-    before = story.update(group).identity
-    group.train()
-    assert story.cluster.manager is not None
-    slept = story.cluster.manager.sleep_or_wake(False, [])
-    story.wait(2.0)
-    assert not slept.value.results[0].HasField("problem")
-    report = story.update(group)
-    assert outcomes(report) == {agent.name: OLD}
-    assert "asleep" in report.replicas[0].problem.message
-    assert report.replicas[0].after == before
-    woken = story.cluster.manager.sleep_or_wake(True, [agent.name])
-    story.wait(2.0)
-    assert not woken.value.results[0].HasField("problem")
-    assert story.update(group).ok
-
-
 def hold_back_first_bytes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Workers are stopped for so long between looking at the clock and writing their first byte."""
     original = Engine._read

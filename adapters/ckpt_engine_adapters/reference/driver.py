@@ -83,6 +83,9 @@ class ReferenceAdapter:
     async def resume(self, seconds: float) -> None:
         await self._call("POST", "/resume", seconds)
 
+    async def discard(self, seconds: float) -> None:
+        await self._control("/ckpt_engine/discard", seconds)
+
     async def sleep(self, level: int, seconds: float) -> None:
         await self._control("/sleep", seconds, level=level)
 

@@ -100,7 +100,6 @@ class Engine:
         while self._waiting and len(self._running) < MAX_RUNNING and not self._draining:
             self._running.append(self._waiting.pop(0))
         identity = self._verdict().identity
-        assert identity is not None, "a step is taken only when the verdict is open"
         batch, forget, self._forget = list(self._running), self._forget, []
         items = [generation.item() for generation in batch]
         replies = await self._pool.call("step", STEP_SECONDS, items=items, forget=forget)
@@ -179,13 +178,24 @@ class Engine:
             self._drop_caches(self._running)
             await self._pool.call("sleep", seconds, level=level)
 
+    async def discard(self, seconds: float) -> None:
+        """Lets every worker say that it holds nothing; what stands still then waits for other weights."""
+        async with self._exclusive(seconds):
+            await self._pool.call("discard", seconds)
+
     async def wake(self, tags: Collection[str], seconds: float) -> None:
         """Takes memory back. Weights that were discarded come back as NaN, and the state words say that there are none.
 
-        tags: of WAKE_TAGS; empty: all. Raises TimeoutError as `sleep` does.
+        tags: of WAKE_TAGS; empty: all.
+
+        Raises:
+            ConflictError: the caches would be awake and the weights not.
+            TimeoutError: as `sleep` does.
         """
         async with self._exclusive(seconds):
             wanted = set(tags or WAKE_TAGS) & self.asleep
+            if "weights" in self.asleep - wanted and wanted:
+                raise ConflictError('weights are woken before kv_cache: POST /wake {"tags": ["weights"]} first')
             if "weights" in wanted:
                 await self._pool.call("wake", seconds)
             self.asleep -= wanted

@@ -13,11 +13,11 @@ _numbers = itertools.count(1)
 
 
 class Token(NamedTuple):
-    """A token, its log-probability, and the version of the weights that chose it."""
+    """A token, its log-probability, and the version of the weights that chose it (None: the engine's own)."""
 
     token: int
     logprob: float
-    version: int
+    version: int | None
 
 
 class Generation:
@@ -50,7 +50,7 @@ class Generation:
         self.fresh = True
         self.events: asyncio.Queue[Token | None] = asyncio.Queue()
         self.ended = asyncio.Event()
-        self._spans: list[tuple[weights_pb2.Identity, int]] = []
+        self._spans: list[tuple[weights_pb2.Identity | None, int]] = []
 
     def item(self) -> dict[str, Any]:
         """This request's part of the next step's command."""
@@ -63,14 +63,14 @@ class Generation:
             "index": len(self.output),
         }
 
-    def append(self, token: int, logprob: float, identity: weights_pb2.Identity) -> None:
-        """Takes the next token, made by the weights `identity`, and ends the request if it was the last."""
+    def append(self, token: int, logprob: float, identity: weights_pb2.Identity | None) -> None:
+        """Takes the next token, made by `identity` (None: the engine's own weights), and ends it if it was last."""
         if not self._spans or self._spans[-1][0] != identity:
             self._spans.append((identity, len(self.output)))
         self.fresh = False
         self.output.append(token)
         self.logprobs.append(logprob)
-        self.events.put_nowait(Token(token, logprob, identity.version))
+        self.events.put_nowait(Token(token, logprob, _version(identity)))
         if token in self.stop_tokens:
             self.end("stop")
         elif len(self.output) >= self.max_tokens:
@@ -87,6 +87,10 @@ class Generation:
         """Which output tokens [start, end) which version made. Equal numbers of two lineages make two entries."""
         ends = [start for _, start in self._spans[1:]] + [len(self.output)]
         return [
-            {"version": identity.version, "start": start, "end": end}
+            {"version": _version(identity), "start": start, "end": end}
             for (identity, start), end in zip(self._spans, ends, strict=True)
         ]
+
+
+def _version(identity: weights_pb2.Identity | None) -> int | None:
+    return None if identity is None else identity.version

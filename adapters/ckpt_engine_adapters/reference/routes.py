@@ -165,6 +165,11 @@ def create_app(engine: Engine, facts: ModelFacts) -> FastAPI:
     async def prepare(body: _Control) -> dict[str, list[bool]]:
         return {"done": await engine.prepare(body.seconds)}
 
+    @app.post("/ckpt_engine/discard")
+    async def discard(body: _Control) -> dict[str, Any]:
+        await engine.discard(body.seconds)
+        return engine.info()
+
     @app.post("/ckpt_engine/install")
     async def install(body: InstallBody) -> dict[str, list[bool]]:
         return {"done": await engine.install(body.epoch, body.seconds)}

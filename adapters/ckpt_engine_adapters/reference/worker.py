@@ -57,6 +57,9 @@ class Worker:
                 return {"done": self._engine_worker.prepare()}
             case "install":
                 return {"done": self._engine_worker.install(command["epoch"])}
+            case "discard":
+                self._engine_worker.discard()
+                return {}
             case "sleep":
                 return self._sleep(command["level"])
             case "wake":

@@ -56,7 +56,7 @@ class VllmAdapter:
         layouts=("TP", "DP"),
         notes=(
             "keep recomputes the caches of running requests with the new weights; in_place keeps the old ones.",
-            "sleep needs --enable-sleep-mode; on a CPU it frees nothing.",
+            "sleep ends the requests that are inside, and needs --enable-sleep-mode; on a CPU it frees nothing.",
             "What a kernel repacks is verified as handed to its loader.",
         ),
     )
@@ -82,7 +82,10 @@ class VllmAdapter:
         return True
 
     async def probe(self, seconds: float) -> EngineInfo:
-        """Asks for version, routes and world size. Development routes that are missing are named."""
+        """Asks for version, routes and world size. Development routes that are missing are named.
+
+        `asleep` is also True while it is only paused: vLLM has one answer for both.
+        """
         version = str((await self._get("/version", seconds))["version"])
         self._routes = frozenset((await self._get("/openapi.json", seconds))["paths"])
         needed = {"/pause", "/resume", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"}
@@ -121,6 +124,9 @@ class VllmAdapter:
 
     async def resume(self, seconds: float) -> None:
         await self._post("/resume", seconds)
+
+    async def discard(self, seconds: float) -> None:
+        await self._post("/init_weight_transfer_engine", seconds, init_info={"discard": True})
 
     async def sleep(self, level: int, seconds: float) -> None:
         await self._ask("/sleep", seconds, level=level)

@@ -5,6 +5,7 @@ weights and never raises once it stands: an exception here would leave other ran
 (`gpu_worker.update_weights` clears its flag on the raising rank only), so failures go to the agent instead.
 
     /init_weight_transfer_engine  -> prepare: record the loader against the agent's manifest; touches no weight
+                                     with {"discard": true}: say that this worker holds nothing, before /sleep?level=2
     /start_weight_update          -> nothing; vLLM only notes that a session is open
     /update_weights               -> install: pull, verify, stamp the state word
     /finish_weight_update         -> nothing; the install has already put the layers back together
@@ -29,12 +30,15 @@ from vllm.distributed.weight_transfer.base import (
 from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.install.worker import EngineWorker
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE
+from ckpt_engine_adapters.vllm.sleeping import Attributes, guard_sleep
 from ckpt_engine_adapters.vllm.target import VllmTarget
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """What `/init_weight_transfer_engine` carries: nothing, the worker asks the agent."""
+    """What `/init_weight_transfer_engine` carries. discard: hold nothing from now on; else ask the agent."""
+
+    discard: bool = False
 
 
 @dataclass
@@ -72,9 +76,14 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._vllm_config = vllm_config
         workers = int(os.environ.get(WORKERS_VARIABLE, parallel.world_size_across_dp))
         self._worker = EngineWorker(directory, rank, workers, VllmTarget(model, vllm_config.model_config))
+        self._attributes = Attributes(model, device.type if device.type != "cpu" else "none")
+        guard_sleep(_discard)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Records the loader against the manifest that the agent has an order for."""
+        """Records the loader against the manifest that the agent has an order for, or says that it holds nothing."""
+        if init_info.discard:
+            self.discard()
+            return
         with set_current_vllm_config(self._vllm_config):
             self._worker.prepare()
 
@@ -83,10 +92,16 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Installs the version that the agent has an order for; runs inside vLLM's config context."""
+        self._attributes.put_back()
         self._worker.install(update_info.epoch)
 
     def finish_weight_update(self) -> None:
         """Nothing: see start_weight_update."""
+
+    def discard(self) -> None:
+        """The weights are about to go: the state word says so, and what vLLM does not keep over level 2 is kept."""
+        self._worker.discard()
+        self._attributes.keep()
 
     def shutdown(self) -> None:
         """Closes the channel to the agent."""
@@ -96,3 +111,10 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: Any) -> None:
         """Not a way to send weights with ckpt-engine: vLLM's base class has declared it abstract in some versions."""
         raise NotImplementedError("trainers publish through ckpt_engine.Trainer")
+
+
+def _discard(worker: Any) -> None:
+    """For a vLLM worker that is about to discard its memory."""
+    engine = getattr(worker, "weight_transfer_engine", None)
+    if isinstance(engine, CkptEngineWeightTransfer):
+        engine.discard()

@@ -12,7 +12,8 @@ from typing import cast
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines.agent_install import Installing, no_order
-from ckpt_engine.core.machines.agent_operations import Preparing, Resuming, SleepingOrWaking
+from ckpt_engine.core.machines.agent_operations import Preparing, Resuming
+from ckpt_engine.core.machines.agent_sleep import SleepingOrWaking
 from ckpt_engine.core.machines.agent_state import NO_WORDS, Operation, Replica, acknowledged
 from ckpt_engine.core.machines.events import (
     AgentCommand,
@@ -37,9 +38,11 @@ from ckpt_engine.core.machines.events import (
     WorkerAsked,
 )
 from ckpt_engine.core.machines.session import Session
+from ckpt_engine.core.sleeping import AWAKE
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 LOOK: Key = ("words",)
+MARK: Key = ("mark",)
 OUTCOME: Key = ("outcome",)
 
 
@@ -65,12 +68,11 @@ class AgentMachine:
     ) -> None:
         self._session_id = session_id
         self._agent_epoch = agent_epoch
-        self._mode = mode
         self._host = host
         self._transports = transports
         self._deadlines = deadlines or Deadlines()
         self._out: list[AgentCommand] = []
-        self.replica = Replica(name, self._deadlines, self._out)
+        self.replica = Replica(name, mode, self._deadlines, self._out)
         self._session = Session(self._deadlines, self._out.append, self._dial, self._hello, self._beat)
         self.replica.session = self._session
         self._highest = 0
@@ -138,13 +140,14 @@ class AgentMachine:
             session_id=self._session_id,
             agent_epoch=self._agent_epoch,
             engine=None if replica.engine is None else replica.engine.engine,
-            mode=self._mode,
+            mode=replica.mode,
             host=self._host,
             workers=replica.words.workers,
             transports=self._transports,
             prepared=[replica.prepared[rank] for rank in sorted(replica.prepared)],
             last_outcome=replica.last_outcome,
             asleep=replica.asleep,
+            epoch=self._highest,
         )
 
     def _beat(self, sequence: int) -> manager_pb2.ReplicaHeartbeat:
@@ -241,7 +244,10 @@ class AgentMachine:
         # gave no orders yet: those go out only after a pause has been answered.
         self.replica.paused = True if event.paused else None
         self.replica.settled = event.paused is False
-        self.replica.asleep = bool(event.asleep)
+        if self.replica.mode == manager_pb2.COLOCATED:
+            self.replica.settled = True  # no agent gives a colocated engine install orders
+        self.replica.sleeping = AWAKE if event.asleep is False else event.marked
+        self._out.append(Run(MARK, self.replica.mark(self.replica.sleeping)))
         self._session.hello_again()
         self._look()
 
@@ -251,7 +257,7 @@ class AgentMachine:
         replica.engine_reason = reason
         replica.words = NO_WORDS
         replica.paused = None
-        replica.asleep = False
+        replica.sleeping = AWAKE
         replica.orders.clear()
         replica.prepared.clear()
         replica.needs.clear()
@@ -264,12 +270,13 @@ class AgentMachine:
             self._out.append(Run(LOOK, ReadWords()))
 
     def _reconcile(self, now: float) -> None:
-        """An engine whose workers are whole, and none of which may begin to write, has no reason to be paused."""
+        """An engine whose workers are whole, and none of which may begin to write, has no reason to be paused, or to be
+        half asleep if it is to be awake."""
         replica = self.replica
         if (
             replica.operation is None
             and replica.engine is not None
-            and replica.paused is not False
+            and (replica.paused is not False or replica.sleeping)
             and not replica.asleep
             and replica.words.open
             and not replica.orders

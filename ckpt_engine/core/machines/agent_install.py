@@ -4,12 +4,18 @@ It needs nothing of the manager once the plans are fetched. Up to the moment in 
 (fetching an order counts as that), every failure leads back: resume, old version, OLD_SERVING. After it only the
 state words count: all workers clean with the new version is NEW_SERVING; anything else stays closed, QUARANTINED.
 Every step has a deadline, and a part of the whole is kept back for resuming.
+
+Around an engine that sleeps (core/sleeping.py, `update_steps`) its weights are woken first, and its caches once the
+words are whole, on every way out. What cannot be woken stays marked, so the gate stays closed, QUARANTINED; what was
+woken is not put to sleep again. From the moment that weights are awake the mark says that the rest shall follow, so
+the agent, or the one after it, goes on with that as soon as some install has brought whole weights.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar, cast
 
+from ckpt_engine.core.machines.agent_account import Account
 from ckpt_engine.core.machines.agent_state import CLEAN, Operation, Order, Replica, acknowledged, refusal
 from ckpt_engine.core.machines.events import (
     Done,
@@ -19,8 +25,11 @@ from ckpt_engine.core.machines.events import (
     ReadWords,
     ResumeEngine,
     StampEngine,
+    WakeEngine,
     Words,
 )
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.sleeping import AWAKE, KV_CACHE, WEIGHTS, Sleeping, Step, update_steps
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 Problem = weights_pb2.Problem
@@ -37,26 +46,22 @@ class Installing(Operation):
     def __init__(self, replica: Replica, install: manager_pb2.Install) -> None:
         super().__init__(replica, install.fence)
         self.install = install
-        self._stage: manager_pb2.Stage = manager_pb2.PLAN
-        self._shown: manager_pb2.Stage = manager_pb2.PLAN
+        self._account = Account()
         self._blobs: dict[bytes, bytes] = {}
-        self._reports: dict[int, worker_pb2.WorkerInstalled] = {}
-        self._progress: dict[int, worker_pb2.WorkerProgress] = {}
         self._problem: Problem | None = None
         self._going_back = False
         self._giving_orders = False
-        self._pause_started: float | None = None
-        self._pause_ended: float | None = None
         self._before = replica.words
-        self._started = self._end = self._reserve = self._stage_started = 0.0
-        self._seconds: dict[manager_pb2.Stage, float] = {}
+        self._steps: tuple[Step, ...] = ()
+        self._marking = replica.sleeping
+        self._stamped = False
+        self._end = self._reserve = 0.0
 
     # -- steps
 
     def start(self, now: float) -> None:
         """Looks at the workers first: what they hold now is what going back means."""
-        self._started = now
-        self._stage_started = now
+        self._account.begin(now)
         self._end = now + self.install.deadline_seconds
         self._reserve = min(self.replica.deadlines.resume, self.install.deadline_seconds / 4)
         self.run("before", ReadWords())
@@ -75,6 +80,10 @@ class Installing(Operation):
                 self._fetch(now)
             case "fetch":
                 self._fetched(done, now)
+            case "wake":
+                self._woken(done, now)
+            case "wake marked":
+                self._wake_marked(done, now)
             case "pause":
                 self._paused(done, now)
             case "install":
@@ -83,13 +92,17 @@ class Installing(Operation):
                 self._judge(now)
             case "stamp":
                 self._resume(now)
+            case "rouse":
+                self._roused(done, now)
+            case "rouse marked":
+                self._rouse_marked(done, now)
             case "resume":
                 self._resumed(done, now)
             case "after":
                 self._conclude_serving(now)
 
     def timer(self, step: str, now: float) -> None:
-        """The engine refused to resume a moment ago."""
+        """The engine refused to resume, or to wake its caches, a moment ago."""
         self._resume(now)
 
     def _fetch(self, now: float) -> None:
@@ -108,10 +121,10 @@ class Installing(Operation):
         engine = self.replica.engine
         if engine is None:
             return self._issue(Problem.UNAVAILABLE, f"no engine to install into: {self.replica.engine_reason}")
-        if self.replica.asleep:
-            return self._issue(
-                Problem.FAILED_PRECONDITION, "the replica is asleep: wake it, then update again; its weights stay"
-            )
+        try:
+            self._steps = update_steps(self.replica.mode, self.replica.sleeping)
+        except CkptEngineError as error:
+            return self._issue(error.problem.code, error.problem.message)
         ranks = sorted(worker.rank for worker in self.install.workers)
         if ranks != list(range(engine.world_size)):
             return self._issue(
@@ -131,10 +144,34 @@ class Installing(Operation):
         contents = cast(tuple[bytes, ...], done.result)
         self._blobs = {ref.digest: data for ref, data in zip(self._refs, contents, strict=True)}
         self._enter(manager_pb2.QUIESCE, now)
-        self._pause_started = now
+        if Step.WAKE_WEIGHTS in self._steps:
+            self.run("wake", WakeEngine((WEIGHTS,), self._left(now)))
+        else:
+            self._pause(now)
+
+    def _woken(self, done: Done, now: float) -> None:
+        if done.problem is not None:
+            self._fail(done.problem)
+            self._quarantine(f"the memory of its weights cannot be taken back: {done.problem.message}", now)
+            return
+        sleeping = self.replica.sleeping
+        self._mark("wake marked", Sleeping(sleeping.level, sleeping.tags - {WEIGHTS}, rousing=True))
+
+    def _wake_marked(self, done: Done, now: float) -> None:
+        self._take_mark(done)
+        if self._left(now) <= 0:
+            self._fail(self._issue(Problem.DEADLINE_EXCEEDED, "waking the engine took all the time there was"))
+        if self._going_back:
+            self.run("judge", ReadWords())
+        else:
+            self._pause(now)
+
+    def _pause(self, now: float) -> None:
+        """Also an engine that slept: some compute again as soon as they are awake. Its caches are gone in any mode."""
+        mode = manager_pb2.PAUSE_MODE_UNSPECIFIED if self.replica.sleeping else self.install.pause_mode
+        self._account.pause_started = now
         self.replica.paused = None
-        seconds = min(self.replica.deadlines.quiesce, self._left(now))
-        self.run("pause", PauseEngine(self.install.pause_mode, seconds))
+        self.run("pause", PauseEngine(mode, min(self.replica.deadlines.quiesce, self._left(now))))
 
     def _paused(self, done: Done, now: float) -> None:
         if done.problem is not None:
@@ -154,8 +191,8 @@ class Installing(Operation):
         self._giving_orders = False
         if done.problem is None:
             self.replica.settled = True  # every worker has come back from whatever it did before
-        for rank in sorted(self._reports):
-            report = self._reports[rank].report
+        for rank in sorted(self._account.reports):
+            report = self._account.reports[rank].report
             if report.HasField("problem"):
                 self._fail(report.problem)
         if done.problem is not None:
@@ -167,7 +204,7 @@ class Installing(Operation):
         """The state words decide, whatever engine and workers said."""
         if self._all_new():
             self._enter(manager_pb2.RESUME, now)
-            self.run("stamp", StampEngine(self.install.identity, self._reserve / 4))
+            self._resume(now)
         elif self.replica.untouched() and self.replica.words.open:
             self._fail(self._issue(Problem.INTERNAL, "the engine ended its install, but no worker has installed"))
             self._enter(manager_pb2.RESUME, now)
@@ -188,22 +225,45 @@ class Installing(Operation):
         )
 
     def _resume(self, now: float) -> None:
+        """Caches, label, resume; called again until each has been done or there is no time left."""
         left = self._end - now
         if left <= 0:
             self._quarantine("the engine could not be resumed in time; it is asked again", now)
-            return
-        self.run("resume", ResumeEngine(min(self.replica.deadlines.resume, left)))
+        elif self.replica.sleeping:
+            self.replica.paused = None  # some engines resume by being woken
+            self.run("rouse", WakeEngine((KV_CACHE,), left))
+        elif not self._stamped and self._all_new():
+            self._stamped = True
+            self.run("stamp", StampEngine(self.install.identity, self._reserve / 4))
+        else:
+            self.run("resume", ResumeEngine(min(self.replica.deadlines.resume, left)))
+
+    def _roused(self, done: Done, now: float) -> None:
+        if done.problem is None:
+            self._mark("rouse marked", AWAKE)
+        else:
+            self._again(f"the engine does not wake its caches: {done.problem.message}", now)
+
+    def _rouse_marked(self, done: Done, now: float) -> None:
+        self._take_mark(done)
+        if done.problem is None:
+            self._resume(now)
+        else:
+            self._quarantine(self.replica.closed_reason(), now)
 
     def _resumed(self, done: Done, now: float) -> None:
         if done.problem is not None:
-            if self._end - now > RETRY_SECONDS:
-                self.set_timer("retry", RETRY_SECONDS)
-            else:
-                self._quarantine(f"the engine does not resume: {done.problem.message}; it is asked again", now)
+            self._again(f"the engine does not resume: {done.problem.message}", now)
             return
         self.replica.paused = False
-        self._pause_ended = now
+        self._account.pause_ended = now
         self.run("after", ReadWords())
+
+    def _again(self, reason: str, now: float) -> None:
+        if self._end - now > RETRY_SECONDS:
+            self.set_timer("retry", RETRY_SECONDS)
+        else:
+            self._quarantine(f"{reason}; it is asked again", now)
 
     # -- what comes from outside
 
@@ -214,7 +274,7 @@ class Installing(Operation):
     def overtaken(self, reason: str, now: float) -> None:
         """Goes back if no worker has fetched its order yet; the running step still ends by itself."""
         ordered = any(order.epoch == self.fence.epoch for order in self.replica.orders.values())
-        if not ordered and not self._reports and not self._going_back:
+        if not ordered and not self._account.reports and not self._going_back:
             self._fail(self._issue(Problem.ABORTED, f"abandoned: {reason}"))
             self._giving_orders = False
 
@@ -224,18 +284,17 @@ class Installing(Operation):
             case "want_install":
                 return self._order(request, now)
             case "progress" if request.progress.fence == self.fence:
-                self._progress[request.rank] = request.progress
-                self._shown = max(self._shown, request.progress.stage)
+                self._account.take_progress(request.rank, request.progress)
                 self._tell_progress()
                 return acknowledged()
             case "installed" if request.installed.fence == self.fence:
-                self._reports[request.rank] = request.installed
+                self._account.reports[request.rank] = request.installed
                 return acknowledged()
         return None
 
     def _order(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
         worker = next((worker for worker in self.install.workers if worker.rank == request.rank), None)
-        if worker is None or not self._giving_orders or request.rank in self._reports or self._left(now) <= 0:
+        if worker is None or not self._giving_orders or request.rank in self._account.reports or self._left(now) <= 0:
             return None
         self.replica.orders[request.rank] = Order(request.boot_id, self.fence.epoch)
         return worker_pb2.AgentReply(
@@ -257,7 +316,8 @@ class Installing(Operation):
 
     def _conclude_untouched(self, now: float) -> None:
         """Nothing was paused and nothing touched."""
-        if self.replica.words.open and self.replica.untouched() and self.replica.engine is not None:
+        replica = self.replica
+        if replica.engine is not None and replica.words.open and replica.untouched() and not replica.sleeping:
             self._conclude(manager_pb2.OLD_SERVING, now)
         else:
             self._quarantine(self.replica.closed_reason(), now)
@@ -278,34 +338,18 @@ class Installing(Operation):
 
     def _conclude(self, outcome: manager_pb2.Outcome, now: float) -> None:
         new = outcome == manager_pb2.NEW_SERVING
-        self._account(now)
-        workers = [self._reports[rank].report for rank in sorted(self._reports)]
-        answer = manager_pb2.ReplicaOutcome(
-            replica=self.replica.name,
-            fence=self.fence,
-            outcome=outcome,
-            problem=None if new else self._problem,
-            before=self._before.identity,
-            after=self.replica.words.identity,
-            bytes=sum(report.bytes for report in workers),
-            edges=[edge for rank in sorted(self._reports) for edge in self._reports[rank].edges],
-            stages=self._stage_seconds(workers),
-            sync_seconds=now - self._started,
-            workers=workers,
-        )
-        if self._pause_started is not None:
-            answer.pause_seconds = (now if self._pause_ended is None else self._pause_ended) - self._pause_started
+        answer = self._account.outcome(now)
+        answer.replica = self.replica.name
+        answer.fence.CopyFrom(self.fence)
+        answer.outcome = outcome
+        if self._problem is not None and not new:
+            answer.problem.CopyFrom(self._problem)
+        if self._before.identity is not None:
+            answer.before.CopyFrom(self._before.identity)
+        if self.replica.words.identity is not None:
+            answer.after.CopyFrom(self.replica.words.identity)
         self.replica.last_outcome = answer
         self.replica.end()
-
-    def _stage_seconds(self, workers: list[manager_pb2.WorkerReport]) -> list[manager_pb2.StageSeconds]:
-        """The agent's own steps, and of what workers do side by side the slowest."""
-        seconds = dict(self._seconds)
-        if workers:
-            seconds[manager_pb2.TRANSFER] = max(report.transfer_seconds for report in workers)
-            seconds[manager_pb2.INSTALL] = max(report.install_seconds for report in workers)
-            seconds[manager_pb2.VERIFY] = max(report.verify_seconds for report in workers)
-        return [manager_pb2.StageSeconds(stage=stage, seconds=seconds[stage]) for stage in sorted(seconds)]
 
     # -- small things
 
@@ -319,29 +363,25 @@ class Installing(Operation):
         if self._problem is None:
             self._problem = problem
 
+    def _mark(self, step: str, sleeping: Sleeping) -> None:
+        self._marking = sleeping
+        self.run(step, self.replica.mark(sleeping))
+
+    def _take_mark(self, done: Done) -> None:
+        if done.problem is None:
+            self.replica.sleeping = self._marking
+        else:
+            self._fail(done.problem)
+
     def _issue(self, code: weights_pb2.Problem.Code, message: str) -> Problem:
         return self.replica.problem(code, message)
 
     def _enter(self, stage: manager_pb2.Stage, now: float) -> None:
-        self._account(now)
-        self._stage = stage
-        self._shown = max(self._shown, stage)
+        self._account.enter(stage, now)
         self._tell_progress()
 
-    def _account(self, now: float) -> None:
-        """Counts the time since the last call to the stage that goes on."""
-        self._seconds[self._stage] = self._seconds.get(self._stage, 0.0) + now - self._stage_started
-        self._stage_started = now
-
     def _tell_progress(self) -> None:
-        self.replica.session.send(
-            manager_pb2.Progress(
-                fence=self.fence,
-                stage=self._shown,
-                bytes_done=sum(progress.bytes_done for progress in self._progress.values()),
-                bytes_total=sum(progress.bytes_total for progress in self._progress.values()),
-            )
-        )
+        self.replica.session.send(self._account.progress(self.fence))
 
 
 def no_order(replica: Replica) -> worker_pb2.AgentReply:

@@ -1,4 +1,4 @@
-"""The agent's smaller operations: recording a loader, resuming what needs not be paused, sleeping and waking."""
+"""The agent's smaller operations: recording a loader, and resuming what needs not be paused."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ckpt_engine.core.machines.events import (
     PutBlobs,
     ReadWords,
     ResumeEngine,
-    SleepEngine,
     WakeEngine,
     Words,
 )
+from ckpt_engine.core.sleeping import AWAKE
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 Problem = weights_pb2.Problem
@@ -153,7 +153,8 @@ class Preparing(Operation):
 
 
 class Resuming(Operation):
-    """The engine is, or may be, paused although its workers are whole: resume it. Asks again at the next look.
+    """The engine is, or may be, paused or half asleep although its workers are whole: resume it. Asks again at the next
+    look.
 
     If an earlier agent may have given out orders, the workers are called to an install first for which there is no
     order: an engine calls its workers for one thing after the other, so none of them acts on an old order afterwards.
@@ -176,7 +177,7 @@ class Resuming(Operation):
                     if not replica.words.open or replica.orders:
                         replica.end()
                     elif replica.settled:
-                        self.run("resume", ResumeEngine(replica.deadlines.resume))
+                        self._resume()
                     else:
                         self.run("pause", PauseEngine(manager_pb2.PAUSE_MODE_UNSPECIFIED, quiesce))
                     return
@@ -188,55 +189,25 @@ class Resuming(Operation):
                     replica.settled = True
                     self.run("look", ReadWords())
                     return
+                case "rouse":
+                    self.run("mark", replica.mark(AWAKE))
+                    return
+                case "mark":
+                    replica.sleeping = AWAKE
+                    self._resume()
+                    return
                 case "resume":
                     replica.paused = False
         replica.end()
 
+    def _resume(self) -> None:
+        replica = self.replica
+        if replica.sleeping:
+            replica.paused = None  # some engines resume by being woken
+            self.run("rouse", WakeEngine(tuple(replica.sleeping.tags), replica.deadlines.resume))
+        else:
+            self.run("resume", ResumeEngine(replica.deadlines.resume))
+
     def engine_exited(self, reason: str, now: float) -> None:
         """Nothing left to resume."""
-        self.replica.end()
-
-
-class SleepingOrWaking(Operation):
-    """Asks the engine to give memory up or to take it back. Ends with a SleepWakeDone in `answer`."""
-
-    kind: ClassVar[str] = "sleep"
-
-    def __init__(self, replica: Replica, command: manager_pb2.SleepWake) -> None:
-        super().__init__(replica, command.fence)
-        self.answer: manager_pb2.SleepWakeDone | None = None
-        self._command = command
-
-    def start(self, now: float) -> None:
-        """Asks the engine, unless it is clear that it must not be."""
-        command, replica = self._command, self.replica
-        if replica.engine is None:
-            self._answer(replica.problem(Problem.UNAVAILABLE, f"no engine: {replica.engine_reason}"))
-        elif command.wake:
-            self.run("wake", WakeEngine(tuple(command.tags), command.deadline_seconds))
-        elif command.level > 1:
-            # The state words would still call the discarded weights clean once the engine wakes.
-            self._answer(
-                replica.problem(
-                    Problem.INVALID_ARGUMENT, f"sleep level {command.level} discards weights: only level 1 is supported"
-                )
-            )
-        else:
-            replica.asleep = True  # also if no answer comes: then it may be
-            self.run("sleep", SleepEngine(max(1, command.level), command.deadline_seconds))
-
-    def done(self, step: str, done: Done, now: float) -> None:
-        """A refusal leaves things as they were; silence counts as asleep."""
-        if step == "wake" and done.problem is None:
-            self.replica.asleep = bool(self._command.tags) and "kv_cache" not in self._command.tags
-        elif step == "sleep" and done.problem is not None and done.answered:
-            self.replica.asleep = False
-        self._answer(done.problem)
-
-    def engine_exited(self, reason: str, now: float) -> None:
-        """There is nothing left that could sleep."""
-        self._answer(self.replica.problem(Problem.UNAVAILABLE, f"the engine ended: {reason}"))
-
-    def _answer(self, problem: Problem | None) -> None:
-        self.answer = manager_pb2.SleepWakeDone(fence=self.fence, problem=problem)
         self.replica.end()

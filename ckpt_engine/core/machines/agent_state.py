@@ -11,8 +11,18 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.core.machines.events import AgentCommand, AgentTask, Done, EngineReady, Run, SetTimer, Words
+from ckpt_engine.core.machines.events import (
+    AgentCommand,
+    AgentTask,
+    Done,
+    EngineReady,
+    MarkEngine,
+    Run,
+    SetTimer,
+    Words,
+)
 from ckpt_engine.core.machines.session import Session
+from ckpt_engine.core.sleeping import AWAKE, Sleeping
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 CLEAN = manager_pb2.CLEAN
@@ -33,12 +43,14 @@ class Replica:
     """One replica as its agent sees it.
 
     engine: None while there is none; then `engine_reason` says why. words: the workers' state, as last read.
-    paused: None: unknown, since a call that would tell had no answer. orders: by worker rank, see Order.
+    paused: None: unknown, since a call that would tell had no answer. sleeping: as marked in the engine's page, and so
+    what the gate believes. orders: by worker rank, see Order.
     settled: False: an agent before this one may have given out orders that no worker has accounted for.
     prepared, needs: what the workers last recorded, and the blobs of it, by rank.
     """
 
     name: str
+    mode: manager_pb2.Mode
     deadlines: Deadlines
     out: list[AgentCommand]
     session: Session = field(init=False)
@@ -46,7 +58,7 @@ class Replica:
     engine_reason: str = "the engine has not started"
     words: Words = NO_WORDS
     paused: bool | None = None
-    asleep: bool = False
+    sleeping: Sleeping = AWAKE
     orders: dict[int, Order] = field(default_factory=dict)
     settled: bool = False
     prepared: dict[int, manager_pb2.PreparedWorker] = field(default_factory=dict)
@@ -90,18 +102,27 @@ class Replica:
         """Whether no worker holds half of a version or may begin to write."""
         return self.settled and not self.orders and all(status.state != DIRTY for status in self.words.workers)
 
+    @property
+    def asleep(self) -> bool:
+        """What the manager is told: that nobody may bring it up without being asked to."""
+        return self.sleeping.resting
+
+    def mark(self, sleeping: Sleeping) -> MarkEngine:
+        """The task that writes a mark; `sleeping` is set once it is done, or before it if that is the careful side."""
+        return MarkEngine(self.mode == manager_pb2.COLOCATED, sleeping)
+
     def serving(self) -> bool:
         """Whether requests are answered now."""
-        return self.engine is not None and self.words.open and self.paused is False and not self.asleep
+        return self.engine is not None and self.words.open and self.paused is False and not self.sleeping
 
     def closed_reason(self) -> str:
         """Why it is not serving; empty if it is."""
         if self.engine is None:
             return self.engine_reason
+        if self.sleeping and (self.asleep or self.words.open):
+            return self.sleeping.describe()
         if not self.words.open:
             return self.words.reason
-        if self.asleep:
-            return "asleep"
         if self.orders:
             return f"worker {min(self.orders)} has not told what became of its install order"
         if not self.settled:

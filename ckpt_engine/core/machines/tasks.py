@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from ckpt_engine.core.sleeping import Sleeping
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 WorkerKey: TypeAlias = tuple[str, int]
@@ -164,7 +165,7 @@ class SealResult:
 class Words:
     """The page as read at one moment: EnginePage.read() as status messages (dead workers as NONE), and its verdict.
 
-    open, reason, identity: install.state.verdict of the same words.
+    open, reason, identity: install.state.verdict of the same words: whether the weights are whole.
     """
 
     workers: tuple[manager_pb2.WorkerStatus, ...]
@@ -223,10 +224,26 @@ class ResumeEngine:
 
 @dataclass(frozen=True)
 class SleepEngine:
-    """adapter.sleep(level, seconds). Result: None."""
+    """adapter.sleep(level, seconds). Result: None. Never before what it discards is marked as discarded."""
 
     level: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class DiscardEngine:
+    """adapter.discard(seconds): every worker says that it holds nothing. Result: None."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MarkEngine:
+    """Write the engine's mark into its page, where the gate reads it. Result: None. Takes no time to speak of."""
+
+    own_weights: bool
+    sleeping: Sleeping
+    seconds: float = 5.0
 
 
 @dataclass(frozen=True)
@@ -250,9 +267,9 @@ class SealDirectory:
 
 
 EngineTask: TypeAlias = (
-    PrepareEngine | PauseEngine | InstallEngine | StampEngine | ResumeEngine | SleepEngine | WakeEngine
+    PrepareEngine | PauseEngine | InstallEngine | StampEngine | ResumeEngine | DiscardEngine | SleepEngine | WakeEngine
 )
-AgentTask: TypeAlias = PutBlobs | FetchBlobs | ReadWords | EngineTask | SealDirectory
+AgentTask: TypeAlias = PutBlobs | FetchBlobs | ReadWords | MarkEngine | EngineTask | SealDirectory
 
 # ------------------------------------------------------------------------------------------------------ of the trainer
 

@@ -1,0 +1,75 @@
+"""What an install has to tell: seconds of its stages, pause and sync, progress, and what its workers reported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+
+
+@dataclass
+class Account:
+    """Of one install. All moments are monotonic seconds. reports, by worker rank, grow as workers tell."""
+
+    reports: dict[int, worker_pb2.WorkerInstalled] = field(default_factory=dict)
+    pause_started: float | None = None
+    pause_ended: float | None = None
+    _stage: manager_pb2.Stage = manager_pb2.PLAN
+    _shown: manager_pb2.Stage = manager_pb2.PLAN
+    _progress: dict[int, worker_pb2.WorkerProgress] = field(default_factory=dict)
+    _seconds: dict[manager_pb2.Stage, float] = field(default_factory=dict)
+    _started: float = 0.0
+    _stage_started: float = 0.0
+
+    def begin(self, now: float) -> None:
+        """The command has come."""
+        self._started = self._stage_started = now
+
+    def enter(self, stage: manager_pb2.Stage, now: float) -> None:
+        """Another stage goes on from now on."""
+        self._count(now)
+        self._stage = stage
+        self._shown = max(self._shown, stage)
+
+    def take_progress(self, rank: int, progress: worker_pb2.WorkerProgress) -> None:
+        """A worker tells how far it is."""
+        self._progress[rank] = progress
+        self._shown = max(self._shown, progress.stage)
+
+    def progress(self, fence: weights_pb2.Fence) -> manager_pb2.Progress:
+        """How far all are."""
+        return manager_pb2.Progress(
+            fence=fence,
+            stage=self._shown,
+            bytes_done=sum(progress.bytes_done for progress in self._progress.values()),
+            bytes_total=sum(progress.bytes_total for progress in self._progress.values()),
+        )
+
+    def outcome(self, now: float) -> manager_pb2.ReplicaOutcome:
+        """The numbers of an outcome; what it was is for the caller to fill in. A pause that did not end goes on."""
+        self._count(now)
+        workers = [self.reports[rank].report for rank in sorted(self.reports)]
+        answer = manager_pb2.ReplicaOutcome(
+            bytes=sum(report.bytes for report in workers),
+            edges=[edge for rank in sorted(self.reports) for edge in self.reports[rank].edges],
+            stages=self._stage_seconds(workers),
+            sync_seconds=now - self._started,
+            workers=workers,
+        )
+        if self.pause_started is not None:
+            answer.pause_seconds = (now if self.pause_ended is None else self.pause_ended) - self.pause_started
+        return answer
+
+    def _count(self, now: float) -> None:
+        """Counts the time since the last call to the stage that goes on."""
+        self._seconds[self._stage] = self._seconds.get(self._stage, 0.0) + now - self._stage_started
+        self._stage_started = now
+
+    def _stage_seconds(self, workers: list[manager_pb2.WorkerReport]) -> list[manager_pb2.StageSeconds]:
+        """The agent's own steps, and of what workers do side by side the slowest."""
+        seconds = dict(self._seconds)
+        if workers:
+            seconds[manager_pb2.TRANSFER] = max(report.transfer_seconds for report in workers)
+            seconds[manager_pb2.INSTALL] = max(report.install_seconds for report in workers)
+            seconds[manager_pb2.VERIFY] = max(report.verify_seconds for report in workers)
+        return [manager_pb2.StageSeconds(stage=stage, seconds=seconds[stage]) for stage in sorted(seconds)]

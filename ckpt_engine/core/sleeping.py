@@ -1,0 +1,153 @@
+"""What of an engine's memory is given up, and which steps lead from there to where somebody wants it. Pure.
+
+An engine sleeps at level 1 (its weights wait on the host) or 2 (they are discarded), and is woken by tags, weights
+before kv_cache. Decides what is allowed in which deployment mode and in which order; the agent's machine takes the
+steps, one after the other, and writes each state into the engine's page, where the gate reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from ckpt_engine.core.problems import invalid, precondition
+from ckpt_engine.v1 import manager_pb2
+
+WEIGHTS = "weights"
+KV_CACHE = "kv_cache"
+TAGS = (WEIGHTS, KV_CACHE)
+"""In the order in which they are woken."""
+
+DISCARDS = 2
+"""The level at which weights are thrown away."""
+
+
+@dataclass(frozen=True)
+class Sleeping:
+    """level: of the sleep; 0: awake. tags: the memory that is, or may be, given up now.
+
+    rousing: the rest shall be woken as soon as the workers hold whole weights. It survives the agent.
+    """
+
+    level: int = 0
+    tags: frozenset[str] = frozenset()
+    rousing: bool = False
+
+    def __bool__(self) -> bool:
+        """Whether any memory is given up."""
+        return bool(self.tags)
+
+    @property
+    def resting(self) -> bool:
+        """Whether it is to stay as it is: an update that nobody called for must not wake it."""
+        return bool(self.tags) and not (self.rousing and WEIGHTS not in self.tags)
+
+    def describe(self) -> str:
+        """For people."""
+        if not self.tags:
+            return "awake"
+        what = "its weights are discarded" if self.level >= DISCARDS else "its weights are kept on the host"
+        if WEIGHTS not in self.tags:
+            return f"asleep (level {self.level}): kv_cache is not woken yet"
+        return f"asleep (level {self.level}): {what}"
+
+    def without(self, tags: Collection[str]) -> Sleeping:
+        """After these tags were woken."""
+        left = self.tags.difference(tags)
+        return replace(self, tags=left) if left else AWAKE
+
+
+AWAKE = Sleeping()
+
+
+class Step(Enum):
+    """What an agent does with its engine, in the order in which a list of steps names it."""
+
+    CLOSE = "mark it asleep, so that the gate closes"
+    DISCARD = "let every worker say that it holds nothing, and look whether they all do"
+    ABORT = "pause, ending the requests that are inside"
+    SLEEP = "give memory up"
+    WAKE_WEIGHTS = "take the memory of the weights back"
+    PAUSE = "pause, so that nothing computes"
+    INSTALL = "let the workers install, and judge by their state words"
+    WAKE_KV_CACHE = "take the memory of the caches back, empty"
+    RESUME = "compute again"
+
+
+def update_steps(mode: manager_pb2.Mode, sleeping: Sleeping) -> tuple[Step, ...]:
+    """How an update reaches an engine; it is awake and computes at the end.
+
+    Raises FAILED_PRECONDITION if it must not be touched: it has weights of its own, or nobody has woken it.
+    """
+    if mode == manager_pb2.COLOCATED:
+        raise precondition("the replica is colocated: it sleeps and wakes, but no update touches its own weights")
+    if not sleeping:
+        return (Step.PAUSE, Step.INSTALL, Step.RESUME)
+    if WEIGHTS not in sleeping.tags:
+        return (Step.PAUSE, Step.INSTALL, Step.WAKE_KV_CACHE, Step.RESUME)
+    if mode != manager_pb2.HYBRID:
+        raise precondition(
+            f"the replica is {sleeping.describe()}; wake it first, or register it with `--mode hybrid`, which lets "
+            "updates wake it"
+        )
+    wake_cache = (Step.WAKE_KV_CACHE,) if KV_CACHE in sleeping.tags else ()
+    return (Step.WAKE_WEIGHTS, Step.PAUSE, Step.INSTALL, *wake_cache, Step.RESUME)
+
+
+def sleep_steps(
+    mode: manager_pb2.Mode, sleeping: Sleeping, level: int, levels: Collection[int]
+) -> tuple[tuple[Step, ...], Sleeping]:
+    """How an engine is put to sleep, and what it is then. levels: those that the engine knows.
+
+    The gate closes first, and no worker calls weights clean that are about to be discarded. An engine that is half
+    awake goes back by way of being awake: engines do not give up what they have given up. Its requests are ended
+    before that, since they could compute with weights that are not there.
+
+    Raises INVALID_ARGUMENT for a level that the engine or the mode does not have, FAILED_PRECONDITION if it sleeps at
+    another level.
+    """
+    level = level or 1
+    if level not in levels:
+        known = ", ".join(map(str, sorted(levels))) or "none"
+        raise invalid(f"this engine cannot sleep at level {level} (it knows: {known})")
+    if mode == manager_pb2.COLOCATED and level >= DISCARDS:
+        raise invalid(f"sleep level {level} discards the weights, and no update brings a colocated replica's own back")
+    after = Sleeping(level, frozenset(TAGS))
+    if set(sleeping.tags) == set(TAGS):
+        if sleeping.level != level:
+            raise precondition(f"it is {sleeping.describe()}; wake it before putting it to sleep at level {level}")
+        return (), sleeping
+    steps = [Step.CLOSE]
+    if level >= DISCARDS:
+        steps.append(Step.DISCARD)
+    if sleeping:
+        steps += [Step.ABORT, Step.WAKE_KV_CACHE if KV_CACHE in sleeping.tags else Step.WAKE_WEIGHTS]
+    return (*steps, Step.SLEEP), after
+
+
+def wake_steps(sleeping: Sleeping, tags: Sequence[str], whole: bool) -> tuple[tuple[Step, ...], Sleeping]:
+    """How an engine is woken, and what it is then. tags: none: all. whole: whether its workers hold whole weights.
+
+    After weights were discarded the caches are woken only once there are new ones: with its caches an engine computes,
+    and what it holds until then is no weights.
+
+    Raises INVALID_ARGUMENT for a tag that there is not, FAILED_PRECONDITION for an order that cannot be.
+    """
+    for tag in tags:
+        if tag not in TAGS:
+            raise invalid(f"there is no memory tag {tag!r} (known: {', '.join(TAGS)})")
+    wanted = frozenset(tags or TAGS) & sleeping.tags
+    discarded = sleeping.level >= DISCARDS and not whole
+    if KV_CACHE in wanted and WEIGHTS in sleeping.tags - wanted:
+        raise precondition("weights are woken before kv_cache: wake weights, or both")
+    rousing = sleeping.rousing
+    if discarded and KV_CACHE in wanted:
+        if tuple(tags) == (KV_CACHE,):
+            raise precondition("its weights were discarded: the next update installs new ones and then wakes kv_cache")
+        wanted, rousing = wanted - {KV_CACHE}, True
+    steps = [Step.WAKE_WEIGHTS] if WEIGHTS in wanted else []
+    if KV_CACHE in wanted:
+        steps.append(Step.WAKE_KV_CACHE)
+    after = replace(sleeping, rousing=rousing).without(wanted)
+    return tuple(steps), after
