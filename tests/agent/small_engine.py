@@ -72,6 +72,9 @@ class SmallAdapter:
     async def resume(self, seconds: float) -> None:
         await self._call("resume", seconds)
 
+    async def discard(self, seconds: float) -> None:
+        await self._call("discard", seconds)
+
     async def sleep(self, level: int, seconds: float) -> None:
         await self._call("sleep", seconds)
 
