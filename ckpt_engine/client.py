@@ -7,6 +7,7 @@ part. Never imported by an engine (it needs grpc).
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from types import MappingProxyType
 
@@ -14,6 +15,7 @@ import grpc
 import grpc.aio
 
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.security.client import AUTHORITY, ClientSecurity
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
 
 CHUNK_BYTES = 1 << 20
@@ -35,6 +37,8 @@ STATUS_OF_CODE: Mapping[weights_pb2.Problem.Code, grpc.StatusCode] = MappingProx
         weights_pb2.Problem.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
         weights_pb2.Problem.INTERNAL: grpc.StatusCode.INTERNAL,
         weights_pb2.Problem.DATA_LOSS: grpc.StatusCode.DATA_LOSS,
+        weights_pb2.Problem.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+        weights_pb2.Problem.PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
     }
 )
 """The gRPC status for each Problem code, both ways. Any other status counts as INTERNAL."""
@@ -61,9 +65,17 @@ def channel_options() -> list[tuple[str, int]]:
     ]
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to the manager at `address` (host:port). Call it on the loop that will use the channel."""
-    return grpc.aio.insecure_channel(address, options=channel_options())
+def open_channel(address: str, security: ClientSecurity | None = None) -> grpc.aio.Channel:
+    """A channel to the manager at `address` (host:port). Call it on the loop that will use the channel.
+
+    security: none: what the environment says, see `security/client.py`. Raises INVALID_ARGUMENT if that cannot be.
+    """
+    security = security or ClientSecurity.from_environment(os.environ)
+    credentials = security.credentials()
+    options: list[tuple[str, int | str]] = [*channel_options(), *security.options()]
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 def manager_stub(channel: grpc.aio.Channel) -> manager_pb2_grpc.CheckpointEngineManagerStub:
@@ -139,8 +151,17 @@ def problem_of(error: grpc.RpcError) -> weights_pb2.Problem:
                 return weights_pb2.Problem.FromString(value)
     return weights_pb2.Problem(
         code=_CODE_OF_STATUS.get(code, weights_pb2.Problem.INTERNAL),
-        message=f"the call to the manager failed: {details or code.name}",
+        message=f"the call to the manager failed: {details or code.name}{_tls_hint(details)}",
     )
+
+
+def _tls_hint(details: str) -> str:
+    """What to look at when the two sides do not agree on TLS; gRPC passes on OpenSSL's words for it."""
+    if "CERTIFICATE_VERIFY_FAILED" in details or "not in peer certificate" in details:
+        return f" (the manager's certificate is not one that {AUTHORITY} signed for this address, or has expired)"
+    if "WRONG_VERSION_NUMBER" in details or "PACKET_LENGTH_TOO_LONG" in details:
+        return f" (the manager does not speak TLS: unset {AUTHORITY}, or start it with --certificate and --key)"
+    return ""
 
 
 def error_of(error: grpc.RpcError) -> CkptEngineError:

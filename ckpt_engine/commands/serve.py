@@ -15,6 +15,7 @@ import typer
 from ckpt_engine.commands.options import configured_deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
+from ckpt_engine.security.server import ServerSecurity
 
 
 def serve(
@@ -31,6 +32,17 @@ def serve(
     advertise: Annotated[
         str, typer.Option(help="The address under which other hosts reach --listen, if it is another one.")
     ] = "",
+    certificate: Annotated[Path | None, typer.Option(help="Our certificate (PEM): serve over TLS.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Its key (PEM).")] = None,
+    client_authority: Annotated[
+        Path | None, typer.Option(help="Ask callers for certificates that this one (PEM) has signed.")
+    ] = None,
+    tokens: Annotated[
+        Path | None, typer.Option(help="Ask callers for tokens: grants and digests, see docs/security.md.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Serve other machines without asking who calls.")
+    ] = False,
     deadline: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=SECONDS", help="Another value for a deadline of docs/configuration.md; repeatable."),
@@ -43,7 +55,12 @@ def serve(
     """
     log_plainly()
     config = ManagerConfig(
-        listen=listen, http=http, ledger=ledger, advertise=advertise, deadlines=configured_deadlines(deadline)
+        listen=listen,
+        http=http,
+        ledger=ledger,
+        advertise=advertise,
+        security=ServerSecurity(certificate, key, client_authority, tokens, insecure),
+        deadlines=configured_deadlines(deadline),
     )
     try:
         asyncio.run(_serve(config))

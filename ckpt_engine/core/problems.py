@@ -72,6 +72,16 @@ def deadline(message: str, ranks: Sequence[int] = (), replica: str = "") -> Ckpt
     return error(weights_pb2.Problem.DEADLINE_EXCEEDED, message, (), ranks, replica)
 
 
+def unauthenticated(message: str) -> CkptEngineError:
+    """The caller did not prove who it is."""
+    return error(weights_pb2.Problem.UNAUTHENTICATED, message)
+
+
+def forbidden(message: str) -> CkptEngineError:
+    """The caller may not do this, or not under this name."""
+    return error(weights_pb2.Problem.PERMISSION_DENIED, message)
+
+
 def internal(message: str, tensors: Sequence[str] = (), replica: str = "") -> CkptEngineError:
     """A fault of ours."""
     return error(weights_pb2.Problem.INTERNAL, message, tensors, (), replica)

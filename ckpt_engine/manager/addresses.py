@@ -6,6 +6,7 @@ import ipaddress
 import logging
 
 from ckpt_engine.core.problems import invalid
+from ckpt_engine.security.server import ServerSecurity
 
 log = logging.getLogger("ckpt_engine.manager")
 
@@ -35,7 +36,13 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def warn_unless_loopback(host: str) -> None:
-    """Says in the log that a channel which others reach is not protected."""
-    if not is_loopback(host):
-        log.warning("listening on %s: everybody who reaches it can drive this manager, nothing is encrypted", host)
+def check_reach(host: str, security: ServerSecurity) -> None:
+    """Refuses to serve others without authentication (INVALID_ARGUMENT), or says in the log that it was asked to."""
+    if is_loopback(host) or security.authenticates:
+        return
+    if not security.insecure:
+        raise invalid(
+            f"other machines reach {host}, and nothing says who may drive this manager: give --certificate, --key and "
+            "--tokens or --client-authority (docs/security.md), or --insecure to let everybody"
+        )
+    log.warning("listening on %s: everybody who reaches it can drive this manager, nothing is encrypted", host)

@@ -25,6 +25,8 @@ _HTTP_STATUS = {
     weights_pb2.Problem.ABORTED: 409,
     weights_pb2.Problem.UNAVAILABLE: 503,
     weights_pb2.Problem.DEADLINE_EXCEEDED: 504,
+    weights_pb2.Problem.UNAUTHENTICATED: 401,
+    weights_pb2.Problem.PERMISSION_DENIED: 403,
 }
 
 

@@ -25,15 +25,18 @@ from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines.manager import ManagerMachine
 from ckpt_engine.core.problems import unavailable
 from ckpt_engine.manager.about import software_version
-from ckpt_engine.manager.addresses import join_address, split_address, warn_unless_loopback
+from ckpt_engine.manager.access import Access
+from ckpt_engine.manager.addresses import check_reach, is_loopback, join_address, split_address
 from ckpt_engine.manager.blobs import MEBIBYTE, BlobStore
 from ckpt_engine.manager.compiler import Compiler
 from ckpt_engine.manager.http import build_app
+from ckpt_engine.manager.http_access import HttpAccess
 from ckpt_engine.manager.ledger import Ledger, default_path
 from ckpt_engine.manager.metrics import Metrics
 from ckpt_engine.manager.servicer import ManagerServicer, stopping
 from ckpt_engine.manager.shell import Shell
 from ckpt_engine.manager.tasks import Tasks
+from ckpt_engine.security.server import ServerSecurity
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
 
 SERVICE = manager_pb2.DESCRIPTOR.services_by_name["CheckpointEngineManager"].full_name
@@ -53,6 +56,7 @@ class ManagerConfig:
     http: host:port of the HTTP side; empty: none.
     ledger: its file; None: ``ledger.default_path()``.
     advertise: the address that members on other hosts are told to use, for people; empty: what is bound.
+    security: how callers prove who they are; without it only this machine is served.
     deadlines: every wait; the defaults are changed by CKPT_ENGINE_DEADLINES.
     max_blob_bytes, max_total_bytes: limits of the content store, for one blob and all of them.
     stop_seconds: how long ``stop`` waits for a running update before it ends it with UNAVAILABLE.
@@ -62,6 +66,7 @@ class ManagerConfig:
     http: str = "127.0.0.1:8080"
     ledger: Path | None = None
     advertise: str = ""
+    security: ServerSecurity = field(default_factory=ServerSecurity)
     deadlines: Deadlines = field(default_factory=lambda: Deadlines.from_environment(os.environ))
     max_blob_bytes: int = 256 * MEBIBYTE
     max_total_bytes: int = 2048 * MEBIBYTE
@@ -111,6 +116,10 @@ class ManagerServer:
 
     async def _start(self) -> None:
         config = self.config
+        config.security.check()
+        self._access = Access(config.security)
+        for address in (config.listen, config.http) if config.http else (config.listen,):
+            check_reach(split_address(address)[0], config.security)
         self.ledger = await Ledger.open(config.ledger or default_path(), config.deadlines.ledger_busy)
         self._undo.push_async_callback(self.ledger.close)
         blobs = BlobStore(config.max_blob_bytes, config.max_total_bytes)
@@ -121,7 +130,7 @@ class ManagerServer:
         machine = ManagerMachine(self.ledger.cluster, self.ledger.epoch, intents, config.deadlines, software_version())
         self._shell = Shell(machine, tasks, blobs, self.metrics)
         self.http_address = await self._start_http() if config.http else ""
-        self.address = await self._start_grpc(ManagerServicer(self._shell, blobs, config.deadlines))
+        self.address = await self._start_grpc(ManagerServicer(self._shell, blobs, config.deadlines, self._access))
         log.info(
             "manager started grpc=%s http=%s ledger=%s cluster=%s epoch=%d",
             config.advertise or self.address,
@@ -139,14 +148,17 @@ class ManagerServer:
         health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         try:
-            port = server.add_insecure_port(self.config.listen)
+            credentials = self.config.security.credentials()
+            if credentials is None:
+                port = server.add_insecure_port(self.config.listen)
+            else:
+                port = server.add_secure_port(self.config.listen, credentials)
         except RuntimeError as error:
             raise unavailable(f"cannot listen on {self.config.listen}: is another manager there? ({error})") from error
         await server.start()
         for name in ("", SERVICE):
             await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._undo.push_async_callback(self._stop_grpc, server, servicer, healthy)
-        warn_unless_loopback(host)
         return join_address(host, port)
 
     async def _stop_grpc(self, server: grpc.aio.Server, servicer: ManagerServicer, healthy: Any) -> None:
@@ -167,13 +179,14 @@ class ManagerServer:
             raise unavailable(f"cannot listen on {self.config.http} for HTTP: {error.strerror}") from error
         server = _HttpServer(
             uvicorn.Config(
-                build_app(self),
+                HttpAccess(build_app(self), self._access, is_loopback(host)),
                 log_config=None,
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
                 ws="none",
                 timeout_graceful_shutdown=2,
+                **self.config.security.for_uvicorn(),
             )
         )
         running = asyncio.ensure_future(server.serve(sockets=[bound]))
@@ -183,7 +196,6 @@ class ManagerServer:
             await running
 
         self._undo.push_async_callback(end)
-        warn_unless_loopback(host)
         return join_address(host, bound.getsockname()[1])
 
 

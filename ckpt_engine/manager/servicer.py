@@ -15,10 +15,12 @@ from ckpt_engine.core.machines import events
 from ckpt_engine.core.machines.events import Call, ManagerEvent
 from ckpt_engine.core.machines.wire import unpack
 from ckpt_engine.core.problems import CkptEngineError, deadline, internal, invalid, unavailable
+from ckpt_engine.manager.access import Access
 from ckpt_engine.manager.blobs import BlobStore, chunks_of, receive
 from ckpt_engine.manager.errors import refuse
 from ckpt_engine.manager.sessions import carry, first_message
 from ckpt_engine.manager.shell import Shell
+from ckpt_engine.security.grants import Caller
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -29,7 +31,8 @@ log = logging.getLogger("ckpt_engine.manager")
 class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
     """Runs on the manager's event loop; each method is one call of one peer."""
 
-    def __init__(self, shell: Shell, blobs: BlobStore, deadlines: Deadlines) -> None:
+    def __init__(self, shell: Shell, blobs: BlobStore, deadlines: Deadlines, access: Access) -> None:
+        self._access = access
         self._shell = shell
         self._blobs = blobs
         self._deadlines = deadlines
@@ -50,7 +53,7 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
     async def _session(
         self, kind: str, hello_type: type[ProtobufMessage], envelope: type[ProtobufMessage], context: Context
     ) -> None:
-        await self._admit(context)
+        caller = await self._admit(context, kind)
         try:
             first = await first_message(context, self._deadlines.hello)
             if first is None:
@@ -59,14 +62,17 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
             if not isinstance(hello, hello_type):
                 came = "an unknown message" if hello is None else hello.DESCRIPTOR.name
                 raise invalid(f"a session begins with {hello_type.DESCRIPTOR.name}, but {came} came first")
+            caller.require(kind, _name_of(hello))
         except CkptEngineError as error:
             await refuse(context, error)
-        await self._admit(context)
+        await self._admit(context, kind)
         peer, outbox = self._shell.open_session(kind, envelope, hello)
-        log.info("session opened peer=%s address=%s", peer, context.peer())
+        log.info("session opened peer=%s address=%s caller=%r", peer, context.peer(), caller.who)
 
         def on_message(message: ProtobufMessage) -> None:
             body = unpack(message)
+            if isinstance(body, hello_type) and _name_of(body) != _name_of(hello):
+                return  # a session speaks for one name, the one that was checked
             if body is not None and not outbox.closed:
                 self._shell.handle(events.Message(peer, body))
 
@@ -81,32 +87,41 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
     # -- calls
 
     async def UpdateWeights(self, request: manager_pb2.UpdateWeightsRequest, context: Context) -> None:  # noqa: N802
+        caller = await self._admit(context, "trainer")
+        try:
+            caller.require("trainer", request.lineage)
+        except CkptEngineError as error:
+            await refuse(context, error)
         await self._call("update", lambda call: events.UpdateCall(call, request), context)
 
     async def Sleep(self, request: manager_pb2.SleepRequest, context: Context) -> ProtobufMessage:  # noqa: N802
+        await self._admit(context, "operator", "trainer")
         return await self._answer("sleep", lambda call: events.SleepCall(call, request), context)
 
     async def Wake(self, request: manager_pb2.WakeRequest, context: Context) -> ProtobufMessage:  # noqa: N802
+        await self._admit(context, "operator", "trainer")
         return await self._answer("wake", lambda call: events.WakeCall(call, request), context)
 
     async def RetryReplica(  # noqa: N802
         self, request: manager_pb2.RetryReplicaRequest, context: Context
     ) -> ProtobufMessage:
+        await self._admit(context, "operator")
         return await self._answer("retry", lambda call: events.OperatorCall(call, request), context)
 
     async def EvictReplica(  # noqa: N802
         self, request: manager_pb2.EvictReplicaRequest, context: Context
     ) -> ProtobufMessage:
+        await self._admit(context, "operator")
         return await self._answer("evict", lambda call: events.OperatorCall(call, request), context)
 
     async def GetStatus(  # noqa: N802
         self, request: manager_pb2.GetStatusRequest, context: Context
     ) -> manager_pb2.GetStatusResponse:
+        await self._known(context)
         return self._shell.status()
 
     async def _call(self, kind: str, event: Callable[[Call], ManagerEvent], context: Context) -> None:
         """Writes what the machine says to this call until it finishes it, then ends with the machine's problem."""
-        await self._admit(context)
         call, outbox = self._shell.open_call(kind, event)
         try:
             while (message := await outbox.take()) is not None:
@@ -123,7 +138,6 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
 
     async def _answer(self, kind: str, event: Callable[[Call], ManagerEvent], context: Context) -> ProtobufMessage:
         """The one response of the machine to this call, or its problem as the call's status."""
-        await self._admit(context)
         call, outbox = self._shell.open_call(kind, event)
         try:
             response: ProtobufMessage | None = await outbox.take()
@@ -135,15 +149,29 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
             )
         return response
 
-    async def _admit(self, context: Context) -> None:
+    async def _admit(self, context: Context, *roles: str) -> Caller:
+        """Lets a caller in that has one of these roles, while the manager does not stop."""
+        caller = await self._known(context)
+        try:
+            caller.require_any(*roles)
+        except CkptEngineError as error:
+            await refuse(context, error)
         if self._stopping:
             await refuse(context, stopping())
+        return caller
+
+    async def _known(self, context: Context) -> Caller:
+        try:
+            return self._access.of_call(context)
+        except CkptEngineError as error:
+            await refuse(context, error)
 
     # -- blobs
 
     async def PutBlob(  # noqa: N802
         self, requests: AsyncIterator[manager_pb2.BlobChunk], context: Context
     ) -> manager_pb2.BlobRef:
+        await self._admit(context, "trainer", "replica")
         try:
             return await asyncio.wait_for(receive(self._blobs, requests), self._deadlines.blobs)
         except TimeoutError:
@@ -152,6 +180,7 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
             await refuse(context, error)
 
     async def GetBlob(self, request: manager_pb2.BlobRef, context: Context) -> None:  # noqa: N802
+        await self._admit(context, "trainer", "replica")
         try:
             data = self._blobs.get(request)
         except CkptEngineError as error:
@@ -165,7 +194,15 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
     async def HasBlob(  # noqa: N802
         self, request: manager_pb2.BlobRef, context: Context
     ) -> manager_pb2.HasBlobResponse:
+        await self._admit(context, "trainer", "replica")
         return manager_pb2.HasBlobResponse(present=self._blobs.has(request))
+
+
+def _name_of(hello: ProtobufMessage) -> str:
+    """What a member's grant must cover."""
+    if isinstance(hello, manager_pb2.TrainerHello):
+        return hello.lineage
+    return hello.name if isinstance(hello, manager_pb2.ReplicaHello) else ""
 
 
 def stopping() -> CkptEngineError:

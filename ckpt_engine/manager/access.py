@@ -1,0 +1,59 @@
+"""Who calls, and whether they may: from what a connection shows to a `Caller`.
+
+It decides which proof counts. What a grant covers is `security/grants.py`'s part, what a call needs the servicer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import grpc.aio
+
+from ckpt_engine.core.problems import CkptEngineError, unauthenticated
+from ckpt_engine.security.grants import EVERYBODY, Caller, Grant
+from ckpt_engine.security.server import ServerSecurity
+
+BEARER = "bearer "
+
+
+class Access:
+    """The manager's door. Used on its event loop thread."""
+
+    def __init__(self, security: ServerSecurity) -> None:
+        """Raises INVALID_ARGUMENT if the tokens file cannot be understood."""
+        self._tokens = security.known_tokens()
+        self._certificates = security.authority is not None
+
+    def of_call(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
+        """Who makes a gRPC call. Raises UNAUTHENTICATED."""
+        if self._tokens is not None:
+            return self._by_token(_first("authorization", context.invocation_metadata() or ()))
+        if not self._certificates:
+            return EVERYBODY
+        shown: Mapping[str, Iterable[bytes]] = context.auth_context()
+        name = next(iter(shown.get("x509_common_name", ())), b"").decode(errors="replace")
+        try:
+            return Caller(f"the holder of certificate {name!r}", (Grant.parse(name),))
+        except CkptEngineError as error:
+            raise unauthenticated(f"the certificate's common name must be a grant: {error.problem.message}") from error
+
+    def of_request(self, authorization: str) -> Caller:
+        """Who makes an HTTP request. A certificate was already asked for when the connection was made."""
+        return EVERYBODY if self._tokens is None else self._by_token(authorization)
+
+    def _by_token(self, authorization: str) -> Caller:
+        assert self._tokens is not None
+        if not authorization.lower().startswith(BEARER):
+            raise unauthenticated("this manager asks for a token: set CKPT_ENGINE_TOKEN_FILE, or send it as a bearer")
+        caller = self._tokens.caller(authorization[len(BEARER) :].strip())
+        if caller is None:
+            raise unauthenticated("the token is none of this manager's")
+        return caller
+
+
+def _first(key: str, metadata: Iterable[Any]) -> str:
+    for name, value in metadata:
+        if name == key:
+            return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    return ""

@@ -1,0 +1,125 @@
+"""Who may act as whom. Pure.
+
+A grant is a role, and for the first two a pattern of names (`*` stands for any characters):
+
+    trainer/PATTERN   publish and update lineages of such names; put replicas to sleep and wake them
+    replica/PATTERN   be a replica of such a name
+    operator          put replicas to sleep, wake, retry and evict them
+    viewer            look
+
+Whoever has any grant may look. A caller's grants come with its token (the manager knows a digest of it) or from the
+common name of its certificate, which then reads like a grant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ckpt_engine.core.problems import CkptEngineError, forbidden, invalid
+
+NAMED = ("trainer", "replica")
+UNNAMED = ("operator", "viewer")
+TOKEN_CHARACTERS = 24
+"""The least that a token must have: its digest is not salted, so it must be random and long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """One role; `pattern` of the names that it may be used under, empty for roles without names."""
+
+    role: str
+    pattern: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Grant:
+        """From "replica/rollout-*" or "operator". Raises INVALID_ARGUMENT."""
+        role, separator, pattern = text.partition("/")
+        if (role in NAMED and pattern) or (role in UNNAMED and not separator):
+            return cls(role, pattern)
+        raise invalid(
+            f"{text!r} is no grant: write trainer/PATTERN, replica/PATTERN, operator or viewer (docs/security.md)"
+        )
+
+    def covers(self, role: str, name: str) -> bool:
+        """Whether its holder may act in this role under this name."""
+        return self.role == role and (not self.pattern or fnmatchcase(name, self.pattern))
+
+    def __str__(self) -> str:
+        return f"{self.role}/{self.pattern}" if self.pattern else self.role
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Somebody who was let in. who: for messages and logs, never a secret. everything: nothing is checked."""
+
+    who: str
+    grants: tuple[Grant, ...] = ()
+    everything: bool = False
+
+    def require(self, role: str, name: str) -> None:
+        """Raises PERMISSION_DENIED unless it may act as `role` under `name`."""
+        if not self.everything and not any(grant.covers(role, name) for grant in self.grants):
+            raise forbidden(f"{self.who} may not act as {role} {name!r}: {self._may()}")
+
+    def require_any(self, *roles: str) -> None:
+        """Raises PERMISSION_DENIED unless it has a grant of one of these roles, under whatever name."""
+        if not self.everything and not any(grant.role in roles for grant in self.grants):
+            raise forbidden(f"{self.who} is neither {' nor '.join(roles)}: {self._may()}")
+
+    def _may(self) -> str:
+        return f"it is granted {', '.join(str(grant) for grant in self.grants) or 'nothing'}"
+
+
+EVERYBODY = Caller("everybody", everything=True)
+"""Who calls a manager that authenticates nobody."""
+
+
+def digest_of(token: str) -> bytes:
+    """What a manager keeps of a token."""
+    return hashlib.sha256(token.encode()).digest()
+
+
+class Tokens:
+    """Digests of tokens, and what each grants."""
+
+    def __init__(self, entries: Iterable[tuple[bytes, tuple[Grant, ...]]]) -> None:
+        self._entries = tuple(entries)
+
+    @classmethod
+    def parse(cls, text: str) -> Tokens:
+        """From lines of grants (with commas between them) and the SHA-256 of the token in hexadecimal:
+
+            replica/rollout-*,viewer   9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+
+        Empty lines and what follows a # are left out. Raises INVALID_ARGUMENT naming the line, never its content: it
+        may hold a token where its digest belongs.
+        """
+        entries: list[tuple[bytes, tuple[Grant, ...]]] = []
+        for number, line in enumerate(text.splitlines(), 1):
+            words = line.partition("#")[0].split()
+            if not words:
+                continue
+            try:
+                grants, digest = words
+                entry = (bytes.fromhex(digest), tuple(Grant.parse(grant) for grant in grants.split(",")))
+            except (ValueError, CkptEngineError) as error:
+                why = f": {error}" if isinstance(error, CkptEngineError) else ""
+                raise invalid(f"line {number} of the tokens file is not GRANT[,GRANT] SHA256{why}") from None
+            if len(entry[0]) != hashlib.sha256().digest_size:
+                raise invalid(f"line {number} of the tokens file: the digest has {len(entry[0])} bytes, SHA-256 has 32")
+            entries.append(entry)
+        if not entries:
+            raise invalid("the tokens file names no token, so nobody could call")
+        return cls(entries)
+
+    def caller(self, token: str) -> Caller | None:
+        """Whose token it is; None: nobody's. Takes the same time whoever it is."""
+        sought, found = digest_of(token), None
+        for number, (digest, grants) in enumerate(self._entries, 1):
+            if hmac.compare_digest(digest, sought):
+                found = Caller(f"the holder of token {number}", grants)
+        return found

@@ -1,0 +1,300 @@
+"""Who may call a manager that asks: over real TLS, with tokens and with certificates."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import ssl
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc.aio
+import httpx
+import pytest
+import trustme
+from scripted_members import ScriptedReplica, ScriptedTrainer, problem_of, put
+
+from ckpt_engine import client
+from ckpt_engine.client import manager_stub, open_channel
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.manager.service import ManagerConfig, ManagerServer
+from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY, SERVER_NAME, TOKEN_FILE, ClientSecurity
+from ckpt_engine.security.grants import Grant, Tokens, digest_of
+from ckpt_engine.security.server import ServerSecurity
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
+
+GRANTS = {"trainer": "trainer/run-*", "replica": "replica/one", "operator": "operator", "viewer": "viewer"}
+
+
+def token(role: str) -> str:
+    return f"secret-of-the-{role}-for-this-test"
+
+
+@dataclass
+class Keys:
+    """An authority, the manager's certificate and a tokens file, on disk."""
+
+    path: Path
+    authority: trustme.CA
+
+    def write(self, name: str, content: bytes) -> Path:
+        file = self.path / name
+        file.write_bytes(content)
+        return file
+
+    def issue(self, name: str, common_name: str | None = None, **fields: object) -> tuple[Path, Path]:
+        issued = self.authority.issue_cert("localhost", "127.0.0.1", common_name=common_name, **fields)  # type: ignore[arg-type]
+        chain = b"".join(blob.bytes() for blob in issued.cert_chain_pems)
+        return self.write(f"{name}.crt", chain), self.write(f"{name}.key", issued.private_key_pem.bytes())
+
+    @property
+    def authority_file(self) -> Path:
+        return self.write("ca.crt", self.authority.cert_pem.bytes())
+
+    @property
+    def tokens(self) -> Path:
+        lines = [f"{grant}  {digest_of(token(role)).hex()}  # {role}" for role, grant in GRANTS.items()]
+        return self.write("tokens", "\n".join(["# for the test", "", *lines]).encode())
+
+    def with_token(self, role: str) -> ClientSecurity:
+        return self.as_client({TOKEN_FILE: str(self.write(f"{role}.token", token(role).encode() + b"\n"))})
+
+    def as_client(self, environment: dict[str, str]) -> ClientSecurity:
+        return ClientSecurity.from_environment({AUTHORITY: str(self.authority_file), **environment})
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    path = tmp_path / "keys"
+    path.mkdir()
+    return Keys(path, trustme.CA())
+
+
+@pytest.fixture
+async def asking(config: ManagerConfig, keys: Keys) -> AsyncIterator[ManagerServer]:
+    """A manager over TLS that asks for tokens."""
+    security = ServerSecurity(*keys.issue("server"), tokens=keys.tokens)
+    async with ManagerServer(replace(config, security=security, http="127.0.0.1:0")) as server:
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def calling(server: ManagerServer, security: ClientSecurity) -> AsyncIterator[CheckpointEngineManagerStub]:
+    async with open_channel(server.address, security) as channel:
+        yield manager_stub(channel)
+
+
+async def refused(call: object) -> weights_pb2.Problem:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call  # type: ignore[misc]
+    return problem_of(caught.value)
+
+
+def name(problem: weights_pb2.Problem) -> str:
+    return weights_pb2.Problem.Code.Name(problem.code)
+
+
+async def test_a_session_speaks_for_the_name_that_its_token_grants(asking: ManagerServer, keys: Keys) -> None:
+    async with calling(asking, keys.with_token("replica")) as stub:
+        await ScriptedReplica(stub, "one").open()
+        problem = await refused(ScriptedReplica(stub, "two").open())
+        assert name(problem) == "PERMISSION_DENIED"
+        assert "may not act as replica 'two': it is granted replica/one" in problem.message
+        assert name(await refused(ScriptedTrainer(stub, lineage="run-1").open())) == "PERMISSION_DENIED"
+    assert [replica.name for replica in asking.status().replicas] == ["one"]
+    async with calling(asking, keys.with_token("trainer")) as stub:
+        await ScriptedTrainer(stub, lineage="run-1").open()
+        assert name(await refused(ScriptedTrainer(stub, lineage="other").open())) == "PERMISSION_DENIED"
+        assert name(await refused(ScriptedReplica(stub, "one").open())) == "PERMISSION_DENIED"
+    assert {trainer.lineage for trainer in asking.status().trainers} == {"run-1"}
+
+
+async def test_a_session_cannot_change_its_name_later(asking: ManagerServer, keys: Keys) -> None:
+    async with calling(asking, keys.with_token("replica")) as stub:
+        replica = ScriptedReplica(stub, "one")
+        await replica.open()
+        replica.name = "two"
+        await replica.stream.send(hello=replica.hello())
+        await replica.beat()
+        assert (await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)).replicas[0].name == "one"
+    assert [known.name for known in asking.status().replicas] == ["one"]
+
+
+async def test_each_call_needs_its_grant(asking: ManagerServer, keys: Keys) -> None:
+    async with calling(asking, keys.with_token("viewer")) as stub:
+        assert (await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)).fence.cluster
+        calls = [
+            stub.Sleep(manager_pb2.SleepRequest(), timeout=10),
+            stub.Wake(manager_pb2.WakeRequest(), timeout=10),
+            stub.EvictReplica(manager_pb2.EvictReplicaRequest(name="one"), timeout=10),
+            stub.RetryReplica(manager_pb2.RetryReplicaRequest(name="one"), timeout=10),
+            stub.HasBlob(manager_pb2.BlobRef(), timeout=10),
+            put(stub, weights_pb2.Manifest()),
+            stub.GetBlob(manager_pb2.BlobRef(), timeout=10).read(),
+            stub.UpdateWeights(manager_pb2.UpdateWeightsRequest(lineage="run-1"), timeout=10).read(),
+        ]
+        for call in calls:
+            assert name(await refused(call)) == "PERMISSION_DENIED", call
+    async with calling(asking, keys.with_token("trainer")) as stub:
+        other = manager_pb2.UpdateWeightsRequest(lineage="other")
+        assert name(await refused(stub.UpdateWeights(other, timeout=10).read())) == "PERMISSION_DENIED"
+        evict = manager_pb2.EvictReplicaRequest(name="one")
+        assert name(await refused(stub.EvictReplica(evict, timeout=10))) == "PERMISSION_DENIED"
+    async with calling(asking, keys.with_token("operator")) as stub:
+        assert name(await refused(stub.EvictReplica(evict, timeout=10))) == "NOT_FOUND"
+
+
+async def test_without_a_token_or_with_a_wrong_one_nobody_is_let_in(asking: ManagerServer, keys: Keys) -> None:
+    for security in (keys.as_client({}), keys.with_token("stranger")):
+        async with calling(asking, security) as stub:
+            problem = await refused(stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10))
+            assert name(problem) == "UNAUTHENTICATED"
+            assert token("stranger") not in problem.message
+            assert name(await refused(ScriptedReplica(stub, "one").open())) == "UNAUTHENTICATED"
+
+
+async def test_both_sides_say_what_is_wrong_with_tls(
+    asking: ManagerServer, config: ManagerConfig, keys: Keys, tmp_path: Path
+) -> None:
+    async def why(server: ManagerServer, security: ClientSecurity) -> str:
+        async with calling(server, security) as stub:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)
+            return client.problem_of(caught.value).message
+
+    other = tmp_path / "other"
+    other.mkdir()
+    stranger = Keys(other, trustme.CA())
+    assert f"not one that {AUTHORITY} signed" in await why(asking, stranger.with_token("viewer"))
+    misnamed = keys.as_client({SERVER_NAME: "another.host"})
+    assert f"not one that {AUTHORITY} signed for this address" in await why(asking, misnamed)
+    async with ManagerServer(replace(config, ledger=tmp_path / "plain.sqlite")) as plain:
+        assert "the manager does not speak TLS" in await why(plain, keys.as_client({}))
+
+
+async def test_an_expired_certificate_is_refused(config: ManagerConfig, keys: Keys) -> None:
+    past = datetime.now(UTC) - timedelta(days=1)
+    server = ServerSecurity(*keys.issue("server", not_after=past))
+    async with ManagerServer(replace(config, security=server)) as expired:
+        async with calling(expired, keys.as_client({})) as stub:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_certificates_of_both_sides_without_tokens(config: ManagerConfig, keys: Keys) -> None:
+    security = ServerSecurity(*keys.issue("server"), authority=keys.authority_file)
+
+    def holder(common_name: str) -> ClientSecurity:
+        certificate, key = keys.issue("client", common_name)
+        return keys.as_client({CERTIFICATE: str(certificate), KEY: str(key)})
+
+    async with ManagerServer(replace(config, security=security)) as server:
+        async with calling(server, holder("replica/one")) as stub:
+            await ScriptedReplica(stub, "one").open()
+            assert name(await refused(ScriptedReplica(stub, "two").open())) == "PERMISSION_DENIED"
+        async with calling(server, holder("a laptop")) as stub:
+            problem = await refused(stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10))
+            assert name(problem) == "UNAUTHENTICATED"
+            assert "must be a grant" in problem.message
+        async with calling(server, keys.as_client({})) as stub:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_http_asks_for_a_token_except_for_probes(asking: ManagerServer, keys: Keys) -> None:
+    url = f"https://{asking.http_address}"
+    async with httpx.AsyncClient(
+        base_url=url, verify=ssl.create_default_context(cafile=keys.authority_file)
+    ) as browser:
+        assert (await browser.get("/healthz")).status_code == 200
+        for route in ("/v1/replicas", "/metrics", "/openapi.json", "/docs"):
+            answer = await browser.get(route)
+            assert answer.status_code == 401, route
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json()["code"] == "UNAUTHENTICATED"
+        shown = {"Authorization": f"Bearer {token('viewer')}"}
+        assert (await browser.get("/v1/replicas", headers=shown)).json() == {"replicas": []}
+        assert (await browser.get("/v1/replicas", headers={"Authorization": "Bearer x"})).status_code == 401
+
+
+async def test_a_page_of_another_name_cannot_read_a_manager_on_loopback(config: ManagerConfig) -> None:
+    async with ManagerServer(replace(config, http="127.0.0.1:0")) as server:
+        async with httpx.AsyncClient(base_url=f"http://{server.http_address}") as browser:
+            answer = await browser.get("/v1/replicas", headers={"Host": "evil.example:80"})
+            assert (answer.status_code, answer.json()["code"]) == (403, "PERMISSION_DENIED")
+            for host in ("localhost", "127.0.0.1:1", "[::1]:8080"):
+                assert (await browser.get("/v1/replicas", headers={"Host": host})).status_code == 200
+
+
+async def test_other_machines_are_served_only_if_somebody_asks_who_calls(config: ManagerConfig, keys: Keys) -> None:
+    for field in ("listen", "http"):
+        with pytest.raises(CkptEngineError, match=r"other machines reach 0\.0\.0\.0"):
+            await ManagerServer(replace(config, **{field: "0.0.0.0:0"})).start()  # type: ignore[arg-type]
+    asked = ServerSecurity(*keys.issue("server"), tokens=keys.tokens)
+    for security in (ServerSecurity(insecure=True), asked):
+        async with ManagerServer(replace(config, listen="0.0.0.0:0", security=security)):
+            continue
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"tokens": Path("tokens")}, "need TLS"),
+        ({"certificate": Path("server.crt")}, "belong together"),
+        ({"certificate": Path("nowhere"), "key": Path("server.key")}, "nowhere cannot be read"),
+        ({"certificate": Path("tokens"), "key": Path("server.key")}, "no certificate and its key"),
+    ],
+)
+async def test_settings_that_cannot_protect_are_refused(
+    config: ManagerConfig, keys: Keys, settings: dict[str, Path], complaint: str
+) -> None:
+    keys.issue("server")
+    assert keys.tokens.exists()
+    security = ServerSecurity(**{key: keys.path / path for key, path in settings.items()})  # type: ignore[arg-type]
+    with pytest.raises(CkptEngineError, match=complaint):
+        await ManagerServer(replace(config, security=security)).start()
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("replica/one", "line 2 of the tokens file is not GRANT"),
+        ("king 00", "'king' is no grant"),
+        ("replica 00", "'replica' is no grant"),
+        ("viewer 00ff", "the digest has 2 bytes"),
+        ("viewer my-secret-token-in-plain-words", "line 2 of the tokens file is not GRANT"),
+    ],
+)
+def test_a_tokens_file_is_understood_or_refused_without_repeating_it(line: str, complaint: str) -> None:
+    with pytest.raises(CkptEngineError, match=complaint) as caught:
+        Tokens.parse(f"# first\n{line}\n")
+    assert "my-secret-token" not in str(caught.value)
+
+
+def test_patterns_cover_names_and_nothing_else() -> None:
+    grant = Grant.parse("replica/rollout-*")
+    assert grant.covers("replica", "rollout-1")
+    assert not grant.covers("replica", "judge")
+    assert not grant.covers("trainer", "rollout-1")
+    with pytest.raises(CkptEngineError, match="names no token"):
+        Tokens.parse("# nobody\n")
+
+
+def test_a_client_refuses_half_a_setting_and_shows_no_secret(keys: Keys) -> None:
+    secret = keys.with_token("viewer")
+    assert token("viewer") not in repr(secret)
+    file = str(keys.write("two", b"two words"))
+    for environment, complaint in (
+        ({CERTIFICATE: file}, "belong together"),
+        ({TOKEN_FILE: file}, "over TLS only"),
+        ({AUTHORITY: file, TOKEN_FILE: file}, "must hold one word"),
+        ({AUTHORITY: os.devnull}, "is empty"),
+        ({AUTHORITY: "/nowhere/ca.crt"}, "cannot be read"),
+    ):
+        with pytest.raises(CkptEngineError, match=complaint):
+            ClientSecurity.from_environment(environment)
