@@ -36,6 +36,15 @@ class Source(Protocol):
         outside its shard and FAILED_PRECONDITION before the first `seal`."""
         ...
 
+    def withdraw(self, seconds: float) -> None:
+        """As `close`, but only once no reader maps GPU memory of it any more, so that freeing that memory frees it.
+
+        Readers are asked to let go and do so at once, unless they are in the middle of an update. Raises
+        DEADLINE_EXCEEDED if some have not within `seconds`; new ones are refused by then, and it may be called again.
+        """
+        ...
+
     def close(self) -> None:
-        """Stops offering: new readers cannot open the regions; who has them mapped keeps reading. May be repeated."""
+        """Stops offering: new readers cannot open the regions. Who has shared memory or files mapped keeps reading; who
+        has GPU memory mapped is asked to let go, and waited for a little. May be repeated."""
         ...

@@ -8,15 +8,33 @@ from collections.abc import Sequence
 import torch
 
 from ckpt_engine.core.digest import digest_boxes
+from ckpt_engine.core.dtypes import torch_dtype
+from ckpt_engine.core.prepared_digests import PreparedDigests, prepare_digests
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.v1.weights_pb2 import Atoms, SourceTable
 
 
 def digest_atoms(table: SourceTable, sealed: Sequence[torch.Tensor], atoms: Atoms) -> list[int]:
-    """The digest of each atom, in order. `sealed[i]` is the memory of `table.shards[i]`, with the shard's shape.
+    """The digest of each atom, in order. `sealed[i]` is the memory of `table.shards[i]`, with the shard's shape and the
+    served dtype.
 
     Raises FAILED_PRECONDITION if the atoms were made for another table, INVALID_ARGUMENT if one is not in its shard.
     """
+    return digest_boxes(_boxes(table, sealed, atoms))
+
+
+def prepare_atoms(table: SourceTable, sealed: Sequence[torch.Tensor], atoms: Atoms) -> PreparedDigests:
+    """The same, to be run any number of times; what is stored in another dtype is digested as if cast to the served
+    one. It keeps the memory alive."""
+    boxes = _boxes(table, sealed, atoms)
+    shards = [table.shards[atom.shard] for atom in atoms.atoms]
+    served = [torch_dtype(table.tensors[each.tensor].dtype) if each.stored_dtype else None for each in shards]
+    return prepare_digests(boxes, served=served)
+
+
+def _boxes(
+    table: SourceTable, sealed: Sequence[torch.Tensor], atoms: Atoms
+) -> list[tuple[torch.Tensor, Sequence[int]]]:
     own = hashlib.sha256(table.SerializeToString(deterministic=True)).digest()
     if atoms.table_digest and atoms.table_digest != own:
         raise precondition(
@@ -44,4 +62,4 @@ def digest_atoms(table: SourceTable, sealed: Sequence[torch.Tensor], atoms: Atom
             slice(first - lowest, last - lowest) for lowest, first, last in zip(shard.start, start, stop, strict=True)
         )
         boxes.append((sealed[atom.shard][part], start))
-    return digest_boxes(boxes)
+    return boxes

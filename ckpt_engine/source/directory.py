@@ -15,7 +15,8 @@ import torch
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.source.held import Held
-from ckpt_engine.source.memory import CASTABLE, MemorySource, contiguous
+from ckpt_engine.source.host_memory import contiguous
+from ckpt_engine.source.memory import CASTABLE, MemorySource, Wish
 from ckpt_engine.source.safetensors import FileTensor, read_directory
 from ckpt_engine.transport.file import FileTransport, file_region
 from ckpt_engine.transport.mapped import MappedRegions
@@ -43,8 +44,7 @@ def directory_source(
         _finder(opened, tensors, views),
         host=host,
         rank=rank,
-        snapshot=snapshot,
-        dtype=dtype,
+        wish=Wish(snapshot, dtype),
         kind=f"safetensors {path.name}",
     )
 
@@ -106,6 +106,10 @@ class DirectorySource:
         if not self._has_seal:
             raise precondition("the checkpoint was not sealed, or was closed")
         return digest_atoms(self._table, self._sealed, atoms)
+
+    def withdraw(self, seconds: float) -> None:
+        """As `close`: files are not freed by it, so nobody has to let go first."""
+        self.close()
 
     def close(self) -> None:
         """Unmaps the files. Readers can still open them: they are not ours."""

@@ -20,7 +20,8 @@ class Held:
 
     tensor: the live memory, on any device, with any strides. shape: of the global tensor.
     twins: other tensor objects of exactly this memory; where it moves, they move.
-    must_copy: why its memory cannot be moved, so that it is copied at each seal; empty: it can.
+    must_copy: why its memory can neither be read where it lies (GPU) nor be moved (CPU), so that it is copied at each
+        seal; empty: it can.
     """
 
     name: str
@@ -70,9 +71,7 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _must_copy(tensor: torch.Tensor) -> str:
-    if tensor.device.type != "cpu":
-        return f"is on {tensor.device}"
-    if tensor.is_inference():
+    if tensor.is_inference() and tensor.device.type == "cpu":
         return "is an inference tensor"
     return "is conjugated or negated lazily" if tensor.is_conj() or tensor.is_neg() else ""
 
@@ -108,4 +107,5 @@ def _shard(name: str, tensor: torch.Tensor) -> Held | None:
         )
     if local.numel() == 0 and tensor.numel() > 0:
         return None
-    return Held(name, local, tuple(tensor.shape), tuple(start), "is a shard that its DTensor owns")
+    why = "is a shard that its DTensor owns" if local.device.type == "cpu" else _must_copy(local)
+    return Held(name, local, tuple(tensor.shape), tuple(start), why)

@@ -1,44 +1,75 @@
-"""A source of tensors in this process's memory: re-homed into shared memory, or copied there at each seal.
+"""A source of tensors in this process's memory: offered where they live, or copied at each seal.
 
-Runs in the trainer, on the thread that trains. Each tensor goes one of two ways, decided once when it is opened:
+Runs in the trainer, on the thread that trains. Each tensor goes one of these ways, decided once when it is opened:
 
-- re-homed: its memory moves into the arena. Sealing copies nothing; readers see the live weights, so the owner must not
-  step until the update is over.
-- copied: `seal` copies it into the arena, casting if a served dtype was asked for. It stays sealed until the next seal.
+- live on its GPU: other processes map the allocation that it lies in. Sealing copies nothing; if another dtype is
+  served, readers cast on the way.
+- re-homed (CPU): its memory moves into shared memory. Sealing copies nothing.
+- copied: `seal` copies it, casting if need be, into an arena on its GPU, or into shared memory. It stays sealed until
+  the next seal.
 
-GPU tensors are always copied.
+Readers of the first two see live weights, so the owner must not step until the update is over.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
+from ckpt_engine.core.dtypes import CASTABLE as CASTABLE_NAMES
 from ckpt_engine.core.dtypes import UnsupportedDtypeError, dtype_name
-from ckpt_engine.core.problems import invalid, precondition
-from ckpt_engine.source.digests import digest_atoms
+from ckpt_engine.core.prepared_digests import PreparedDigests
+from ckpt_engine.core.problems import CkptEngineError, invalid, precondition
+from ckpt_engine.source.device import DeviceOffer
+from ckpt_engine.source.digests import prepare_atoms
 from ckpt_engine.source.held import Held
-from ckpt_engine.source.rehome import byte_range, copy_segment, segments
+from ckpt_engine.source.host_memory import HostOffer
 from ckpt_engine.transport.copying import TensorCopy
-from ckpt_engine.transport.shared_memory import ALIGNMENT, SharedArena
-from ckpt_engine.v1.weights_pb2 import Atoms, Host, Shard, SourceTable, TensorSpec
+from ckpt_engine.transport.cuda_memory import NAME as CUDA_IPC
+from ckpt_engine.transport.shared_memory import NAME as SHARED_MEMORY
+from ckpt_engine.v1.weights_pb2 import Atoms, Host, Region, Shard, SourceTable, TensorSpec
 
-CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-"""What a served dtype applies to. Integers are counts or indices, and 8-bit floats mean nothing without scales."""
+log = logging.getLogger(__name__)
+
+CASTABLE = frozenset(getattr(torch, name) for name in CASTABLE_NAMES)
+"""What a served dtype applies to."""
+
+CLOSE_SECONDS = 5.0
+"""How long `close` waits for readers to unmap GPU memory. They do so at once, unless an update runs."""
+
+PREPARED_KEPT = 2
+"""Sets of atoms for which digests are kept ready: that of all replicas, and that of one which joined late."""
+
+_HOST_REGION = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the caller asks for.
+
+    snapshot: True: all are copied. False: none may need it. None: only those that need it.
+    dtype: served dtype of floating-point tensors; None: their own.
+    transport: how GPU tensors are offered; None: "cuda_ipc" where it works, else "shared_memory".
+    """
+
+    snapshot: bool | None = None
+    dtype: torch.dtype | None = None
+    transport: str | None = None
 
 
 class MemorySource:
     """Offers what `find` finds. See Source for which call runs when.
 
     find: looks the tensors up; called when opened and before every seal, so that a parameter that was replaced is
-        noticed (re-homed) or followed (copied).
-    snapshot: True: all are copied. False: none may need it. None: only those that need it (on a GPU, or cast).
-    dtype: served dtype of floating-point tensors; None: their own.
+        noticed (live, re-homed) or followed (copied).
+    rehome: whether CPU memory may be moved if the wish does not say.
 
-    Raises INVALID_ARGUMENT (nothing to publish, dtype not supported, `snapshot=False` for what must be copied),
-    UNAVAILABLE (no room). It changes nothing of the model if it raises. While re-homing, both copies exist.
+    Raises INVALID_ARGUMENT (nothing to publish, dtype not supported, a wish that cannot be fulfilled), UNAVAILABLE (no
+    room). It changes nothing of the model if it raises. While re-homing, both copies exist.
     """
 
     def __init__(
@@ -47,58 +78,46 @@ class MemorySource:
         *,
         host: Host,
         rank: int = 0,
-        snapshot: bool | None = None,
-        dtype: torch.dtype | None = None,
+        wish: Wish | None = None,
+        rehome: bool = True,
         kind: str = "tensors",
         may_be_empty: bool = False,
     ) -> None:
+        self._wish = wish = wish or Wish()
         self._find = find
         boxes = sorted(find(), key=lambda box: box.name)
         if not boxes and not may_be_empty:
             raise invalid(f"nothing to publish: the {kind} holds no tensors", ranks=[rank])
-        served = [_served(box, dtype) for box in boxes]
-        copied = [_copied(box, kept, snapshot) for box, kept in zip(boxes, served, strict=True)]
         self._rank = rank
         self._published = boxes
-        self._copied = copied
+        self._served = [_served(box, wish.dtype) for box in boxes]
+        self._copied = [_copied(box, kept, wish, rehome) for box, kept in zip(boxes, self._served, strict=True)]
         self._has_seal = False
-        self._sealed: list[torch.Tensor] = []
-        offsets, strides = self._lay_out(boxes, served)
-        for index, box in enumerate(boxes):
-            if not copied[index] and box.tensor.numel():
-                for tensor in (box.tensor, *box.twins):
-                    tensor.data = self._sealed[index]
+        self._prepared: list[tuple[Atoms, PreparedDigests]] = []
+        self._sealed: list[torch.Tensor] = [torch.empty(0)] * len(boxes)
+        self._offsets = [0] * len(boxes)
+        self._places = [_HOST_REGION] * len(boxes)
+        self._device: DeviceOffer | None = None
+        self._host: HostOffer | None = None
+        try:
+            self._offer_devices()
+            self._offer_host()
+        except BaseException:
+            self.close()
+            raise
         self._addresses = [box.tensor.data_ptr() for box in boxes]
         self._strides = [box.tensor.stride() for box in boxes]
         self._dtypes = [box.tensor.dtype for box in boxes]
-        shards = [
-            Shard(
-                tensor=index,
-                start=box.start,
-                stop=[first + extent for first, extent in zip(box.start, box.tensor.shape, strict=True)],
-                region=0,
-                offset=offsets[index],
-                stride=strides[index],
-            )
-            for index, box in enumerate(boxes)
-        ]
-        self._table = SourceTable(
-            host=host,
-            rank=rank,
-            tensors=[
-                TensorSpec(name=box.name, dtype=dtype_name(kept), shape=box.shape)
-                for box, kept in zip(boxes, served, strict=True)
-            ],
-            regions=[self._arena.region(0)] if boxes else [],
-            shards=shards,
-            stays_sealed=all(copied),
-            source_copies=1 if any(copied) else 0,
-            description=f"{kind}, {_manner(copied)}",
-        )
+        self._table = self._make_table(host, kind)
 
     def table(self) -> SourceTable:
         """What it offers."""
         return self._table
+
+    @property
+    def readers(self) -> int:
+        """Processes that map its GPU memory now."""
+        return self._device.readers if self._device is not None else 0
 
     def check(self) -> None:
         """Raises FAILED_PRECONDITION if the tensors are not where, or as, they were published."""
@@ -117,6 +136,8 @@ class MemorySource:
         boxes = self._look()
         self._has_seal = False
         began = time.perf_counter()
+        if self._device is not None:
+            self._device.settle()
         TensorCopy(
             (sealed, box.tensor)
             for sealed, box, copied in zip(self._sealed, boxes, self._copied, strict=True)
@@ -126,43 +147,133 @@ class MemorySource:
         return time.perf_counter() - began if any(self._copied) else 0.0
 
     def digest(self, atoms: Atoms) -> list[int]:
-        """Digests of sealed memory; any thread."""
+        """Digests of sealed memory, as if cast to what is served; any thread."""
         if not self._has_seal:
             raise precondition(f"rank {self._rank} has sealed nothing, or was closed", ranks=[self._rank])
-        return digest_atoms(self._table, self._sealed, atoms)
+        for known, prepared in self._prepared:
+            if known is atoms:
+                return prepared.run()
+        prepared = prepare_atoms(self._table, self._sealed, atoms)
+        self._prepared = [*self._prepared[1 - PREPARED_KEPT :], (atoms, prepared)]
+        return prepared.run()
+
+    def withdraw(self, seconds: float) -> None:
+        """As `close`, once no reader maps GPU memory. Raises DEADLINE_EXCEEDED, and has not closed, if some do."""
+        self._has_seal = False
+        if self._device is not None:
+            self._device.withdraw(seconds)
+        self.close()
 
     def close(self) -> None:
-        """New readers cannot open the memory. A re-homed model goes on living in it."""
-        self._has_seal = False
-        self._sealed = []
-        self._arena.close()
+        """New readers cannot open the memory, and those of GPU memory let go. A re-homed model goes on living in it.
 
-    def _lay_out(self, boxes: Sequence[Held], served: Sequence[torch.dtype]) -> tuple[list[int], list[tuple[int, ...]]]:
-        """Makes the arena and `_sealed`, the memory of each box in it; copies in what is re-homed."""
-        moving = [index for index, copied in enumerate(self._copied) if not copied]
-        offsets, strides, size = [0] * len(boxes), [contiguous(box.tensor.shape) for box in boxes], 0
-        placed = []
-        for segment in segments([boxes[index].tensor for index in moving]):
-            at = segment.place(size)
-            for member in segment.members:
-                tensor = boxes[moving[member]].tensor
-                offsets[moving[member]] = at + byte_range(tensor)[0] - segment.start
-            placed.append((segment, at))
-            size = at + segment.stop - segment.start
-        for index, box in enumerate(boxes):
-            if self._copied[index]:
-                offsets[index] = -(-size // ALIGNMENT) * ALIGNMENT
-                size = offsets[index] + box.tensor.numel() * served[index].itemsize
-            else:
-                strides[index] = box.tensor.stride()
-        self._arena = SharedArena(max(size, ALIGNMENT))
-        for segment, at in placed:
-            copy_segment(segment, self._arena, at)
-        self._sealed = [
-            self._arena.tensor(offset, box.tensor.shape, kept, stride)
-            for box, kept, offset, stride in zip(boxes, served, offsets, strides, strict=True)
+        Holds no tensor afterwards.
+        """
+        self._has_seal = False
+        self._sealed, self._published, self._prepared, self._find = [], [], [], list
+        if self._device is not None:
+            try:
+                self._device.withdraw(CLOSE_SECONDS)
+            except CkptEngineError as error:
+                log.warning("ckpt-engine: %s", error.problem.message)
+            self._device.close()
+        if self._host is not None:
+            self._host.close()
+
+    def _offer_devices(self) -> None:
+        """Places the GPU tensors that can be offered on their GPU; the others stay to be copied to shared memory."""
+        indices = [index for index, box in enumerate(self._published) if _may_share(box, self._wish)]
+        if not indices:
+            return
+        boxes = [self._published[index] for index in indices]
+        self._device = DeviceOffer(
+            [box.tensor for box in boxes],
+            [self._served[index] for index in indices],
+            [self._copied[index] for index in indices],
+            _HOST_REGION + 1,
+        )
+        for index, offered in zip(indices, self._device.offered, strict=True):
+            if offered is None:
+                self._decline(index)
+                continue
+            self._copied[index] = not offered.live
+            self._places[index] = offered.region
+            self._offsets[index] = offered.offset
+            self._sealed[index] = offered.memory
+
+    def _decline(self, index: int) -> None:
+        """A GPU tensor has to be copied to shared memory: is that allowed?"""
+        box = self._published[index]
+        self._copied[index] = True
+        assert self._device is not None
+        if box.tensor.numel() and (self._wish.transport == CUDA_IPC or self._wish.snapshot is False):
+            asked = "snapshot=False" if self._wish.snapshot is False else f"transport={CUDA_IPC!r}"
+            why = "; ".join(self._device.reasons) or "its memory cannot be shared"
+            raise invalid(f"{box.name!r} cannot be offered where it lies ({why}): do not pass {asked}", [box.name])
+
+    def _offer_host(self) -> None:
+        """Places everything else in shared memory, and makes what is re-homed live there."""
+        indices = [index for index, place in enumerate(self._places) if place == _HOST_REGION]
+        if not indices and self._published:
+            return
+        boxes = [self._published[index] for index in indices]
+        self._host = HostOffer(
+            [box.tensor for box in boxes],
+            [self._served[index] for index in indices],
+            [self._copied[index] for index in indices],
+        )
+        for index, box, offset, memory in zip(indices, boxes, self._host.offsets, self._host.memory, strict=True):
+            self._offsets[index] = offset
+            self._sealed[index] = memory
+            if not self._copied[index] and box.tensor.numel():
+                for tensor in (box.tensor, *box.twins):
+                    tensor.data = memory
+
+    def _make_table(self, host: Host, kind: str) -> SourceTable:
+        regions: list[Region] = []
+        if self._host is not None and self._published:
+            regions.append(self._host.region(_HOST_REGION))
+        if self._device is not None:
+            regions += self._device.regions
+        shards = [
+            Shard(
+                tensor=index,
+                start=box.start,
+                stop=[first + extent for first, extent in zip(box.start, box.tensor.shape, strict=True)],
+                region=self._places[index],
+                offset=self._offsets[index],
+                stride=self._sealed[index].stride(),
+                stored_dtype="" if self._sealed[index].dtype == kept else dtype_name(self._sealed[index].dtype),
+            )
+            for index, (box, kept) in enumerate(zip(self._published, self._served, strict=True))
         ]
-        return offsets, strides
+        return SourceTable(
+            host=host,
+            rank=self._rank,
+            tensors=[
+                TensorSpec(name=box.name, dtype=dtype_name(kept), shape=box.shape)
+                for box, kept in zip(self._published, self._served, strict=True)
+            ],
+            regions=regions,
+            shards=shards,
+            stays_sealed=all(self._copied),
+            source_copies=1 if any(self._copied) else 0,
+            description=f"{kind}, {self._manner()}",
+        )
+
+    def _manner(self) -> str:
+        """What was decided, for people."""
+        ways = []
+        why = f" ({'; '.join(self._device.reasons)})" if self._device is not None and self._device.reasons else ""
+        for box, place, copied in zip(self._published, self._places, self._copied, strict=True):
+            if place != _HOST_REGION:
+                ways.append("copied on the GPU at each seal" if copied else "live on the GPU")
+            elif copied:
+                ways.append(f"copied at each seal{why if box.tensor.device.type == 'cuda' else ''}")
+            else:
+                ways.append("re-homed in shared memory")
+        found = sorted(set(ways), key=lambda way: (way.startswith("copied"), way)) or ["copied at each seal"]
+        return found[0] if len(found) == 1 else ", ".join(f"partly {way}" for way in found)
 
     def _look(self) -> list[Held]:
         """The tensors as they are now, in the order of the shards, if they still are what was published."""
@@ -191,6 +302,11 @@ class MemorySource:
                 tensors=moved[:16],
                 ranks=[self._rank],
             )
+        if self._device is not None and not self._device.unchanged():
+            raise precondition(
+                "GPU memory of the published tensors was given back to the driver and taken anew; publish again",
+                ranks=[self._rank],
+            )
         return boxes
 
 
@@ -203,23 +319,21 @@ def _served(box: Held, dtype: torch.dtype | None) -> torch.dtype:
     return served
 
 
-def _copied(box: Held, served: torch.dtype, snapshot: bool | None) -> bool:
-    why = box.must_copy or ("" if served == box.tensor.dtype else f"is {box.tensor.dtype} and served as {served}")
-    if why and snapshot is False:
+def _may_share(box: Held, wish: Wish) -> bool:
+    """Whether it is offered on its GPU, if that works."""
+    return box.tensor.device.type == "cuda" and wish.transport != SHARED_MEMORY
+
+
+def _copied(box: Held, served: torch.dtype, wish: Wish, rehome: bool) -> bool:
+    why = box.must_copy
+    if _may_share(box, wish):
+        rehome = True
+    elif wish.transport == CUDA_IPC:
+        raise invalid(f"{box.name!r} is on {box.tensor.device}: transport='{CUDA_IPC}' is for GPU tensors", [box.name])
+    elif box.tensor.device.type != "cpu":
+        why = why or f"is on {box.tensor.device}"
+    elif served != box.tensor.dtype:
+        why = why or f"is {box.tensor.dtype} and served as {served}"
+    if why and wish.snapshot is False:
         raise invalid(f"{box.name!r} {why}, so it must be copied at each seal: do not pass snapshot=False", [box.name])
-    return bool(why) or snapshot is True
-
-
-def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a tensor of this shape that lies in one piece."""
-    strides, step = [], 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= max(extent, 1)
-    return tuple(reversed(strides))
-
-
-def _manner(copied: Sequence[bool]) -> str:
-    if all(copied):
-        return "copied at each seal"
-    return "partly re-homed, partly copied at each seal" if any(copied) else "re-homed in shared memory"
+    return bool(why) or wish.snapshot is True or (wish.snapshot is None and not rehome)

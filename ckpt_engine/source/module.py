@@ -1,7 +1,7 @@
 """A source of an nn.Module: what its checkpoint would hold.
 
 Parameters and persistent buffers, each memory once: of tied weights the first name is published, as Hugging Face does
-when it saves. A model sharded by FSDP2 publishes this rank's shards, copied at each seal.
+when it saves. A model sharded by FSDP2 publishes this rank's shards: live on a GPU, copied at each seal on a CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.source.held import Held, held, is_sharded
-from ckpt_engine.source.memory import MemorySource
+from ckpt_engine.source.memory import MemorySource, Wish
 from ckpt_engine.source.names import strip_wrappers
 from ckpt_engine.v1.weights_pb2 import Host
 
@@ -25,12 +25,10 @@ if torch.distributed.is_available():
     from torch.distributed.fsdp import FSDPModule
 
 
-def module_source(
-    module: nn.Module, *, host: Host, rank: int = 0, snapshot: bool | None = None, dtype: torch.dtype | None = None
-) -> MemorySource:
-    """Opens a module. `snapshot` and `dtype` as in MemorySource.
+def module_source(module: nn.Module, *, host: Host, rank: int = 0, wish: Wish | None = None) -> MemorySource:
+    """Opens a module. A CPU model that is not sharded is re-homed, unless a snapshot is wished for.
 
-    A CPU model that is not sharded is re-homed unless `snapshot`. Raises INVALID_ARGUMENT, naming the tensor, for what
+    Raises INVALID_ARGUMENT, naming the tensor, for what
     cannot be published; FSDP1 (flattened) models are among it.
     """
     sharded = any(is_sharded(tensor) for _, tensor in _tensors(module))
@@ -38,8 +36,8 @@ def module_source(
         partial(_find, module),
         host=host,
         rank=rank,
-        snapshot=True if sharded and snapshot is None else snapshot,
-        dtype=dtype,
+        wish=wish,
+        rehome=not sharded,
         kind="FSDP2 module" if sharded else "nn.Module",
         may_be_empty=sharded,
     )

@@ -9,7 +9,7 @@ import torch
 
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.source.held import held, is_sharded
-from ckpt_engine.source.memory import MemorySource
+from ckpt_engine.source.memory import MemorySource, Wish
 from ckpt_engine.source.names import strip_wrappers
 from ckpt_engine.v1.weights_pb2 import Host
 
@@ -19,13 +19,14 @@ def named_source(
     *,
     host: Host,
     rank: int = 0,
-    snapshot: bool | None = None,
-    dtype: torch.dtype | None = None,
+    wish: Wish | None = None,
 ) -> MemorySource:
     """Opens named tensors; an iterator is read once and its tensors are held until the source is closed.
 
-    They are copied at each seal unless `snapshot=False`: their memory is the caller's, and moving it is for the caller
-    to allow. Raises INVALID_ARGUMENT for elements that are no (name, tensor) pairs, and as MemorySource does.
+    Those on a CPU are copied at each seal unless the wish is `snapshot=False`: their memory is the caller's, and moving
+    it is for the caller to allow. Those on a GPU stay where they are, as in MemorySource.
+
+    Raises INVALID_ARGUMENT for elements that are no (name, tensor) pairs, and as MemorySource does.
     """
     pairs: list[tuple[str, torch.Tensor]] = []
     for item in tensors.items() if isinstance(tensors, Mapping) else tensors:
@@ -41,8 +42,8 @@ def named_source(
         partial(held, kept),
         host=host,
         rank=rank,
-        snapshot=True if snapshot is None else snapshot,
-        dtype=dtype,
+        wish=wish,
+        rehome=False,
         kind="named tensors",
         may_be_empty=any(is_sharded(tensor) for _, tensor in kept),
     )

@@ -13,9 +13,12 @@ from ckpt_engine.core.dtypes import UnsupportedDtypeError, dtype_name, torch_dty
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.source.base import Source
 from ckpt_engine.source.directory import directory_source
+from ckpt_engine.source.memory import Wish
 from ckpt_engine.source.module import module_source
 from ckpt_engine.source.named import named_source
+from ckpt_engine.transport.cuda_memory import NAME as CUDA_IPC
 from ckpt_engine.transport.host import this_host
+from ckpt_engine.transport.shared_memory import NAME as SHARED_MEMORY
 
 
 def open_source(
@@ -25,34 +28,47 @@ def open_source(
     dtype: str | torch.dtype | None = None,
     snapshot: bool | None = None,
     advertise: str = "",
+    transport: str | None = None,
 ) -> Source:
     """Opens `obj` as what trainer rank `rank` of `world_size` offers. In the process that owns the weights.
 
     | obj                                      | by default                                | `snapshot=True`      |
     |------------------------------------------|-------------------------------------------|----------------------|
     | nn.Module on the CPU                     | re-homed in shared memory, no copies      | copied at each seal  |
-    | nn.Module on a GPU                       | copied at each seal                       | the same             |
-    | nn.Module sharded by FSDP2               | this rank's shards, copied at each seal   | the same             |
-    | (name, tensor) pairs, or a mapping       | copied at each seal                       | the same             |
+    | nn.Module on a GPU                       | live where it lies, no copies             | copied on the GPU    |
+    | nn.Module sharded by FSDP2, on a GPU     | this rank's shards, live where they lie   | copied on the GPU    |
+    | nn.Module sharded by FSDP2, on the CPU   | this rank's shards, copied at each seal   | the same             |
+    | (name, tensor) pairs, or a mapping, GPU  | live where they lie, no copies            | copied on the GPU    |
+    | (name, tensor) pairs, or a mapping, CPU  | copied at each seal                       | the same             |
     | safetensors directory or file            | files read in place, no copies            | copied at each seal  |
 
+    A GPU's memory is live if other processes can map it (CUDA IPC), which is tried out. Tensors in memory that cannot
+    be mapped are copied at each seal: on the GPU if half of its free memory has room for that, else to shared memory.
+    `transport` forces the way of GPU tensors: "cuda_ipc" refuses what would go to shared memory, "shared_memory" copies
+    all there.
+
     Every rank publishes all that it holds: equal tensors of several ranks are replicas of each other. `dtype` is the
-    served dtype of floating-point tensors; those of another one are cast, hence copied, at each seal. `snapshot=False`
-    refuses what cannot do without a copy. `advertise` is the address at which other hosts reach this one.
+    served dtype of floating-point tensors; those of another one are cast: by the readers if they are live on a GPU,
+    else when they are copied at each seal. `snapshot=False` refuses what cannot do without a copy. `advertise` is the
+    address at which other hosts reach this one.
 
     Raises CkptEngineError INVALID_ARGUMENT for anything else and for what cannot be published, naming the tensor.
     """
     if not 0 <= rank < world_size:
         raise invalid(f"rank {rank} is not in a world of {world_size}")
-    host, served = this_host(advertise), _dtype(dtype)
+    if transport not in (None, CUDA_IPC, SHARED_MEMORY):
+        raise invalid(f"transport {transport!r} is neither {CUDA_IPC!r} nor {SHARED_MEMORY!r}")
+    host, wish = this_host(advertise), Wish(snapshot, _dtype(dtype), transport)
     if isinstance(obj, nn.Module):
-        return module_source(obj, host=host, rank=rank, snapshot=snapshot, dtype=served)
+        return module_source(obj, host=host, rank=rank, wish=wish)
     if isinstance(obj, str | os.PathLike):
         if world_size != 1:
             raise invalid(f"a checkpoint directory is published by one process, not by {world_size} ranks")
-        return directory_source(Path(obj), host=host, rank=rank, snapshot=snapshot, dtype=served)
+        if transport == CUDA_IPC:
+            raise invalid(f"transport={CUDA_IPC!r} is for GPU tensors, not for a checkpoint directory")
+        return directory_source(Path(obj), host=host, rank=rank, snapshot=snapshot, dtype=wish.dtype)
     if isinstance(obj, Iterable) and not isinstance(obj, torch.Tensor | bytes):
-        return named_source(obj, host=host, rank=rank, snapshot=snapshot, dtype=served)
+        return named_source(obj, host=host, rank=rank, wish=wish)
     raise invalid(
         f"cannot publish a {type(obj).__name__}: give an nn.Module, (name, tensor) pairs, a mapping of names to "
         "tensors, or the path of a safetensors directory"

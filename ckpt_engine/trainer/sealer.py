@@ -51,6 +51,13 @@ class Sealer:
             values = self._source.digest(atoms)
             return weights_pb2.Digests(values=values), copy_seconds, time.perf_counter() - started
 
+    def withdraw(self, seconds: float) -> None:
+        """Takes the source back once no reader maps its GPU memory; see Source.withdraw, which says what it raises."""
+        with self._lock:
+            if self._source is not None:
+                self._source.withdraw(seconds)
+                self._source = None
+
     def close(self) -> None:
         """Frees what the source holds. May be repeated."""
         with self._lock:

@@ -100,13 +100,18 @@ class Trainer:
         *,
         dtype: str | torch.dtype | None = None,
         snapshot: bool | None = None,
+        transport: str | None = None,
     ) -> None:
         """Says which weights updates send: an nn.Module (also sharded by FSDP2), pairs, or a safetensors directory.
 
         Once, and again only when tensors are replaced (not when their values change). Each rank publishes what it
         holds. dtype: served, if another than the weights'. snapshot: True copies the weights at each update, so that
-        replicas that join late can be served between updates; False refuses what needs a copy. The table in
+        replicas that join late can be served between updates; False refuses what needs a copy. transport: how GPU
+        tensors are offered, "cuda_ipc" or "shared_memory"; none: the first that works. The table in
         `source.open.open_source` says what each kind of weights does by default.
+
+        Weights on a GPU are read where they lie, and stay mapped by the replicas from update to update. Before their
+        memory is given up (to offload them, or to let an engine have it), call `withdraw`.
 
         Returns at once; whether all ranks' weights fit together is known, and raised, in `update_weights`.
         Raises CkptEngineError (INVALID_ARGUMENT, naming the tensor) for weights that cannot be published.
@@ -119,8 +124,24 @@ class Trainer:
                 dtype=dtype,
                 snapshot=snapshot,
                 advertise=self._advertise,
+                transport=transport,
             )
             self._background.publish(self._sealer.offer(source))
+
+    def withdraw(self, timeout: float = 60.0) -> None:
+        """Takes back what was published; returns when no replica maps GPU memory of this rank any more.
+
+        Deleting the weights then really frees their memory; before, it would not as long as a replica maps it. This
+        trainer holds no reference to them afterwards. Updates are refused until `publish` is called again. Replicas
+        keep serving what they have. Nothing was published: returns at once.
+
+        Raises DEADLINE_EXCEEDED if some replica still maps it after `timeout` seconds, as one does that a fenced update
+        left in the middle of an install; it may be called again.
+        """
+        if not timeout > 0:
+            raise invalid(f"a timeout of {timeout} s leaves no time")
+        with self._alone("withdraw"):
+            self._sealer.withdraw(timeout)
 
     def wait_for_replicas(self, count: int = 1, timeout: float = 600.0) -> list[str]:
         """Returns the names of the replicas that updates would bring weights to, once there are `count` of them.

@@ -22,6 +22,7 @@ from ckpt_engine.core.dtypes import itemsize, torch_dtype
 from ckpt_engine.core.problems import invalid, unavailable
 from ckpt_engine.transport.base import Availability, Move, PreparedCopy
 from ckpt_engine.transport.copying import TensorCopy
+from ckpt_engine.transport.cuda_arena import device_bytes
 from ckpt_engine.transport.cuda_driver import CudaDriverError, driver, library_problem
 from ckpt_engine.transport.cuda_memory import NAME, Imported
 from ckpt_engine.transport.host import process_start_time
@@ -61,10 +62,7 @@ class _Mapped:
         self.handle = handle
         self.size = memory.size
         self.users = 0
-        device = torch.device("cuda", memory.device)
-        # Torch's other ways ask the driver which device a pointer is of, which may be one that this process cannot see.
-        storage = torch._C._construct_storage_from_data_pointer(memory.pointer, device, memory.size)
-        self._base = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (memory.size,), (1,))
+        self._base = device_bytes(memory.pointer, memory.size, memory.device)
 
     def view(self, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str) -> torch.Tensor:
         """The elements at `offset` bytes as a tensor, without a copy."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -75,6 +77,26 @@ def test_versions_count_by_themselves_and_progress_is_told(manager: str, replica
     assert second.version == first.version + 1
     assert second.epoch > first.epoch
     assert {progress.message for progress in told} >= {"sealing", "installing"}
+
+
+def test_what_is_withdrawn_is_held_by_nobody_and_refused_until_it_is_published_again(
+    manager: str, replica: StartReplica
+) -> None:
+    net, reader = model(), replica()
+    with a_trainer(manager) as trainer:
+        trainer.withdraw()  # nothing to take back
+        trainer.publish(net)
+        update(trainer)
+        parameter = weakref.ref(next(net.parameters()))
+        trainer.withdraw()
+        with pytest.raises(CkptEngineError, match="publish weights before"):
+            trainer.update_weights(timeout=10)
+        net = model()
+        gc.collect()
+        assert parameter() is None
+        trainer.publish(net)
+        assert update(trainer).ok
+        assert holds(reader, net.state_dict())
 
 
 def test_named_tensors_are_sent_as_they_are_at_each_update(manager: str, replica: StartReplica) -> None:
