@@ -49,8 +49,11 @@ class Answer:
 class Prober(threading.Thread):
     """url: of the replica, running or not. highest: the last version that anybody has tried to publish."""
 
-    def __init__(self, name: str, url: str, expected: Expected, highest: Callable[[], int]) -> None:
+    def __init__(
+        self, name: str, url: str, expected: Expected, highest: Callable[[], int], pause: float = PAUSE_SECONDS
+    ) -> None:
         super().__init__(daemon=True)
+        self._pause = pause
         self.replica, self.url, self.expected, self.highest = name, url, expected, highest
         self.violations: list[str] = []
         self.answers = self.refusals = 0
@@ -61,7 +64,7 @@ class Prober(threading.Thread):
     def run(self) -> None:
         body = {"input_ids": self.expected.prompt, "max_tokens": TOKENS, "temperature": 0}
         with httpx.Client(timeout=30.0) as client:
-            while not self._ended.wait(PAUSE_SECONDS):
+            while not self._ended.wait(self._pause):
                 began = time.monotonic()
                 try:
                     response = client.post(f"{self.url}/generate", json=body)

@@ -23,7 +23,7 @@ from ckpt_engine.trace import ENVIRONMENT as TRACE_ENVIRONMENT
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
 from tests.faults.listener import Listener
 from tests.faults.members import Member, TrainerMember, engine_processes, start_agent, start_manager
-from tests.faults.prober import SEEDS, Expected, Prober
+from tests.faults.prober import PAUSE_SECONDS, SEEDS, Expected, Prober
 from tests.faults.proxy import Loop, Proxy
 from tests.faults.relay import Relay
 
@@ -67,6 +67,7 @@ class World:
         *,
         snapshot: bool = False,
         deadlines: str = QUICK,
+        probe_pause: float = PAUSE_SECONDS,
     ) -> None:
         self.path, self._model, self._weights, self._expected = path, model, weights, expected
         self._options = ("snapshot",) if snapshot else ()
@@ -87,7 +88,7 @@ class World:
         self.replicas: dict[str, Rollout] = {}
         for name, workers in replicas.items():
             port, proxy = free_port(), self._proxy()
-            prober = Prober(name, f"http://127.0.0.1:{port}", expected, lambda: self.version)
+            prober = Prober(name, f"http://127.0.0.1:{port}", expected, lambda: self.version, probe_pause)
             prober.start()
             agent = self._agent(name, port, workers, proxy)
             self.replicas[name] = Rollout(name, port, workers, proxy, agent, prober)
@@ -218,6 +219,11 @@ class World:
 
     def heal(self) -> None:
         """Starts whatever has died, and waits until everybody is registered with an engine that answers."""
+        self.supervise()
+        self.until("everybody is there again", HEAL_SECONDS, self._complete)
+
+    def supervise(self) -> None:
+        """Starts what a supervisor would; engines are their agents' to start."""
         if not self.manager.alive:
             self.restart_manager()
         for rollout in self.replicas.values():
@@ -226,7 +232,6 @@ class World:
         if not self.trainer.alive:
             self.restart_trainer()
         self.trainer.ready()
-        self.until("everybody is there again", HEAL_SECONDS, self._complete)
 
     def _complete(self) -> bool:
         status = self.status()
