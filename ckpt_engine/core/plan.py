@@ -18,11 +18,11 @@ from ckpt_engine.core.cells import Cells, NeedMap, Wanted, cut
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.manifest import Part, Place, Publication, blob_digest, canonical
 from ckpt_engine.core.problems import CkptEngineError, error, internal, invalid, precondition
-from ckpt_engine.core.topology import choose_transport, same_host
+from ckpt_engine.core.topology import Choice, choose_transport
 from ckpt_engine.v1.weights_pb2 import Atoms, Host, Piece, PlanSource, WorkerNeeds, WorkerPlan
 
-Choose = Callable[[Host, str, Host, Sequence[str]], tuple[str, str]]
-"""(source's host, its region's transport, worker's host, transports available there) to (transport, reason)."""
+Choose = Callable[[Host, str, Host, Sequence[str]], Choice]
+"""(source's host, its region's transport, worker's host, transports available there) to a choice."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,8 @@ class _Reader:
         self._worker = worker
         self._choose = choose
         self._spread = spread
-        self._near = [same_host(table.host, worker.host) for table in publication.tables]
         self._regions = [{region.id: region for region in table.regions} for table in publication.tables]
-        self._edges: dict[tuple[int, str], tuple[str, str] | CkptEngineError] = {}
+        self._edges: dict[tuple[int, str], Choice | CkptEngineError] = {}
         self._reached: dict[tuple[int, int], bool] = {}  # by source and region
 
     def plan(self, wanted: Wanted, needs_digest: bytes) -> WorkerPlan:
@@ -229,8 +228,8 @@ class _Reader:
             key = source, offered.transport
             if key not in found:
                 table = self._publication.tables[source]
-                transport, reason = self._edge(*key)
-                found[key] = PlanSource(rank=table.rank, host=table.host, transport=transport, reason=reason)
+                edge = self._edge(*key)
+                found[key] = PlanSource(rank=table.rank, host=table.host, transport=edge.transport, reason=edge.reason)
             found[key].regions.append(offered)
             index[source, region] = list(found).index(key)
         return list(found.values()), index
@@ -242,8 +241,13 @@ class _Reader:
             return reached[0]
         if not reached:
             raise self._unreachable(tensor, box, part)
-        near = [holder for holder in reached if self._near[holder[0]]] or reached
+        distances = [self._distance(*holder) for holder in reached]
+        near = [holder for holder, distance in zip(reached, distances, strict=True) if distance == min(distances)]
         return near[self._spread % len(near)]
+
+    def _distance(self, source: int, shard: int) -> int:
+        region = self._publication.places[source][shard].region
+        return self._edge(source, self._regions[source][region].transport).distance
 
     def _reaches(self, source: int, shard: int) -> bool:
         region = self._publication.places[source][shard].region
@@ -257,7 +261,7 @@ class _Reader:
             self._reached[source, region] = known
         return known
 
-    def _edge(self, source: int, transport: str) -> tuple[str, str]:
+    def _edge(self, source: int, transport: str) -> Choice:
         key = source, transport
         if key not in self._edges:
             host = self._publication.tables[source].host

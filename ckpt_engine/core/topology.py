@@ -7,18 +7,21 @@ row in `RULES`. Runs in the manager; nothing is tried out here, that is the doct
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
 from ckpt_engine.core.problems import precondition, unavailable
-from ckpt_engine.v1.weights_pb2 import Host
+from ckpt_engine.v1.weights_pb2 import Gpu, GpuReach, Host
 
 
 class Choice(NamedTuple):
-    """A transport, and why it was taken, as a sentence for people."""
+    """A transport, and why it was taken, as a sentence for people. distance: see Distance; of edges that bring the same
+    bytes, the nearest is taken."""
 
     transport: str
     reason: str
+    distance: int = 0
 
 
 class Verdict(NamedTuple):
@@ -26,6 +29,19 @@ class Verdict(NamedTuple):
 
     ok: bool
     reason: str
+    distance: int = 0
+
+
+class Distance(IntEnum):
+    """From what reads fastest to what reads slowest."""
+
+    SAME_GPU = 0
+    NVLINK = 1
+    PEER = 2
+    PCIE = 3
+    UNKNOWN_PEER = 4
+    HOST_MEMORY = 5
+    FILE = 6
 
 
 Rule = Callable[[Host, Host], Verdict]
@@ -51,7 +67,11 @@ def _shared_memory(source: Host, worker: Host) -> Verdict:
             f"{_namespace(worker)}), so the worker cannot open the source's memory; run both in one container, or "
             "their containers with a common PID namespace (docker run --pid=host, Kubernetes shareProcessNamespace)",
         )
-    return Verdict(True, f"trainer and worker share host {_name(source)}, so it reads the trainer's memory directly")
+    return Verdict(
+        True,
+        f"trainer and worker share host {_name(source)}, so it reads the trainer's memory directly",
+        Distance.HOST_MEMORY,
+    )
 
 
 def _file(source: Host, worker: Host) -> Verdict:
@@ -61,10 +81,87 @@ def _file(source: Host, worker: Host) -> Verdict:
             f"the checkpoint's files were opened on host {_name(source)}, and the worker runs on host "
             f"{_name(worker)}; start a source or a replica on the other's host",
         )
-    return Verdict(True, f"source and worker share host {_name(source)}, so it maps the checkpoint's files")
+    return Verdict(
+        True, f"source and worker share host {_name(source)}, so it maps the checkpoint's files", Distance.FILE
+    )
 
 
-RULES: Mapping[str, Rule] = MappingProxyType({"shared_memory": _shared_memory, "file": _file})
+def _cuda_ipc(source: Host, worker: Host) -> Verdict:
+    where = _name(source)
+    if not same_host(source, worker):
+        return Verdict(
+            False,
+            f"the source's GPU memory is on host {where}, and the worker runs on host {_name(worker)}; start a replica "
+            "on the trainer's host, or publish from a checkpoint directory that both can read",
+        )
+    for what, one, other in (
+        ("process ids", source.pid_namespace, worker.pid_namespace),
+        ("network namespace", source.network_namespace, worker.network_namespace),
+    ):
+        if not one or one != other:
+            return Verdict(
+                False,
+                f"source and worker share host {where} but not its {what} ({one or 'unknown'} and "
+                f"{other or 'unknown'}), so GPU memory cannot be lent safely; run both in one container, or their "
+                "containers with common PID and network namespaces (docker run --pid=host --network=host; one pod "
+                "with shareProcessNamespace), or publish with transport='shared_memory'",
+            )
+    if not worker.gpus:
+        return Verdict(
+            False,
+            f"the worker on host {where} uses no GPU, so it cannot map the source's GPU memory; publish with "
+            "transport='shared_memory'",
+        )
+    return _across_gpus(source, worker)
+
+
+def _across_gpus(source: Host, worker: Host) -> Verdict:
+    """The worst of the ways from the worker's GPUs to each of the source's."""
+    worst, said = Distance.SAME_GPU, ""
+    for gpu in source.gpus:
+        ways = [_way(gpu, reader) for reader in worker.gpus]
+        best = min((way for way in ways if way is not None), default=None)
+        if best is None:
+            readers = ", ".join(_gpu(reader) for reader in worker.gpus)
+            return Verdict(
+                False,
+                f"no peer access leads from the worker's GPU ({readers}) to the trainer's ({_gpu(gpu)}) on host "
+                f"{_name(source)}; publish with transport='shared_memory', or put the replica on a GPU that reaches it",
+            )
+        if best >= worst:
+            worst, said = best, _gpu(gpu)
+    if not source.gpus:
+        worst = Distance.UNKNOWN_PEER
+    sentence = {
+        Distance.SAME_GPU: f"trainer and worker share GPU {said}, so it reads live parameters where they lie",
+        Distance.NVLINK: f"the worker's GPU reads the trainer's ({said}) over NVLink",
+        Distance.PCIE: f"the worker's GPU reads the trainer's ({said}) over PCIe",
+        Distance.PEER: f"the worker's GPU has peer access to the trainer's ({said})",
+        Distance.UNKNOWN_PEER: f"trainer and worker share host {_name(source)}; nothing tells whether its GPU reaches "
+        f"the trainer's ({said or 'unknown'}), which mapping it will show",
+    }
+    return Verdict(True, sentence[worst], worst)
+
+
+def _way(gpu: Gpu, reader: Gpu) -> Distance | None:
+    """From `reader` to the memory of `gpu`; None if there is none. Either of them may know."""
+    if gpu.uuid == reader.uuid:
+        return Distance.SAME_GPU
+    told = [each.link for each in reader.reach if each.uuid == gpu.uuid]
+    told += [each.link for each in gpu.reach if each.uuid == reader.uuid]
+    links = [_DISTANCE_OF_LINK[link] for link in told if link in _DISTANCE_OF_LINK]
+    if links:
+        return min(links)
+    return None if GpuReach.NONE in told else Distance.UNKNOWN_PEER
+
+
+_DISTANCE_OF_LINK = {
+    GpuReach.NVLINK: Distance.NVLINK,
+    GpuReach.PCIE: Distance.PCIE,
+    GpuReach.PEER: Distance.PEER,
+}
+
+RULES: Mapping[str, Rule] = MappingProxyType({"cuda_ipc": _cuda_ipc, "shared_memory": _shared_memory, "file": _file})
 """How to tell whether a transport reaches, by its name."""
 
 
@@ -89,7 +186,7 @@ def choose_transport(source: Host, transport: str, worker: Host, available: Sequ
     verdict = rule(source, worker)
     if not verdict.ok:
         raise unavailable(verdict.reason)
-    return Choice(transport, verdict.reason)
+    return Choice(transport, verdict.reason, verdict.distance)
 
 
 def _name(host: Host) -> str:
@@ -98,3 +195,7 @@ def _name(host: Host) -> str:
 
 def _namespace(host: Host) -> str:
     return host.pid_namespace or "unknown"
+
+
+def _gpu(gpu: Gpu) -> str:
+    return " ".join(part for part in (gpu.name, gpu.pci) if part) or gpu.uuid.hex()[:8] or "unknown"

@@ -6,6 +6,7 @@ import os
 import socket
 from pathlib import Path
 
+from ckpt_engine.transport.gpus import used_gpus
 from ckpt_engine.v1.weights_pb2 import Host
 
 
@@ -13,13 +14,15 @@ def this_host(advertise: str = "") -> Host:
     """The Host of this process. `advertise` is the address at which other hosts reach it; it may be empty.
 
     Two processes with equal `boot_id` and `pid_namespace` can find each other under /proc. A fact that the kernel does
-    not tell stays empty; an empty fact never counts as shared.
+    not tell stays empty; an empty fact never counts as shared. GPUs are told if this process uses some already.
     """
     return Host(
         boot_id=_read(Path("/proc/sys/kernel/random/boot_id")),
         pid_namespace=_link(Path("/proc/self/ns/pid")),
         name=socket.gethostname(),
         address=advertise,
+        network_namespace=_link(Path("/proc/self/ns/net")),
+        gpus=used_gpus(),
     )
 
 

@@ -20,7 +20,7 @@ from ckpt_engine.core.manifest import Publication, merge_tables, root
 from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.sealed import check_replicas, expected_digests
-from ckpt_engine.v1.weights_pb2 import Digests, Problem, WorkerPlan
+from ckpt_engine.v1.weights_pb2 import Digests, Gpu, GpuReach, Host, Problem, WorkerPlan
 
 Weights = dict[str, torch.Tensor]
 
@@ -187,6 +187,36 @@ def test_what_cannot_be_reached_is_taken_from_elsewhere_or_refused() -> None:
     assert caught.value.problem.code == Problem.UNAVAILABLE
     for word in ("worker w", "tensor a", "[0:8, 0:6]", "h1", "h2"):
         assert word in caught.value.problem.message
+
+
+def on_gpu(number: int) -> Host:
+    host = Host(network_namespace="net:[1]", gpus=[Gpu(uuid=bytes([number]) * 16)])
+    host.gpus[0].reach.add(uuid=bytes([1 - number]) * 16, link=GpuReach.NVLINK)
+    host.MergeFrom(HERE)
+    return host
+
+
+def test_of_equal_holders_the_nearest_is_read_whatever_it_offers() -> None:
+    """Two trainer ranks that hold the same on two GPUs, and a directory of files beside them."""
+    weights = some_weights(a=(8, 6))
+    ranks = [table(rank, weights, everything(weights), host=on_gpu(rank), transport="cuda_ipc") for rank in range(2)]
+    files = table(2, weights, everything(weights), transport="file")
+    publication = merge_tables([files, *ranks])
+    every = ("file", "cuda_ipc", "shared_memory")
+    asked = [
+        request("on 0", publication.manifest_digest, [(0, whole((8, 6)))], on_gpu(0), *every),
+        request("on 1", publication.manifest_digest, [(0, whole((8, 6)))], on_gpu(1), *every),
+        request("on a CPU", publication.manifest_digest, [(0, whole((8, 6)))], HERE, *every),
+        request("only files", publication.manifest_digest, [(0, whole((8, 6)))], on_gpu(0), "file"),
+    ]
+    plans = compile_plans(publication, publication.table_digests, asked)
+    read = {key: (plan.sources[0].rank, plan.sources[0].transport) for key, plan in plans.workers.items()}
+    assert read == {
+        "on 0": (0, "cuda_ipc"),
+        "on 1": (1, "cuda_ipc"),
+        "on a CPU": (2, "file"),
+        "only files": (2, "file"),
+    }
 
 
 @pytest.mark.parametrize(

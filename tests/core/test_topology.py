@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.topology import choose_transport
-from ckpt_engine.v1.weights_pb2 import Host, Problem
+from ckpt_engine.core.topology import Distance, choose_transport
+from ckpt_engine.v1.weights_pb2 import Gpu, GpuReach, Host, Problem
 
 HERE = Host(boot_id="a", pid_namespace="pid:[1]", name="h1")
 CONTAINER = Host(boot_id="a", pid_namespace="pid:[2]", name="h1")
 THERE = Host(boot_id="b", pid_namespace="pid:[1]", name="h2")
 NOWHERE = Host()
+BARE = Host(boot_id="a", pid_namespace="pid:[1]", network_namespace="net:[1]", name="h1")
+OTHER_NETWORK = Host(boot_id="a", pid_namespace="pid:[1]", network_namespace="net:[2]", name="h1")
 BOTH = ("shared_memory", "file")
 
 
@@ -43,3 +45,62 @@ def test_no_transport_says_why(
     assert caught.value.problem.code == code
     for word in words:
         assert word in caught.value.problem.message
+
+
+def gpu(number: int, **reach: int) -> Gpu:
+    """reach: by "gpu<number>"."""
+    listed = [GpuReach(uuid=bytes([int(name[3:])]) * 16, link=link) for name, link in reach.items()]
+    return Gpu(uuid=bytes([number]) * 16, name="NVIDIA H200", pci=f"0000:{number:02x}:00.0", reach=listed)
+
+
+def on(*gpus: Gpu) -> Host:
+    host = Host(gpus=gpus)
+    host.MergeFrom(BARE)
+    return host
+
+
+@pytest.mark.parametrize(
+    ("source", "worker", "distance", "words"),
+    [
+        (on(gpu(1)), on(gpu(1)), Distance.SAME_GPU, ("share GPU", "0000:01:00.0")),
+        (on(gpu(1)), on(gpu(2, gpu1=GpuReach.NVLINK)), Distance.NVLINK, ("NVLink", "0000:01:00.0")),
+        (on(gpu(1, gpu2=GpuReach.PCIE)), on(gpu(2)), Distance.PCIE, ("PCIe",)),  # only the source knows
+        (on(gpu(1)), on(gpu(2, gpu1=GpuReach.PEER)), Distance.PEER, ("peer access",)),
+        (on(gpu(1)), on(gpu(2)), Distance.UNKNOWN_PEER, ("nothing tells", "0000:01:00.0")),
+        (on(), on(gpu(2)), Distance.UNKNOWN_PEER, ("nothing tells",)),
+        (on(gpu(1), gpu(2)), on(gpu(2, gpu1=GpuReach.NVLINK)), Distance.NVLINK, ("0000:01:00.0",)),  # the worst
+        (on(gpu(1)), on(gpu(2, gpu1=GpuReach.NONE), gpu(1)), Distance.SAME_GPU, ("share GPU",)),  # the best reader
+    ],
+)
+def test_gpus_are_matched_by_uuid_and_the_way_is_told(
+    source: Host, worker: Host, distance: Distance, words: tuple[str, ...]
+) -> None:
+    choice = choose_transport(source, "cuda_ipc", worker, ("cuda_ipc",))
+    assert (choice.transport, choice.distance) == ("cuda_ipc", distance)
+    for word in words:
+        assert word in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("worker", "words"),
+    [
+        (THERE, ("h1", "h2")),
+        (CONTAINER, ("process ids", "pid:[2]")),
+        (OTHER_NETWORK, ("network namespace", "net:[2]")),
+        (BARE, ("uses no GPU", "transport='shared_memory'")),
+        (on(gpu(2, gpu1=GpuReach.NONE)), ("no peer access", "0000:01:00.0", "0000:02:00.0", "shared_memory")),
+    ],
+)
+def test_gpu_memory_out_of_reach_says_what_to_do(worker: Host, words: tuple[str, ...]) -> None:
+    with pytest.raises(CkptEngineError) as caught:
+        choose_transport(on(gpu(1)), "cuda_ipc", worker, ("cuda_ipc", "shared_memory"))
+    assert caught.value.problem.code == Problem.UNAVAILABLE
+    for word in words:
+        assert word in caught.value.problem.message
+
+
+def test_the_gpu_comes_before_the_host_and_that_before_files() -> None:
+    trainer, worker = on(gpu(1)), on(gpu(1))
+    transports = ("file", "shared_memory", "cuda_ipc")
+    distances = {name: choose_transport(trainer, name, worker, transports).distance for name in transports}
+    assert sorted(transports, key=distances.__getitem__) == ["cuda_ipc", "shared_memory", "file"]

@@ -1,0 +1,130 @@
+"""What NVIDIA's management library tells of the GPUs of this host: their links, also of GPUs that CUDA hides here.
+
+It starts CUDA in no process and holds no GPU memory, so any process may ask. A missing library is a reason, not
+a crash.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_uint, c_ulonglong, c_void_p
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from ckpt_engine.v1.weights_pb2 import GpuReach
+
+LIBRARY = "libnvidia-ml.so.1"
+
+_READ, _NVLINK = 0, 2  # nvmlGpuP2PCapsIndex_t
+_OK = 0  # nvmlGpuP2PStatus_t
+
+
+class _Pci(ctypes.Structure):
+    _fields_ = [
+        ("legacy_id", c_char * 16),
+        ("domain", c_uint),
+        ("bus", c_uint),
+        ("device", c_uint),
+        ("vendor_and_device", c_uint),
+        ("subsystem", c_uint),
+        ("id", c_char * 32),
+    ]
+
+
+_SIGNATURES: dict[str, list[Any]] = {
+    "nvmlInit_v2": [],
+    "nvmlErrorString": [c_int],
+    "nvmlDeviceGetCount_v2": [POINTER(c_uint)],
+    "nvmlDeviceGetHandleByIndex_v2": [c_uint, POINTER(c_void_p)],
+    "nvmlDeviceGetUUID": [c_void_p, POINTER(c_char), c_uint],
+    "nvmlDeviceGetName": [c_void_p, POINTER(c_char), c_uint],
+    "nvmlDeviceGetPciInfo_v3": [c_void_p, POINTER(_Pci)],
+    "nvmlDeviceGetMemoryInfo": [c_void_p, POINTER(c_ulonglong)],
+    "nvmlDeviceGetP2PStatus": [c_void_p, c_void_p, c_int, POINTER(c_int)],
+}
+
+
+class NvmlError(RuntimeError):
+    """The library is missing, or a call of it failed; says so in its own words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU. uuid: 16 bytes. memory: bytes."""
+
+    uuid: bytes
+    name: str
+    pci: str
+    memory: int
+
+
+@functools.cache
+def devices() -> tuple[Device, ...]:
+    """Every GPU that the library shows to this process. Raises NvmlError."""
+    library = _library()
+    found = c_uint()
+    _call(library, "nvmlDeviceGetCount_v2", byref(found))
+    return tuple(_device(library, _handle(library, index)) for index in range(found.value))
+
+
+@functools.cache
+def link(uuid: bytes, other: bytes) -> GpuReach.Link:
+    """How one GPU reaches the memory of another one. Raises NvmlError, also for a GPU that it does not show."""
+    library = _library()
+    known = {device.uuid: index for index, device in enumerate(devices())}
+    if uuid not in known or other not in known:
+        raise NvmlError(f"{LIBRARY} does not show GPU {UUID(bytes=other if uuid in known else uuid)}")
+    one, two = _handle(library, known[uuid]), _handle(library, known[other])
+    if not _can(library, one, two, _READ):
+        return GpuReach.NONE
+    return GpuReach.NVLINK if _can(library, one, two, _NVLINK) else GpuReach.PCIE
+
+
+def _can(library: ctypes.CDLL, one: c_void_p, two: c_void_p, what: int) -> bool:
+    status = c_int(-1)
+    _call(library, "nvmlDeviceGetP2PStatus", one, two, what, byref(status))
+    return status.value == _OK
+
+
+def _handle(library: ctypes.CDLL, index: int) -> c_void_p:
+    handle = c_void_p()
+    _call(library, "nvmlDeviceGetHandleByIndex_v2", index, byref(handle))
+    return handle
+
+
+def _device(library: ctypes.CDLL, handle: c_void_p) -> Device:
+    uuid, name, pci = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96), _Pci()
+    memory = (c_ulonglong * 3)()
+    _call(library, "nvmlDeviceGetUUID", handle, uuid, len(uuid))
+    _call(library, "nvmlDeviceGetName", handle, name, len(name))
+    _call(library, "nvmlDeviceGetPciInfo_v3", handle, byref(pci))
+    _call(library, "nvmlDeviceGetMemoryInfo", handle, memory)
+    text = uuid.value.decode("ascii", "replace").removeprefix("GPU-")
+    try:
+        raw = UUID(text).bytes
+    except ValueError as error:
+        raise NvmlError(f"{LIBRARY} names a GPU {text!r}, which is no UUID") from error
+    return Device(raw, name.value.decode("utf-8", "replace"), pci.id.decode("ascii", "replace"), memory[0])
+
+
+def _call(library: ctypes.CDLL, name: str, *arguments: object) -> None:
+    code = getattr(library, name)(*arguments)
+    if code:
+        text = library.nvmlErrorString(code)
+        raise NvmlError(f"{name}: {text.decode('ascii', 'replace') if text else code}")
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(LIBRARY)
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, c_int
+        library.nvmlErrorString.restype = c_char_p
+    except (OSError, AttributeError) as error:
+        raise NvmlError(f"the management library of the NVIDIA driver cannot be used: {error}") from error
+    _call(library, "nvmlInit_v2")
+    return library
