@@ -42,7 +42,7 @@ class TensorCopy:
     one by the calling thread. keep: what has to live as long as this copy, such as the mappings behind sources.
     """
 
-    def __init__(self, pairs: Iterable[Pair], keep: object = None) -> None:
+    def __init__(self, pairs: Iterable[Pair], keep: object = None, notes: Iterable[str] = ()) -> None:
         near: list[Pair] = []
         far: list[Pair] = []
         device: list[Pair] = []
@@ -58,10 +58,10 @@ class TensorCopy:
         self._device = _device_copy(device) if device else None
         self._keep = keep
         self.bytes = sum(batch.bytes for batch in (*self._near, *self._far))
-        self.notes: tuple[str, ...] = ()
+        self.notes = tuple(notes)
         if self._device is not None:
             self.bytes += self._device.bytes
-            self.notes = self._device.notes
+            self.notes += self._device.notes
 
     def run(self, on_bytes: Callable[[int], None] | None = None) -> int:
         """Writes every destination; see PreparedCopy. `on_bytes` runs in the calling thread, between its batches."""

@@ -67,7 +67,7 @@ class DeviceWork:
             if destination.numel():
                 self._sort(destination, source)
         for place, blocks in self._same.items():
-            self._add_blocks(place, merged(blocks))
+            self._add_blocks(place, blocks)
         for (place, *cast), blocks in self._casts.items():
             table = copy_kernel.CopyTable(blocks, device, 1, (cast[0], cast[1]))
             self._add_table(place, table)
@@ -103,10 +103,14 @@ class DeviceWork:
     def _add_blocks(self, place: Place, blocks: Sequence[Block]) -> None:
         tables: dict[tuple[int, bool], list[Block]] = defaultdict(list)
         runs: list[Block] = []
+        small: list[Block] = []
         for block in blocks:
             if block.rows == 1 and (block.length >= ENGINE_BYTES[place] or not self._kernel):
                 runs += cut(block, SEGMENT_BYTES[place])
-                continue
+            else:
+                small.append(block)
+        # Only what the kernel copies is merged: an engine refuses a run over two allocations that happen to touch.
+        for block in merged(small):
             for part in aligned(block):
                 tables[part.alignment, part.rows > 1].append(part)
         self.engine_copies += len(runs)

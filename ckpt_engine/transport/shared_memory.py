@@ -129,7 +129,7 @@ class SharedMemoryTransport:
                 raise data_loss(f"region {region.id} has {region.size} bytes, but {mapping.size} are mapped for it")
             opened[region.locator] = mapping
         # A mapped memory file is bound to its inode and its size is sealed: nothing is left to check later.
-        return MappedRegions(opened, lambda: None)
+        return MappedRegions(opened, lambda: None, pins=True)
 
 
 def _map(region: Region) -> Mapping:
