@@ -45,7 +45,7 @@ from ckpt_engine.core.machines.events import (
 )
 from ckpt_engine.core.machines.trainer import TrainerMachine
 from ckpt_engine.core.machines.wire import pack, unpack
-from ckpt_engine.core.problems import CkptEngineError, deadline, internal
+from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, internal
 from ckpt_engine.trace import span, trace
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -87,6 +87,7 @@ class TrainerSession:
         self._stub = manager_stub(self._channel)
         self._machine = machine
         self._seal = seal
+        self._seal_epoch = 0
         self._notify = notify
         self._streams: dict[Peer, _Stream] = {}
         self._timers: dict[Key, asyncio.TimerHandle] = {}
@@ -234,7 +235,12 @@ class TrainerSession:
         if isinstance(task, PutBlobs):
             return tuple([await put_blob(self._stub, blob, task.seconds) for blob in task.blobs])
         assert isinstance(task, SealSource), "a trainer's machine asks for nothing else"
-        digests, copy_seconds, digest_seconds = await self._seal(task, await self._atoms(task))
+        self._seal_epoch = task.epoch
+        atoms = await self._atoms(task)
+        if task.epoch < self._seal_epoch:
+            # Its atoms came late; sealing anew would change what the later update's readers read.
+            raise aborted(f"sealing for epoch {task.epoch} was overtaken by epoch {self._seal_epoch}")
+        digests, copy_seconds, digest_seconds = await self._seal(task, atoms)
         ref = await put_blob(self._stub, digests.SerializeToString(deterministic=True), task.seconds)
         return SealResult(ref, copy_seconds, digest_seconds)
 

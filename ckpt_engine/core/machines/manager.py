@@ -38,14 +38,14 @@ from ckpt_engine.core.machines.members import Replica, Trainer
 from ckpt_engine.core.machines.operators import operate
 from ckpt_engine.core.machines.order import Order
 from ckpt_engine.core.machines.publications import Publications
+from ckpt_engine.core.machines.recovery import Recovery
 from ckpt_engine.core.machines.sleepers import Sleepers
-from ckpt_engine.core.machines.status import status_of
+from ckpt_engine.core.machines.status import blobs_in_use, status_of
 from ckpt_engine.core.machines.update import Update
 from ckpt_engine.core.problems import CkptEngineError, aborted, unavailable
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 SETTLE: Key = ("settle",)
-SPEND_AGAIN: Key = ("spend again",)
 
 
 class ManagerMachine:
@@ -68,6 +68,7 @@ class ManagerMachine:
         self._members = self._state.members
         self._publications = Publications(self._state)
         self._catch_up = CatchUp(self._state, self._publications)
+        self._recovery = Recovery(self._state)
         self._gather: Gather | None = None
         self._update: Update | None = None
         self._sleepers: Sleepers | None = None
@@ -103,25 +104,11 @@ class ManagerMachine:
 
     def status(self) -> manager_pb2.GetStatusResponse:
         """What GetStatus answers."""
-        return status_of(self._state, self._phase(), self._software_version)
+        return status_of(self._state, self._phase(), self._software_version, self._recovery.warnings())
 
     def blobs_in_use(self) -> dict[str, list[manager_pb2.BlobRef]]:
         """Blobs that must stay, by what needs them; for BlobStore.pin. Owners that are not named need nothing."""
-        used: dict[str, list[manager_pb2.BlobRef]] = {}
-        for lineage, publication in self._publications.lineages.items():
-            if publication.published is not None:
-                used[f"lineage {lineage}"] = [publication.published.manifest]
-        for trainer in self._members.trainers.values():
-            if trainer.table is not None:
-                used[f"rank {trainer.rank} of {trainer.lineage}"] = [trainer.table]
-        for replica in self._members.replicas.values():
-            used[f"replica {replica.name}"] = [prepared.needs for prepared in replica.prepared.values()]
-        latest = self._state.latest
-        if latest is not None and latest.published is not None:
-            used["latest"] = [latest.published.manifest, *(source.table for source in latest.published.sources)]
-        if self._update is not None:
-            used["update"] = self._update.blobs()
-        return used
+        return blobs_in_use(self._state, self._publications, self._update)
 
     def _phase(self) -> str:
         for running in (self._update, self._sleepers, self._gather):
@@ -176,6 +163,7 @@ class ManagerMachine:
     def _hello(self, peer: Peer, hello: manager_pb2.TrainerHello | manager_pb2.ReplicaHello, now: float) -> None:
         member: Trainer | Replica
         try:
+            self._recovery.check(hello)
             if isinstance(hello, manager_pb2.TrainerHello):
                 session = self._session_of(self._members.trainers.get((hello.lineage, hello.rank)))
                 member, before = self._members.trainer_hello(peer, hello, now)
@@ -188,10 +176,12 @@ class ManagerMachine:
         if before is not None and before != peer:
             self._state.cancel_timer(("lease", before))
             self._state.out.append(ClosePeer(before, aborted("another stream speaks for this member now").problem))
+        if self._recovery.learn(hello) and self._update is not None:
+            self._update.outrun()
         self._state.send(
             member,
             manager_pb2.Welcome(
-                fence=self._state.fence(),
+                fence=self._state.fence() if self._update is None else self._update.fence,
                 lease_seconds=self._deadlines.lease,
                 heartbeat_seconds=self._deadlines.heartbeat,
             ),
@@ -269,6 +259,7 @@ class ManagerMachine:
                 busy = self._update or self._sleepers or self._gather
             if busy is not None:
                 raise aborted(f"replicas are in use: {busy.describe()}")
+            self._state.check_ledger()
             if not self._state.epoch_ready():
                 raise unavailable("the ledger is busy: try again")
             self._sleepers = Sleepers(self._state, event, now)
@@ -317,6 +308,7 @@ class ManagerMachine:
             and self._sleepers is None
             and self._settled
             and self._state.epoch_ready()
+            and self._state.ledger_problem is None
         ):
             order = self._catch_up.order(now)
             if order is not None:
@@ -325,6 +317,7 @@ class ManagerMachine:
     def _try_gathered(self, now: float) -> None:
         assert self._gather is not None
         try:
+            self._state.check_ledger()
             order = self._gather.order() if self._settled else None
         except CkptEngineError as error:
             self._refuse_gathered(error.problem)
@@ -389,10 +382,6 @@ class ManagerMachine:
             case ("merge", str() as lineage, int() as number):
                 self._publications.merged(lineage, number, done)
             case ("spend",):
-                self._state.spending = False
-                if done.problem is None:
-                    self._state.spent = self._state.epoch + 1
-                else:
-                    self._state.set_timer(SPEND_AGAIN, self._deadlines.resend)
+                self._state.spend_ended(done.problem)
             case _:
                 assert done.key == SPEND

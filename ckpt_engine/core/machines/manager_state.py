@@ -23,9 +23,11 @@ from ckpt_engine.core.machines.events import (
     SpendEpoch,
 )
 from ckpt_engine.core.machines.members import Members, Replica, Trainer
+from ckpt_engine.core.problems import precondition
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 SPEND: Key = ("spend",)
+SPEND_AGAIN: Key = ("spend again",)
 SHORTEST_SECONDS = 0.001
 
 
@@ -47,7 +49,9 @@ class State:
     """Shared by the manager's parts; each changes only what it is about.
 
     epoch: the last one that was given out. spent: up to which the ledger will never give one out again; one epoch is
-    spent ahead, so that an update need not wait for the disk. last: each lineage's last identity.
+    spent ahead, so that an update need not wait for the disk. spending: the one that is being spent, 0 if none is.
+    last: each lineage's last identity. latest_epoch: the highest that anybody may have installed `latest` with.
+    ledger_problem: why the ledger could not be written when that was tried last; None if it could.
     """
 
     members: Members
@@ -57,14 +61,16 @@ class State:
     spent: int
     last: dict[str, weights_pb2.Identity] = field(default_factory=dict)
     latest: Latest | None = None
-    spending: bool = False
+    latest_epoch: int = 0
+    spending: int = 0
+    ledger_problem: weights_pb2.Problem | None = None
 
     @classmethod
     def from_ledger(
         cls, cluster: str, epoch: int, intents: Sequence[weights_pb2.Identity], deadlines: Deadlines
     ) -> State:
         """As a manager begins."""
-        state = cls(Members(cluster), deadlines, [], epoch, epoch)
+        state = cls(Members(cluster), deadlines, [], epoch, epoch, latest_epoch=epoch)
         for identity in intents:
             state.last[identity.lineage] = identity
             state.latest = Latest(identity)
@@ -75,12 +81,31 @@ class State:
     def spend_ahead(self) -> None:
         """Has the next epoch made durable, if that is not done."""
         if self.spent <= self.epoch and not self.spending:
-            self.spending = True
-            self.run(SPEND, SpendEpoch(self.epoch + 1, self.deadlines.ledger))
+            self.spending = self.epoch + 1
+            self.run(SPEND, SpendEpoch(self.spending, self.deadlines.ledger))
+
+    def spend_ended(self, problem: weights_pb2.Problem | None) -> None:
+        """The ledger has written, or could not: then it is tried again in a moment."""
+        if problem is None:
+            self.spent, self.ledger_problem = max(self.spent, self.spending), None
+        else:
+            self.ledger_problem = problem
+            self.set_timer(SPEND_AGAIN, self.deadlines.resend)
+        self.spending = 0
+        if problem is None:
+            self.spend_ahead()  # epochs may have been skipped meanwhile
 
     def epoch_ready(self) -> bool:
         """Whether `next_fence` may be called."""
         return self.spent > self.epoch
+
+    def check_ledger(self) -> None:
+        """Raises FAILED_PRECONDITION while the ledger cannot be written: what is begun now could not be recorded."""
+        if self.ledger_problem is not None:
+            raise precondition(
+                "the ledger cannot be written, so nothing is begun and no replica was touched: "
+                + self.ledger_problem.message
+            )
 
     def next_fence(self) -> weights_pb2.Fence:
         """A fence above all before it."""

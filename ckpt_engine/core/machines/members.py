@@ -91,6 +91,11 @@ class Replica:
         return found or None
 
 
+def absence(member: Trainer | Replica) -> str:
+    """The step of an update that ends waiting for a lost member."""
+    return f"lost rank {member.rank}" if isinstance(member, Trainer) else f"lost replica {member.name}"
+
+
 @dataclass
 class Members:
     """All of them. cluster: this manager's ledger; whoever served another one is refused."""
@@ -218,6 +223,8 @@ class Members:
         if cluster and cluster != self.cluster:
             raise precondition(
                 f"it served cluster {cluster}, this manager is of cluster {self.cluster} (another ledger): "
+                "it goes on as it is and asks again. To have it back at once, give this manager that cluster "
+                f"(`ckpt-engine serve --cluster {cluster}` with a fresh ledger, if that of the cluster is lost), or "
                 "restart it to have it join this one"
             )
 

@@ -129,7 +129,8 @@ class Session:
         """The manager does not want this session.
 
         An unavailable manager is asked again. So is one that took somebody else for this member before it welcomed
-        this one: that may be a dead process whose lease still runs. Anything else is final.
+        this one (that may be a dead process whose lease still runs), and one of another cluster: what is served goes on
+        being served until an operator has put the right manager there. Anything else is final.
         """
         welcomed = self.welcomed
         self._close()
@@ -137,8 +138,9 @@ class Session:
         if taken and self._taken_since is None:
             self._taken_since = now
         patient = taken and self._taken_since is not None and now - self._taken_since < PATIENCE * self._lease
-        if problem.code == weights_pb2.Problem.UNAVAILABLE or patient:
-            self.failed(problem.message, now)
+        elsewhere = problem.code == weights_pb2.Problem.FAILED_PRECONDITION and not welcomed
+        if problem.code == weights_pb2.Problem.UNAVAILABLE or patient or elsewhere:
+            self.failed(problem.message, now, problem.code)
         else:
             self.end(problem)
 
@@ -151,8 +153,13 @@ class Session:
         self.failed(reason, now)
         return True
 
-    def failed(self, reason: str, now: float) -> None:
-        """The manager was lost or not reached: try again a little later each time."""
+    def failed(
+        self,
+        reason: str,
+        now: float,
+        code: weights_pb2.Problem.Code = weights_pb2.Problem.UNAVAILABLE,
+    ) -> None:
+        """The manager was lost, not reached, or does not want this session now: try again a little later each time."""
         if self.ended:
             return
         self._emit(CancelTimer(BEAT))
@@ -161,7 +168,7 @@ class Session:
         self._failures += 1
         self._emit(SetTimer(RECONNECT, wait))
         problem = weights_pb2.Problem(
-            code=weights_pb2.Problem.UNAVAILABLE,
+            code=code,
             message=f"no session with the manager: {reason}; trying again in {wait:.1f} s",
         )
         self._emit(SessionEnded(problem, final=False))

@@ -1,19 +1,26 @@
-"""What GetStatus answers: members as they were heard of last."""
+"""What GetStatus answers: members as they were heard of last. And which blobs must stay for all of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ckpt_engine.core.machines.manager_state import State
 from ckpt_engine.core.machines.members import Replica
+from ckpt_engine.core.machines.publications import Publications
+from ckpt_engine.core.machines.update import Update
 from ckpt_engine.v1 import manager_pb2
 
 
-def status_of(state: State, phase: str, software_version: str) -> manager_pb2.GetStatusResponse:
-    """All members by name, the last sealed version, and what goes on."""
+def status_of(
+    state: State, phase: str, software_version: str, warnings: Sequence[str]
+) -> manager_pb2.GetStatusResponse:
+    """All members by name, the last sealed version, what goes on, and what an operator should know of."""
     answer = manager_pb2.GetStatusResponse(
         fence=state.fence(),
         phase=phase,
         latest=None if state.latest is None else state.latest.identity,
         software_version=software_version,
+        warnings=warnings,
     )
     for key in sorted(state.members.trainers):
         trainer = state.members.trainers[key]
@@ -28,6 +35,27 @@ def status_of(state: State, phase: str, software_version: str) -> manager_pb2.Ge
     for name in sorted(state.members.replicas):
         answer.replicas.append(_replica(state.members.replicas[name]))
     return answer
+
+
+def blobs_in_use(
+    state: State, publications: Publications, update: Update | None
+) -> dict[str, list[manager_pb2.BlobRef]]:
+    """Blobs that must stay, by what needs them."""
+    used: dict[str, list[manager_pb2.BlobRef]] = {}
+    for lineage, publication in publications.lineages.items():
+        if publication.published is not None:
+            used[f"lineage {lineage}"] = [publication.published.manifest]
+    for trainer in state.members.trainers.values():
+        if trainer.table is not None:
+            used[f"rank {trainer.rank} of {trainer.lineage}"] = [trainer.table]
+    for replica in state.members.replicas.values():
+        used[f"replica {replica.name}"] = [prepared.needs for prepared in replica.prepared.values()]
+    latest = state.latest
+    if latest is not None and latest.published is not None:
+        used["latest"] = [latest.published.manifest, *(source.table for source in latest.published.sources)]
+    if update is not None:
+        used["update"] = update.blobs()
+    return used
 
 
 def _replica(replica: Replica) -> manager_pb2.ReplicaStatus:

@@ -65,6 +65,14 @@ class Targets:
             return body.problem
         return None
 
+    def prepare_again(self) -> None:
+        """What they recorded is not stored here: it went to a manager before this one. They store it once more."""
+        for name in self.prepared():
+            replica = self._state.members.replicas.get(name)
+            if replica is not None:
+                replica.prepared.clear()
+        self._prepared.clear()
+
     def why_left_out(self) -> str:
         """Names those that are, with the reason."""
         return "; ".join(f"{name}: {self.outcomes[name].problem.message}" for name in sorted(self.outcomes))

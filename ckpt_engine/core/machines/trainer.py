@@ -132,6 +132,7 @@ class TrainerMachine:
             session_id=self._session_id,
             host=self._host,
             table=self._ref,
+            epoch=self._epoch,
         )
 
     def _beat(self, sequence: int) -> manager_pb2.Heartbeat:
@@ -155,6 +156,10 @@ class TrainerMachine:
                     weights_pb2.Problem.UNAVAILABLE,
                 ):
                     self._session.refused(body.problem, now)
+                elif body.problem.code == weights_pb2.Problem.NOT_FOUND and self._table is not None:
+                    # The manager that the table was stored with is not the one that took the hello.
+                    self._ref, self._decided = None, False
+                    self._out.append(SetTimer(REPUBLISH, self._deadlines.resend))
                 else:
                     self._decide(PublicationDecided(None, body.problem))
             case manager_pb2.PublicationAccepted():

@@ -22,7 +22,7 @@ from ckpt_engine.core.machines.events import (
     RecordOutcome,
 )
 from ckpt_engine.core.machines.manager_state import SHORTEST_SECONDS, Latest, State, describe
-from ckpt_engine.core.machines.members import Replica, Trainer
+from ckpt_engine.core.machines.members import Replica, Trainer, absence
 from ckpt_engine.core.machines.order import Order
 from ckpt_engine.core.machines.report import build_report
 from ckpt_engine.core.machines.sealing import Sealing
@@ -56,6 +56,7 @@ class Update:
         self._combined: Combined | None = None
         self._identity: weights_pb2.Identity | None = None
         self._report: manager_pb2.UpdateReport | None = None
+        self._prepared_again = False
         self._started = self._install_started = 0.0
 
     # -- for the manager's machine
@@ -97,6 +98,11 @@ class Update:
         elif self.phase == "installing":
             self._targets.abandon(reason)
 
+    def outrun(self) -> None:
+        """Members have seen higher epochs than the ledger had: they would not obey this one."""
+        if self.phase in REFUSABLE:
+            self._refuse(unavailable("the ledger was rolled back, and epochs are skipped: try again").problem)
+
     def caller_left(self, rank: int) -> None:
         """A rank's call was cancelled: before the intent its weights may change now, after it that will be noticed."""
         del self.order.calls[rank]
@@ -108,13 +114,13 @@ class Update:
     def member_lost(self, member: Trainer | Replica) -> None:
         """It gets some time to come back."""
         if self._concerns(member):
-            self._timer(_absence(member), self.state.deadlines.lease)
+            self._timer(absence(member), self.state.deadlines.lease)
 
     def member_back(self, member: Trainer | Replica, now: float) -> None:
         """It said hello again, or published: it gets what it may have missed."""
         if not self._concerns(member):
             return
-        self.state.cancel_timer(self._key(_absence(member)))
+        self.state.cancel_timer(self._key(absence(member)))
         if isinstance(member, Trainer):
             tables = {source.rank: source.table for source in self.order.published.sources}
             if self.order.late is None and self.phase in REFUSABLE and member.table != tables.get(member.rank):
@@ -137,7 +143,7 @@ class Update:
     def _not_back(self, step: str, now: float) -> None:
         """A lost member had its time to come back."""
         for trainer in self.state.members.ranks(self.order.lineage).values():
-            if step == _absence(trainer) and trainer.peer is None:
+            if step == absence(trainer) and trainer.peer is None:
                 self.member_gone(trainer, now)
                 return
         for name in self.order.replicas:
@@ -186,6 +192,8 @@ class Update:
         """A task of this update ended."""
         if step == "report":
             self._end()
+        elif step == "plan" and done.problem is not None and self._prepare_again(done.problem, now):
+            return
         elif done.problem is not None:
             if step == "intent" and not done.answered and self._identity is not None:
                 # It may be on the disk all the same, and what is there counts after a restart: its number is taken.
@@ -201,6 +209,16 @@ class Update:
             self._decide_identity(self._combined.root, now)
         elif step == "intent":
             self._install(now)
+
+    def _prepare_again(self, problem: Problem, now: float) -> bool:
+        """Once: a hello may name blobs that its sender stored with a manager which died in that moment."""
+        if problem.code != Problem.NOT_FOUND or self._prepared_again:
+            return False
+        self._prepared_again = True
+        self._targets.prepare_again()
+        self._begin_phase("preparing", self.state.deadlines.prepare, now)
+        self._send_missing(now)
+        return True
 
     def timer(self, step: str, now: float) -> None:
         """A timer of this update fired."""
@@ -279,6 +297,7 @@ class Update:
         self.state.last[self.order.lineage] = self._identity
         if self.order.late is None:
             self.state.latest = Latest(self._identity, self.order.published, self.order.selection)
+            self.state.latest_epoch = self.fence.epoch
         self._install_started = now
         for name in self._targets.waiting_for():
             replica = self.state.members.replicas.get(name)
@@ -377,8 +396,3 @@ class Update:
 
     def _key(self, step: str) -> tuple[str, int, str]:
         return ("update", self.fence.epoch, step)
-
-
-def _absence(member: Trainer | Replica) -> str:
-    """The timer that ends waiting for a lost member."""
-    return f"lost rank {member.rank}" if isinstance(member, Trainer) else f"lost replica {member.name}"

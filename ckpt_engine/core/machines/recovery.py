@@ -1,0 +1,108 @@
+"""What a manager does about a ledger that is not what it should be, and what it says about that.
+
+- Rolled back (an old copy was put back), or lost and made anew under the old cluster's id: members have seen higher
+  epochs and versions than it knows. The manager goes on above them, so that no epoch is given out twice to anybody.
+- Lost, with another cluster's id now: members of the old cluster are refused, stay as they are and ask again. Only an
+  operator knows whether the old ledger is gone, so it is said who they are and what brings them back.
+- Not to be written: nothing is begun that would need it, and no replica is touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ckpt_engine.core.machines.manager_state import Latest, State, describe
+from ckpt_engine.core.problems import invalid
+from ckpt_engine.v1 import manager_pb2
+
+Hello = manager_pb2.TrainerHello | manager_pb2.ReplicaHello
+
+HIGHEST_EPOCH = 1 << 62
+"""No ledger gets there by counting; a member that says so is wrong, and must not use all epochs up."""
+
+NAMED = 8
+"""Clusters, and members of each, that are named at most: names come from outside."""
+
+
+@dataclass
+class Recovery:
+    """strangers: by their cluster, members that were refused since they belong to it."""
+
+    state: State
+    rolled_back: str = ""
+    strangers: dict[str, list[str]] = field(default_factory=dict)
+
+    def check(self, hello: Hello) -> None:
+        """Raises INVALID_ARGUMENT for an epoch that cannot be; remembers members of other clusters."""
+        if self._highest(hello) >= HIGHEST_EPOCH:
+            raise invalid(f"epoch {self._highest(hello)} cannot be: no manager counts up to {HIGHEST_EPOCH}")
+        cluster = self.state.members.cluster
+        if hello.cluster and hello.cluster != cluster and len(self.strangers) < NAMED:
+            names = self.strangers.setdefault(hello.cluster, [])
+            name = _name(hello)
+            if name not in names and len(names) < NAMED:
+                names.append(name)
+
+    def learn(self, hello: Hello) -> bool:
+        """Takes over what an accepted member knows and the ledger does not. Whether epochs had to be skipped.
+
+        Workers' words count whatever cluster their epochs are of: an engine that is moved here must not be given lower
+        ones. Versions count only if the member served this cluster: others may use the same name for another lineage.
+        """
+        state, highest = self.state, self._highest(hello)
+        ours = hello.cluster == state.members.cluster
+        skipped = highest > state.epoch
+        if skipped:
+            if ours:
+                self.rolled_back = (
+                    f"the ledger was rolled back: {_name(hello)} has seen epoch {highest}, the ledger only "
+                    f"{state.epoch}; it goes on above that"
+                )
+            state.epoch = highest
+            state.spend_ahead()
+        if ours and isinstance(hello, manager_pb2.ReplicaHello):
+            for worker in hello.workers:
+                if worker.state == manager_pb2.CLEAN:
+                    self._learn_version(worker)
+        return skipped
+
+    def warnings(self) -> list[str]:
+        """For the status: sentences that say what is wrong and what helps."""
+        said = (
+            [] if self.state.ledger_problem is None else [f"no update can begin: {self.state.ledger_problem.message}"]
+        )
+        if self.rolled_back:
+            said.append(self.rolled_back)
+        for cluster, names in self.strangers.items():
+            said.append(
+                f"{', '.join(names)}: refused, since it served cluster {cluster} and this manager's ledger is of "
+                f"cluster {self.state.members.cluster}. If that cluster's ledger is lost, restart the manager with "
+                f"`ckpt-engine serve --cluster {cluster}` and a fresh ledger: all of them then come back by themselves"
+            )
+        return said
+
+    def _learn_version(self, worker: manager_pb2.WorkerStatus) -> None:
+        state, identity = self.state, worker.identity
+        known = state.last.get(identity.lineage)
+        if known is None or known.version < identity.version:
+            state.last[identity.lineage] = identity
+            self.rolled_back = f"the ledger was rolled back: a replica holds {describe(identity)}, which it lacks"
+        if worker.epoch > state.latest_epoch:
+            state.latest_epoch = worker.epoch
+            if state.latest is None or state.latest.identity != identity:
+                state.latest = Latest(identity)
+
+    def _highest(self, hello: Hello) -> int:
+        ours = hello.cluster == self.state.members.cluster
+        seen = [hello.epoch if ours else 0]
+        if isinstance(hello, manager_pb2.ReplicaHello):
+            seen += [worker.epoch for worker in hello.workers]
+            if hello.HasField("last_outcome") and hello.last_outcome.fence.cluster == self.state.members.cluster:
+                seen.append(hello.last_outcome.fence.epoch)
+        return max(seen)
+
+
+def _name(hello: Hello) -> str:
+    if isinstance(hello, manager_pb2.ReplicaHello):
+        return f"replica {hello.name!r}"
+    return f"rank {hello.rank} of lineage {hello.lineage!r}"
