@@ -70,8 +70,6 @@ class SleepingOrWaking(Operation):
                     return
                 case "ABORT":
                     replica.paused = True
-                case "SLEEP":
-                    replica.paused = None  # to some engines sleeping is a pause
                 case "mark":
                     replica.sleeping = self._after
                     self._answer(None)
@@ -110,8 +108,8 @@ class SleepingOrWaking(Operation):
         task = self._task(step, max(0.001, self._end - now))
         if step is Step.CLOSE:
             self.replica.sleeping = self._after  # also if the mark should fail: careful is closed
-        elif step is Step.ABORT:
-            self.replica.paused = None
+        elif step in (Step.ABORT, Step.SLEEP):
+            self.replica.paused = None  # to some engines sleeping is a pause
         self.run(step.name, task)
 
     def _task(self, step: Step, seconds: float) -> AgentTask:
@@ -145,7 +143,6 @@ class SleepingOrWaking(Operation):
         """What the engine refused it has not done; what it did not answer it may have."""
         self._problem = done.problem
         if step in ("SLEEP", "WAKE_WEIGHTS", "WAKE_KV_CACHE") and not done.answered:
-            self.replica.paused = None
             self._answer(done.problem)
         elif self._command.wake or step in ("look", "mark"):
             self._answer(done.problem)
