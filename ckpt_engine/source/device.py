@@ -56,7 +56,7 @@ class DeviceOffer:
     def __init__(
         self, tensors: Sequence[torch.Tensor], served: Sequence[torch.dtype], copied: Sequence[bool], first_region: int
     ) -> None:
-        """tensors: on GPUs; those without elements are declined. served: dtype of a copy. copied: those that must be.
+        """tensors: on GPUs. served: dtype of a copy. copied: those that must be copied.
 
         Nothing is held if it raises. Raises UNAVAILABLE without sockets.
         """
@@ -76,8 +76,11 @@ class DeviceOffer:
         except BaseException:
             self.close()
             raise
+        for index, tensor in enumerate(tensors):
+            if not tensor.numel() and self._regions:
+                self.offered[index] = Offered(next(iter(self._regions)), 0, tensor.detach(), live=not copied[index])
         if not self._regions:
-            self.close()
+            self._office.withdraw(0)
 
     @property
     def regions(self) -> list[Region]:

@@ -1,0 +1,292 @@
+"""A real process with a GPU at either end of CUDA IPC, driven by one JSON line at a time.
+
+Run as a script it is a trainer (publish, fill, replace, seal, withdraw, delete) or a worker (open, read, close), or
+both; every answer is {"ok": value} or {"problem": [code, message]}. It ends when its input does.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt_engine.core.dtypes import torch_dtype
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.source.memory import MemorySource
+from ckpt_engine.source.open import open_source
+from ckpt_engine.transport.base import Move, PreparedCopy
+from ckpt_engine.transport.cuda_ipc import CudaIpcTransport, CudaRegions
+from ckpt_engine.transport.shared_memory import SharedMemoryTransport
+from ckpt_engine.v1.weights_pb2 import Atom, Atoms, Problem, SourceTable
+
+SHAPES = {
+    "contiguous": ([129, 4096], "bfloat16"),
+    "transposed": ([512, 384], "float32"),
+    "narrow": ([64, 1000], "float16"),
+    "vector": ([4099], "float32"),
+    "scalar": ([], "float32"),
+    "bytes": ([33, 7], "uint8"),
+    "long": ([5, 3], "int64"),
+    "empty": ([0, 4], "bfloat16"),
+}
+
+
+def many_shapes(layers: int = 36, hidden: int = 1024) -> dict[str, tuple[list[int], str]]:
+    """399 tensors with the proportions of Qwen3-8B."""
+    found: dict[str, list[int]] = {"embed": [37984, hidden], "head": [37984, hidden], "norm": [hidden]}
+    for layer in range(layers):
+        for name, shape in {
+            "q": [hidden, hidden],
+            "k": [hidden // 4, hidden],
+            "v": [hidden // 4, hidden],
+            "o": [hidden, hidden],
+            "gate": [3 * hidden, hidden],
+            "up": [3 * hidden, hidden],
+            "down": [hidden, 3 * hidden],
+            "qn": [128],
+            "kn": [128],
+            "n1": [hidden],
+            "n2": [hidden],
+        }.items():
+            found[f"{layer}.{name}"] = shape
+    return {name: (shape, "bfloat16") for name, shape in found.items()}
+
+
+class PeerError(Exception):
+    """What the process refused. code: the name of the problem's."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+
+
+class Peer:
+    """Starts a process; `ask` is answered within the test's own timeout."""
+
+    def __init__(self, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.cuda_peer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, **environment},
+        )
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def ask(self, what: str, **details: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"what": what, **details}) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, f"the process ended at {what} {details}"
+        answer = json.loads(line)
+        if "problem" in answer:
+            raise PeerError(*answer["problem"])
+        return answer["ok"]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(timeout=30)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+
+class _Trainer:
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.source: MemorySource | None = None
+        self.atoms = Atoms()
+
+    def make(self, shapes: dict[str, Any], seed: int = 0, device: int = 0) -> None:
+        """New tensors; those whose name says so are views with strides of their own."""
+        self.tensors = {}
+        for name, (shape, dtype) in shapes.items():
+            kind, where = torch_dtype(dtype), torch.device("cuda", device)
+            if name == "transposed":
+                made = torch.empty(shape[::-1], dtype=kind, device=where).t()
+            elif name == "narrow":
+                made = torch.empty([shape[0], shape[1] + 24], dtype=kind, device=where)[:, 8 : 8 + shape[1]]
+            else:
+                made = torch.empty(shape, dtype=kind, device=where)
+            self.tensors[name] = made
+        self.fill(seed)
+
+    def fill(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        for tensor in self.tensors.values():
+            tensor.normal_() if tensor.is_floating_point() else tensor.random_(0, 127)
+
+    def publish(self, **wishes: Any) -> dict[str, Any]:
+        source = open_source(self.tensors, **wishes)
+        if self.source is not None:
+            self.source.close()
+        assert isinstance(source, MemorySource)
+        self.source = source
+        table = source.table()
+        self.atoms = Atoms(
+            atoms=[Atom(shard=index, start=each.start, stop=each.stop) for index, each in enumerate(table.shards)]
+        )
+        return {
+            "table": table.SerializeToString().hex(),
+            "description": table.description,
+            "regions": [region.transport for region in table.regions],
+            "stays_sealed": table.stays_sealed,
+            "copies": table.source_copies,
+        }
+
+    def seal(self) -> list[int]:
+        assert self.source is not None
+        self.source.check()
+        self.source.seal()
+        return self.source.digest(self.atoms)
+
+    def hashes(self, served: str = "") -> dict[str, str]:
+        """Of what readers should get."""
+        kind = torch_dtype(served) if served else None
+        return {
+            name: _hash(tensor.to(kind) if kind is not None and tensor.is_floating_point() else tensor)
+            for name, tensor in self.tensors.items()
+        }
+
+    def replace(self, name: str) -> None:
+        """As an offloading trainer does: the same values in other memory."""
+        self.tensors[name].data = self.tensors[name].data.clone()
+
+    def withdraw(self, seconds: float = 60.0) -> None:
+        if self.source is not None:
+            self.source.withdraw(seconds)
+        self.source = None
+
+    def delete(self) -> None:
+        self.tensors = {}
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def segments(self) -> int:
+        """Allocations that torch has of the driver (or runs of them, under expandable_segments)."""
+        return len(torch.cuda.memory_snapshot())
+
+
+class _Worker:
+    def __init__(self) -> None:
+        self.transport = CudaIpcTransport()
+        self.memory = SharedMemoryTransport()
+        self.opened: list[Any] = []
+        self.copies: list[PreparedCopy] = []
+        self.found: dict[str, torch.Tensor] = {}
+
+    def open(self, table: str) -> None:
+        """Opens everything beside what is open, then closes the former, as an installer does."""
+        published = SourceTable.FromString(bytes.fromhex(table))
+        fresh: dict[str, Any] = {}
+        moves: dict[str, list[Move]] = {}
+        found: dict[str, torch.Tensor] = {}
+        regions = {region.id: region for region in published.regions}
+        for name, transport in (("cuda_ipc", self.transport), ("shared_memory", self.memory)):
+            mine = [region for region in published.regions if region.transport == name]
+            if mine:
+                fresh[name] = transport.open(mine)
+        for shard in published.shards:
+            spec = published.tensors[shard.tensor]
+            kind = torch_dtype(spec.dtype)
+            shape = tuple(spec.shape)
+            found[spec.name] = self.found.get(spec.name, torch.zeros(shape, dtype=kind, device="cuda"))
+            if found[spec.name].shape != shape or found[spec.name].dtype != kind:
+                found[spec.name] = torch.zeros(shape, dtype=kind, device="cuda")
+            region = regions[shard.region]
+            move = Move(
+                region, shard.offset, shape, tuple(shard.stride), spec.dtype, found[spec.name], shard.stored_dtype
+            )
+            moves.setdefault(region.transport, []).append(move)
+        copies = [fresh[name].prepare(each) for name, each in moves.items()]
+        self.close()
+        self.opened, self.copies, self.found = list(fresh.values()), copies, found
+
+    def read(self, check: bool = True) -> int:
+        if check:
+            for opened in self.opened:
+                opened.check()
+        return sum(copy.run() for copy in self.copies)
+
+    def hashes(self) -> dict[str, str]:
+        return {name: _hash(tensor) for name, tensor in self.found.items()}
+
+    def digests(self) -> list[int]:
+        from ckpt_engine.core.digest import digest_boxes
+
+        return digest_boxes([(tensor, [0] * tensor.dim()) for _, tensor in sorted(self.found.items())])
+
+    def close(self) -> None:
+        self.copies = []
+        for opened in self.opened:
+            opened.close()
+        self.opened = []
+
+    def forget(self) -> None:
+        self.close()
+        self.found = {}
+
+    def mappings(self) -> int:
+        return self.transport.mappings
+
+    def regions(self) -> int:
+        return sum(len(opened._mapped) for opened in self.opened if isinstance(opened, CudaRegions))
+
+
+def state() -> dict[str, int]:
+    """What must not grow."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return {
+        "free": torch.cuda.mem_get_info()[0],
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+    }
+
+
+def computes() -> float:
+    """Whether the GPU still answers this process."""
+    return float((torch.ones(1000, device="cuda") * 2).sum())
+
+
+def _main() -> None:
+    torch.cuda.init()
+    trainer, worker = _Trainer(), _Worker()
+    for line in sys.stdin:
+        question = json.loads(line)
+        what = question.pop("what")
+        side, _, name = what.partition(".")
+        subject: Any = {"trainer": trainer, "worker": worker}.get(side, sys.modules[__name__])
+        call: Callable[..., Any] = getattr(subject, name or what)
+        try:
+            answer = {"ok": call(**question)}
+        except CkptEngineError as error:
+            answer = {"problem": [Problem.Code.Name(error.problem.code), error.problem.message]}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,227 @@
+"""Weights that one process's GPU memory holds are read by another where they lie; both are real processes.
+
+Tests share one worker and, where nothing else is said, one trainer: starting a process with a GPU takes seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.gpu.cuda_peer import SHAPES, Peer, PeerError, many_shapes
+
+WAIT_SECONDS = 60.0
+SLACK_BYTES = 64 << 20
+"""What the drivers and torch may keep for themselves."""
+
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+POOLED = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+
+
+def until(condition: Callable[[], object]) -> None:
+    stop_at = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < stop_at
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Peer]:
+    with Peer() as peer:
+        yield peer
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[Peer]:
+    with Peer() as peer:
+        yield peer
+
+
+def assert_same_after_updates(trainer: Peer, worker: Peer, table: str, served: str = "", updates: int = 3) -> None:
+    worker.ask("worker.open", table=table)
+    for seed in range(1, 1 + updates):
+        trainer.ask("trainer.fill", seed=seed)
+        digests = trainer.ask("trainer.seal")
+        worker.ask("worker.read")
+        assert worker.ask("worker.hashes") == trainer.ask("trainer.hashes", served=served)
+        assert worker.ask("worker.digests") == digests
+
+
+@pytest.mark.parametrize(
+    ("wishes", "served", "description", "copies"),
+    [
+        ({}, "", "live on the GPU", 0),
+        ({"dtype": "bfloat16"}, "bfloat16", "live on the GPU", 0),
+        ({"snapshot": True}, "", "copied on the GPU at each seal", 1),
+        ({"snapshot": True, "dtype": "float16"}, "float16", "copied on the GPU at each seal", 1),
+        ({"transport": "shared_memory"}, "", "copied at each seal", 1),
+    ],
+    ids=["live", "live, cast by the reader", "snapshot", "snapshot, cast", "shared memory"],
+)
+def test_every_bit_arrives(
+    trainer: Peer, worker: Peer, wishes: dict[str, object], served: str, description: str, copies: int
+) -> None:
+    trainer.ask("trainer.make", shapes=SHAPES)
+    published = trainer.ask("trainer.publish", **wishes)
+    assert published["description"] == f"named tensors, {description}"
+    assert (published["copies"], published["stays_sealed"]) == (copies, bool(copies))
+    assert_same_after_updates(trainer, worker, published["table"], served)
+
+
+def test_a_snapshot_stays_as_it_was_sealed(trainer: Peer, worker: Peer) -> None:
+    trainer.ask("trainer.make", shapes=SHAPES)
+    published = trainer.ask("trainer.publish", snapshot=True)
+    worker.ask("worker.open", table=published["table"])
+    trainer.ask("trainer.seal")
+    sealed = trainer.ask("trainer.hashes")
+    trainer.ask("trainer.fill", seed=99)
+    worker.ask("worker.read")
+    assert worker.ask("worker.hashes") == sealed != trainer.ask("trainer.hashes")
+
+
+@pytest.mark.parametrize(
+    ("settings", "description"),
+    [(EXPANDABLE, "live on the GPU"), (POOLED, "copied on the GPU at each seal")],
+    ids=["expandable segments", "a pool that cannot be shared"],
+)
+def test_memory_of_torchs_other_allocators(worker: Peer, settings: dict[str, str], description: str) -> None:
+    shapes = SHAPES | many_shapes(2)
+    with Peer(**settings) as trainer:
+        trainer.ask("trainer.make", shapes=shapes)
+        published = trainer.ask("trainer.publish")
+        assert published["description"] == f"named tensors, {description}"
+        assert set(published["regions"]) == {"cuda_ipc"}
+        assert_same_after_updates(trainer, worker, published["table"])
+        worker.ask("worker.forget")
+        if not published["copies"]:
+            trainer.ask("trainer.withdraw")
+            assert_memory_is_given_back(trainer, sum(torch.Size(shape).numel() for shape, _ in shapes.values()))
+
+
+def test_an_allocation_is_mapped_once_however_many_tensors_and_plans_use_it(trainer: Peer, worker: Peer) -> None:
+    trainer.ask("trainer.withdraw")
+    trainer.ask("trainer.delete")
+    shapes = many_shapes()
+    assert len(shapes) == 399
+    trainer.ask("trainer.make", shapes=shapes)
+    published = trainer.ask("trainer.publish")
+    regions = len(published["regions"])
+    assert regions <= trainer.ask("trainer.segments") < len(shapes)
+    for _ in range(3):
+        assert_same_after_updates(trainer, worker, published["table"], updates=1)
+        assert worker.ask("worker.mappings") == worker.ask("worker.regions") == regions
+    print(f"{len(shapes)} tensors in {regions} allocations")
+
+
+def test_memory_that_moved_is_refused_until_it_is_published_again(trainer: Peer, worker: Peer) -> None:
+    trainer.ask("trainer.make", shapes=SHAPES)
+    published = trainer.ask("trainer.publish")
+    worker.ask("worker.open", table=published["table"])
+    trainer.ask("trainer.replace", name="transposed")
+    with pytest.raises(PeerError, match=r"transposed.*publish again") as refused:
+        trainer.ask("trainer.seal")
+    assert refused.value.code == "FAILED_PRECONDITION"
+    assert_same_after_updates(trainer, worker, trainer.ask("trainer.publish")["table"])
+
+
+def test_withdrawing_really_frees_the_memory(trainer: Peer, worker: Peer) -> None:
+    worker.ask("worker.forget")
+    trainer.ask("trainer.withdraw")
+    trainer.ask("trainer.delete")
+    size = 4 << 30
+    trainer.ask("trainer.make", shapes={"large": ([size // 2], "bfloat16")})
+    published = trainer.ask("trainer.publish")
+    worker.ask("worker.open", table=published["table"])
+    trainer.ask("trainer.seal")
+    worker.ask("worker.read")
+    trainer.ask("trainer.withdraw")
+    assert worker.ask("worker.mappings") == 0
+    with pytest.raises(PeerError, match="died or withdrawn") as refused:
+        worker.ask("worker.read")
+    assert refused.value.code == "UNAVAILABLE"
+    with pytest.raises(PeerError, match=r"let go of|died or withdrawn"):
+        worker.ask("worker.read", check=False)
+    assert_memory_is_given_back(trainer, size)
+    assert worker.ask("computes") == 2000
+    with pytest.raises(PeerError, match="publish again"):
+        worker.ask("worker.open", table=published["table"])
+
+
+def assert_memory_is_given_back(trainer: Peer, size: int) -> None:
+    before = trainer.ask("state")["free"]
+    trainer.ask("trainer.delete")
+    after = trainer.ask("state")["free"]
+    print(f"free before {before}, after {after}: {after - before} of {size} bytes came back")
+    assert after - before >= size - SLACK_BYTES
+
+
+def test_a_trainer_that_is_killed_hurts_no_worker(worker: Peer) -> None:
+    worker.ask("worker.forget")
+    with Peer() as trainer:
+        trainer.ask("trainer.make", shapes={"large": ([1 << 30], "bfloat16")} | SHAPES)
+        published = trainer.ask("trainer.publish")
+        worker.ask("worker.open", table=published["table"])
+        trainer.ask("trainer.seal")
+        worker.ask("worker.read")
+        mapped = worker.ask("state")["free"]
+        trainer.kill()
+    with pytest.raises(PeerError) as refused:
+        worker.ask("worker.read")
+    assert refused.value.code == "UNAVAILABLE"
+    until(lambda: worker.ask("worker.mappings") == 0)
+    # The kernel takes the dead process's context down in its own time.
+    until(lambda: worker.ask("state")["free"] >= mapped + (2 << 30) - SLACK_BYTES)
+    assert worker.ask("computes") == 2000
+
+
+def test_two_hundred_updates_leave_nothing_behind(trainer: Peer, worker: Peer) -> None:
+    trainer.ask("trainer.make", shapes=SHAPES | many_shapes(1))
+    published = trainer.ask("trainer.publish")["table"]
+
+    def cycles(first: int, count: int) -> None:
+        nonlocal published
+        for number in range(first, first + count):
+            if number % 10 == 0:
+                published = trainer.ask("trainer.publish")["table"]
+            if number % 5 == 0:
+                worker.ask("worker.open", table=published)
+            trainer.ask("trainer.fill", seed=number)
+            digests = trainer.ask("trainer.seal")
+            worker.ask("worker.read")
+            assert worker.ask("worker.digests") == digests
+
+    cycles(0, 20)
+    before = trainer.ask("state"), worker.ask("state")
+    cycles(20, 200)
+    after = trainer.ask("state"), worker.ask("state")
+    print(before, after)
+    for then, now in zip(before, after, strict=True):
+        assert now["free"] >= then["free"] - (8 << 20)
+        assert now["descriptors"] <= then["descriptors"] + 2
+        assert now["threads"] <= then["threads"] + 1
+
+
+@pytest.mark.parametrize("settings", [{}, EXPANDABLE], ids=["default", "expandable segments"])
+@pytest.mark.usefixtures("two_gpus")
+def test_gpus_that_do_not_see_each_other(settings: dict[str, str]) -> None:
+    with (
+        Peer(CUDA_VISIBLE_DEVICES="0", **settings) as trainer,
+        Peer(CUDA_VISIBLE_DEVICES="1") as worker,
+    ):
+        trainer.ask("trainer.make", shapes=SHAPES | many_shapes(2))
+        published = trainer.ask("trainer.publish")
+        assert "cuda_ipc" in published["regions"]
+        assert_same_after_updates(trainer, worker, published["table"])
+        trainer.ask("trainer.withdraw")
+        assert worker.ask("worker.mappings") == 0
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_worker_reads_another_gpu_that_it_sees_by_another_number() -> None:
+    with Peer() as trainer, Peer(CUDA_VISIBLE_DEVICES="1,0") as worker:
+        for device in (0, 1):
+            trainer.ask("trainer.make", shapes=SHAPES, device=device)
+            assert_same_after_updates(trainer, worker, trainer.ask("trainer.publish")["table"])
