@@ -3,6 +3,13 @@
 An SQLite file (WAL, ``synchronous=FULL``, mode 0600) that one manager holds alone for its whole life. It stores
 intents and reports; what replicas hold is never in here, only the workers know that. All statements run on one
 thread of the ledger's own, in the order of the calls, so the event loop never waits for a disk.
+
+Its size is bounded: it keeps the newest ``KEPT_REPORTS`` reports with their intents, and of what is older the last
+intent of each lineage.
+
+A lock can be lost (a network file system, a file put in another's place), so it is not all: each opening counts the
+file's generation up, and every write insists on its own generation and on the file that it opened. A manager that was
+overtaken fails at its next write and begins nothing more.
 """
 
 from __future__ import annotations
@@ -22,16 +29,21 @@ from typing import TypeVar
 from ckpt_engine.core.problems import CkptEngineError, precondition
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION_ID = 0x636B7074  # "ckpt", so that `file` and we recognise it
 
 _SCHEMA = """
-CREATE TABLE cluster (id TEXT NOT NULL, made REAL NOT NULL, epoch INTEGER NOT NULL) STRICT;
+CREATE TABLE cluster (
+    id TEXT NOT NULL, made REAL NOT NULL, epoch INTEGER NOT NULL, generation INTEGER NOT NULL DEFAULT 0
+) STRICT;
 CREATE TABLE intents (
     epoch INTEGER PRIMARY KEY, lineage TEXT NOT NULL, version INTEGER NOT NULL, root BLOB NOT NULL, time REAL NOT NULL
 ) STRICT;
 CREATE TABLE outcomes (epoch INTEGER PRIMARY KEY, report BLOB NOT NULL, time REAL NOT NULL) STRICT;
 """
+
+KEPT_REPORTS = 1000
+"""A report of 64 replicas of 8 workers takes some 100 kB: the file stays below 100 MB even then."""
 
 T = TypeVar("T")
 
@@ -68,27 +80,38 @@ class Ledger:
     when the file cannot be read or written. What a method promised is on the disk when it returns.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, lock: int, thread: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, path: Path, connection: sqlite3.Connection, lock: int, thread: ThreadPoolExecutor, kept_reports: int
+    ) -> None:
         self.path = path
+        self._kept_reports = kept_reports
+        self._file = _file_at(path)
         self._connection = connection
         self._lock = lock
         self._thread = thread
         self.cluster: str
         self.epoch: int
-        self.cluster, self.epoch = connection.execute("SELECT id, epoch FROM cluster").fetchone()
+        self._generation: int
+        facts = connection.execute("SELECT id, epoch, generation FROM cluster").fetchone()
+        self.cluster, self.epoch, self._generation = facts
 
     @classmethod
-    async def open(cls, path: Path, busy_seconds: float = 5.0) -> Ledger:
+    async def open(
+        cls, path: Path, busy_seconds: float = 5.0, cluster: str = "", kept_reports: int = KEPT_REPORTS
+    ) -> Ledger:
         """Opens the ledger, making it and its directory if needed, and locks it until ``close``.
 
-        busy_seconds: how long another process, such as a backup, may hold the file at each step.
+        busy_seconds: how long another process, such as a backup, may hold the file at each step. cluster: the id that
+        a new ledger gets, in place of one that was lost; empty: a random one. kept_reports: see the module.
 
         Raises FAILED_PRECONDITION when another manager holds it, when it is not a ledger, when it is of a newer
-        software, or when it cannot be written.
+        software or of another cluster than the one named, or when it cannot be written.
         """
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
         try:
-            return await asyncio.get_running_loop().run_in_executor(thread, _open, path, thread, busy_seconds)
+            return await asyncio.get_running_loop().run_in_executor(
+                thread, _open, path, thread, busy_seconds, cluster, kept_reports
+            )
         except BaseException:
             thread.shutdown(wait=False)
             raise
@@ -98,7 +121,7 @@ class Ledger:
 
         def statements() -> None:
             with self._connection:
-                self._connection.execute("UPDATE cluster SET epoch = max(epoch, ?)", (epoch,))
+                self._spend(epoch)
 
         await self._run(statements)
 
@@ -107,11 +130,11 @@ class Ledger:
 
         def statements() -> None:
             with self._connection:
+                self._spend(epoch)
                 self._connection.execute(
                     "INSERT OR REPLACE INTO intents VALUES (?, ?, ?, ?, ?)",
                     (epoch, identity.lineage, identity.version, identity.root, time.time()),
                 )
-                self._connection.execute("UPDATE cluster SET epoch = max(epoch, ?)", (epoch,))
 
         await self._run(statements)
 
@@ -121,7 +144,9 @@ class Ledger:
 
         def statements() -> None:
             with self._connection:
+                self._spend(epoch)
                 self._connection.execute("INSERT OR REPLACE INTO outcomes VALUES (?, ?, ?)", (epoch, data, time.time()))
+                self._forget_old()
 
         await self._run(statements)
 
@@ -156,6 +181,32 @@ class Ledger:
         await self._run(statements)
         self._thread.shutdown(wait=False)
 
+    def _spend(self, epoch: int) -> None:
+        """On the ledger's thread, first in every writing transaction. Raises FAILED_PRECONDITION if overtaken."""
+        if _file_at(self.path) != self._file:
+            raise precondition(
+                f"the ledger {self.path} was removed or another file was put in its place while this manager ran: "
+                "restart the manager"
+            )
+        written = self._connection.execute(
+            "UPDATE cluster SET epoch = max(epoch, ?) WHERE generation = ?", (epoch, self._generation)
+        )
+        if written.rowcount != 1:
+            raise precondition(f"another manager has taken the ledger {self.path} over: stop one of the two")
+
+    def _forget_old(self) -> None:
+        """Deletes reports beyond those that are kept, and their intents unless they are the last of a lineage."""
+        oldest = self._connection.execute(
+            "SELECT epoch FROM outcomes ORDER BY epoch DESC LIMIT 1 OFFSET ?", (self._kept_reports,)
+        ).fetchone()
+        if oldest is not None:
+            self._connection.execute("DELETE FROM outcomes WHERE epoch <= ?", oldest)
+            self._connection.execute(
+                "DELETE FROM intents WHERE epoch <= ? "
+                "AND epoch NOT IN (SELECT max(epoch) FROM intents GROUP BY lineage)",
+                oldest,
+            )
+
     async def _records(self, where: str, value: int, limit: int) -> list[Record]:
         rows = await self._run(
             lambda: self._connection.execute(
@@ -185,7 +236,16 @@ def _unusable(path: Path, error: Exception) -> CkptEngineError:
     return precondition(f"the ledger {path} cannot be used: {error}. Free or repair its disk, or pass another --ledger")
 
 
-def _open(path: Path, thread: ThreadPoolExecutor, busy_seconds: float) -> Ledger:
+def _file_at(path: Path) -> tuple[int, int] | None:
+    """Which file this is, None if there is none."""
+    try:
+        facts = os.stat(path)
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino
+
+
+def _open(path: Path, thread: ThreadPoolExecutor, busy_seconds: float, cluster: str, kept_reports: int) -> Ledger:
     """Runs on the ledger's thread: the connection belongs to the thread that made it."""
     path = path.expanduser().resolve()  # two names of one ledger must meet at one lock
     try:
@@ -198,8 +258,8 @@ def _open(path: Path, thread: ThreadPoolExecutor, busy_seconds: float) -> Ledger
         os.chmod(path, 0o600)
         connection = sqlite3.connect(path, timeout=busy_seconds)
         try:
-            _prepare(path, connection)
-            return Ledger(path, connection, lock, thread)
+            _prepare(path, connection, cluster)
+            return Ledger(path, connection, lock, thread, kept_reports)
         except BaseException:
             connection.close()
             raise
@@ -227,7 +287,7 @@ def _take_lock(path: Path) -> int:
     return lock
 
 
-def _prepare(path: Path, connection: sqlite3.Connection) -> None:
+def _prepare(path: Path, connection: sqlite3.Connection, cluster: str) -> None:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
@@ -240,13 +300,32 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
         )
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
+    if not fresh and cluster:
+        (ours,) = connection.execute("SELECT id FROM cluster").fetchone()
+        if ours != cluster:
+            raise precondition(
+                f"the ledger {path} is that of cluster {ours}, not {cluster}: leave --cluster out, or name a file that "
+                "does not exist yet"
+            )
     if fresh:
         # One transaction, so that a crash here leaves an empty file and not half a schema.
         connection.executescript(
             f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA application_id = {APPLICATION_ID}; "
             f"PRAGMA user_version = {SCHEMA_VERSION}; "
-            f"INSERT INTO cluster VALUES ('{uuid.uuid4()}', {time.time()}, 0); COMMIT;"
+            f"INSERT INTO cluster (id, made, epoch) VALUES ('{_cluster_id(cluster)}', {time.time()}, 0); COMMIT;"
         )
-    else:
-        with connection:  # fails now, and not in the middle of an update, when the disk is full or read-only
-            connection.execute("UPDATE cluster SET epoch = epoch")
+    elif version == 1:
+        connection.executescript(
+            "BEGIN IMMEDIATE; ALTER TABLE cluster ADD COLUMN generation INTEGER NOT NULL DEFAULT 0; "
+            f"PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+        )
+    with connection:  # fails now, and not in the middle of an update, when the disk is full or read-only
+        connection.execute("UPDATE cluster SET generation = generation + 1")
+
+
+def _cluster_id(wanted: str) -> str:
+    """The id of a new cluster, as it goes into the schema's script: it must be a UUID and nothing else."""
+    try:
+        return str(uuid.UUID(wanted)) if wanted else str(uuid.uuid4())
+    except ValueError:
+        raise precondition(f"--cluster {wanted!r} is not a cluster's id, which is a UUID") from None

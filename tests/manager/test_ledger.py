@@ -3,6 +3,7 @@
 import asyncio
 import os
 import resource
+import shutil
 import sqlite3
 import stat
 import sys
@@ -146,3 +147,84 @@ def test_the_file_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert APPLICATION_ID.to_bytes(4, "big") == b"ckpt"
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert default_path() == tmp_path / "ckpt-engine" / "ledger.sqlite3"
+
+
+async def test_its_size_is_bounded_and_lineages_keep_their_last_intent(tmp_path: Path) -> None:
+    ledger = await Ledger.open(tmp_path / "ledger.sqlite3", kept_reports=10)
+    await ledger.record_intent(1, identity(1, "first"))
+    for epoch in range(2, 60):
+        await ledger.record_intent(epoch, identity(epoch))
+        report = manager_pb2.UpdateReport(seconds=epoch)
+        report.fence.epoch = epoch
+        await ledger.record_outcome(report)
+    kept = [record.epoch for record in await ledger.history(limit=100)]
+    assert kept == [*range(59, 49, -1), 1]
+    assert [intent.identity.lineage for intent in await ledger.last_intents()] == ["first", "run"]
+    await ledger.close()
+
+
+async def test_a_manager_that_lost_its_lock_writes_nothing_more(tmp_path: Path) -> None:
+    """As on a file system that forgets locks: the lock's file is gone, and a second manager opens the same ledger."""
+    path = tmp_path / "ledger.sqlite3"
+    first = await Ledger.open(path)
+    path.with_name(path.name + ".lock").unlink()
+    second = await Ledger.open(path)
+    await second.spend_epoch(5)
+    for write in (first.spend_epoch(9), first.record_intent(9, identity(1)), first.record_outcome(report_of(9))):
+        with pytest.raises(CkptEngineError, match="another manager has taken the ledger"):
+            await write
+    assert await second.history() == []
+    await first.close()
+    await second.close()
+    again = await Ledger.open(path)
+    assert again.epoch == 5
+    await again.close()
+
+
+async def test_a_ledger_whose_file_was_exchanged_is_not_written_to(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite3"
+    await (await Ledger.open(path)).close()
+    old = tmp_path / "old.sqlite3"
+    shutil.copy(path, old)
+    ledger = await Ledger.open(path)
+    await ledger.spend_epoch(3)
+    old.rename(path)
+    with pytest.raises(CkptEngineError, match="put in its place"):
+        await ledger.spend_epoch(4)
+    path.unlink()
+    with pytest.raises(CkptEngineError, match="was removed"):
+        await ledger.spend_epoch(4)
+    await ledger.close()
+
+
+async def test_a_new_ledger_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
+    path, cluster = tmp_path / "ledger.sqlite3", "1c2a7a4e-62c9-4f46-9d0b-6a2a1f3f2d11"
+    ledger = await Ledger.open(path, cluster=cluster)
+    assert ledger.cluster == cluster
+    await ledger.close()
+    await (await Ledger.open(path, cluster=cluster)).close()
+    other = cluster.replace("1c", "2d", 1)
+    with pytest.raises(CkptEngineError, match=f"is that of cluster {cluster}, not {other}"):
+        await Ledger.open(path, cluster=other)
+    with pytest.raises(CkptEngineError, match="which is a UUID"):
+        await Ledger.open(tmp_path / "fresh.sqlite3", cluster="x'); DROP TABLE cluster; --")
+
+
+async def test_a_ledger_of_the_schema_before_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite3"
+    ledger = await Ledger.open(path)
+    await ledger.record_intent(7, identity(3))
+    await ledger.close()
+    with sqlite3.connect(path) as connection:
+        connection.executescript("ALTER TABLE cluster DROP COLUMN generation; PRAGMA user_version = 1;")
+    connection.close()
+    again = await Ledger.open(path)
+    assert (again.cluster, again.epoch) == (ledger.cluster, 7)
+    await again.spend_epoch(8)
+    await again.close()
+
+
+def report_of(epoch: int) -> manager_pb2.UpdateReport:
+    report = manager_pb2.UpdateReport()
+    report.fence.epoch = epoch
+    return report
