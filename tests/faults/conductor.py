@@ -77,6 +77,7 @@ def _inject(world: World, cell: Cell, undo: ExitStack, timeout: float) -> None:
     if cell.stage in ("register", "publish"):
         if not world.trainer.alive or not world.manager.alive:
             world.heal()
+        world.trainer.ready()
         world.ask(timeout)
 
 
