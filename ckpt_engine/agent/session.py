@@ -35,7 +35,7 @@ from ckpt_engine.core.machines.agent import AgentMachine
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.trace import trace
 from ckpt_engine.transport.host import this_host
-from ckpt_engine.transport.registry import all_transports
+from ckpt_engine.transport.registry import all_transports, worker_transports
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,8 @@ class AgentSettings:
     """One replica.
 
     manager: host:port. name: empty: host-kind-port. Exactly one of launch and url says which engine; kind is its kind.
-    advertise: address at which other hosts reach this one. startup_seconds: for an attached engine to answer.
+    advertise: address at which other hosts reach this one. transports: over which weights may be read; empty: all that
+    work here. startup_seconds: for an attached engine to answer.
     """
 
     manager: str
@@ -56,6 +57,7 @@ class AgentSettings:
     name: str = ""
     mode: manager_pb2.Mode = manager_pb2.STANDALONE
     advertise: str = ""
+    transports: tuple[str, ...] = ()
     startup_seconds: float = 600.0
     deadlines: Deadlines = field(default_factory=lambda: Deadlines.from_environment(os.environ))
 
@@ -65,6 +67,7 @@ class AgentSettings:
             raise ValueError("an agent either launches its engine or is told the url of one that runs")
         if not re.fullmatch(r"[^\s:]+:\d+|\[[^\s]+\]:\d+|unix:.+", self.manager):
             raise ValueError(f"the manager's address must be HOST:PORT, not {self.manager!r}")
+        worker_transports(self.transports)
 
 
 class ReplicaAgent:
@@ -132,7 +135,7 @@ class ReplicaAgent:
                 self._host.agent_epoch,
                 self.settings.mode,
                 this_host(self.settings.advertise),
-                tuple(transports),
+                worker_transports(self.settings.transports),
                 self.settings.deadlines,
             )
             self.say(f"replica {self.name}, manager {self.settings.manager}")

@@ -36,6 +36,13 @@ def replica(
     port: Annotated[int, typer.Option(help="Port for the launched engine; 0: a free one.")] = 0,
     url: Annotated[str, typer.Option(help="Attach to the engine that runs at this URL instead of launching one.")] = "",
     advertise: Annotated[str, typer.Option(help="Address at which other hosts reach this one.")] = "",
+    transport: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Read weights over this transport only (cuda_ipc, shared_memory, file); repeatable. "
+            "Default: the nearest that works. An update that another one would have to carry is refused."
+        ),
+    ] = None,
     restart: Annotated[Restart, typer.Option(help="When a launched engine ends.")] = Restart.ON_FAILURE,
     startup_timeout: Annotated[float, typer.Option(help="Seconds for the engine to answer.", min=1)] = 600.0,
     deadline: Annotated[
@@ -71,6 +78,7 @@ def replica(
             name=name,
             mode=_MODES[mode],
             advertise=advertise,
+            transports=tuple(transport or ()),
             startup_seconds=startup_timeout,
             deadlines=configured_deadlines(deadline),
         )

@@ -181,7 +181,7 @@ def choose_transport(source: Host, transport: str, worker: Host, available: Sequ
         raise precondition(
             f"the source on host {_name(source)} offers its weights over {transport}, which the worker on host "
             f"{_name(worker)} cannot use (it can use {', '.join(available) or 'none'}); run `ckpt-engine doctor` there "
-            "to see why"
+            "to see why, or start its replica without --transport, which allows only some"
         )
     verdict = rule(source, worker)
     if not verdict.ok:

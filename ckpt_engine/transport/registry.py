@@ -7,13 +7,14 @@ told as such, with what this host has for them: a person who wonders why an edge
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ckpt_engine.transport.base import Availability, Transport
+from ckpt_engine.transport.cuda_driver import library_problem
 from ckpt_engine.transport.cuda_ipc import CudaIpcTransport
 from ckpt_engine.transport.file import FileTransport
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
@@ -39,6 +40,26 @@ def all_transports() -> dict[str, Transport]:
     """A new instance of every transport that this process can use, by name. Call it once a worker."""
     transports: list[Transport] = [kind() for kind in _BUILT]
     return {transport.name: transport for transport in transports if transport.availability().ok}
+
+
+def worker_transports(only: Sequence[str] = ()) -> tuple[str, ...]:
+    """What workers of an engine on this host may use, as its agent tells the manager. Starts CUDA nowhere.
+
+    only: the names that a user allows; none: all that work. Whether a worker uses a GPU it tells itself, so here the
+    driver decides, not the agent's own torch. Raises ValueError for a name that is unknown or does not work here.
+    """
+    found = {}
+    for kind in _BUILT:
+        found[kind.name] = kind().availability()
+        if kind is CudaIpcTransport:
+            problem = library_problem()
+            found[kind.name] = Availability(not problem, problem or "an NVIDIA driver is installed")
+    for name in only:
+        if name not in found:
+            raise ValueError(f"there is no transport {name!r}; there are {', '.join(found)}")
+        if not found[name].ok:
+            raise ValueError(f"transport {name} does not work on this host: {found[name].reason}")
+    return tuple(name for name, each in found.items() if each.ok and (not only or name in only))
 
 
 def transport_rows() -> list[TransportRow]:

@@ -25,6 +25,7 @@ WRONG = [
     (["--engine", "reference", "--url", "http://127.0.0.1:1", "--", "--dtype", "float32"], "--url attaches to"),
     (["--engine", "reference", "--url", "http://127.0.0.1:1", "--model", "x"], "--url attaches to"),
     (["--engine", "reference", "--restart", "always"], "never"),
+    (["--engine", "reference", "--transport", "pigeon"], "no transport 'pigeon'; there are cuda_ipc, shared_memory"),
 ]
 
 

@@ -7,8 +7,11 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
+from ckpt_engine.transport.cuda_driver import library_problem
 from ckpt_engine.transport.host import this_host
-from ckpt_engine.transport.registry import all_transports, transport_rows
+from ckpt_engine.transport.registry import all_transports, transport_rows, worker_transports
 
 
 def test_what_is_built_works_here_and_what_is_not_says_so() -> None:
@@ -45,3 +48,17 @@ def test_the_host_is_told_by_the_kernel() -> None:
     assert host.pid_namespace == os.readlink("/proc/self/ns/pid")
     assert (host.name, host.address) == (socket.gethostname(), "10.0.0.7")
     assert this_host().address == ""
+
+
+def test_a_user_may_allow_some_transports_only() -> None:
+    assert {"shared_memory", "file"} <= set(worker_transports())
+    assert ("cuda_ipc" in worker_transports()) == (library_problem() == "")
+    assert worker_transports(["file"]) == ("file",)
+    with pytest.raises(ValueError, match="no transport 'pigeon'; there are cuda_ipc, shared_memory, file"):
+        worker_transports(["file", "pigeon"])
+
+
+@pytest.mark.skipif(not library_problem(), reason="an NVIDIA driver is installed here")
+def test_a_transport_that_cannot_work_is_not_allowed_alone() -> None:
+    with pytest.raises(ValueError, match="cuda_ipc does not work on this host: no NVIDIA driver can be used"):
+        worker_transports(["cuda_ipc"])
