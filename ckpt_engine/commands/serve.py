@@ -29,6 +29,9 @@ def serve(
         Path | None,
         typer.Option(help="The ledger file. Default: ckpt-engine/ledger.sqlite3 below the XDG state directory."),
     ] = None,
+    cluster: Annotated[
+        str, typer.Option(help="The id that a new ledger gets, when the one of this cluster is lost. Warnings name it.")
+    ] = "",
     advertise: Annotated[
         str, typer.Option(help="The address under which other hosts reach --listen, if it is another one.")
     ] = "",
@@ -58,6 +61,7 @@ def serve(
         listen=listen,
         http=http,
         ledger=ledger,
+        cluster=cluster,
         advertise=advertise,
         security=ServerSecurity(certificate, key, client_authority, tokens, insecure),
         deadlines=configured_deadlines(deadline),

@@ -47,7 +47,11 @@ def build_app(manager: Shown) -> FastAPI:
     async def healthz() -> views.Health:
         status = manager.status()
         return views.Health(
-            status="ok", cluster=status.fence.cluster, phase=status.phase, software_version=status.software_version
+            status="degraded" if status.warnings else "ok",
+            cluster=status.fence.cluster,
+            phase=status.phase,
+            software_version=status.software_version,
+            warnings=list(status.warnings),
         )
 
     @app.get("/v1/replicas", summary="All replicas")

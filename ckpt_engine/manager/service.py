@@ -54,7 +54,8 @@ class ManagerConfig:
     listen: host:port of the gRPC server; port 0 takes a free one. The channel is not encrypted, so by default only
         this machine reaches it; another address works and warns.
     http: host:port of the HTTP side; empty: none.
-    ledger: its file; None: ``ledger.default_path()``.
+    ledger: its file; None: ``ledger.default_path()``. cluster: the id of a new one, in place of a ledger that was lost;
+        empty: a random id.
     advertise: the address that members on other hosts are told to use, for people; empty: what is bound.
     security: how callers prove who they are; without it only this machine is served.
     deadlines: every wait; the defaults are changed by CKPT_ENGINE_DEADLINES.
@@ -65,6 +66,7 @@ class ManagerConfig:
     listen: str = "127.0.0.1:50051"
     http: str = "127.0.0.1:8080"
     ledger: Path | None = None
+    cluster: str = ""
     advertise: str = ""
     security: ServerSecurity = field(default_factory=ServerSecurity)
     deadlines: Deadlines = field(default_factory=lambda: Deadlines.from_environment(os.environ))
@@ -120,7 +122,7 @@ class ManagerServer:
         self._access = Access(config.security)
         for address in (config.listen, config.http) if config.http else (config.listen,):
             check_reach(split_address(address)[0], config.security)
-        self.ledger = await Ledger.open(config.ledger or default_path(), config.deadlines.ledger_busy)
+        self.ledger = await Ledger.open(config.ledger or default_path(), config.deadlines.ledger_busy, config.cluster)
         self._undo.push_async_callback(self.ledger.close)
         blobs = BlobStore(config.max_blob_bytes, config.max_total_bytes)
         self.metrics = Metrics(self.status, blobs)

@@ -240,12 +240,13 @@ class ReplicaList(BaseModel):
 
 
 class Health(BaseModel):
-    """The manager answers."""
+    """The manager answers. status: degraded if there are warnings, sentences for an operator; otherwise ok."""
 
     status: str
     cluster: str
     phase: str
     software_version: str
+    warnings: list[str]
 
 
 def _problem(message: manager_pb2.ReplicaOutcome | manager_pb2.WorkerReport) -> Problem | None:
