@@ -22,18 +22,18 @@ from dataclasses import dataclass
 import torch
 from google.protobuf.message import DecodeError
 
-from ckpt_engine.core.digest import digest_boxes
 from ckpt_engine.core.manifest import blob_digest
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid, precondition
 from ckpt_engine.install.constants import Constants
 from ckpt_engine.install.loading import load
+from ckpt_engine.install.ready import Ready, settle, warm_up
 from ckpt_engine.install.record import record
 from ckpt_engine.install.recording import Handover, Recording, TensorLayout, handed
-from ckpt_engine.install.resolve import Bound, Resolved, bind, resolve
+from ckpt_engine.install.resolve import Resolved, bind, resolve
 from ckpt_engine.install.state import LINEAGE_BYTES, WorkerSlot
 from ckpt_engine.install.target import LoadTarget, StagedLayer
 from ckpt_engine.trace import trace
-from ckpt_engine.transport.base import OpenedRegions, PreparedCopy, Transport
+from ckpt_engine.transport.base import OpenedRegions, Transport
 from ckpt_engine.transport.host import this_host
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
@@ -43,16 +43,7 @@ OnProgress = Callable[[manager_pb2.Stage, int, int], None]
 """Called in the installing thread with (stage, bytes done, bytes in all), every few milliseconds of work."""
 
 _RECORDINGS_KEPT = 4
-_CHECKS_AT_ONCE = 256
 _NAMED = 16
-
-
-@dataclass(slots=True)
-class _Ready:
-    """Work on tensors, checked and made ready to run."""
-
-    copies: list[PreparedCopy]
-    bound: Bound
 
 
 @dataclass(slots=True)
@@ -63,8 +54,17 @@ class _Current:
     resolved: Resolved
     opened: dict[str, OpenedRegions]
     staged: frozenset[str]
-    resident: _Ready | None = None
+    resident: Ready | None = None
     addresses: tuple[tuple[int, TensorLayout], ...] = ()
+
+    def edges(self) -> Iterator[manager_pb2.EdgeReport]:
+        """Of the plan, with what was slower than it could be."""
+        notes = self.resident.notes if self.resident is not None else {}
+        for edge in self.resolved.edges:
+            told = manager_pb2.EdgeReport()
+            told.CopyFrom(edge)
+            told.reason = "; ".join([edge.reason, *notes.get(edge.transport, ())])
+            yield told
 
     def close(self) -> None:
         self.resident = None
@@ -118,7 +118,7 @@ class Installer:
             run.report.problem.CopyFrom(_problem_of(error, "installing"))
         installed.report.CopyFrom(run.report)
         if self._current is not None and not run.report.HasField("problem"):
-            installed.edges.extend(self._current.resolved.edges)
+            installed.edges.extend(self._current.edges())
         if installed.fence == self._fence:
             self._last = installed
         return installed
@@ -159,6 +159,7 @@ class Installer:
         except DecodeError as error:
             raise invalid(f"the manifest cannot be read: {error}") from error
         recording = record(manifest, self._target, stop_at, digest=digest)
+        warm_up(recording, self._target.named_tensors())
         self._recordings[digest] = (recording, layout)
         while len(self._recordings) > _RECORDINGS_KEPT:
             self._recordings.popitem(last=False)
@@ -196,14 +197,14 @@ class Installer:
         self._current = fresh
         return fresh
 
-    def _resident(self, current: _Current) -> _Ready:
+    def _resident(self, current: _Current) -> Ready:
         """The resident work, made anew only if a tensor moved. Its moves are checked here, before DIRTY."""
         tensors = dict(self._target.named_tensors())
         names = [name for name in current.resolved.work if name not in current.staged]
         present = [tensors[name] for name in names if name in tensors]
         addresses = tuple((tensor.data_ptr(), TensorLayout.of(tensor)) for tensor in present)
         if current.resident is None or current.addresses != addresses:
-            current.resident = _make_ready(current, bind(current.resolved, names, tensors))
+            current.resident = Ready(current.opened, bind(current.resolved, names, tensors))
             current.addresses = addresses
         return current.resident
 
@@ -250,10 +251,11 @@ class _Run:
         trace("worker.install", "install")
         started = time.monotonic()
         self._target.post_load()
+        settle(self._in_time)
         report.install_seconds += time.monotonic() - started
         self._in_time()
         trace("worker.install", "verify")
-        self._verified = self._verify(resident.bound, recording, expected)
+        self._verified = self._verify(resident, recording, expected)
         more = len(self._by_loader) - _NAMED
         report.by_loader.extend([*self._by_loader[:_NAMED], *([f"and {more} more"] if more > 0 else [])])
         report.verified_as_loaded = len(self._as_loaded)
@@ -276,14 +278,11 @@ class _Run:
         except DecodeError as error:
             raise invalid(f"the expected digests cannot be read: {error}") from error
 
-    def _write(self, ready: _Ready) -> None:
+    def _write(self, ready: Ready) -> None:
         started = time.monotonic()
-        for copy in ready.copies:
-            copy.run(self._on_bytes)
+        ready.copy(self._on_bytes)
         copied = time.monotonic()
-        with torch.inference_mode():
-            for destination, value in ready.bound.fills:
-                destination.fill_(value)
+        ready.fill(self._in_time)
         self.report.transfer_seconds += copied - started
         self.report.install_seconds += time.monotonic() - copied
 
@@ -298,9 +297,9 @@ class _Run:
             for layer in layers:
                 names = [name for name in layer.tensors if name in waiting]
                 waiting.difference_update(names)
-                ready = _make_ready(current, bind(current.resolved, names, layer.tensors))
+                ready = Ready(current.opened, bind(current.resolved, names, layer.tensors))
                 self._write(ready)
-                self._as_loaded |= self._verify(ready.bound, recording, expected)
+                self._as_loaded |= self._verify(ready, recording, expected)
                 unfinished.append(layer)
                 present.update(layer.tensors)
                 for handover in [each for each in handovers if each.owners.keys() <= present.keys()]:
@@ -328,9 +327,9 @@ class _Run:
                 name = recording.manifest.tensors[index].name
                 layout = recording.layouts[handed(name)]
                 tensor = torch.empty(layout.shape, dtype=layout.dtype)
-                ready = _make_ready(current, bind(current.resolved, [handed(name)], {handed(name): tensor}))
+                ready = Ready(current.opened, bind(current.resolved, [handed(name)], {handed(name): tensor}))
                 self._write(ready)
-                self._as_loaded |= self._verify(ready.bound, recording, expected)
+                self._as_loaded |= self._verify(ready, recording, expected)
                 yield name, tensor
 
         with self._installing():
@@ -343,23 +342,18 @@ class _Run:
         report, started = self.report, time.monotonic()
         told = report.transfer_seconds + report.verify_seconds + report.install_seconds
         yield
+        settle(self._in_time)
         told = report.transfer_seconds + report.verify_seconds + report.install_seconds - told
         report.install_seconds += time.monotonic() - started - told
 
-    def _verify(self, bound: Bound, recording: Recording, expected: Sequence[int]) -> set[int]:
+    def _verify(self, ready: Ready, recording: Recording, expected: Sequence[int]) -> set[int]:
         """The needs that hash to what was sealed; raises DATA_LOSS naming those that do not."""
         started = time.monotonic()
-        wrong: list[int] = []
-        for first in range(0, len(bound.checks), _CHECKS_AT_ONCE):
-            checks = bound.checks[first : first + _CHECKS_AT_ONCE]
-            found = digest_boxes([(view, start) for _, view, start in checks])
-            pairs = zip(checks, found, strict=True)
-            wrong += (need for (need, _, _), digest in pairs if digest != expected[need])
-            self._in_time()
+        wrong = ready.wrong(expected, self._in_time)
         self.report.verify_seconds += time.monotonic() - started
         if wrong:
             raise _differs(recording, wrong)
-        return {need for need, _, _ in bound.checks}
+        return ready.needs
 
     def _on_bytes(self, count: int) -> None:
         self.report.bytes += count
@@ -373,10 +367,6 @@ class _Run:
                 f"worker {self._slot.rank} had read {self.report.bytes} of {self._total} bytes after "
                 f"{self._order.deadline_seconds:g} s"
             )
-
-
-def _make_ready(current: _Current, bound: Bound) -> _Ready:
-    return _Ready([current.opened[name].prepare(moves) for name, moves in bound.moves.items()], bound)
 
 
 def _differs(recording: Recording, wrong: Sequence[int]) -> CkptEngineError:

@@ -8,7 +8,7 @@ some 0.2 s a variant, the first time on a host: a table does it when it is made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -42,6 +42,20 @@ def problem() -> str:
 def can_cast(source: torch.dtype, destination: torch.dtype) -> bool:
     """Whether the kernel casts so, rounding to nearest, ties to even, as torch does."""
     return source in _CAST and destination in _CAST
+
+
+def warm_up(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
+    """Compiles what tables of tensors of these dtypes will need, as far as one can know: unless triton is missing."""
+    if problem():
+        return
+    for rows in (1, 2):
+        for alignment in (width for width in _BYTES if width >= min((dtype.itemsize for dtype in dtypes), default=16)):
+            CopyTable([Block(0, 0, alignment, rows, alignment, alignment)], device, alignment)
+        for dtype in dtypes:
+            if dtype != torch.float32 and can_cast(torch.float32, dtype):
+                for count in (1, 4):
+                    block = Block(0, 0, count * dtype.itemsize, rows, count * dtype.itemsize, count * 4)
+                    CopyTable([block], device, 1, (torch.float32, dtype))
 
 
 class CopyTable:

@@ -75,6 +75,10 @@ def test_hundreds_of_tensors_are_one_launch() -> None:
     assert all(map(torch.equal, destinations, sources))
 
 
+def test_warming_up_writes_nothing() -> None:
+    copy_kernel.warm_up(CPU, {torch.bfloat16, torch.uint8})  # its blocks lie at address 0
+
+
 def test_a_program_copies_no_more_than_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_kernel, "PROGRAM_BYTES", 256)
     source = torch.randn(50, 40)

@@ -1,0 +1,111 @@
+"""Work on tensors of a model, checked and made ready: replayed at each update with as little as can be left to do then.
+
+It decides how copies, fills and digests are prepared and run, and what is compiled ahead of a pause; not which there
+are (`resolve.py`), nor what follows from a digest that differs (`installer.py`). The engine's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from ckpt_engine.core.prepared_digests import prepare_digests
+from ckpt_engine.install.recording import Recording
+from ckpt_engine.install.resolve import Bound, Target
+from ckpt_engine.transport.base import OpenedRegions
+
+log = logging.getLogger(__name__)
+
+_CHECKS_AT_ONCE = 256
+"""Of a CPU; a GPU digests everything in one go."""
+
+_POLL_SECONDS = 20e-6
+
+_Check = tuple[int, torch.Tensor, tuple[int, ...]]
+
+
+class Ready:
+    """Copies, fills and digests of some tensors. Making it checks every move and changes no tensor.
+
+    needs: that are digested. notes: by transport, what is slower than it could be, and why.
+    """
+
+    def __init__(self, opened: Mapping[str, OpenedRegions], bound: Bound) -> None:
+        copies = {name: opened[name].prepare(moves) for name, moves in bound.moves.items()}
+        self._copies = list(copies.values())
+        self.notes = {name: copy.notes for name, copy in copies.items() if copy.notes}
+        self._zeros = [destination for destination, value in bound.fills if value == 0]
+        self._fills = [(destination, value) for destination, value in bound.fills if value != 0]
+        self._digests = [
+            ([need for need, _, _ in checks], prepare_digests([(view, start) for _, view, start in checks]))
+            for checks in _groups(bound.checks)
+        ]
+        self.needs = {need for need, _, _ in bound.checks}
+
+    def copy(self, on_bytes: Callable[[int], None]) -> None:
+        """Writes what is loaded; it has arrived when this returns. Raises what `on_bytes` raises."""
+        for copy in self._copies:
+            copy.run(on_bytes)
+
+    def fill(self, in_time: Callable[[], None]) -> None:
+        """Writes padding."""
+        if not self._zeros and not self._fills:
+            return
+        with torch.inference_mode():
+            if self._zeros:
+                torch._foreach_zero_(self._zeros)
+            for destination, value in self._fills:
+                destination.fill_(value)
+        settle(in_time)
+
+    def wrong(self, expected: Sequence[int], in_time: Callable[[], None]) -> list[int]:
+        """The needs whose digest differs from what is expected of them, as their bytes are now."""
+        found = []
+        for needs, digests in self._digests:
+            values = digests.run()
+            found += [need for need, value in zip(needs, values, strict=True) if value != expected[need]]
+            in_time()
+        return found
+
+
+def settle(in_time: Callable[[], None]) -> None:
+    """Waits until the GPU has done what its current stream was given, so that a stage's time is its own. Waits for no
+    other stream, and calls `in_time` meanwhile."""
+    if not torch.cuda.is_initialized():
+        return
+    event = torch.cuda.Event()
+    event.record()
+    while not event.query():
+        in_time()
+        time.sleep(_POLL_SECONDS)
+
+
+def warm_up(recording: Recording, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Compiles, ahead of any pause, the kernels that copying to and digesting these tensors will need on a GPU. The
+    first time on a host it takes seconds. Never raises: what is not compiled here is compiled when it is needed."""
+    present = {name: tensor.detach() for name, tensor in tensors if tensor.device.type == "cuda"}
+    if not present:
+        return
+    # Here, since it loads triton, which a process without a GPU does not need.
+    from ckpt_engine.transport import copy_kernel
+
+    try:
+        for device in {tensor.device for tensor in present.values()}:
+            with torch.cuda.device(device):
+                copy_kernel.warm_up(device, {tensor.dtype for tensor in present.values() if tensor.device == device})
+        boxes = [(recording.needs[copy.need].box, copy) for copy in recording.copies if copy.tensor in present]
+        prepare_digests(
+            [(Target(copy.offset, box.shape, copy.stride).of(present[copy.tensor]), box.start) for box, copy in boxes]
+        )
+    except Exception:
+        log.warning("ckpt-engine: kernels could not be compiled ahead", exc_info=True)
+
+
+def _groups(checks: Sequence[_Check]) -> list[Sequence[_Check]]:
+    near = [check for check in checks if check[1].device.type != "cuda"]
+    far = [check for check in checks if check[1].device.type == "cuda"]
+    groups: list[Sequence[_Check]] = [near[i : i + _CHECKS_AT_ONCE] for i in range(0, len(near), _CHECKS_AT_ONCE)]
+    return [far, *groups] if far else groups
