@@ -147,7 +147,7 @@ class Recorder(TorchDispatchMode):
 
     def _seen(self, tensors: Sequence[torch.Tensor], why: str) -> Computed:
         """What a result of an operation on ``tensors`` depends on."""
-        found: set[int] = set(self._doubt)
+        found: set[int] = set()
         owners: set[str] = set()
         for tensor in tensors:
             origin = self._origins.of(tensor)
@@ -235,6 +235,8 @@ class Recorder(TorchDispatchMode):
 
     def _copy_computed(self, destination: torch.Tensor, source: torch.Tensor, why: str) -> None:
         seen = self._seen([source], why)
+        if self._doubt:
+            seen = Computed(seen.tensors | self._doubt, seen.owners, self.decided)
         if not seen.tensors:
             raise self._unknown_values(destination, _aten.copy_.default)
         source.expand(destination.shape)
@@ -266,7 +268,7 @@ class Recorder(TorchDispatchMode):
         if origin is None and storage_key(source) not in self._owners:
             if source.numel() == 1 and source.device.type != "meta" and not source.is_complex():
                 return self._fill(destination, source.item())
-            raise self._unknown_values(destination, _aten.copy_.default)
+            return self._copy_computed(destination, source, "")
         if destination.numel() == 0:
             self.used |= self._seen([source], "").tensors
             return None

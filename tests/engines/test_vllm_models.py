@@ -66,12 +66,67 @@ def gpt2() -> Any:
     )
 
 
+def falcon() -> Any:
+    """Its loader makes the fused QKV of the checkpoint's own order with `torch.cat`, which cannot be recorded."""
+    from transformers import FalconConfig
+
+    return FalconConfig(
+        vocab_size=500,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+        parallel_attn=True,
+        alibi=False,
+        bias=False,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+        architectures=["FalconForCausalLM"],
+    )
+
+
+def mamba2() -> Any:
+    """Its loader computes `-exp` of A, in float32, where it has loaded it."""
+    from transformers import Mamba2Config
+
+    return Mamba2Config(
+        vocab_size=512,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_heads=8,
+        head_dim=32,
+        expand=2,
+        n_groups=1,
+        state_size=32,
+        chunk_size=16,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        architectures=["Mamba2ForCausalLM"],
+    )
+
+
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "llama with tied embeddings": (llama, "model.layers.1.mlp.up_proj.weight"),
     "qwen2 with QKV bias": (qwen2, "model.layers.0.self_attn.v_proj.bias"),
     "qwen3 mixture of experts": (qwen3_mixture, "model.layers.1.mlp.experts.3.gate_proj.weight"),
     "gpt2 with transposed weights": (gpt2, "transformer.h.1.mlp.c_fc.weight"),
+    "falcon with a loader that concatenates": (falcon, "transformer.h.1.self_attention.query_key_value.weight"),
+    "mamba2 with a loader that computes": (mamba2, "backbone.layers.1.mixer.A_log"),
 }
+
+BY_LOADER = {
+    "falcon with a loader that concatenates": [
+        f"transformer.h.{layer}.self_attention.query_key_value.weight" for layer in range(2)
+    ],
+    "mamba2 with a loader that computes": [f"backbone.layers.{layer}.mixer.A" for layer in range(2)],
+}
+"""What goes through vLLM's own loader at every update, by kind."""
 
 
 def build(config: Any, seed: int, path: Path) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -110,6 +165,8 @@ def test_a_model_class(tmp_path: Path, kind: str) -> None:
                 report = trainer.update_weights(version=version)
                 assert report.ok, f"{report}\n{replica.tail()}"
                 assert report.verified
+                (worker,) = report.replicas[0].message.workers
+                assert sorted(worker.by_loader) == BY_LOADER.get(kind, [])
                 prompt = decisive_prompts(model, 1, TOKENS)[0]
                 expected = reference_tokens(model, prompt, TOKENS)
                 assert expected.gap > DECISIVE_GAP

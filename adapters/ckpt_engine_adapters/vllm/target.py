@@ -9,6 +9,10 @@ A layer is resident if nothing processes it after loading: it has no quantisatio
 its live tensors have the shapes, strides and dtypes that the loader sees. Linear layers on a CPU are staged: oneDNN
 repacks them and leaves empty parameters behind. A layer that shares another one's parameter (a tied output head) is
 neither: its bytes arrive through the owner, and what is packed of them is made anew.
+
+Buffers that no checkpoint holds are constant, unless they are made of weights: those that vLLM has left out of the
+loader's form since they showed a parameter's memory, and those that are called weights. They are followed where it is
+known how (the convolution of Mamba), and refuse an update otherwise.
 """
 
 from __future__ import annotations
@@ -18,12 +22,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import layerwise
-from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_layer, restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import (
     get_layer_params_buffers,
     get_layer_size,
@@ -31,7 +36,9 @@ from vllm.model_executor.model_loader.reload.utils import (
 )
 from vllm.platforms import current_platform
 
+from ckpt_engine.core.problems import precondition
 from ckpt_engine.install.target import StagedLayer, Weights
+from ckpt_engine_adapters.vllm.layout import Elsewhere
 
 _Tensors = tuple[dict[str, Any], dict[str, Tensor | None], set[str]]
 
@@ -39,8 +46,11 @@ _Tensors = tuple[dict[str, Any], dict[str, Tensor | None], set[str]]
 class VllmTarget:
     """See LoadTarget. Used on the worker's main thread, inside vLLM's config context."""
 
-    def __init__(self, model: nn.Module, model_config: ModelConfig) -> None:
+    def __init__(self, model: nn.Module, model_config: ModelConfig, draft: str = "") -> None:
+        """draft: names a second model of this server, which nothing here would update; it refuses every update."""
         self._model = model
+        self._draft = draft
+        self._elsewhere = Elsewhere(model)
         self._model_config = model_config
         self._layers: dict[str, nn.Module] = {
             prefix: layer for prefix, layer in model.named_modules() if get_layer_tensors(layer)
@@ -50,6 +60,23 @@ class VllmTarget:
         self._staged_layers = {
             prefix: layer for prefix, layer in self._layers.items() if layer not in tied_layers and _is_processed(layer)
         }
+        self._made_of_weights = set(_buffers_of_weights(self._layers))
+        self._mirrors: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+        self._derived: dict[str, str] = {}
+        for prefix, name in self._made_of_weights:
+            self._follow(self._layers[prefix], name, f"{prefix}.{name}" if prefix else name)
+
+    def _follow(self, layer: nn.Module, name: str, full_name: str) -> None:
+        """Says how a buffer that is made of weights is kept right, if that is known."""
+        buffer = layer._buffers[name]
+        assert buffer is not None
+        shared = [owner for owner, each in layer.named_parameters() if _share(each, buffer)]
+        convolution: Any = getattr(layer, "conv1d", None)
+        if shared:
+            self._derived[full_name] = f"shows the memory of {shared[0]}"
+        elif name == "conv_weights" and convolution in self._staged_layers.values():
+            self._mirrors.setdefault(convolution, []).append((layer, name))
+            self._derived[full_name] = "a copy of conv1d.weight as it is loaded"
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._model.named_parameters()
@@ -61,6 +88,11 @@ class VllmTarget:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Staged layers stand in the loader's form, as meta tensors; on leaving everything is as it was."""
+        if self._draft:
+            raise precondition(
+                f"this server has a draft model ({self._draft}), which an update would leave with old weights; start "
+                "it without one"
+            )
         kept = {prefix: _take(layer) for prefix, layer in self._layers.items()}
         try:
             for layer in self._staged_layers.values():
@@ -73,12 +105,12 @@ class VllmTarget:
                 _put(self._layers[prefix], tensors)
 
     def derived(self) -> Mapping[str, str]:
-        return {}
+        return self._derived
 
     def constant(self) -> Mapping[str, str]:
         found = {}
         for prefix, layer in self._model.named_modules():
-            names = set(layer._non_persistent_buffers_set)
+            names = {name for name in layer._non_persistent_buffers_set if (prefix, name) not in self._made_of_weights}
             if is_deferred_attention_layer(layer):
                 names |= {name for name in get_layer_tensors(layer) if name.endswith("_scale")}
             for name in names:
@@ -94,7 +126,7 @@ class VllmTarget:
         return None
 
     def elsewhere(self, name: str) -> str | None:
-        return None
+        return self._elsewhere.why(name)
 
     def staged(self) -> Collection[str]:
         return {
@@ -125,7 +157,15 @@ class VllmTarget:
             tensors = {
                 f"{prefix}.{name}" if prefix else name: tensor for name, tensor in get_layer_tensors(layer).items()
             }
-            yield StagedLayer(tensors, partial(_finish, layer))
+            yield StagedLayer(tensors, partial(self._finish, layer))
+
+    def _finish(self, layer: nn.Module) -> None:
+        for holder, name in self._mirrors.get(layer, ()):
+            buffer, weight = holder._buffers[name], layer.get_parameter("weight")
+            assert buffer is not None
+            with torch.inference_mode():
+                buffer.copy_(weight.view(buffer.shape))
+        _finish(layer)
 
     def post_load(self) -> None:
         """What is made of other layers' weights: a tied output head's packed copy, then attention layers (MLA absorbs
@@ -138,6 +178,27 @@ class VllmTarget:
             if is_deferred_attention_layer(attention):
                 process: Any = attention.process_weights_after_loading
                 process(self._model_config.dtype)
+
+
+def _buffers_of_weights(layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
+    """(layer's name, buffer's name) of buffers that no checkpoint holds and that are not constant.
+
+    vLLM notes the loader's form of every buffer before it loads, except of those that show a parameter's memory.
+    """
+    for prefix, layer in layers.items():
+        noted = layerwise.get_layerwise_info(layer).restore_metadata[1]
+        for name in layer._non_persistent_buffers_set:
+            buffer = layer._buffers.get(name)
+            if buffer is None or not buffer.is_floating_point() or name in SKIP_TENSORS:
+                continue
+            if name not in noted or "weight" in name:
+                yield prefix, name
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    if not one.numel() or not other.numel() or one.is_mkldnn or other.is_mkldnn:
+        return False
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _tied_tensors(layers: Iterable[nn.Module]) -> list[tuple[nn.Module, str, nn.Module, str]]:

@@ -33,6 +33,17 @@ from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE
 from ckpt_engine_adapters.vllm.sleeping import Attributes, guard_sleep
 from ckpt_engine_adapters.vllm.target import VllmTarget
 
+_WITHOUT_WEIGHTS = frozenset({"ngram", "ngram_gpu", "suffix"})
+"""Ways of speculative decoding that guess from the text alone."""
+
+
+def _draft_model(vllm_config: VllmConfig) -> str:
+    """Names the server's draft model; an empty string if it has none."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in _WITHOUT_WEIGHTS:
+        return ""
+    return f"method {speculative.method}, model {speculative.model or 'of the same checkpoint'}"
+
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
@@ -75,7 +86,8 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._vllm_config = vllm_config
         workers = int(os.environ.get(WORKERS_VARIABLE, parallel.world_size_across_dp))
-        self._worker = EngineWorker(directory, rank, workers, VllmTarget(model, vllm_config.model_config))
+        target = VllmTarget(model, vllm_config.model_config, _draft_model(vllm_config))
+        self._worker = EngineWorker(directory, rank, workers, target)
         self._attributes = Attributes(model, device.type if device.type != "cpu" else "none")
         guard_sleep(_discard)
 
