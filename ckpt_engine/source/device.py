@@ -76,9 +76,10 @@ class DeviceOffer:
         except BaseException:
             self.close()
             raise
+        live = any(each.live for each in self.offered if each is not None)
         for index, tensor in enumerate(tensors):
             if not tensor.numel() and self._regions:
-                self.offered[index] = Offered(next(iter(self._regions)), 0, tensor.detach(), live=not copied[index])
+                self.offered[index] = Offered(next(iter(self._regions)), 0, tensor.detach(), live and not copied[index])
         if not self._regions:
             self._office.withdraw(0)
 

@@ -193,22 +193,22 @@ class MemorySource:
             _HOST_REGION + 1,
         )
         for index, offered in zip(indices, self._device.offered, strict=True):
+            if offered is None or not offered.live:
+                self._check_wish(index, on_device=offered is not None)
             if offered is None:
-                self._decline(index)
+                self._copied[index] = True
                 continue
             self._copied[index] = not offered.live
             self._places[index] = offered.region
             self._offsets[index] = offered.offset
             self._sealed[index] = offered.memory
 
-    def _decline(self, index: int) -> None:
-        """A GPU tensor has to be copied to shared memory: is that allowed?"""
-        box = self._published[index]
-        self._copied[index] = True
-        assert self._device is not None
-        if box.tensor.numel() and (self._wish.transport == CUDA_IPC or self._wish.snapshot is False):
-            asked = "snapshot=False" if self._wish.snapshot is False else f"transport={CUDA_IPC!r}"
-            why = "; ".join(self._device.reasons) or "its memory cannot be shared"
+    def _check_wish(self, index: int, on_device: bool) -> None:
+        """A GPU tensor has to be copied, on its GPU or to shared memory: raises if the caller forbade that."""
+        box, wish = self._published[index], self._wish
+        asked = "snapshot=False" if wish.snapshot is False else f"transport={CUDA_IPC!r}"
+        if box.tensor.numel() and (wish.snapshot is False or (wish.transport == CUDA_IPC and not on_device)):
+            why = "; ".join(self._device.reasons if self._device is not None else ()) or "its memory cannot be shared"
             raise invalid(f"{box.name!r} cannot be offered where it lies ({why}): do not pass {asked}", [box.name])
 
     def _offer_host(self) -> None:

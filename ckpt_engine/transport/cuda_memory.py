@@ -21,10 +21,10 @@ from ckpt_engine.v1.weights_pb2 import CudaIpcLocator, Region
 NAME = "cuda_ipc"
 
 Kind = CudaIpcLocator.Kind
-NOT_SHAREABLE, LEGACY, DESCRIPTOR = (
+NOT_SHAREABLE, LEGACY, PIECES = (
     CudaIpcLocator.KIND_UNSPECIFIED,
     CudaIpcLocator.LEGACY,
-    CudaIpcLocator.DESCRIPTOR,
+    CudaIpcLocator.PIECES,
 )
 
 Look = Callable[[int], tuple[Allocation, Kind]]
@@ -68,7 +68,7 @@ def runs_of(spans: Iterable[tuple[int, int]], look: Look) -> list[Run]:
     runs: list[Run] = []
     for pointer in sorted(found):
         allocation, kind = found[pointer]
-        if runs and kind == DESCRIPTOR == runs[-1].kind and runs[-1].stop == pointer:
+        if runs and kind == PIECES == runs[-1].kind and runs[-1].stop == pointer:
             runs[-1] = Run(kind, (*runs[-1].parts, allocation))
         else:
             runs.append(Run(kind, (allocation,)))
@@ -85,7 +85,7 @@ def look(driver: Driver, pointer: int) -> tuple[Allocation, Kind]:
     """A Look at this process's memory. Raises CudaDriverError."""
     if driver.legacy_capable(pointer):
         return driver.allocation(pointer), LEGACY
-    return driver.allocation(pointer), DESCRIPTOR if driver.descriptor_capable(pointer) else NOT_SHAREABLE
+    return driver.allocation(pointer), PIECES if driver.descriptor_capable(pointer) else NOT_SHAREABLE
 
 
 def region_of(driver: Driver, run: Run, id: int, lease: str) -> Region:
@@ -151,7 +151,7 @@ class Imported:
             with driver.beside_captures(), driver.on(device):
                 if locator.kind == LEGACY and len(locator.parts) == 1:
                     self.pointer = driver.open_ipc_handle(locator.parts[0].handle)
-                elif locator.kind == DESCRIPTOR:
+                elif locator.kind == PIECES:
                     self.pointer = self._map_parts(region.id)
                 else:
                     raise invalid(f"region {region.id} is shared in a way that this version does not know")

@@ -169,10 +169,10 @@ class CudaIpcLocator(_message.Message):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[CudaIpcLocator.Kind]
         LEGACY: _ClassVar[CudaIpcLocator.Kind]
-        DESCRIPTOR: _ClassVar[CudaIpcLocator.Kind]
+        PIECES: _ClassVar[CudaIpcLocator.Kind]
     KIND_UNSPECIFIED: CudaIpcLocator.Kind
     LEGACY: CudaIpcLocator.Kind
-    DESCRIPTOR: CudaIpcLocator.Kind
+    PIECES: CudaIpcLocator.Kind
     class Part(_message.Message):
         __slots__ = ("size", "handle", "generation")
         SIZE_FIELD_NUMBER: _ClassVar[int]
