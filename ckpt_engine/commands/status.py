@@ -90,6 +90,7 @@ def as_dict(answer: manager_pb2.GetStatusResponse) -> dict[str, Any]:
         "phase": answer.phase,
         "latest": Identity.of(answer.latest).model_dump() if answer.HasField("latest") else None,
         "software_version": answer.software_version,
+        "warnings": list(answer.warnings),
         "trainers": [
             {
                 "lineage": trainer.lineage,
@@ -114,7 +115,8 @@ def as_tables(manager: str, answer: manager_pb2.GetStatusResponse) -> Group:
         f"epoch {answer.fence.epoch}   latest version: {latest}   ",
         (answer.phase, "green" if answer.phase == "idle" else "yellow"),
     )
-    return Group(head, _trainers(answer), _replicas(answer))
+    warnings = [Text(f"warning: {warning}", style="yellow") for warning in answer.warnings]
+    return Group(head, *warnings, _trainers(answer), _replicas(answer))
 
 
 def version_of(identity: weights_pb2.Identity) -> str:
