@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 PROBE_SECONDS = 20.0
 """For a child process of a check: it starts Python, nothing more."""
@@ -51,7 +50,6 @@ def all_checks() -> Iterable[Check]:
         software,
         shared_memory_between_processes,
         memory_facts,
-        descriptor_of_another_process,
         engine_directory,
         limits,
         graphics,
@@ -163,34 +161,6 @@ def memory_facts() -> Iterable[Check]:
         yield Check("shared memory", "available memory", Result.NOTE, f"{gibibytes:.1f} GiB; weights are kept in it")
 
 
-_TAKE_PARENTS_DESCRIPTOR = """
-import ctypes, os, sys
-parent, number = int(sys.argv[1]), int(sys.argv[2])
-library = ctypes.CDLL(None, use_errno=True)
-taken = library.syscall(438, os.pidfd_open(parent), number, 0)
-if taken < 0:
-    sys.exit("pidfd_getfd: " + os.strerror(ctypes.get_errno()))
-print("pidfd_getfd works")
-"""
-
-
-def descriptor_of_another_process() -> Iterable[Check]:
-    """pidfd_getfd between processes that are not parent and child in that direction.
-
-    CUDA needs it to map memory of PyTorch's expandable segments; shared memory and plain CUDA IPC do not.
-    """
-    scope = "unknown"
-    with contextlib.suppress(OSError):
-        scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text(encoding="ascii").strip()
-    descriptor = os.open("/proc/self/status", os.O_RDONLY)
-    try:
-        ok, detail = _run_child(_TAKE_PARENTS_DESCRIPTOR, str(os.getpid()), str(descriptor))
-    finally:
-        os.close(descriptor)
-    advice = "" if ok else "; only GPU memory of expandable segments needs it (kernel.yama.ptrace_scope=0 allows it)"
-    yield Check("shared memory", "ptrace permission", Result.NOTE, f"{detail}; ptrace_scope {scope}{advice}")
-
-
 def engine_directory() -> Iterable[Check]:
     """A runtime directory with a worker channel in it, as an agent makes them."""
     import zmq
@@ -224,23 +194,12 @@ def _limit(value: int, unit: str = "") -> str:
 
 
 def graphics() -> Iterable[Check]:
-    """GPUs that torch can use, by allocating on each."""
-    import torch
+    """GPUs: what they are, which others they reach, and whether their memory can be lent and digested."""
+    from ckpt_engine.agent.gpu_checks import gpu_rows
 
-    if not torch.cuda.is_available():
-        built = torch.version.cuda
-        reason = f"torch is built for CUDA {built} but finds no GPU" if built else "torch is built without CUDA"
-        yield Check("GPU", "CUDA", Result.NO, f"{reason}; everything that needs none works")
-        return
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        try:
-            torch.zeros(1, device=f"cuda:{index}")
-        except RuntimeError as error:
-            yield Check("GPU", f"cuda:{index}", Result.NO, f"{properties.name}: {str(error).splitlines()[0]}")
-        else:
-            memory = properties.total_memory / 2**30
-            yield Check("GPU", f"cuda:{index}", Result.OK, f"{properties.name}, {memory:.0f} GiB")
+    for name, ok, detail in gpu_rows():
+        result = Result.NOTE if ok is None else Result.OK if ok else Result.NO
+        yield Check("GPU", name, result, detail)
 
 
 def transports() -> Iterable[Check]:
