@@ -1,15 +1,37 @@
-"""What goes wrong in a story, beside messages that are lost: connections break, members come, go and die."""
+"""What goes wrong in a story, beside messages that are lost: processes break, stop, are cut off, come, go and die.
+
+Some of it happens at any time, some just after the manager has commanded something: that is where it hurts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tests.simulation.members import AgentShell
+from ckpt_engine.core.machines import events
+from ckpt_engine.v1 import manager_pb2
+from tests.simulation.ledgers import LedgerFaults
+from tests.simulation.members import AgentShell, TrainerShell
+from tests.simulation.shell import Shell
 from tests.simulation.world import Steps
 
 if TYPE_CHECKING:
     from tests.simulation.scenario import Scenario
+
+MOMENTS: tuple[type[Any], ...] = (
+    manager_pb2.Prepare,
+    manager_pb2.Seal,
+    manager_pb2.Install,
+    manager_pb2.OutcomeReceived,
+    manager_pb2.Release,
+    manager_pb2.SleepWake,
+    events.CompilePlans,
+    events.CombineSeals,
+    events.SpendEpoch,
+    events.RecordIntent,
+    events.RecordOutcome,
+)
+"""After the sending or starting of one of these, somebody is struck."""
 
 
 class Chaos:
@@ -18,40 +40,96 @@ class Chaos:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.world = scenario.world
+        self._trap: tuple[type[Any], Callable[[], None]] | None = None
 
     def steps(self) -> Steps:
         """Never ends; killed when the world heals."""
-        actions: list[Callable[[], None]] = [
-            self._break_somebody,
-            self._break_somebody,
-            self._replica_joins,
-            self._replica_leaves,
-            self._engine_dies,
-            self._group_ends,
-            self._group_begins,
-            self._sleep_or_wake,
-        ]
-        if self.scenario.crashes:
-            actions += [self._manager_restarts, self._agent_restarts]
+        actions = self.actions()
         pace = self.world.random.choice((1.0, 4.0, 15.0))
         while True:
             yield self.world.between(0.2, 2 * pace)
-            self.world.random.choice(actions)()
+            action = self.world.random.choice(actions)
+            if self.scenario.crashes and self.world.chance(0.4):
+                self._trap = self.world.random.choice(MOMENTS), action
+            elif action.__name__ not in self.scenario.without:
+                action()
 
-    def _break_somebody(self) -> None:
-        members = [
-            *self.scenario.agents.values(),
-            *(trainer for group in self.scenario.groups for trainer in group.trainers),
+    def actions(self) -> list[Callable[[], None]]:
+        """What may happen in this story."""
+        actions: list[Callable[[], None]] = [
+            self.break_somebody,
+            self.break_somebody,
+            self.replica_joins,
+            self.replica_leaves,
+            self.engine_dies,
+            self.group_ends,
+            self.group_begins,
+            self.sleep_or_wake,
         ]
-        member = self.world.random.choice(members)
+        if self.scenario.crashes:
+            actions += [
+                self.manager_restarts,
+                self.manager_restarts,
+                self.agent_restarts,
+                self.agent_restarts,
+                self.second_agent,
+                self.rank_restarts,
+                self.worker_dies,
+                self.engine_is_swapped,
+                self.somebody_stops,
+                self.somebody_stops,
+                self.partition,
+            ]
+            if self.scenario.ledger_faults:
+                actions += LedgerFaults(self.scenario).actions()
+        return actions
+
+    def seen(self, command: Any) -> None:
+        """The manager commands something: strikes if that was waited for."""
+        if self._trap is None:
+            return
+        moment, action = self._trap
+        if isinstance(getattr(command, "body", getattr(command, "task", None)), moment):
+            self._trap = None
+            if action.__name__ not in self.scenario.without:
+                self.world.after(self.world.between(0.0, 0.15), action)
+
+    # -- connections and time
+
+    def break_somebody(self) -> None:
+        member = self.world.random.choice(self._members())
         self.world.note(f"{member.name} loses its connection")
         member.break_streams()
 
-    def _replica_joins(self) -> None:
+    def somebody_stops(self) -> None:
+        """SIGSTOP, and SIGCONT perhaps after the lease and all deadlines."""
+        manager = self.scenario.cluster.manager
+        processes: list[Shell] = [*self._members(), *([manager] * 2 if manager is not None else [])]
+        process, seconds = self.world.random.choice(processes), self.world.random.choice((0.5, 3.0, 9.0))
+        self.world.note(f"{process.name} is stopped for {seconds} s")
+        process.stop_for(seconds)
+
+    def partition(self) -> None:
+        """Some members hear nothing of the manager for a while, or it hears nothing of them, or both."""
+        share = self.world.random.choice((0.3, 0.7, 1.0))
+        cut = {member.name for member in self._members() if self.world.chance(share)}
+        ways = self.world.random.choice(((True,), (False,), (True, False)))
+        cuts = {(name, way) for name in cut for way in ways}
+        self.world.note(f"{sorted(cut)} are cut off, towards the manager: {ways}")
+        self.scenario.faults.cuts |= cuts
+
+        def mend() -> None:
+            self.scenario.faults.cuts -= cuts
+
+        self.world.after(self.world.random.choice((0.5, 3.0, 8.0)), mend)
+
+    # -- replicas
+
+    def replica_joins(self) -> None:
         if sum(agent.alive for agent in self.scenario.agents.values()) < 4:
             self.scenario.join_replica()
 
-    def _replica_leaves(self) -> None:
+    def replica_leaves(self) -> None:
         agent = self._some_agent()
         if agent is None:
             return
@@ -63,50 +141,115 @@ class Chaos:
         else:
             agent.crash()
 
-    def _engine_dies(self) -> None:
+    def engine_dies(self) -> None:
+        self._engine_ends(self.world.between(0.0, 1.0), noticed=True)
+
+    def engine_is_swapped(self) -> None:
+        """It dies, and another one answers before anybody has looked."""
+        self._engine_ends(self.world.between(0.0, 0.5), noticed=False)
+
+    def worker_dies(self) -> None:
+        """The engine hangs until its agent has had enough and starts it again."""
         agent = self._some_agent()
         if agent is None or agent.engine is None or not agent.engine.alive:
             return
-        self.world.note(f"the engine of {agent.name} dies")
-        agent.engine.kill()
+        engine = agent.engine
+        worker = self.world.random.choice(engine.workers)
+        self.world.note(f"worker {worker.rank} of {agent.name} dies")
+        engine.kill_worker(worker)
 
         def noticed() -> None:
-            agent.engine_died()
-            self.scenario.start_engine(agent)
+            holder = self.scenario.agents[agent.name]
+            if engine.alive and holder.alive and holder.engine is engine:
+                engine.kill()
+                holder.engine_died()
+                self.scenario.start_engine(holder)
+            elif engine.alive:
+                self.world.after(1.0, noticed)
 
-        self.world.after(self.world.between(0.0, 1.0), noticed)
+        self.world.after(self.world.between(0.5, 8.0), noticed)
 
-    def _sleep_or_wake(self) -> None:
+    def sleep_or_wake(self) -> None:
         manager, agent = self.scenario.cluster.manager, self._some_agent()
         if manager is not None and manager.alive and agent is not None:
             wake = self.world.chance(0.6)
-            self.world.note(f"somebody {'wakes' if wake else 'puts to sleep'} {agent.name}")
-            manager.sleep_or_wake(wake, [agent.name])
+            level = self.world.random.choice((1, 2))
+            tags = self.world.random.choice(((), (), ("weights",), ("kv_cache",)))
+            what = f"wakes {tags or 'all'} of" if wake else f"puts to sleep (level {level})"
+            self.world.note(f"somebody {what} {agent.name}")
+            manager.sleep_or_wake(wake, [agent.name], level, tags)
 
-    def _group_ends(self) -> None:
+    def agent_restarts(self) -> None:
+        agent = self._some_agent()
+        if agent is not None and agent.name not in self.scenario.restarting:
+            self.scenario.restart_agent(agent, self.world.between(0.1, 3.0))
+
+    def second_agent(self) -> None:
+        """Somebody starts another agent for an engine that has one."""
+        agent = self._some_agent()
+        if agent is not None and agent.engine is not None and agent.engine.alive:
+            self.world.note(f"a second agent is started for {agent.name}")
+            self.scenario.start_second_agent(agent)
+
+    # -- trainers and the manager
+
+    def group_ends(self) -> None:
         groups = [group for group in self.scenario.groups if not group.gone]
         if groups:
             group = self.world.random.choice(groups)
             self.world.note(f"{group.lineage} ends")
             self.scenario.end_group(group, in_good_order=self.world.chance(0.5))
 
-    def _group_begins(self) -> None:
+    def group_begins(self) -> None:
+        """A new run, or the last one goes on: perhaps from an older checkpoint, perhaps with another world size."""
         alive = [group for group in self.scenario.groups if not group.gone]
         if len(alive) < 2:
             old = self.scenario.groups[-1]
             again = old.lineage if old.gone and self.world.chance(0.5) else None
-            self.scenario.start_group(again)
+            older = self.world.random.randint(0, old.step) if again is not None and self.world.chance(0.5) else None
+            self.scenario.start_group(again, first=older)
 
-    def _manager_restarts(self) -> None:
-        if self.scenario.cluster.manager is not None and self.scenario.cluster.manager.alive:
+    def rank_restarts(self) -> None:
+        """One rank is killed, and another process takes its place while the other ranks live."""
+        groups = [group for group in self.scenario.groups if not group.gone]
+        if groups:
+            group = self.world.random.choice(groups)
+            rank = self.world.random.randrange(len(group.trainers))
+            self.world.note(f"rank {rank} of {group.lineage} is killed and comes again")
+            self.scenario.restart_rank(group, rank)
+
+    def manager_restarts(self) -> None:
+        manager = self.scenario.cluster.manager
+        if manager is not None and manager.alive:
             self.world.note("the manager is killed")
-            self.scenario.cluster.manager.crash()
+            manager.crash()
             self.world.after(self.world.between(0.1, 3.0), self.scenario.start_manager)
 
-    def _agent_restarts(self) -> None:
+    # -- small things
+
+    def _engine_ends(self, seconds: float, noticed: bool) -> None:
         agent = self._some_agent()
-        if agent is not None and agent.name not in self.scenario.restarting:
-            self.scenario.restart_agent(agent, self.world.between(0.1, 3.0))
+        if agent is None or agent.engine is None or not agent.engine.alive:
+            return
+        self.world.note(f"the engine of {agent.name} dies{'' if noticed else ' and is replaced'}")
+        engine = agent.engine
+        engine.kill()
+
+        def after() -> None:
+            holder = self.scenario.agents[agent.name]
+            if holder.engine is not engine:
+                return
+            if noticed:
+                holder.engine_died()
+            self.scenario.start_engine(holder, instead=None if noticed else engine)
+
+        self.world.after(seconds, after)
+
+    def _members(self) -> list[AgentShell | TrainerShell]:
+        return [
+            *self.scenario.agents.values(),
+            *(trainer for group in self.scenario.groups for trainer in group.trainers),
+        ]
 
     def _some_agent(self) -> AgentShell | None:
         agents = [agent for agent in self.scenario.agents.values() if agent.alive]

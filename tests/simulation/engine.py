@@ -13,17 +13,22 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ckpt_engine.core.machines import events
-from ckpt_engine.core.problems import CkptEngineError, data_loss, internal, precondition, unavailable
+from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, internal, precondition, unavailable
+from ckpt_engine.core.sleeping import AWAKE, TAGS
+from ckpt_engine.install import state
+from ckpt_engine.install.state import WorkerWord
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.simulation.shell import Faults
 from tests.simulation.weights import SLICES, SourceGoneError, Truth
-from tests.simulation.world import Process, Signal, Steps, World
+from tests.simulation.world import BrokenPromiseError, Process, Signal, Steps, World
 
 NONE, DIRTY, CLEAN = manager_pb2.NONE, manager_pb2.DIRTY, manager_pb2.CLEAN
 
 
 class Agent(Protocol):
     """Where workers ask."""
+
+    alive: bool
 
     def worker_asks(self, request: worker_pb2.WorkerRequest, answered: Signal) -> None: ...
 
@@ -38,17 +43,20 @@ class Worker:
     epoch: int = 0
     identity: weights_pb2.Identity | None = None
     weights: list[str] = field(default_factory=lambda: [""] * SLICES)
+    alive: bool = True
+    fence: weights_pb2.Fence = field(default_factory=weights_pb2.Fence)
+    process: Process | None = None
 
-    def status(self) -> manager_pb2.WorkerStatus:
-        """Its state word."""
-        return manager_pb2.WorkerStatus(
-            rank=self.rank,
-            boot_id=self.boot_id,
-            pid=100 + self.rank,
-            state=self.state,
-            epoch=self.epoch,
-            identity=self.identity if self.state == CLEAN else None,
-        )
+    def word(self) -> WorkerWord:
+        """Its state word, as it stays in the page when the worker dies."""
+        identity = self.identity if self.state == CLEAN else None
+        return WorkerWord(self.rank, self.boot_id, 100 + self.rank, self.alive, self.state, self.epoch, identity)
+
+    def check_fence(self, fence: weights_pb2.Fence) -> None:
+        """Raises ABORTED: the rule is that of install/installer.py."""
+        if fence.epoch <= max(self.fence.epoch, self.epoch):
+            raise aborted(f"epoch {fence.epoch} was overtaken by {self.fence.epoch}")
+        self.fence = fence
 
 
 class Engine:
@@ -59,9 +67,12 @@ class Engine:
         self.workers = [Worker(rank, world.random.randbytes(16)) for rank in range(workers)]
         self.agent: Agent | None = None
         self.paused = False
-        self.asleep = False
+        self.asleep: set[str] = set()
+        self.mark = events.MarkEngine(False, AWAKE)  # what its page says, and so its gate
+        self.inside = self.discarded = False  # requests that may be there; weights that are not
         self.alive = True
         self.in_order = world.chance(0.5)
+        self._judged: tuple[object, events.Words] | None = None
         self._last = Signal()
         self._last.set()
         self._processes: list[Process] = []
@@ -72,18 +83,33 @@ class Engine:
         for process in self._processes:
             process.kill()
 
+    def kill_worker(self, worker: Worker) -> None:
+        """One of its workers is gone: calls to the workers never end from now on."""
+        worker.alive = False
+        if worker.process is not None:
+            worker.process.kill()
+
+    def held_by_another(self, agent: Agent) -> bool:
+        """Whether another agent that lives holds the lock in the engine's directory."""
+        return self.agent is not None and self.agent is not agent and self.agent.alive
+
     def words(self) -> events.Words:
-        """The page and its verdict; the rule is that of install/state.py."""
-        statuses = tuple(worker.status() for worker in self.workers)
+        """The page and the gate's own verdict."""
         if not self.alive:
             return events.Words((), False, "the engine is dead", None)
-        for status in statuses:
-            if status.state != CLEAN:
-                return events.Words(statuses, False, f"worker {status.rank} is not clean", None)
-        first = self.workers[0].identity
-        if any(worker.identity != first for worker in self.workers):
-            return events.Words(statuses, False, "workers hold different versions", None)
-        return events.Words(statuses, True, "", first)
+        own = self.mark.own_weights
+        key = [own, *((worker.alive, worker.state, worker.epoch, id(worker.identity)) for worker in self.workers)]
+        if self._judged is None or self._judged[0] != key:
+            words = [worker.word() for worker in self.workers]
+            judged = state.verdict(words, own)
+            statuses = tuple(word.status() for word in words)
+            self._judged = key, events.Words(statuses, judged.open, judged.reason, judged.identity)
+        return self._judged[1]
+
+    @property
+    def gate_open(self) -> bool:
+        """Whether requests are let in; the rule is that of install/state.py."""
+        return self.alive and not self.mark.sleeping and self.words().open
 
     def call(self, task: events.EngineTask) -> Steps:
         """The caller's side of an HTTP call; raises CkptEngineError."""
@@ -92,7 +118,7 @@ class Engine:
         if self.world.chance(self.faults.engine_no):
             yield self.world.between(0.0, 0.05)
             raise internal("the simulated engine says no")
-        if self.in_order or isinstance(task, events.PrepareEngine | events.InstallEngine):
+        if self.in_order or not isinstance(task, events.PauseEngine | events.ResumeEngine | events.StampEngine):
             before, self._last = self._last, Signal()
             process = self.world.spawn(self._queued(task, before, self._last))
         else:
@@ -110,24 +136,53 @@ class Engine:
     def _work(self, task: events.EngineTask) -> Steps:
         yield self.world.between(0.001, 0.05)
         match task:
-            case events.PauseEngine():
+            case events.PauseEngine(mode):
                 self.paused = True
+                if mode == manager_pb2.ABORT:
+                    self.inside = False
             case events.ResumeEngine():
                 self.paused = False
-            case events.SleepEngine():
-                self.asleep = True
-            case events.WakeEngine():
-                self.asleep = False
+            case events.DiscardEngine():
+                self._discard()
+            case events.SleepEngine(level):
+                self._sleep(level)
+            case events.WakeEngine(tags):
+                if "kv_cache" in tags and "weights" in self.asleep - set(tags):
+                    raise BrokenPromiseError(f"{self.name}: caches are woken before weights")
+                self.asleep -= set(tags or TAGS)
+                if self.in_order and not self.asleep:
+                    self.paused = False  # as vLLM does
             case events.PrepareEngine():
                 yield from self._all(self._prepare)
             case events.InstallEngine():
+                if "weights" in self.asleep:
+                    raise BrokenPromiseError(f"{self.name}: weights are installed into memory that is given up")
                 if not self.world.chance(self.faults.engine_lies):
                     yield from self._all(self._install)
 
+    def _discard(self) -> None:
+        """As in EngineWorker.discard: the word says that there is nothing."""
+        for worker in self.workers:
+            worker.state, worker.identity = NONE, None
+
+    def _sleep(self, level: int) -> None:
+        """At level 2 a worker says that it holds nothing before that is so. A request may still come a moment later."""
+        self.asleep = set(TAGS)
+        self.paused = self.paused or self.in_order
+        if level == 2:
+            self._discard()
+            self.discarded = True
+            for worker in self.workers:
+                worker.weights = [""] * SLICES
+
     def _all(self, hook: object) -> Steps:
-        processes = [self.world.spawn(hook(worker)) for worker in self.workers]  # type: ignore[operator]
-        self._processes += processes
-        for process in processes:
+        for worker in self.workers:
+            worker.process = self.world.spawn(hook(worker))  # type: ignore[operator]
+            self._processes.append(worker.process)
+            if not worker.alive:
+                worker.process.kill()
+        for process in [worker.process for worker in self.workers]:
+            assert process is not None
             yield process.over
 
     # -- what workers do
@@ -173,6 +228,7 @@ class Engine:
                 raise precondition("too late to begin")
             if self.world.chance(self.faults.worker_early):
                 raise unavailable("the simulator made this worker fail before its first byte")
+            self._check_fence(worker, order)
             if self.world.chance(self.faults.slow):
                 yield self.world.between(1.0, 16.0)  # stopped between looking at the clock and writing
             yield from self._read(worker, order, end)
@@ -183,6 +239,9 @@ class Engine:
         installed = worker_pb2.WorkerInstalled(fence=order.fence, report=report)
         yield from self._ask(worker, _request(installed=installed), 3.0)
 
+    def _check_fence(self, worker: Worker, order: worker_pb2.InstallOrder) -> None:
+        worker.check_fence(order.fence)
+
     def _read(self, worker: Worker, order: worker_pb2.InstallOrder, end: float) -> Steps:
         plan, expected = json.loads(order.plan), json.loads(order.expected)
         worker.state, worker.epoch = DIRTY, order.fence.epoch
@@ -192,6 +251,8 @@ class Engine:
                 raise precondition("out of time in the middle")
             if self.world.chance(self.faults.worker_late):
                 raise unavailable("the simulator made this worker fail in the middle")
+            if self.world.chance(self.faults.read_late):
+                yield self.world.between(0.2, 6.0)
             try:
                 worker.weights[index] = self.truth.sources[bytes.fromhex(plan[str(index)])].read(index)
             except SourceGoneError as error:

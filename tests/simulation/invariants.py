@@ -1,10 +1,13 @@
-"""What must be true after every event, whatever happens: promises 1 and 2 of the design.
+"""What must be true after every event, whatever happens: the promises of the design and the rules behind them.
 
-1. Weights are whole: an open gate means that every worker holds, byte for byte, what was sealed under the identity that
-   all of them name; and while a worker holds half of a version its engine is paused.
+1. Weights are whole: a worker that calls itself clean holds, byte for byte, what was sealed under the identity that it
+   names; the gate is open if and only if all workers live and do so with one identity; and while a worker holds half of
+   a version its engine is paused.
 2. Every update ends: calls and installs by their deadline; an agent that says NEW or OLD SERVING is serving that; an
-   engine that is paused is known to be by its agent. Epochs only rise, are spent before they are used, and nothing is
-   installed whose intent is not on the disk.
+   engine that is paused is known to be by its agent. Epochs only rise, at the manager, at every member and in every
+   worker; they are spent before they are used, and nothing is installed whose intent is not on the disk.
+
+A process that was stopped (SIGSTOP) is excused for being late until it has gone on for a moment; nothing else is.
 """
 
 from __future__ import annotations
@@ -13,18 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.core.machines import events
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from tests.simulation.engine import CLEAN, DIRTY, Engine
+from tests.simulation.engine import CLEAN, DIRTY, Engine, Worker
+from tests.simulation.world import BrokenPromiseError
 
 if TYPE_CHECKING:
+    from tests.simulation.manager import ManagerShell
     from tests.simulation.members import AgentShell
     from tests.simulation.scenario import Scenario
 
 BOUND = 1.0
 """Seconds that something may be over its deadline: messages travel, tasks are noticed."""
 
-
-class BrokenPromiseError(AssertionError):
-    """A promise was broken."""
+DRIFT = 1.04
+"""What a deadline may take by another clock: clocks in the simulation drift by at most 3 %."""
 
 
 class Invariants:
@@ -35,7 +39,9 @@ class Invariants:
         self.world = scenario.world
         self.outcomes: dict[str, int] = {}
         self._installs: dict[tuple[AgentShell, int], float] = {}
-        self._highest_intent = 0
+        self._highest_intent: dict[int, int] = {}  # by the manager's generation
+        self._epochs: dict[AgentShell, int] = {}
+        self._worker_epochs: dict[bytes, int] = {}
         self._seen: dict[str, object] = {}
 
     def check(self) -> None:
@@ -43,28 +49,58 @@ class Invariants:
         for name, agent in self.scenario.agents.items():
             if agent.engine is not None and agent.engine.alive:
                 self._whole(agent.engine)
+                self._awake(agent.engine)
             if agent.alive:
                 self._agent(name, agent)
         manager = self.scenario.cluster.manager
-        if manager is not None and manager.alive:
+        if manager is not None and manager.alive and not manager.stopped:
             for call in manager.calls.values():
                 patience = call.request.timeout_seconds or self.scenario.deadlines.update
-                if self.world.now > call.begun + patience + BOUND:
+                if self.world.now > call.begun + patience * DRIFT + BOUND:
                     raise BrokenPromiseError(f"the call of rank {call.request.rank} has no end after {patience} s")
 
     def _whole(self, engine: Engine) -> None:
         workers = engine.workers
         first = workers[0].identity
-        if all(worker.state == CLEAN and (worker.identity is first or worker.identity == first) for worker in workers):
-            assert first is not None
-            content = self.scenario.truth.content.get(first.root)
-            if content is None:
-                raise BrokenPromiseError(f"{engine.name} serves {first}, which nobody sealed")
-            for worker in workers:
-                if worker.weights != content:
-                    raise BrokenPromiseError(f"{engine.name} worker {worker.rank} has {worker.weights}, not {content}")
-        elif not engine.paused and any(worker.state == DIRTY for worker in workers):
-            raise BrokenPromiseError(f"{engine.name} computes with half a version")
+        all_clean = all_live = True
+        for worker in workers:
+            all_live = all_live and worker.alive
+            self._order_of_marks(engine, worker)
+            if worker.state == CLEAN:
+                self._holds_what_it_says(engine, worker)
+                all_clean = all_clean and (worker.identity is first or worker.identity == first)
+            else:
+                all_clean = False
+                if worker.state == DIRTY and not engine.paused and all_live:
+                    raise BrokenPromiseError(f"{engine.name} computes with half a version")
+        if engine.words().open != (all_live and (all_clean or engine.mark.own_weights)):
+            raise BrokenPromiseError(
+                f"{engine.name}'s gate is {'open' if engine.words().open else 'closed'}: "
+                f"{[(worker.alive, worker.state, worker.identity) for worker in workers]}"
+            )
+
+    def _holds_what_it_says(self, engine: Engine, worker: Worker) -> None:
+        assert worker.identity is not None
+        content = self.scenario.truth.content.get(worker.identity.root)
+        if content is None:
+            raise BrokenPromiseError(f"{engine.name} holds {worker.identity}, which nobody sealed")
+        if worker.weights != content:
+            raise BrokenPromiseError(f"{engine.name} worker {worker.rank} has {worker.weights}, not {content}")
+
+    def _order_of_marks(self, engine: Engine, worker: Worker) -> None:
+        before = self._worker_epochs.get(worker.boot_id, 0)
+        if worker.epoch < before:
+            raise BrokenPromiseError(f"{engine.name} worker {worker.rank} goes from epoch {before} to {worker.epoch}")
+        self._worker_epochs[worker.boot_id] = worker.epoch
+
+    def _awake(self, engine: Engine) -> None:
+        """The gate lets nobody in while memory is given up, and nobody who is inside meets weights that are gone."""
+        if engine.gate_open:
+            engine.inside, engine.discarded = True, False
+            if engine.asleep:
+                raise BrokenPromiseError(f"{engine.name} lets requests in without {sorted(engine.asleep)}")
+        elif engine.discarded and engine.inside and not engine.paused and not engine.asleep and not engine.words().open:
+            raise BrokenPromiseError(f"{engine.name} computes with weights that were discarded")
 
     def _agent(self, name: str, agent: AgentShell) -> None:
         replica = agent.machine.replica
@@ -76,16 +112,22 @@ class Invariants:
             self._seen[name] = outcome
             self._outcome(name, engine, outcome)
         operation = replica.operation
+        if operation is not None and operation.fence.epoch:
+            if operation.fence.epoch < self._epochs.get(agent, 0):
+                raise BrokenPromiseError(f"{name} obeys epoch {operation.fence.epoch} after {self._epochs[agent]}")
+            self._epochs[agent] = operation.fence.epoch
         if operation is not None and operation.kind == "install":
             key = (agent, operation.number)
-            end = self._installs.setdefault(key, self.world.now + operation.install.deadline_seconds)
-            if self.world.now > end + BOUND:
+            end = self._installs.setdefault(key, self.world.now + operation.install.deadline_seconds * DRIFT)
+            if self.world.now > end + BOUND and not agent.stopped:
                 raise BrokenPromiseError(f"{name} has no outcome of epoch {operation.fence.epoch} in time")
 
     def _outcome(self, name: str, engine: Engine | None, outcome: manager_pb2.ReplicaOutcome) -> None:
         kind = manager_pb2.Outcome.Name(outcome.outcome)
         self.outcomes[kind] = self.outcomes.get(kind, 0) + 1
         self.world.note(f"{name}: epoch {outcome.fence.epoch} {kind} {outcome.problem.message}")
+        if self.scenario.agents[name].stopped:
+            return  # what it says was decided before it was stopped
         if outcome.outcome == manager_pb2.QUARANTINED:
             if not outcome.problem.message:
                 raise BrokenPromiseError(f"{name} was quarantined without a reason")
@@ -93,47 +135,56 @@ class Invariants:
         if engine is None or not engine.alive:
             return  # it died in the same moment; the next words say so
         words = engine.words()
-        if engine.paused or not words.open:
+        if engine.paused or not words.open or engine.asleep:
             raise BrokenPromiseError(f"{name} says {kind}, but it is {'paused' if engine.paused else words.reason}")
         if outcome.outcome == manager_pb2.NEW_SERVING:
-            wanted = self.scenario.ledger.intents[outcome.fence.epoch]
-            if outcome.after != wanted:
+            wanted = self._recorded(outcome.fence)
+            if outcome.after not in wanted:
                 raise BrokenPromiseError(f"{name} says NEW_SERVING of {wanted}, but it holds {outcome.after}")
         if words.identity != outcome.after:
             raise BrokenPromiseError(f"{name} says that it holds {outcome.after}, but it holds {words.identity}")
 
-    def watch(self, command: Any) -> None:
-        """Every command of the manager, before it is performed."""
-        ledger = self.scenario.ledger
+    def watch(self, manager: ManagerShell, command: Any) -> None:
+        """Every command of a manager, before it is performed."""
+        if self.scenario.chaos is not None:
+            self.scenario.chaos.seen(command)
         match command:
             case events.Send(_, manager_pb2.Install() as body):
-                intent = ledger.intents.get(body.fence.epoch)
-                if intent is None or intent != body.identity:
+                if body.identity not in self._recorded(body.fence):
                     raise BrokenPromiseError(f"epoch {body.fence.epoch} is installed without its intent")
-                self._fence(body.fence)
+                self._fence(manager, body.fence)
             case events.Send(_, manager_pb2.Prepare() | manager_pb2.Seal() | manager_pb2.SleepWake() as body):
-                self._fence(body.fence)
+                self._fence(manager, body.fence)
             case events.Run(_, events.RecordIntent(epoch, identity)):
-                if epoch <= self._highest_intent:
-                    raise BrokenPromiseError(f"intent {epoch} after {self._highest_intent}")
-                self._highest_intent = epoch
-                self._order(identity)
+                highest = self._highest_intent.get(manager.generation, 0)
+                if epoch <= highest:
+                    raise BrokenPromiseError(f"intent {epoch} after {highest}")
+                self._highest_intent[manager.generation] = epoch
+                if manager.generation == manager.ledger.generation:
+                    self._order(manager, identity)
                 self.world.note(f"intent {epoch} version {identity.version} of {identity.lineage}")
             case events.EmitEvent(_, event) if event.HasField("report"):
                 self._report(event.report)
             case events.FinishCall(call, problem) if problem is not None:
                 self.world.note(f"{call} refused: {problem.message}")
 
-    def _fence(self, fence: weights_pb2.Fence) -> None:
-        ledger = self.scenario.ledger
+    def _recorded(self, fence: weights_pb2.Fence) -> list[weights_pb2.Identity]:
+        """One intent; more only if an old copy of the ledger was put back."""
+        found = self.scenario.truth.recorded.get((fence.cluster, fence.epoch), [])
+        if len(found) > 1 and not self.scenario.ledgers_replaced:
+            raise BrokenPromiseError(f"epoch {fence.epoch} was given out twice")
+        return found
+
+    def _fence(self, manager: ManagerShell, fence: weights_pb2.Fence) -> None:
+        ledger = manager.ledger
         if fence.cluster != ledger.cluster or fence.epoch > ledger.epoch:
             raise BrokenPromiseError(f"epoch {fence.epoch} is used, but only {ledger.epoch} are spent")
-        if fence.epoch < self._highest_intent:
-            raise BrokenPromiseError(f"epoch {fence.epoch} is used after intent {self._highest_intent}")
+        if fence.epoch < self._highest_intent.get(manager.generation, 0):
+            raise BrokenPromiseError(f"epoch {fence.epoch} is used after a later intent")
 
-    def _order(self, identity: weights_pb2.Identity) -> None:
+    def _order(self, manager: ManagerShell, identity: weights_pb2.Identity) -> None:
         """Versions rise, one number has one root, and a new version is what all ranks had when they called."""
-        before = [other for other in self.scenario.ledger.intents.values() if other.lineage == identity.lineage]
+        before = [other for other in manager.ledger.intents.values() if other.lineage == identity.lineage]
         for other in before:
             if other.version > identity.version:
                 raise BrokenPromiseError(f"version {identity.version} after {other.version} of {identity.lineage}")
@@ -145,6 +196,10 @@ class Invariants:
 
     def _report(self, report: manager_pb2.UpdateReport) -> None:
         for outcome in report.replicas:
+            if outcome.fence != report.fence:
+                raise BrokenPromiseError(f"{outcome.replica}'s outcome of another epoch is in {report.fence.epoch}")
+            if outcome.outcome == manager_pb2.NEW_SERVING and outcome.after != report.identity:
+                raise BrokenPromiseError(f"{outcome.replica} is reported with {outcome.after}, not {report.identity}")
             if outcome.outcome == manager_pb2.OUTCOME_UNSPECIFIED:
                 raise BrokenPromiseError(
                     f"{outcome.replica} has no outcome in the report of epoch {report.fence.epoch}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines import events
 from ckpt_engine.core.machines.events import Call, Peer
 from ckpt_engine.core.machines.manager import ManagerMachine
-from ckpt_engine.core.problems import invalid
+from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.shell import Faults, Shell, Stream
 from tests.simulation.weights import SLICES, Blobs, Truth
@@ -26,12 +26,34 @@ if TYPE_CHECKING:
 
 @dataclass
 class Ledger:
-    """What survives the manager."""
+    """What survives the manager. refuses: what its disk says to every write; empty if it works.
+
+    generation: rises with every manager that opens it. One that lost its lock, so that another could, is fenced off.
+    """
 
     cluster: str = "cluster-1"
     epoch: int = 0
+    generation: int = 0
+    refuses: str = ""
     intents: dict[int, weights_pb2.Identity] = field(default_factory=dict)
     reports: dict[int, manager_pb2.UpdateReport] = field(default_factory=dict)
+
+    def open(self) -> int:
+        """Takes it over; raises FAILED_PRECONDITION if it cannot be written."""
+        self.check(self.generation)
+        self.generation += 1
+        return self.generation
+
+    def check(self, generation: int) -> None:
+        """Raises FAILED_PRECONDITION for a write that the disk refuses, or of a manager that was fenced off."""
+        if self.refuses:
+            raise precondition(f"the ledger cannot be written: {self.refuses}")
+        if generation != self.generation:
+            raise precondition("another manager has taken this ledger over")
+
+    def copied(self) -> Ledger:
+        """A copy as an operator makes it, to be put back some day."""
+        return Ledger(self.cluster, self.epoch, self.generation, "", dict(self.intents), dict(self.reports))
 
     def last_intents(self) -> list[weights_pb2.Identity]:
         """The latest identity of each lineage, oldest first."""
@@ -63,9 +85,10 @@ class ManagerShell(Shell):
         truth: Truth,
         ledger: Ledger,
         deadlines: Deadlines,
-        watch: Callable[[Any], None],
+        watch: Callable[[ManagerShell, Any], None],
         machine: type[ManagerMachine] = ManagerMachine,
     ) -> None:
+        self.generation = ledger.open()
         made = machine(ledger.cluster, ledger.epoch, ledger.last_intents(), deadlines)
         super().__init__(world, faults, "manager", made)
         self.machine: ManagerMachine
@@ -109,15 +132,15 @@ class ManagerShell(Shell):
         self.feed(events.UpdateCall(call, request))
         return call, over
 
-    def sleep_or_wake(self, wake: bool, replicas: list[str]) -> Signal:
+    def sleep_or_wake(self, wake: bool, replicas: list[str], level: int = 1, tags: Sequence[str] = ()) -> Signal:
         """A Sleep or Wake call has arrived; its results, or its problem."""
         self._names += 1
         call = Call(f"call-{self._names}")
         over = self.sleep_calls[call] = Signal()
         if wake:
-            self.feed(events.WakeCall(call, manager_pb2.WakeRequest(replicas=replicas)))
+            self.feed(events.WakeCall(call, manager_pb2.WakeRequest(replicas=replicas, tags=tags)))
         else:
-            self.feed(events.SleepCall(call, manager_pb2.SleepRequest(replicas=replicas, level=1)))
+            self.feed(events.SleepCall(call, manager_pb2.SleepRequest(replicas=replicas, level=level)))
         return over
 
     def cancel_call(self, call: Call) -> None:
@@ -127,7 +150,7 @@ class ManagerShell(Shell):
 
     def perform(self, command: Any) -> None:
         """Carries out one command."""
-        self.watch(command)
+        self.watch(self, command)
         match command:
             case events.Send(peer, body):
                 self.streams[peer].send(False, body)
@@ -158,14 +181,15 @@ class ManagerShell(Shell):
     def _task(self, task: Any) -> Steps:
         match task:
             case events.SpendEpoch(epoch):
-                yield self.world.between(0.001, 0.02)
+                yield from self._written()
                 self.ledger.epoch = max(self.ledger.epoch, epoch)
             case events.RecordIntent(epoch, identity):
-                yield self.world.between(0.001, 0.02)
+                yield from self._written()
                 self.ledger.intents[epoch] = identity
+                self.truth.recorded.setdefault((self.ledger.cluster, epoch), []).append(identity)
                 self.ledger.epoch = max(self.ledger.epoch, epoch)
             case events.RecordOutcome(report):
-                yield self.world.between(0.001, 0.02)
+                yield from self._written()
                 self.ledger.reports[report.fence.epoch] = report
             case events.MergeTables():
                 yield self.world.between(0.001, 0.1)
@@ -177,6 +201,10 @@ class ManagerShell(Shell):
                 yield self.world.between(0.001, 0.1)
                 return self._combine(task)
         return None
+
+    def _written(self) -> Steps:
+        yield self.world.between(0.001, 0.02)
+        self.ledger.check(self.generation)
 
     def _merge(self, task: events.MergeTables) -> events.Published:
         tables = [weights_pb2.SourceTable.FromString(self.blobs.get(ref)) for ref in task.tables]

@@ -12,13 +12,13 @@ from ckpt_engine.core.machines import events
 from ckpt_engine.core.machines.agent import AgentMachine
 from ckpt_engine.core.machines.events import Peer, PeerLost
 from ckpt_engine.core.machines.trainer import TrainerMachine
-from ckpt_engine.core.problems import CkptEngineError, invalid, precondition, unavailable
+from ckpt_engine.core.problems import CkptEngineError, aborted, invalid, precondition, unavailable
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.simulation.engine import Engine
 from tests.simulation.manager import ManagerShell
 from tests.simulation.shell import Faults, Shell, Stream
 from tests.simulation.weights import Source, Truth, ref_of
-from tests.simulation.world import Signal, Steps, World
+from tests.simulation.world import BrokenPromiseError, Signal, Steps, World
 
 HOST = weights_pb2.Host(boot_id="host", pid_namespace="namespace", name="simulated")
 
@@ -41,14 +41,16 @@ class MemberShell(Shell):
         self.cluster = cluster
         self.streams: dict[Peer, Stream] = {}
         self.ended: weights_pb2.Problem | None = None
+        self.refusal: weights_pb2.Problem | None = None
 
     def perform(self, command: Any) -> None:
         """What agents and trainers have in common."""
         match command:
             case events.OpenStream(peer):
                 manager = self.cluster.manager
-                if manager is None or not manager.alive:
-                    self.world.after(0.05, lambda: self.feed(PeerLost(peer, "nobody answers")))
+                if manager is None or not manager.alive or self._cut_off():
+                    delay = self.world.between(0.3, 2.0) if self._cut_off() else 0.05
+                    self.world.after(delay, lambda: self.feed(PeerLost(peer, "nobody answers")))
                 else:
                     self.streams[peer] = manager.accept(self, peer)
             case events.Send(peer, body):
@@ -66,6 +68,8 @@ class MemberShell(Shell):
             case events.SessionEnded(problem, final):
                 if final:
                     self.ended = problem
+                elif problem.code == weights_pb2.Problem.FAILED_PRECONDITION:
+                    self.refusal = problem
             case events.SessionOpened():
                 return
             case _:
@@ -81,13 +85,13 @@ class MemberShell(Shell):
 
     def put(self, blobs: tuple[bytes, ...]) -> Steps:
         """Stores blobs with the manager."""
-        yield self.world.between(0.001, 0.02)
-        return tuple(self._manager().blobs.put(data) for data in blobs)
+        manager = yield from self._reached()
+        return tuple(manager.blobs.put(data) for data in blobs)
 
     def fetch(self, refs: tuple[manager_pb2.BlobRef, ...]) -> Steps:
         """Fetches blobs from the manager."""
-        yield self.world.between(0.001, 0.02)
-        return tuple(self._manager().blobs.get(ref) for ref in refs)
+        manager = yield from self._reached()
+        return tuple(manager.blobs.get(ref) for ref in refs)
 
     def put_digests(self, source: Source, atoms: manager_pb2.BlobRef) -> Steps:
         """Digests what a source has sealed."""
@@ -98,9 +102,19 @@ class MemberShell(Shell):
         (ref,) = yield from self.put((json.dumps(source.digests(), sort_keys=True).encode(),))
         return events.SealResult(ref, 0.0, 0.0)
 
+    def _reached(self) -> Steps:
+        """The manager, when the way there and back is open."""
+        yield self.world.between(0.001, 0.02)
+        if self._cut_off():
+            yield self.world.between(0.3, 2.0)
+        return self._manager()
+
+    def _cut_off(self) -> bool:
+        return bool(self.faults.cuts) and not self.faults.cuts.isdisjoint({(self.name, True), (self.name, False)})
+
     def _manager(self) -> ManagerShell:
         manager = self.cluster.manager
-        if manager is None or not manager.alive:
+        if manager is None or not manager.alive or self._cut_off():
             raise unavailable("the manager does not answer")
         return manager
 
@@ -146,17 +160,26 @@ class AgentShell(MemberShell):
         self._replies: dict[int, Signal] = {}
         self.feed(events.Start())
 
+    @property
+    def cluster_served(self) -> str:
+        """That of the manager that welcomed it last; empty if none has."""
+        return self.machine._session.cluster
+
     def outcome(self) -> manager_pb2.Outcome:
         """Of its last install."""
         assert self.machine.replica.last_outcome is not None
         return self.machine.replica.last_outcome.outcome
 
     def attach(self, engine: Engine) -> None:
-        """An engine is there and answers."""
+        """An engine is there and answers; an agent that finds another one in its directory ends."""
+        if engine.held_by_another(self):
+            self.crash()
+            return
         self.engine = engine
         engine.agent = self
         described = manager_pb2.Engine(kind="reference", version="0", url=f"http://127.0.0.1/{engine.name}")
-        self.feed(events.EngineReady(described, len(engine.workers), engine.paused, engine.asleep))
+        asleep = bool(engine.asleep) or (engine.in_order and engine.paused)  # vLLM calls a paused engine sleeping
+        self.feed(events.EngineReady(described, len(engine.workers), engine.paused, asleep, engine.mark.sleeping))
 
     def engine_died(self) -> None:
         """The agent notices that its engine is gone."""
@@ -192,6 +215,8 @@ class AgentShell(MemberShell):
         match task:
             case events.ReadWords():
                 self.run_task(key, task.seconds, self._read_words(), fallible=False)
+            case events.MarkEngine():
+                self.run_task(key, task.seconds, self._mark(task), fallible=False)
             case events.PutBlobs(blobs):
                 self.run_task(key, task.seconds, self.put(blobs))
             case events.FetchBlobs(refs):
@@ -205,9 +230,16 @@ class AgentShell(MemberShell):
         yield 0.0
         return self.engine.words() if self.engine is not None else events.Words((), False, "no engine", None)
 
+    def _mark(self, task: events.MarkEngine) -> Steps:
+        if self.engine is not None:
+            self.engine.mark = task
+        yield 0.0
+
     def _call_engine(self, task: events.EngineTask) -> Steps:
         if self.engine is None:
             raise unavailable("there is no engine")
+        if isinstance(task, events.StampEngine) and self.engine.words().identity != task.identity:
+            raise BrokenPromiseError(f"{self.engine.name} is stamped with a version that its workers do not hold")
         yield from self.engine.call(task)
 
     def _seal(self, task: events.SealDirectory) -> Steps:
@@ -234,6 +266,7 @@ class TrainerShell(MemberShell):
         self.session = session
         self.calling = False
         self.accepted = Signal()
+        self._sealed_epoch = 0
         cluster.truth.sources[ref_of(source.table()).digest] = source
         self.feed(events.Start())
         self.feed(events.PublishTable(source.table()))
@@ -260,10 +293,15 @@ class TrainerShell(MemberShell):
             case events.PutBlobs(blobs):
                 self.run_task(key, task.seconds, self.put(blobs))
             case events.SealSource():
+                if task.epoch <= self._sealed_epoch:
+                    raise BrokenPromiseError(f"{self.name} seals for epoch {task.epoch} after {self._sealed_epoch}")
+                self._sealed_epoch = task.epoch
                 self.run_task(key, task.seconds, self._seal(task))
 
     def _seal(self, task: events.SealSource) -> Steps:
         yield self.world.between(0.001, 0.02)
+        if task.epoch < self._sealed_epoch:
+            raise aborted(f"epoch {task.epoch} was overtaken by {self._sealed_epoch}")
         if not task.keep and not self.calling:
             raise precondition("the trainer does not wait in update_weights")
         if task.keep and not (self.source.stays_sealed and self.source.sealed):
@@ -280,7 +318,7 @@ class TrainerShell(MemberShell):
             manager = self._manager()
             call, over = manager.open_call(request)
             answer = yield self.world.first_of(over, patience)
-            if answer is None:
+            if answer is None or self._cut_off():
                 self.world.after(self.world.between(0.0, 0.1), lambda: manager.cancel_call(call))
                 raise unavailable("gave up waiting")
             if isinstance(answer, weights_pb2.Problem):

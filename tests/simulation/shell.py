@@ -6,7 +6,7 @@ A shell keeps the promises of core/machines/events.py and nothing more. Its mach
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from google.protobuf.message import Message as ProtobufMessage
@@ -15,6 +15,9 @@ from ckpt_engine.core.machines.events import Done, Key, Message, Peer, PeerLost
 from ckpt_engine.core.machines.wire import pack, unpack
 from ckpt_engine.core.problems import CkptEngineError, deadline, internal
 from tests.simulation.world import Process, Steps, World
+
+EXCUSED = 3.0
+"""Seconds after having been stopped in which a process may be late."""
 
 
 @dataclass
@@ -25,7 +28,9 @@ class Faults:
     overtake each other). task: that a task fails. slow: that a task or a worker takes longer than it may. engine_no,
     engine_hang, engine_lies: that an engine call is refused, does what it should much later, or says that all is done
     although its workers were not called. worker_early, worker_late: that a worker fails before or after its first byte.
-    half_open: that one end of a broken stream hears nothing of it.
+    half_open: that one end of a broken stream hears nothing of it. read_late: that a worker is stopped between looking
+    at the clock and reading. drift: how much faster or slower than time a process's clock may go, as a share of it.
+    cuts: (member, whether towards the manager) for each way on which nothing gets through.
     """
 
     loss: float = 0.0
@@ -39,6 +44,9 @@ class Faults:
     worker_early: float = 0.0
     worker_late: float = 0.0
     half_open: float = 0.0
+    read_late: float = 0.0
+    drift: float = 0.0
+    cuts: set[tuple[str, bool]] = field(default_factory=set)
 
 
 class Machine(Protocol):
@@ -48,7 +56,11 @@ class Machine(Protocol):
 
 
 class Shell:
-    """One process with one machine in it. Subclasses say what the commands do."""
+    """One process with one machine in it. Subclasses say what the commands do.
+
+    Each has a clock of its own, which began at some other moment and goes a little wrong. excused: until when it may
+    be late, since it was stopped.
+    """
 
     def __init__(self, world: World, faults: Faults, name: str, machine: Machine) -> None:
         self.world = world
@@ -56,6 +68,10 @@ class Shell:
         self.name = name
         self.machine = machine
         self.alive = True
+        self.excused = 0.0
+        self._held: list[Callable[[], None]] | None = None
+        self._rate = 1.0 + world.between(-1.0, 1.0) * faults.drift
+        self._began = world.between(0.0, 1e6) if faults.drift else 0.0
         self._timers: dict[Key, int] = {}
         self._numbers = 0
         self._processes: list[Process] = []
@@ -64,8 +80,28 @@ class Shell:
         """Hands an event to the machine and performs what it says."""
         if not self.alive:
             return
-        for command in self.machine.handle(event, self.world.now):
+        if self._held is not None:
+            self._held.append(lambda: self.feed(event))
+            return
+        for command in self.machine.handle(event, self.world.now * self._rate + self._began):
             self.perform(command)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is stopped now, or was a moment ago and may be late."""
+        return self._held is not None or self.world.now < self.excused
+
+    def stop_for(self, seconds: float) -> None:
+        """The process is stopped (SIGSTOP) and goes on later: all that happened meanwhile comes at once."""
+        if self.alive and self._held is None:
+            self._held = []
+            self.world.after(seconds, self._go_on)
+
+    def _go_on(self) -> None:
+        held, self._held = self._held or [], None
+        self.excused = self.world.now + EXCUSED
+        for action in held:
+            action()
 
     def perform(self, command: Any) -> None:
         """Carries out one command."""
@@ -85,11 +121,13 @@ class Shell:
         number = self._timers[key] = self._numbers
 
         def fire() -> None:
-            if self._timers.get(key) == number:
+            if self._held is not None:
+                self._held.append(fire)
+            elif self._timers.get(key) == number:
                 del self._timers[key]
                 self.feed(event())
 
-        self.world.after(seconds, fire)
+        self.world.after(seconds / self._rate, fire)
 
     def cancel_timer(self, key: Key) -> None:
         """An unknown key is fine."""
@@ -105,7 +143,9 @@ class Shell:
         process = self.world.spawn(self._guarded(key, steps, fallible))
         self._processes.append(process)
         late = Done(key, problem=deadline(f"{key} took longer than {seconds:.3f} s").problem, answered=False)
-        self.world.first_of(process.over, seconds).then(lambda done: self.feed(late if done is None else done))
+        self.world.first_of(process.over, seconds / self._rate).then(
+            lambda done: self.feed(late if done is None else done)
+        )
 
     def _guarded(self, key: Key, steps: Steps, fallible: bool) -> Steps:
         yield self.world.between(0.0, 0.01)
@@ -134,13 +174,14 @@ class Stream:
         envelopes: tuple[type[ProtobufMessage], type[ProtobufMessage]],
     ) -> None:
         self.world, self.faults = member.world, member.faults
+        self._member = member.name
         self._envelopes = {True: envelopes[0], False: envelopes[1]}
         self._ends = {True: (manager, at_manager), False: (member, at_member)}
         self._open = {True: True, False: True}
 
     def send(self, to_manager: bool, body: ProtobufMessage) -> None:
         """Queues a message; it comes never, once or twice, and not in order."""
-        if not self._open[not to_manager]:
+        if not self._open[not to_manager] or self._cut(to_manager):
             return
         copies = 0 if self.world.chance(self.faults.loss) else 1 + self.world.chance(self.faults.duplicate)
         envelope = self._envelopes[to_manager]
@@ -150,10 +191,13 @@ class Stream:
             self.world.after(delay, lambda: self._arrive(to_manager, unpack(envelope.FromString(data))))
 
     def _arrive(self, to_manager: bool, body: ProtobufMessage | None) -> None:
-        if self._open[to_manager]:
+        if self._open[to_manager] and not self._cut(to_manager):
             assert body is not None
             shell, peer = self._ends[to_manager]
             shell.feed(Message(peer, body))
+
+    def _cut(self, to_manager: bool) -> bool:
+        return bool(self.faults.cuts) and (self._member, to_manager) in self.faults.cuts
 
     def close(self, by_manager: bool) -> None:
         """One end ended it; the other one hears of it."""

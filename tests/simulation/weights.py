@@ -129,6 +129,7 @@ class Truth:
     def __init__(self) -> None:
         self.content: dict[bytes, list[str]] = {}
         self.sources: dict[bytes, Source] = {}  # by the digest of their table
+        self.recorded: dict[tuple[str, int], list[weights_pb2.Identity]] = {}  # intents on any disk, by fence
 
     def root(self, digests: dict[str, str]) -> bytes:
         """The root of these digests, remembered with its content."""

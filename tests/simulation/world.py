@@ -17,6 +17,10 @@ STANDSTILL = 2000
 Steps = Generator["float | Signal", Any, Any]
 
 
+class BrokenPromiseError(AssertionError):
+    """A promise was broken."""
+
+
 class Signal:
     """Something to wait for. The first value counts; later ones are dropped."""
 

@@ -1,0 +1,101 @@
+"""The end of every story: nothing goes wrong any more, so within bounded time all must be well again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpt_engine.v1 import manager_pb2
+from tests.simulation.shell import Faults
+from tests.simulation.world import BrokenPromiseError
+
+if TYPE_CHECKING:
+    from tests.simulation.scenario import Scenario
+
+OPERATOR_SECONDS = 10.0
+"""After the world has healed. By then ledgers are mended; what still belongs to another one is moved by an operator."""
+
+
+class Healed:
+    """Heals a scenario's world and sees what becomes of it."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.world = scenario.world
+
+    def all_is_well(self) -> None:
+        """Raises BrokenPromiseError if it does not get well."""
+        self._heal()
+        self.world.run(self.world.now + OPERATOR_SECONDS)
+        self._move_those_of_other_clusters()
+        self.world.run(self.world.now + 2 * self.scenario.deadlines.lease + self.scenario.deadlines.update / 2)
+        self._nobody_gave_up()
+        self._wake_all()
+        self._nothing_is_paused()
+        self._must_succeed()
+
+    def _heal(self) -> None:
+        self.world.note("the world heals")
+        for name, value in vars(Faults()).items():
+            setattr(self.scenario.faults, name, value)
+        for group in self.scenario.groups:
+            if not group.gone:
+                self.scenario.end_group(group, in_good_order=True)
+        self.scenario.join_replica(manager_pb2.STANDALONE)  # the others may all be about to leave
+
+    def _move_those_of_other_clusters(self) -> None:
+        """Only their agents are started again: engines, and what they hold, stay."""
+        for agent in list(self.scenario.agents.values()):
+            cluster = agent.cluster_served
+            if agent.alive and cluster not in ("", self.scenario.ledger.cluster):
+                if agent.refusal is None:
+                    raise BrokenPromiseError(f"{agent.name} belongs to {cluster}, and nobody is told")
+                self.world.note(f"{agent.name} of {cluster} is moved")
+                self.scenario.restart_agent(agent, 0.1)
+
+    def _nobody_gave_up(self) -> None:
+        for agent in self.scenario.agents.values():
+            if agent.ended is not None and agent.alive:
+                raise BrokenPromiseError(f"the agent of {agent.name} gave up: {agent.ended.message}")
+
+    def _wake_all(self) -> None:
+        manager = self.scenario.cluster.manager
+        assert manager is not None
+        asleep = [name for name, agent in self.scenario.agents.items() if agent.alive and agent.machine.replica.asleep]
+        if not asleep:
+            return
+        over = manager.sleep_or_wake(True, asleep)
+        self.world.run(self.world.now + self.scenario.deadlines.sleep_wake)
+        if not isinstance(over.value, manager_pb2.WakeResponse) or any(
+            result.HasField("problem") for result in over.value.results
+        ):
+            raise BrokenPromiseError(f"{asleep} cannot be woken in a good world: {over.value}")
+
+    def _nothing_is_paused(self) -> None:
+        """What can serve does so again, also without another update."""
+        for agent in self.scenario.agents.values():
+            engine = agent.engine
+            if not agent.alive or engine is None or not engine.alive or not engine.words().open:
+                continue
+            reason = agent.machine.replica.closed_reason()
+            if engine.paused or reason:
+                raise BrokenPromiseError(f"{agent.name} holds a whole version, but does not serve: {reason}")
+
+    def _must_succeed(self) -> None:
+        """A new run updates every replica that lives."""
+        self.scenario.start_group(kind="live", model="model A")
+        group = self.scenario.groups[-1]
+        self.world.run(self.world.now + 8.0)
+        self.scenario.end_group(group, in_good_order=True)
+        self.world.run(self.world.now + 2.0)
+        if not group.reports or not group.reports[-1].ok:
+            raise BrokenPromiseError(f"no update succeeds in a good world; the last report: {group.reports[-1:]}")
+        for agent in self.scenario.agents.values():
+            if not agent.alive or agent.mode == manager_pb2.COLOCATED:
+                continue
+            engine = agent.engine
+            if engine is None or engine.paused or not engine.words().open:
+                raise BrokenPromiseError(
+                    f"{agent.name} does not serve in a good world: {agent.machine.replica.closed_reason()}"
+                )
+            if engine.words().identity != group.reports[-1].identity:
+                raise BrokenPromiseError(f"{agent.name} was left behind in a good world")
