@@ -98,6 +98,16 @@ def test_odd_options_are_refused(options: dict[str, object]) -> None:
     assert error.value.problem.code == Problem.INVALID_ARGUMENT
 
 
+@pytest.mark.parametrize(("transport", "words"), [("cuda_ipc", "for GPU tensors"), ("nvlink", "'nvlink' is neither")])
+def test_a_way_that_tensors_cannot_take_is_refused(tmp_path: Path, transport: str, words: str) -> None:
+    for weights in ({"a": torch.zeros(1)}, torch.nn.Linear(2, 2), tmp_path):
+        with pytest.raises(CkptEngineError, match=words) as error:
+            open_source(weights, transport=transport)  # type: ignore[arg-type]
+        assert error.value.problem.code == Problem.INVALID_ARGUMENT
+    linear = torch.nn.Linear(2, 2)
+    assert open_source(linear, transport="shared_memory").table().regions[0].transport == "shared_memory"
+
+
 def test_a_directory_has_one_publisher(tmp_path: Path) -> None:
     with pytest.raises(CkptEngineError, match="one process"):
         open_source(tmp_path, world_size=2)
