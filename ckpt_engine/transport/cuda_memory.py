@@ -77,7 +77,7 @@ def runs_of(spans: Iterable[tuple[int, int]], look: Look) -> list[Run]:
 
 def run_at(runs: Sequence[Run], start: int, stop: int) -> int | None:
     """Which of `runs` (as runs_of gave them) holds these addresses; None: none does wholly."""
-    index = bisect_right([run.pointer for run in runs], start) - 1
+    index = bisect_right(runs, start, key=lambda run: run.pointer) - 1
     return index if index >= 0 and stop <= runs[index].stop else None
 
 

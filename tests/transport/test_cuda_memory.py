@@ -81,6 +81,15 @@ def test_every_allocation_is_offered_once_and_only_if_a_tensor_lies_in_it(
     assert run_at(runs, runs[0].pointer - 1, runs[0].pointer) is None
 
 
+def test_a_tensor_across_pieces_makes_them_one_region() -> None:
+    pieces = [(Allocation(at, 100), PIECES) for at in (0, 100, 200, 300)]
+    runs = runs_of([(250, 260), (20, 180)], lambda pointer: pieces[pointer // 100])
+    assert [(run.pointer, run.size, len(run.parts)) for run in runs] == [(0, 300, 3)]
+    apart = [(allocation, LEGACY) for allocation, _ in pieces]
+    runs = runs_of([(250, 260), (120, 180)], lambda pointer: apart[pointer // 100])
+    assert [(run.pointer, run.size) for run in runs] == [(100, 100), (200, 100)]
+
+
 def test_a_driver_that_contradicts_itself_is_refused() -> None:
     with pytest.raises(CkptEngineError, match="does not"):
         runs_of([(100, 200)], lambda _: (Allocation(300, 50), LEGACY))
