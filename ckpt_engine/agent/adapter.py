@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
+from ckpt_engine.install.directory import TOKEN_HEADER
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 ADAPTERS: Mapping[str, str] = {
@@ -88,12 +89,17 @@ class AdapterSettings:
 
     url: base URL, without a trailing slash.
     directory: the engine's runtime directory (see install/directory.py).
-    token: sent as header `x-ckpt-engine-token` with every call; without it the gate refuses control routes. Secret.
+    token: sent with every call (`headers`); without it the gate refuses control routes. Secret.
     """
 
     url: str
     directory: Path
     token: str
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of every call to the engine."""
+        return {TOKEN_HEADER: self.token}
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,9 @@ from ckpt_engine.core.problems import CkptEngineError, precondition
 ENVIRONMENT = "CKPT_ENGINE_DIRECTORY"
 """Tells a launched engine where its directory is."""
 
+TOKEN_HEADER = "x-ckpt-engine-token"
+"""Header with which the agent shows the directory's token to the engine's gate."""
+
 _SOCKET_PATH_BYTES = 107  # sun_path of unix(7) is 108 bytes with its final zero
 _STALE_SECONDS = 3600.0
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, ClassVar
 
-from ckpt_engine.install.directory import EngineDirectory
+from ckpt_engine.install.directory import TOKEN_HEADER, EngineDirectory
 from ckpt_engine.install.state import EnginePage, Verdict, admission
 
 Scope = MutableMapping[str, Any]
@@ -27,9 +27,9 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 VERSION_HEADER = b"x-ckpt-engine-version"
 ROOT_HEADER = b"x-ckpt-engine-root"
-TOKEN_HEADER = b"x-ckpt-engine-token"
 INFO_ROUTE = "/ckpt_engine/info"
 
+_TOKEN_HEADER = TOKEN_HEADER.encode()
 _LIVENESS_SECONDS = 0.05
 
 
@@ -104,7 +104,7 @@ class Gate:
                 await _refuse(scope, send, 503, f"this replica does not serve now: {state.reason}", retry_after=1)
 
     def _has_token(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == TOKEN_HEADER), b"")
+        given = next((value for name, value in scope["headers"] if name == _TOKEN_HEADER), b"")
         return hmac.compare_digest(given, self._token)
 
     async def _information(self, scope: Scope, send: Send) -> None:

@@ -37,7 +37,6 @@ _PAUSE_MODES = {
     manager_pb2.IN_PLACE: "in_place",
 }
 _ENGINE_SHARE = 0.95  # of a deadline: the engine gives up first, so that it can still say so
-_TOKEN_HEADER = "x-ckpt-engine-token"
 
 
 class ReferenceAdapter:
@@ -54,7 +53,7 @@ class ReferenceAdapter:
     )
 
     def __init__(self, settings: AdapterSettings) -> None:
-        self._client = engine_client(settings.url, {_TOKEN_HEADER: settings.token})
+        self._client = engine_client(settings.url, settings.headers)
 
     async def healthy(self, seconds: float) -> bool:
         try:

@@ -62,7 +62,7 @@ class VllmAdapter:
     )
 
     def __init__(self, settings: AdapterSettings) -> None:
-        self._client = engine_client(settings.url, {"x-ckpt-engine-token": settings.token})
+        self._client = engine_client(settings.url, settings.headers)
         self._routes: frozenset[str] = frozenset()
 
     async def _get(self, route: str, seconds: float) -> Any:
