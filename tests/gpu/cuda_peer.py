@@ -81,6 +81,7 @@ class Peer:
             cwd=Path(__file__).parents[2],
             env={**os.environ, **environment},
         )
+        self.waiting = False
 
     def __enter__(self) -> Peer:
         return self
@@ -91,11 +92,13 @@ class Peer:
     def ask(self, what: str, **details: Any) -> Any:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
+        self.waiting = True
         self.process.stdin.write(json.dumps({"what": what, **details}) + "\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
         assert line, f"the process ended at {what} {details}"
         answer = json.loads(line)
+        self.waiting = False
         if "problem" in answer:
             raise PeerError(*answer["problem"])
         return answer["ok"]

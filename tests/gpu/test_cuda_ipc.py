@@ -29,15 +29,30 @@ def until(condition: Callable[[], object]) -> None:
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[Peer]:
-    with Peer() as peer:
-        yield peer
+def processes() -> Iterator[dict[str, Peer]]:
+    kept: dict[str, Peer] = {}
+    yield kept
+    for peer in kept.values():
+        peer.kill()
 
 
-@pytest.fixture(scope="module")
-def trainer() -> Iterator[Peer]:
-    with Peer() as peer:
-        yield peer
+@pytest.fixture
+def worker(processes: dict[str, Peer]) -> Peer:
+    return usable(processes, "worker")
+
+
+@pytest.fixture
+def trainer(processes: dict[str, Peer]) -> Peer:
+    return usable(processes, "trainer")
+
+
+def usable(processes: dict[str, Peer], name: str) -> Peer:
+    """The process that tests share, or a new one if a test left it without having heard its answer."""
+    if name in processes and processes[name].waiting:
+        processes.pop(name).kill()
+    if name not in processes:
+        processes[name] = Peer()
+    return processes[name]
 
 
 def assert_same_after_updates(trainer: Peer, worker: Peer, table: str, served: str = "", updates: int = 3) -> None:
@@ -132,7 +147,7 @@ def test_withdrawing_really_frees_the_memory(trainer: Peer, worker: Peer) -> Non
     trainer.ask("trainer.withdraw")
     trainer.ask("trainer.delete")
     size = 4 << 30
-    trainer.ask("trainer.make", shapes={"large": ([size // 2], "bfloat16")})
+    trainer.ask("trainer.make", shapes={"large": ([size // 8192, 4096], "bfloat16")})
     published = trainer.ask("trainer.publish")
     worker.ask("worker.open", table=published["table"])
     trainer.ask("trainer.seal")
@@ -161,7 +176,7 @@ def assert_memory_is_given_back(trainer: Peer, size: int) -> None:
 def test_a_trainer_that_is_killed_hurts_no_worker(worker: Peer) -> None:
     worker.ask("worker.forget")
     with Peer() as trainer:
-        trainer.ask("trainer.make", shapes={"large": ([1 << 30], "bfloat16")} | SHAPES)
+        trainer.ask("trainer.make", shapes={"large": ([1 << 18, 4096], "bfloat16")} | SHAPES)
         published = trainer.ask("trainer.publish")
         worker.ask("worker.open", table=published["table"])
         trainer.ask("trainer.seal")
