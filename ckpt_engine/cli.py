@@ -19,6 +19,8 @@ COMMANDS = {
     "serve": "Run the manager, which trainers and replicas connect to.",
     "replica": "Run the agent of one inference server, and launch the server unless it runs already.",
     "update": "Bring all replicas to the weights of a checkpoint directory.",
+    "sleep": "Have replicas give their memory up.",
+    "wake": "Have replicas take their memory back.",
     "status": "Show trainers, replicas and what they serve.",
     "doctor": "Check this host: transports, engines, permissions.",
     "demo": "Train a tiny model on this machine and watch replicas follow.",

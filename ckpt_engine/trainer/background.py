@@ -137,6 +137,14 @@ class Background:
         assert self._session is not None
         return self._wait(self._session.status(self._deadlines.status), 2 * self._deadlines.status)
 
+    def sleep_or_wake(
+        self, request: manager_pb2.SleepRequest | manager_pb2.WakeRequest, seconds: float
+    ) -> list[manager_pb2.SleepWakeResult]:
+        """One result a replica. Raises CkptEngineError when that is refused or not answered."""
+        self._require_running()
+        assert self._session is not None
+        return self._wait(self._session.sleep_or_wake(request, seconds), seconds + self._deadlines.status)
+
     # ---------------------------------------------------------------------------------------------- loop
 
     def _run(self) -> None:

@@ -141,6 +141,17 @@ class TrainerSession:
             raise error_of(error) from error
         return answer
 
+    async def sleep_or_wake(
+        self, request: manager_pb2.SleepRequest | manager_pb2.WakeRequest, seconds: float
+    ) -> list[manager_pb2.SleepWakeResult]:
+        """Asks for replicas to sleep or wake. Raises CkptEngineError when that is refused or not answered."""
+        try:
+            if isinstance(request, manager_pb2.SleepRequest):
+                return list((await self._stub.Sleep(request, timeout=seconds)).results)
+            return list((await self._stub.Wake(request, timeout=seconds)).results)
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+
     # ------------------------------------------------------------------------------------------ commands
 
     def _perform(self, command: TrainerCommand) -> None:

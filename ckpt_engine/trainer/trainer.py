@@ -198,6 +198,30 @@ class Trainer:
                 self._background.update(request, end - time.monotonic() + limits.call_grace, on_progress)
             )
 
+    def sleep(self, level: int = 1, *, replicas: Sequence[str] = (), timeout: float | None = None) -> None:
+        """Has replicas close and give their memory up, for example while this process trains. One rank calls it.
+
+        level: 1 keeps weights on the host, 2 discards them. replicas: only these; empty: all. timeout: seconds for the
+        slowest. Requests that are inside end early. Hybrid replicas are woken by the next `update_weights`.
+        Raises CkptEngineError naming the first replica that does not sleep; others may.
+        """
+        seconds = timeout or self._deadlines.sleep_wake
+        self._sleep_or_wake(manager_pb2.SleepRequest(replicas=replicas, level=level, timeout_seconds=seconds), seconds)
+
+    def wake(self, tags: Sequence[str] = (), *, replicas: Sequence[str] = (), timeout: float | None = None) -> None:
+        """Has replicas take their memory back: "weights" before "kv_cache"; no tags: both. One rank calls it.
+
+        A replica whose weights were discarded serves again after its next update. Raises as `sleep` does.
+        """
+        seconds = timeout or self._deadlines.sleep_wake
+        self._sleep_or_wake(manager_pb2.WakeRequest(replicas=replicas, tags=tags, timeout_seconds=seconds), seconds)
+
+    def _sleep_or_wake(self, request: manager_pb2.SleepRequest | manager_pb2.WakeRequest, seconds: float) -> None:
+        with self._alone("sleep or wake"):
+            for result in self._background.sleep_or_wake(request, seconds + self._deadlines.call_grace):
+                if result.HasField("problem"):
+                    raise CkptEngineError(result.problem)
+
     def close(self) -> None:
         """Says goodbye to the manager and frees shared memory. May be repeated; a closed trainer stays closed."""
         if os.getpid() != self._process:

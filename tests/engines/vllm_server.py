@@ -25,8 +25,10 @@ needs_vllm = [
 ]
 
 
-def start_vllm(cluster: Cluster, name: str, model: Path, *arguments: str, tensor_parallel: int = 1) -> Replica:
-    """A vLLM server with random weights of its own, as a replica of `cluster`; not waited for."""
+def start_vllm(
+    cluster: Cluster, name: str, model: Path, *arguments: str, tensor_parallel: int = 1, options: Sequence[str] = ()
+) -> Replica:
+    """A vLLM server with random weights of its own, as a replica of `cluster`; not waited for. options: the agent's."""
     environment = {
         "PYTHONPATH": OVERLAY,
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -42,6 +44,7 @@ def start_vllm(cluster: Cluster, name: str, model: Path, *arguments: str, tensor
         *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "tiny", "--enforce-eager"),
         *("--max-model-len", "256", "--dtype", "bfloat16", "--load-format", "dummy", "--skip-tokenizer-init"),
         *("--gpu-memory-utilization", "0.3", "--tensor-parallel-size", str(tensor_parallel), *arguments),
+        options=options,
         environment=environment,
     )
 

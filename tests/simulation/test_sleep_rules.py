@@ -111,6 +111,21 @@ def test_discarded_weights_come_back_by_the_version_that_is_still_sealed(story: 
     assert engine_of(agent).words().identity == identity
 
 
+def test_calls_that_follow_each_other_at_once_wait_for_their_epochs(story: Story) -> None:
+    """The ledger makes one epoch ahead durable; the second call finds none, and is not turned away for that."""
+    agent, manager = story.replica(HYBRID), story.cluster.manager
+    assert manager is not None
+    for _ in range(5):
+        slept = manager.sleep_or_wake(False, [agent.name])
+        while not slept.ready:
+            story.wait(0.001)
+        woken = manager.sleep_or_wake(True, [agent.name])
+        while not woken.ready:
+            story.wait(0.001)
+        assert isinstance(slept.value, manager_pb2.SleepResponse)
+        assert isinstance(woken.value, manager_pb2.WakeResponse)
+
+
 def test_waking_in_the_wrong_order_is_refused(story: Story) -> None:
     agent, group = story.replica(HYBRID), story.ranks()
     assert story.update(group).ok

@@ -142,9 +142,8 @@ class SleepingOrWaking(Operation):
     def _failed(self, step: str, done: Done) -> None:
         """What the engine refused it has not done; what it did not answer it may have."""
         self._problem = done.problem
-        if step in ("SLEEP", "WAKE_WEIGHTS", "WAKE_KV_CACHE") and not done.answered:
-            self._answer(done.problem)
-        elif self._command.wake or step in ("look", "mark"):
+        unknown = step in ("SLEEP", "WAKE_WEIGHTS", "WAKE_KV_CACHE") and not done.answered
+        if unknown or self._command.wake or step in ("look", "mark"):
             self._answer(done.problem)
         else:
             self._undo()

@@ -260,13 +260,9 @@ class ManagerMachine:
             if busy is not None:
                 raise aborted(f"replicas are in use: {busy.describe()}")
             self._state.check_ledger()
-            if not self._state.epoch_ready():
-                raise unavailable("the ledger is busy: try again")
             self._sleepers = Sleepers(self._state, event, now)
         except CkptEngineError as error:
             self._state.finish(event.call, error.problem)
-            return
-        self._sleepers.start(now)
 
     def _operator_call(self, event: OperatorCall, now: float) -> None:
         finish, evicted = operate(self._members, self._catch_up, event)
@@ -300,6 +296,8 @@ class ManagerMachine:
         """Begins what can begin. Called after every event."""
         if self._sleepers is not None and self._sleepers.over:
             self._sleepers = None
+        if self._sleepers is not None:
+            self._sleepers.start(now)
         if self._gather is not None:
             self._try_gathered(now)
         if (

@@ -1,4 +1,7 @@
-"""One Sleep or Wake call: every replica that it names is told, and its answer waited for."""
+"""One Sleep or Wake call: every replica that it names is told, and its answer waited for.
+
+It waits for an epoch first, which the ledger may still be making durable: the call before may have taken the last one.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class Sleepers:
         self.state = state
         self.call: Call | None = event.call
         self.wake = isinstance(event, WakeCall)
-        self.fence = state.next_fence()
+        self.fence = weights_pb2.Fence()
         self.over = False
         self._names = sorted(set(request.replicas)) or sorted(state.members.replicas)
         self._results: dict[str, manager_pb2.SleepWakeResult] = {}
@@ -34,17 +37,29 @@ class Sleepers:
         return f"{'waking' if self.wake else 'putting to sleep'} {', '.join(self._names)}"
 
     def start(self, now: float) -> None:
-        """Tells all replicas."""
+        """Tells all replicas, if there is an epoch by now; does nothing if it has done so, or nobody waits any more."""
+        if self.fence.epoch or self.over:
+            return
+        if self.call is None:
+            self.over = True
+            return
+        if self.state.epoch_ready():
+            self.fence = self.state.next_fence()
         self.state.set_timer(("sleepers", self.fence.epoch, "end"), self._end - now)
+        if not self.fence.epoch:
+            return
         self.state.set_timer(("sleepers", self.fence.epoch, "resend"), self.state.deadlines.resend)
         for name in self._names:
-            if self.state.members.replicas[name].peer is None:
+            replica = self.state.members.replicas.get(name)
+            if replica is None or replica.peer is None:
                 self._result(name, unavailable("it is not connected", replica=name).problem)
         self.send_missing(now)
         self._when_done()
 
     def send_missing(self, now: float) -> None:
         """Tells, again, whoever has not answered."""
+        if not self.fence.epoch:
+            return
         for name in self._names:
             replica = self.state.members.replicas.get(name)
             if name not in self._results and replica is not None:
