@@ -66,7 +66,9 @@ def measure(name: str, pairs: Pairs, ceiling: float, results: list[dict[str, Any
     for destination, _ in pairs:
         destination.fill_(7)
     seconds = timed(copy.run, rounds)
-    right = all(torch.equal(destination, source.to(HERE)) for destination, source in pairs[:40] + pairs[-3:])
+    right = all(
+        torch.equal(destination, source.to(HERE, destination.dtype)) for destination, source in pairs[:40] + pairs[-3:]
+    )
     rate = copy.bytes / seconds / 1e9
     result = {
         "case": name, "gbps": rate, "ceiling": ceiling, "ratio": rate / ceiling, "seconds": seconds,

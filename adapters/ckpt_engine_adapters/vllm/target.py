@@ -5,10 +5,10 @@ form exists for a moment, then vLLM's own post-processing brings it to its kerne
 (`vllm.model_executor.model_loader.reload`) as the tool: that module remembers each layer in the loader's form as meta
 tensors. It does not decide what is loaded where; the recorded loader does.
 
-A layer is resident if nothing processes it after loading: it has no quantisation method, it is no attention layer, and
-its live tensors have the shapes, strides and dtypes that the loader sees. Linear layers on a CPU are staged: oneDNN
-repacks them and leaves empty parameters behind. A layer that shares another one's parameter (a tied output head) is
-neither: its bytes arrive through the owner, and what is packed of them is made anew.
+A layer is resident if nothing processes it after loading (residency.py): on CUDA those are all that are not quantised,
+but experts. Linear layers on a CPU are staged: oneDNN repacks them and leaves empty parameters behind. A layer that
+shares another one's parameter (a tied output head) is neither: its bytes arrive through the owner, and what is packed
+of them is made anew.
 
 Buffers that no checkpoint holds are constant, unless they are made of weights: those that vLLM has left out of the
 loader's form since they showed a parameter's memory, and those that are called weights. They are followed where it is
@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import ModelConfig
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_layer, restore_layer_on_meta
@@ -39,6 +38,8 @@ from vllm.platforms import current_platform
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.install.target import StagedLayer, Weights
 from ckpt_engine_adapters.vllm.layout import Elsewhere
+from ckpt_engine_adapters.vllm.residency import is_processed
+from ckpt_engine_adapters.vllm.versions import is_deferred_attention_layer
 
 _Tensors = tuple[dict[str, Any], dict[str, Tensor | None], set[str]]
 
@@ -58,7 +59,7 @@ class VllmTarget:
         self._tied = _tied_tensors(self._layers.values())
         tied_layers = {layer for layer, *_ in self._tied}
         self._staged_layers = {
-            prefix: layer for prefix, layer in self._layers.items() if layer not in tied_layers and _is_processed(layer)
+            prefix: layer for prefix, layer in self._layers.items() if layer not in tied_layers and is_processed(layer)
         }
         self._made_of_weights = set(_buffers_of_weights(self._layers))
         self._mirrors: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
@@ -174,10 +175,12 @@ class VllmTarget:
             method: Any = getattr(layer, "quant_method", None)
             if isinstance(method, QuantizeMethodBase):
                 method.process_weights_after_loading(layer)
-        for attention in self._model.modules():
-            if is_deferred_attention_layer(attention):
-                process: Any = attention.process_weights_after_loading
-                process(self._model_config.dtype)
+        # On the device that vLLM loads on: some kinds make tensors without saying where.
+        with next(self._model.parameters()).device:
+            for attention in self._model.modules():
+                if is_deferred_attention_layer(attention):
+                    process: Any = attention.process_weights_after_loading
+                    process(self._model_config.dtype)
 
 
 def _buffers_of_weights(layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
@@ -213,23 +216,6 @@ def _tied_tensors(layers: Iterable[nn.Module]) -> list[tuple[nn.Module, str, nn.
             if owner is not layer:
                 tied.append((layer, name, owner, owner_name))
     return tied
-
-
-def _is_processed(layer: nn.Module) -> bool:
-    if is_deferred_attention_layer(layer):
-        return False
-    if isinstance(getattr(layer, "quant_method", None), QuantizeMethodBase):
-        return True
-    parameters, buffers = layerwise.get_layerwise_info(layer).restore_metadata
-    loader_form = parameters | buffers
-    return any(
-        name in loader_form and not _same_form(tensor, loader_form[name])
-        for name, tensor in get_layer_tensors(layer).items()
-    )
-
-
-def _same_form(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
 
 
 def _begin(layer: nn.Module) -> None:

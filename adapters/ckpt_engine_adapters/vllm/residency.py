@@ -1,0 +1,49 @@
+"""Which layers of a vLLM model keep their weights as the loader writes them, so that copies go straight into them.
+
+Such layers are resident: no byte is copied twice, and what CUDA graphs have captured stays where it is. All others that
+vLLM processes after loading are staged. A layer counts as resident only if nothing is known to touch its weights: it
+has no quantisation method, or one of those below on CUDA, where their post-processing does nothing (in 0.26 and 0.32;
+on a CPU oneDNN repacks the same layers). Kinds are compared exactly, since a subclass may do more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+from vllm.platforms import current_platform
+
+from ckpt_engine_adapters.vllm.versions import is_deferred_attention_layer
+
+UNCHANGED_ON_CUDA = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+"""Methods whose process_weights_after_loading does nothing there."""
+
+
+def is_processed(layer: nn.Module) -> bool:
+    """Whether vLLM brings this layer's weights into another form, or another place, than its loader writes."""
+    if is_deferred_attention_layer(layer):
+        return False
+    method: Any = getattr(layer, "quant_method", None)
+    if isinstance(method, QuantizeMethodBase) and not _leaves_unchanged(method):
+        return True
+    tensors = get_layer_tensors(layer)
+    if any(getattr(tensor, "_vllm_is_uva_offloaded", False) for tensor in tensors.values()):
+        return True
+    parameters, buffers = layerwise.get_layerwise_info(layer).restore_metadata
+    loader_form = parameters | buffers
+    if isinstance(method, QuantizeMethodBase) and any(name not in tensors for name in parameters):
+        return True
+    return any(name in loader_form and not _same_form(tensor, loader_form[name]) for name, tensor in tensors.items())
+
+
+def _leaves_unchanged(method: QuantizeMethodBase) -> bool:
+    return type(method) in UNCHANGED_ON_CUDA and bool(current_platform.is_cuda())
+
+
+def _same_form(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype

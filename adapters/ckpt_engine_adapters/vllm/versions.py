@@ -1,0 +1,24 @@
+"""What differs between the versions of vLLM that we drive, 0.26 and 0.32, as far as our half inside a worker sees it.
+
+Everything else that we import and call is in both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from vllm.model_executor.layers import attention
+
+_KNOWS: Any = getattr(attention, "is_deferred_attention_layer", None)
+_DEFERRED = (attention.Attention, attention.MLAAttention, attention.MMEncoderAttention)
+
+
+def is_deferred_attention_layer(layer: nn.Module) -> bool:
+    """Whether vLLM processes this layer after all others, since it makes something of their weights.
+
+    vLLM 0.32 says it itself; 0.26 has the three kinds of layers in its loader.
+    """
+    if _KNOWS is not None:
+        return bool(_KNOWS(layer))
+    return isinstance(layer, _DEFERRED) and callable(getattr(layer, "process_weights_after_loading", None))
