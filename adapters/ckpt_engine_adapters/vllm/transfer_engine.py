@@ -103,9 +103,10 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Nothing: what an install needs it begins itself, after it has validated everything."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Installs the version that the agent has an order for; runs inside vLLM's config context."""
+        """Installs the version that the agent has an order for, in vLLM's config context, which 0.26 leaves to us."""
         self._attributes.put_back()
-        self._worker.install(update_info.epoch)
+        with set_current_vllm_config(self._vllm_config):
+            self._worker.install(update_info.epoch)
 
     def finish_weight_update(self) -> None:
         """Nothing: see start_weight_update."""
