@@ -53,13 +53,13 @@ class _Owner:
 
 
 class _Mapped:
-    """A region, mapped for one device. users: OpenedRegions that use it."""
+    """A region, mapped for one device. users: OpenedRegions that use it. memory: may be shared with other regions."""
 
-    def __init__(self, key: tuple[bytes, int], owner: _Owner, memory: Imported, handle: bytes) -> None:
+    def __init__(self, key: tuple[bytes, int], owner: _Owner, memory: Imported) -> None:
         self.key = key
         self.owner = owner
         self.memory: Imported | None = memory
-        self.handle = handle
+        memory.users += 1
         self.size = memory.size
         self.users = 0
         self._base = device_bytes(memory.pointer, memory.size, memory.device)
@@ -86,6 +86,7 @@ class CudaIpcTransport:
         # Held while anything is copied, mapped or unmapped: a lease that ends waits for the copy that runs.
         self._lock = threading.RLock()
         self._owners: dict[str, _Owner] = {}
+        self._handles: dict[tuple[bytes, int], Imported] = {}
 
     def availability(self) -> Availability:
         """Looks for the driver's library. It starts CUDA in no process that does not use it."""
@@ -160,21 +161,23 @@ class CudaIpcTransport:
             yield
 
     def _map(self, key: tuple[bytes, int], owner: _Owner, region: Region, locator: CudaIpcLocator) -> _Mapped:
+        """A driver opens a handle once: two sources of one process that lie in one allocation share its mapping."""
         handle = locator.parts[0].handle if locator.parts else b""
-        if handle:
+        known = self._handles.get((handle, key[1])) if handle else None
+        if known is not None and known.is_of(locator):
+            return _Mapped(key, owner, known)
+        if known is not None:
             # The owner freed an allocation and got another one under the same handle: the driver would give back the
             # old mapping. Plans that still read it are of an older publication.
-            stale = [
-                each
-                for known in self._owners.values()
-                for each in known.mapped.values()
-                if each.handle == handle and each.key[1] == key[1]
-            ]
-            self._unmap(stale)
+            every = [each for owner in self._owners.values() for each in owner.mapped.values()]
+            self._unmap([each for each in every if each.memory is known])
         try:
-            return _Mapped(key, owner, Imported(driver(), key[1], region), handle)
+            memory = Imported(driver(), key[1], region)
         except CudaDriverError as error:
             raise unavailable(f"GPU memory cannot be mapped: {error}") from error
+        if handle:
+            self._handles[handle, key[1]] = memory
+        return _Mapped(key, owner, memory)
 
     def _lost(self, name: str) -> None:
         """On the lease's thread: the owner has withdrawn its memory, or died."""
@@ -200,7 +203,11 @@ class CudaIpcTransport:
     def _unmap_one(self, mapped: _Mapped) -> None:
         memory, mapped.memory = mapped.memory, None
         mapped.owner.mapped.pop(mapped.key, None)
-        if memory is not None:
+        if memory is None:
+            return
+        memory.users -= 1
+        if not memory.users:
+            self._handles.pop((memory.handle, memory.device), None)
             try:
                 memory.release()
             except CudaDriverError:

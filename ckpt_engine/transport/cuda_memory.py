@@ -137,11 +137,12 @@ def export_parts(driver: Driver, device: int, region: Region, first: int) -> lis
 
 
 class Imported:
-    """Another process's memory, mapped for one device of this one. `release` it exactly once."""
+    """Another process's memory, mapped for one device of this one. `release` it exactly once. users: of its holder."""
 
     def __init__(self, driver: Driver, device: int, region: Region) -> None:
         """Maps it. Raises UNAVAILABLE, saying why, if it cannot be mapped."""
         self._driver = driver
+        self.users = 0
         self.device = device
         self.size = region.size
         self._locator = locator = CudaIpcLocator.FromString(region.locator)
@@ -157,6 +158,15 @@ class Imported:
                     raise invalid(f"region {region.id} is shared in a way that this version does not know")
         except CudaDriverError as error:
             raise unavailable(self._why(region, error)) from error
+
+    @property
+    def handle(self) -> bytes:
+        """Its raw handle; empty if it is made of pieces."""
+        return self._locator.parts[0].handle
+
+    def is_of(self, locator: CudaIpcLocator) -> bool:
+        """Whether it is this very memory: the same allocation of the same process, and not a later one."""
+        return locator.kind == LEGACY == self._locator.kind and locator.parts[0] == self._locator.parts[0]
 
     def release(self) -> None:
         """Unmaps it, in the device's context. The caller made sure that nothing uses it. Raises CudaDriverError."""
