@@ -1,7 +1,7 @@
 """A real process with a GPU at either end of CUDA IPC, driven by one JSON line at a time.
 
 Run as a script it is a trainer (publish, fill, replace, seal, withdraw, delete) or a worker (open, read, close), or
-both; every answer is {"ok": value} or {"problem": [code, message]}. It ends when its input does.
+both; every answer is {"ok": value, "seconds": taken} or {"problem": [code, message]}. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ class Peer:
             env={**os.environ, **environment},
         )
         self.waiting = False
+        self.seconds = 0.0
 
     def __enter__(self) -> Peer:
         return self
@@ -101,6 +103,7 @@ class Peer:
         self.waiting = False
         if "problem" in answer:
             raise PeerError(*answer["problem"])
+        self.seconds = answer["seconds"]
         return answer["ok"]
 
     def kill(self) -> None:
@@ -159,6 +162,10 @@ class _Trainer:
             "copies": table.source_copies,
         }
 
+    def check(self) -> None:
+        assert self.source is not None
+        self.source.check()
+
     def seal(self) -> list[int]:
         assert self.source is not None
         self.source.check()
@@ -200,17 +207,19 @@ class _Worker:
         self.copies: list[PreparedCopy] = []
         self.found: dict[str, torch.Tensor] = {}
 
-    def open(self, table: str) -> None:
-        """Opens everything beside what is open, then closes the former, as an installer does."""
+    def open(self, table: str) -> dict[str, float]:
+        """Opens everything beside what is open, then closes the former, as an installer does. What both steps took."""
         published = SourceTable.FromString(bytes.fromhex(table))
         fresh: dict[str, Any] = {}
         moves: dict[str, list[Move]] = {}
         found: dict[str, torch.Tensor] = {}
         regions = {region.id: region for region in published.regions}
+        began = time.perf_counter()
         for name, transport in (("cuda_ipc", self.transport), ("shared_memory", self.memory)):
             mine = [region for region in published.regions if region.transport == name]
             if mine:
                 fresh[name] = transport.open(mine)
+        opened = time.perf_counter()
         for shard in published.shards:
             spec = published.tensors[shard.tensor]
             kind = torch_dtype(spec.dtype)
@@ -223,14 +232,20 @@ class _Worker:
                 region, shard.offset, shape, tuple(shard.stride), spec.dtype, found[spec.name], shard.stored_dtype
             )
             moves.setdefault(region.transport, []).append(move)
+        bound = time.perf_counter()
         copies = [fresh[name].prepare(each) for name, each in moves.items()]
+        prepared = time.perf_counter()
         self.close()
         self.opened, self.copies, self.found = list(fresh.values()), copies, found
+        return {"open_seconds": opened - began, "prepare_seconds": prepared - bound}
+
+    def check(self) -> None:
+        for opened in self.opened:
+            opened.check()
 
     def read(self, check: bool = True) -> int:
         if check:
-            for opened in self.opened:
-                opened.check()
+            self.check()
         return sum(copy.run() for copy in self.copies)
 
     def hashes(self) -> dict[str, str]:
@@ -284,8 +299,9 @@ def _main() -> None:
         side, _, name = what.partition(".")
         subject: Any = {"trainer": trainer, "worker": worker}.get(side, sys.modules[__name__])
         call: Callable[..., Any] = getattr(subject, name or what)
+        began = time.perf_counter()
         try:
-            answer = {"ok": call(**question)}
+            answer = {"ok": call(**question), "seconds": time.perf_counter() - began}
         except CkptEngineError as error:
             answer = {"problem": [Problem.Code.Name(error.problem.code), error.problem.message]}
         print(json.dumps(answer), flush=True)
