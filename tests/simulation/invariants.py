@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.core.machines import events
+from ckpt_engine.core.machines.agent_state import Operation
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.engine import CLEAN, DIRTY, Engine, Worker
 from tests.simulation.world import BrokenPromiseError
@@ -42,6 +43,7 @@ class Invariants:
         self._highest_intent: dict[int, int] = {}  # by the manager's generation
         self._epochs: dict[AgentShell, int] = {}
         self._worker_epochs: dict[bytes, int] = {}
+        self._begun: dict[AgentShell, Operation] = {}
         self._seen: dict[str, object] = {}
 
     def check(self) -> None:
@@ -116,7 +118,11 @@ class Invariants:
             if operation.fence.epoch < self._epochs.get(agent, 0):
                 raise BrokenPromiseError(f"{name} obeys epoch {operation.fence.epoch} after {self._epochs[agent]}")
             self._epochs[agent] = operation.fence.epoch
+        begun = self._begun.pop(agent, None)
+        if begun is not None and begun is not operation and (outcome is None or outcome.fence != begun.fence):
+            raise BrokenPromiseError(f"{name} gave up its install of epoch {begun.fence.epoch} without an outcome")
         if operation is not None and operation.kind == "install":
+            self._begun[agent] = operation
             key = (agent, operation.number)
             end = self._installs.setdefault(key, self.world.now + operation.install.deadline_seconds * DRIFT)
             if self.world.now > end + BOUND and not agent.stopped:
@@ -163,8 +169,8 @@ class Invariants:
                 if manager.generation == manager.ledger.generation:
                     self._order(manager, identity)
                 self.world.note(f"intent {epoch} version {identity.version} of {identity.lineage}")
-            case events.EmitEvent(_, event) if event.HasField("report"):
-                self._report(event.report)
+            case events.Run(_, events.RecordOutcome(report)):
+                self._report(manager, report)
             case events.FinishCall(call, problem) if problem is not None:
                 self.world.note(f"{call} refused: {problem.message}")
 
@@ -194,8 +200,13 @@ class Invariants:
         if len(set(content)) != 1:
             raise BrokenPromiseError(f"version {identity.version} of {identity.lineage} is of several steps: {content}")
 
-    def _report(self, report: manager_pb2.UpdateReport) -> None:
+    def _report(self, manager: ManagerShell, report: manager_pb2.UpdateReport) -> None:
+        update = manager.machine._update
+        assert update is not None
+        if {outcome.replica for outcome in report.replicas} != set(update.order.replicas):
+            raise BrokenPromiseError(f"replicas have no outcome in the report of epoch {report.fence.epoch}")
         for outcome in report.replicas:
+            self._left_alone_rightly(report, outcome)
             if outcome.fence != report.fence:
                 raise BrokenPromiseError(f"{outcome.replica}'s outcome of another epoch is in {report.fence.epoch}")
             if outcome.outcome == manager_pb2.NEW_SERVING and outcome.after != report.identity:
@@ -208,3 +219,12 @@ class Invariants:
                 raise BrokenPromiseError(f"{outcome.replica} has no reason in the report of epoch {report.fence.epoch}")
         if report.ok != all(outcome.outcome == manager_pb2.NEW_SERVING for outcome in report.replicas):
             raise BrokenPromiseError(f"the report of epoch {report.fence.epoch} calls itself {report.ok}")
+
+    def _left_alone_rightly(self, report: manager_pb2.UpdateReport, outcome: manager_pb2.ReplicaOutcome) -> None:
+        """What was not installed into, since it holds the version already, does; words may be some seconds old."""
+        agent = self.scenario.agents[outcome.replica]
+        if outcome.outcome != manager_pb2.NEW_SERVING or outcome.stages or agent.engine is None:
+            return
+        old = self.world.now > agent.attached + 2 * self.scenario.deadlines.lease
+        if old and agent.alive and agent.engine.alive and agent.engine.words().identity != report.identity:
+            raise BrokenPromiseError(f"{outcome.replica} is reported to hold {report.identity}, and does not")

@@ -156,6 +156,7 @@ class AgentShell(MemberShell):
         self.machine: AgentMachine
         self.agent_epoch, self.mode = agent_epoch, mode
         self.engine: Engine | None = None
+        self.attached = 0.0
         self._requests = 0
         self._replies: dict[int, Signal] = {}
         self.feed(events.Start())
@@ -175,7 +176,7 @@ class AgentShell(MemberShell):
         if engine.held_by_another(self):
             self.crash()
             return
-        self.engine = engine
+        self.engine, self.attached = engine, self.world.now
         engine.agent = self
         described = manager_pb2.Engine(kind="reference", version="0", url=f"http://127.0.0.1/{engine.name}")
         asleep = bool(engine.asleep) or (engine.in_order and engine.paused)  # vLLM calls a paused engine sleeping

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from ckpt_engine.core.machines import agent_install, gather, targets, update
@@ -12,11 +10,9 @@ from ckpt_engine.core.machines.events import TimerFired
 from ckpt_engine.core.machines.manager_state import State
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.simulation.engine import CLEAN, Engine, Worker
-from tests.simulation.invariants import BrokenPromiseError
-from tests.simulation.scenario import Machines, run_seed
+from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
+from tests.simulation.scenario import Machines
 from tests.simulation.world import Steps
-
-SEEDS = 60
 
 
 class TrustingEngine(Engine):
@@ -27,10 +23,6 @@ class TrustingEngine(Engine):
             yield from super()._read(worker, order, end)
         finally:
             worker.state, worker.identity = CLEAN, order.identity
-
-
-Patch = pytest.MonkeyPatch
-Mistake = Callable[[Patch], Machines | None]
 
 
 def workers_do_not_verify(patch: Patch) -> Machines:
@@ -157,14 +149,6 @@ MISTAKES: list[Mistake] = [
 ]
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+@pytest.mark.parametrize("mistake", MISTAKES, ids=name_of)
 def test_a_mistake_is_found(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
-    machines = mistake(monkeypatch)
-    for seed in range(SEEDS):
-        try:
-            run_seed(seed, machines, crashes=True)
-        except BrokenPromiseError as error:
-            if not isinstance(error.__cause__, BrokenPromiseError):
-                raise  # a mistake in the mistake
-            return
-    pytest.fail(f"{SEEDS} seeds did not notice that {mistake.__name__.replace('_', ' ')}")
+    must_be_noticed(mistake, monkeypatch)

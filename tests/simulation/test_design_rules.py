@@ -1,0 +1,339 @@
+"""Each rule of DESIGN.md ("Rules that close the holes", and the gate) is taken out, and some seed must notice.
+
+A test's id is the rule. README.md says which rules the simulation cannot break, and where they are tested.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+
+from ckpt_engine.core.machines import agent_install, members, recovery, targets, update
+from ckpt_engine.core.machines.agent import AgentMachine
+from ckpt_engine.core.machines.agent_state import Replica as AgentReplica
+from ckpt_engine.core.machines.events import PeerLost, StampEngine
+from ckpt_engine.core.machines.trainer import TrainerMachine
+from ckpt_engine.install import state
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from tests.simulation import world
+from tests.simulation.engine import CLEAN, DIRTY, NONE, Engine, Worker
+from tests.simulation.manager import Ledger
+from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
+from tests.simulation.scenario import Machines
+from tests.simulation.weights import SourceGoneError
+from tests.simulation.world import Signal, Steps
+
+# ------------------------------------------------------------------------------------------- marks, and who is believed
+
+
+class LateMark(Engine):
+    def _read(self, worker: Worker, order: worker_pb2.InstallOrder, end: float) -> Steps:
+        source = self.truth.sources[bytes.fromhex(json.loads(order.plan)["0"])]
+        with contextlib.suppress(SourceGoneError):
+            worker.weights[0] = source.read(0)
+        yield 0.01
+        yield from super()._read(worker, order, end)
+
+
+class EarlyMark(Engine):
+    def _read(self, worker: Worker, order: worker_pb2.InstallOrder, end: float) -> Steps:
+        try:
+            yield from super()._read(worker, order, end)
+        finally:
+            worker.state, worker.identity = CLEAN, order.identity
+
+
+def a_worker_is_dirty_before_the_first_byte(patch: Patch) -> Machines:
+    """It writes first and marks itself then."""
+    return Machines(engine=LateMark)
+
+
+def a_worker_is_clean_only_after_verifying(patch: Patch) -> Machines:
+    """It calls clean whatever it has read."""
+    return Machines(engine=EarlyMark)
+
+
+def a_new_agent_believes_workers_only(patch: Patch) -> None:
+    """It assumes that its engine is as an engine should be: running, and with no order on its way."""
+    original = AgentMachine._engine_ready
+
+    def ready(self: AgentMachine, event: Any, now: float) -> None:
+        original(self, event, now)
+        self.replica.paused, self.replica.settled = False, True
+
+    patch.setattr(AgentMachine, "_engine_ready", ready)
+
+
+def an_unknown_boot_id_means_version_none(patch: Patch) -> None:
+    """What the page says of a dead worker is believed."""
+    original = Worker.word
+
+    def word(self: Worker) -> state.WorkerWord:
+        alive, self.alive = self.alive, True
+        try:
+            return original(self)
+        finally:
+            self.alive = alive
+
+    patch.setattr(Worker, "word", word)
+
+
+def there_is_one_agent_for_an_engine(patch: Patch) -> None:
+    """The lock in the engine's directory does not hold."""
+    patch.setattr(Engine, "held_by_another", lambda self, agent: False)
+
+
+# -------------------------------------------------------------------------------------------------- installs and fences
+
+
+def an_install_goes_on_without_its_manager(patch: Patch) -> None:
+    """It is dropped when the manager is lost."""
+    original = AgentMachine.handle
+
+    def handle(self: AgentMachine, event: Any, now: float) -> list[Any]:
+        operation = self.replica.operation
+        if isinstance(event, PeerLost) and operation is not None and operation.kind == "install":
+            self.replica.operation = None
+        return original(self, event, now)
+
+    patch.setattr(AgentMachine, "handle", handle)
+
+
+def an_install_has_a_deadline(patch: Patch) -> None:
+    """Its steps take whatever time they want."""
+    original = agent_install.Installing.start
+
+    def start(self: agent_install.Installing, now: float) -> None:
+        original(self, now)
+        self._end += 1000.0
+
+    patch.setattr(agent_install.Installing, "start", start)
+
+
+def an_agent_obeys_no_lower_fence(patch: Patch) -> None:
+    """It obeys every command, however old."""
+    patch.setattr(AgentMachine, "_highest", property(lambda self: 0, lambda self, value: None), raising=False)
+
+
+def a_trainer_seals_for_no_lower_or_equal_fence(patch: Patch) -> None:
+    """It seals for every command, however old or often it comes."""
+    original = TrainerMachine._seal
+
+    def seal(self: TrainerMachine, command: manager_pb2.Seal) -> None:
+        self._epoch = 0
+        original(self, command)
+
+    patch.setattr(TrainerMachine, "_seal", seal)
+
+
+def a_manager_drops_answers_with_other_fences(patch: Patch) -> None:
+    """An outcome counts for whatever update runs."""
+    original = update.Update.message
+
+    def message(self: update.Update, member: Any, body: object, now: float) -> None:
+        if isinstance(body, manager_pb2.ReplicaOutcome) and self.phase == "installing":
+            self._targets.take_outcome(body, member.name)
+            self._go_on(now)
+        else:
+            original(self, member, body, now)
+
+    patch.setattr(update.Update, "message", message)
+
+
+# ---------------------------------------------------------------------------------------------------- inside an engine
+
+
+class RaisingEngine(Engine):
+    """An exception in one worker leaves its engine's other workers waiting for ever."""
+
+    def _read(self, worker: Worker, order: worker_pb2.InstallOrder, end: float) -> Steps:
+        try:
+            yield from super()._read(worker, order, end)
+        except Exception:
+            yield Signal()
+
+
+def nothing_raises_inside_an_engine(patch: Patch) -> Machines:
+    """A worker that fails raises instead of telling."""
+    return Machines(engine=RaisingEngine)
+
+
+def a_version_is_stamped_after_verifying_only(patch: Patch) -> None:
+    """The engine is stamped whatever its workers hold."""
+
+    def judge(self: agent_install.Installing, now: float) -> None:
+        self.run("stamp", StampEngine(self.install.identity, 1.0))
+
+    patch.setattr(agent_install.Installing, "_judge", judge)
+
+
+def a_call_without_an_answer_has_an_unknown_outcome(patch: Patch) -> None:
+    """A pause that got no answer is taken for one that did not happen."""
+    original = agent_install.Installing._paused
+
+    def paused(self: agent_install.Installing, done: Any, now: float) -> None:
+        original(self, done, now)
+        if done.problem is not None:
+            self.replica.paused = False
+
+    patch.setattr(agent_install.Installing, "_paused", paused)
+
+
+def nobody_resumes_while_an_order_may_be_acted_on(patch: Patch) -> None:
+    """Orders that workers have fetched are forgotten."""
+    patch.setattr(AgentReplica, "orders", property(lambda self: {}, lambda self, value: None), raising=False)
+
+
+# -------------------------------------------------------------------------------------------------- leases and sources
+
+
+def an_update_waits_for_every_reader(patch: Patch) -> None:
+    """It ends when the first replica has its outcome."""
+    original = targets.Targets.waiting_for
+    patch.setattr(targets.Targets, "waiting_for", lambda self: [] if self.outcomes else original(self))
+
+
+def what_is_served_hashes_to_what_was_sealed(patch: Patch) -> Machines:
+    """A read that the optimizer overtook is taken as it is: `expected` is made of what was read."""
+
+    class Believing(Engine):
+        def _read(self, worker: Worker, order: worker_pb2.InstallOrder, end: float) -> Steps:
+            plan = json.loads(order.plan)
+            now = {index: self.truth.sources[bytes.fromhex(table)].memory[int(index)] for index, table in plan.items()}
+            believed = worker_pb2.InstallOrder()
+            believed.CopyFrom(order)
+            believed.expected = json.dumps(now).encode()
+            yield from super()._read(worker, believed, end)
+
+    return Machines(engine=Believing)
+
+
+def a_late_replica_gets_the_very_version(patch: Patch) -> None:
+    """Whatever its sources have sealed by now is installed under the name of the latest version."""
+    original = update.Update._decide_identity
+
+    def decide(self: update.Update, root: bytes, now: float) -> None:
+        original(self, root if self.order.late is None else self.order.late.root, now)
+
+    patch.setattr(update.Update, "_decide_identity", decide)
+
+
+# ----------------------------------------------------------------------------------------------------------- the ledger
+
+
+def what_replicas_hold_comes_from_workers_only(patch: Patch) -> None:
+    """The manager remembers what it has installed, and believes that."""
+
+    def holds(self: members.Replica, identity: weights_pb2.Identity) -> bool:
+        last = self.last_outcome
+        return last is not None and last.outcome == manager_pb2.NEW_SERVING and last.after == identity
+
+    patch.setattr(members.Replica, "holds", holds)
+    patch.setattr(members.Replica, "serving", property(lambda self: True, lambda self, value: None), raising=False)
+
+
+def a_rolled_back_ledger_goes_on_above_its_members(patch: Patch) -> None:
+    """Epochs begin again where the copy of the ledger ended."""
+    patch.setattr(recovery.Recovery, "learn", lambda self, hello: False)
+
+
+def one_manager_writes_a_ledger(patch: Patch) -> None:
+    """A manager that lost its lock goes on writing."""
+    original = Ledger.check
+    patch.setattr(Ledger, "check", lambda self, generation: original(self, self.generation))
+
+
+def only_remaining_durations_travel(patch: Patch) -> None:
+    """A deadline is a moment by the manager's clock, and an agent compares it with its own."""
+    worlds: list[world.World] = []
+    made, started = world.World.__init__, agent_install.Installing.start
+
+    def make(self: world.World, seed: int) -> None:
+        made(self, seed)
+        worlds.append(self)
+
+    def start(self: agent_install.Installing, now: float) -> None:
+        started(self, now)
+        self._end = worlds[-1].now + self.install.deadline_seconds
+
+    patch.setattr(world.World, "__init__", make)
+    patch.setattr(agent_install.Installing, "start", start)
+
+
+# ------------------------------------------------------------------------------------------------------------- the gate
+
+
+def lenient_gate(patch: Patch, overlooked: str) -> None:
+    """The gate's verdict without one of its conditions."""
+    original = state.verdict
+
+    def verdict(words: list[state.WorkerWord], own_weights: bool = False) -> state.Verdict:
+        if own_weights:
+            return original(words, own_weights)
+        shut = {
+            "none": any(word.state == NONE for word in words),
+            "dirty": any(word.state == DIRTY for word in words),
+            "dead": not all(word.alive for word in words),
+            "disagreeing": any(word.identity != words[0].identity for word in words if word.state == CLEAN),
+        }
+        reasons = [reason for reason, true in shut.items() if true and reason != overlooked]
+        return state.Verdict(not reasons, ", ".join(reasons), None if reasons else words[0].identity)
+
+    patch.setattr(state, "verdict", verdict)
+
+
+def the_gate_is_closed_before_the_first_install(patch: Patch) -> None:
+    """Workers that hold nothing of ours do not close it."""
+    lenient_gate(patch, "none")
+
+
+def the_gate_is_closed_while_dirty(patch: Patch) -> None:
+    """Workers that hold half a version do not close it."""
+    lenient_gate(patch, "dirty")
+
+
+def the_gate_is_closed_when_a_worker_died(patch: Patch) -> None:
+    """A word counts although its worker is gone."""
+    lenient_gate(patch, "dead")
+
+
+def the_gate_is_closed_while_workers_disagree(patch: Patch) -> None:
+    """Different versions do not close it."""
+    lenient_gate(patch, "disagreeing")
+
+
+RULES: list[Mistake] = [
+    a_worker_is_dirty_before_the_first_byte,
+    a_worker_is_clean_only_after_verifying,
+    a_new_agent_believes_workers_only,
+    an_unknown_boot_id_means_version_none,
+    there_is_one_agent_for_an_engine,
+    an_install_goes_on_without_its_manager,
+    an_install_has_a_deadline,
+    an_agent_obeys_no_lower_fence,
+    a_trainer_seals_for_no_lower_or_equal_fence,
+    a_manager_drops_answers_with_other_fences,
+    nothing_raises_inside_an_engine,
+    a_version_is_stamped_after_verifying_only,
+    a_call_without_an_answer_has_an_unknown_outcome,
+    nobody_resumes_while_an_order_may_be_acted_on,
+    an_update_waits_for_every_reader,
+    what_is_served_hashes_to_what_was_sealed,
+    a_late_replica_gets_the_very_version,
+    what_replicas_hold_comes_from_workers_only,
+    a_rolled_back_ledger_goes_on_above_its_members,
+    one_manager_writes_a_ledger,
+    only_remaining_durations_travel,
+    the_gate_is_closed_before_the_first_install,
+    the_gate_is_closed_while_dirty,
+    the_gate_is_closed_when_a_worker_died,
+    the_gate_is_closed_while_workers_disagree,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=name_of)
+def test_some_seed_notices_without(rule: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+    must_be_noticed(rule, monkeypatch)
