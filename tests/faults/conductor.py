@@ -185,4 +185,4 @@ def _end_of(world: World, name: str, before: int) -> str:
 
 def _is_closed(status: manager_pb2.ReplicaStatus) -> bool:
     """Not just on its way: its engine has gone or is new, or its workers are not whole."""
-    return status.closed_reason not in ("paused", "asleep")
+    return status.closed_reason not in ("paused", "asleep", "its agent has just connected")

@@ -56,11 +56,11 @@ class Member:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def start_manager(path: Path, port: int, environment: Mapping[str, str], ledger: Path | None = None) -> Member:
-    """`ckpt-engine serve` on this port, with its ledger below `path`."""
+def start_manager(path: Path, port: int, environment: Mapping[str, str], ledger: Path, cluster: str = "") -> Member:
+    """`ckpt-engine serve` on this port; its log goes to `path`."""
     command = ["-m", "ckpt_engine", "serve", "--listen", f"127.0.0.1:{port}", "--http", "127.0.0.1:0"]
-    ledger = ledger or path / "ledger.sqlite"
-    return Member([*command, "--ledger", str(ledger)], path / "manager.log", environment)
+    command += ["--ledger", str(ledger), "--cluster", cluster]
+    return Member(command, path / "manager.log", environment)
 
 
 def start_agent(
@@ -70,6 +70,19 @@ def start_agent(
     command = ["-m", "ckpt_engine", "replica", "--manager", manager, "--engine", "reference", "--model", str(model)]
     command += ["--name", name, "--port", str(port), "--engine-output"]
     return Member([*command, "--", "--tensor-parallel", str(workers)], path / f"{name}.log", environment)
+
+
+def start_attached_agent(path: Path, name: str, manager: str, port: int, environment: Mapping[str, str]) -> Member:
+    """`ckpt-engine replica` beside an engine that runs on this port."""
+    command = ["-m", "ckpt_engine", "replica", "--manager", manager, "--engine", "reference"]
+    command += ["--url", f"http://127.0.0.1:{port}", "--name", name]
+    return Member(command, path / f"{name}.log", environment)
+
+
+def start_engine(path: Path, name: str, model: Path, port: int, workers: int, environment: Mapping[str, str]) -> Member:
+    """A reference engine that nobody of ours has launched."""
+    command = ["-m", "ckpt_engine_adapters.reference.server", "--model", str(model), "--port", str(port)]
+    return Member([*command, "--tensor-parallel", str(workers)], path / f"{name}-engine.log", environment)
 
 
 class TrainerMember(Member):
@@ -119,10 +132,11 @@ class TrainerMember(Member):
         self._answers.put(None)
 
 
-def engine_processes(agent: Member) -> list[psutil.Process]:
-    """What an agent's launcher has started and that runs: the API server first, then its workers by rank."""
+def engine_processes(starter: Member) -> list[psutil.Process]:
+    """What an agent's launcher has started and runs, or an engine by itself: API server first, then workers by rank."""
     try:
-        descendants = psutil.Process(agent.pid).children(recursive=True)
+        process = psutil.Process(starter.pid)
+        descendants = [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
     found: list[tuple[int, int, psutil.Process]] = []

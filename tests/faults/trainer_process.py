@@ -1,4 +1,4 @@
-"""A trainer for fault injection: python trainer_process.py MANAGER LINEAGE WEIGHTS [SNAPSHOT].
+"""A trainer for fault injection: python trainer_process.py MANAGER LINEAGE WEIGHTS [snapshot] [RANK/WORLD].
 
 WEIGHTS has a directory for each seed with model.safetensors. Each line of input is JSON: {"version", "seed",
 "timeout"}: the parameters, which lie in shared memory, take that seed's values in place, and the replicas are updated.
@@ -51,7 +51,9 @@ def main() -> None:
     torch.set_num_threads(1)
     seeds = [load_file(path) for path in sorted(weights.glob("*/model.safetensors"))]
     model = module_of(seeds[0])
-    with Trainer(address, lineage=lineage) as trainer:
+    ranks = next((option for option in sys.argv[4:] if "/" in option), "0/1")
+    rank, world_size = (int(number) for number in ranks.split("/"))
+    with Trainer(address, rank, world_size, lineage) as trainer:
         trainer.publish(model, snapshot=True if "snapshot" in sys.argv[4:] else None)
         print(json.dumps({"published": True}), flush=True)
         for line in sys.stdin:

@@ -22,7 +22,15 @@ from ckpt_engine.core.deadlines import ENVIRONMENT as DEADLINES_ENVIRONMENT
 from ckpt_engine.trace import ENVIRONMENT as TRACE_ENVIRONMENT
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
 from tests.faults.listener import Listener
-from tests.faults.members import Member, TrainerMember, engine_processes, start_agent, start_manager
+from tests.faults.members import (
+    Member,
+    TrainerMember,
+    engine_processes,
+    start_agent,
+    start_attached_agent,
+    start_engine,
+    start_manager,
+)
 from tests.faults.prober import PAUSE_SECONDS, SEEDS, Expected, Prober
 from tests.faults.proxy import Loop, Proxy
 from tests.faults.relay import Relay
@@ -44,7 +52,10 @@ HEAL_SECONDS = 240.0
 
 @dataclass
 class Rollout:
-    """One replica: its agent, the proxy through which that reaches the manager, and who asks it for tokens."""
+    """One replica: its agent, the proxy through which that reaches the manager, and who asks it for tokens.
+
+    engine: None if the agent has launched it.
+    """
 
     name: str
     port: int
@@ -52,10 +63,11 @@ class Rollout:
     proxy: Proxy
     agent: Member
     prober: Prober
+    engine: Member | None = None
 
 
 class World:
-    """Use as a context manager. replicas: name to number of workers."""
+    """Use as a context manager. replicas: name to number of workers. attached: engines run beside their agents."""
 
     def __init__(
         self,
@@ -68,6 +80,7 @@ class World:
         snapshot: bool = False,
         deadlines: str = QUICK,
         probe_pause: float = PAUSE_SECONDS,
+        attached: bool = False,
     ) -> None:
         self.path, self._model, self._weights, self._expected = path, model, weights, expected
         self._options = ("snapshot",) if snapshot else ()
@@ -79,7 +92,7 @@ class World:
         self._environment = {DEADLINES_ENVIRONMENT: deadlines, TRACE_ENVIRONMENT: str(self.listener.path)}
         self.manager_port = free_port()
         self.ledger = path / "ledger.sqlite"
-        self.manager = start_manager(path, self.manager_port, self._environment)
+        self.manager = start_manager(path, self.manager_port, self._environment, self.ledger)
         self._channel = grpc.insecure_channel(
             f"127.0.0.1:{self.manager_port}", options=[("grpc.max_reconnect_backoff_ms", 300)]
         )
@@ -90,9 +103,10 @@ class World:
             port, proxy = free_port(), self._proxy()
             prober = Prober(name, f"http://127.0.0.1:{port}", expected, lambda: self.version, probe_pause)
             prober.start()
-            agent = self._agent(name, port, workers, proxy)
-            self.replicas[name] = Rollout(name, port, workers, proxy, agent, prober)
-        self.trainer = self._trainer()
+            engine = start_engine(path, name, model, port, workers, self._environment) if attached else None
+            agent = self._agent(name, port, workers, proxy, attached)
+            self.replicas[name] = Rollout(name, port, workers, proxy, agent, prober, engine)
+        self.trainer = self.new_trainer()
 
     def __enter__(self) -> World:
         return self
@@ -101,7 +115,9 @@ class World:
         for rollout in self.replicas.values():
             rollout.prober.end()
         self.listener.__exit__()
-        for member in (self.trainer, *(rollout.agent for rollout in self.replicas.values()), self.manager):
+        agents = [rollout.agent for rollout in self.replicas.values()]
+        engines = [rollout.engine for rollout in self.replicas.values() if rollout.engine is not None]
+        for member in (self.trainer, *agents, *engines, self.manager):
             member.end()
         for proxy in (self.trainer_proxy, *(rollout.proxy for rollout in self.replicas.values())):
             proxy.close()
@@ -109,19 +125,27 @@ class World:
 
     # -- processes
 
-    def restart_manager(self, ledger: Path | None = None) -> None:
+    def restart_manager(self, cluster: str = "") -> None:
+        """On the same ledger; cluster: for a new one."""
         self.manager.end()
-        self.manager = start_manager(self.path, self.manager_port, self._environment, ledger or self.ledger)
+        self.manager = start_manager(self.path, self.manager_port, self._environment, self.ledger, cluster)
 
     def restart_agent(self, name: str) -> None:
         rollout = self.replicas[name]
         rollout.agent.end()
-        rollout.agent = self._agent(name, rollout.port, rollout.workers, rollout.proxy)
+        rollout.agent = self._agent(name, rollout.port, rollout.workers, rollout.proxy, rollout.engine is not None)
 
-    def restart_trainer(self, *, wait: bool = True) -> None:
-        """Another process and lineage, as after a crash of the training run."""
+    def restart_engine(self, name: str) -> None:
+        """Of an attached agent: another process at the same port, with a directory of its own."""
+        rollout = self.replicas[name]
+        assert rollout.engine is not None
+        rollout.engine.end()
+        rollout.engine = start_engine(self.path, name, self._model, rollout.port, rollout.workers, self._environment)
+
+    def restart_trainer(self, *, wait: bool = True, lineage: str = "") -> None:
+        """Another process, as after a crash of the training run. lineage: empty: another one."""
         self.trainer.end()
-        self.trainer = self._trainer()
+        self.trainer = self.new_trainer(lineage)
         if wait:
             self.trainer.ready()
 
@@ -137,7 +161,8 @@ class World:
 
     def engine(self, name: str) -> list[psutil.Process]:
         """The API server and the workers of a replica; empty while the engine is being started."""
-        return engine_processes(self.replicas[name].agent)
+        rollout = self.replicas[name]
+        return engine_processes(rollout.engine or rollout.agent)
 
     def pid_of(self, victim: str, name: str) -> int:
         """Of one of trainer, manager, agent, api, worker; the last three are those of the replica, the last worker."""
@@ -165,6 +190,11 @@ class World:
         relay.close()
 
     # -- what is seen
+
+    @property
+    def stub(self) -> Any:
+        """The manager's calls, straight to it."""
+        return self._stub
 
     def status(self) -> manager_pb2.GetStatusResponse | None:
         """None while the manager does not answer."""
@@ -227,6 +257,8 @@ class World:
         if not self.manager.alive:
             self.restart_manager()
         for rollout in self.replicas.values():
+            if rollout.engine is not None and not rollout.engine.alive:
+                self.restart_engine(rollout.name)
             if not rollout.agent.alive:
                 self.restart_agent(rollout.name)
         if not self.trainer.alive:
@@ -280,13 +312,21 @@ class World:
     def _proxy(self) -> Proxy:
         return Proxy(self.loop, ("127.0.0.1", self.manager_port))
 
-    def _agent(self, name: str, port: int, workers: int, proxy: Proxy) -> Member:
+    def _agent(self, name: str, port: int, workers: int, proxy: Proxy, attached: bool) -> Member:
+        if attached:
+            return start_attached_agent(self.path, name, proxy.address, port, self._environment)
         return start_agent(self.path, name, proxy.address, self._model, port, workers, self._environment)
 
-    def _trainer(self) -> TrainerMember:
-        lineage = f"run-{next(self._lineages)}"
+    def new_trainer(self, lineage: str = "", *options: str) -> TrainerMember:
+        """A trainer process; options: see trainer_process.py."""
         return TrainerMember(
-            self.path, self.trainer_proxy.address, lineage, self._weights, self._environment, *self._options
+            self.path,
+            self.trainer_proxy.address,
+            lineage or f"run-{next(self._lineages)}",
+            self._weights,
+            self._environment,
+            *self._options,
+            *options,
         )
 
 

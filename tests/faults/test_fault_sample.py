@@ -1,0 +1,66 @@
+"""A sample of the fault matrix, in each run of the tests. All of it: `make fault-matrix`, docs/reliability.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.cells import FAULTS, STAGES, Cell, all_cells
+from tests.faults.conductor import play
+from tests.faults.endurance import DEADLINES, endure
+from tests.faults.prober import Expected
+from tests.faults.world import World
+
+SAMPLE = (
+    Cell("trainer", "kill", "transfer"),
+    Cell("manager", "kill", "verify"),
+    Cell("worker", "kill", "transfer"),
+    Cell("manager", "stop", "commit"),
+    Cell("agent", "cut", "quiesce"),
+    Cell("trainer", "cut", "plan"),
+    Cell("agent", "duplicate", "resume"),
+    Cell("trainer", "duplicate", "plan"),
+)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, models: tuple[Path, Path, Expected]) -> Iterator[World]:
+    with World(tmp_path_factory.mktemp("sample"), *models, {"one": 1, "two": 1}) as world:
+        yield world
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("cell", SAMPLE, ids=str)
+def test_a_sample_of_the_matrix(world: World, cell: Cell) -> None:
+    result = play(world, cell)
+    assert not result.wrong, result
+
+
+def test_the_matrix_has_every_fault_at_every_stage() -> None:
+    cells = all_cells()
+    assert {cell.fault for cell in cells} == set(FAULTS)
+    assert {cell.stage for cell in cells} == set(STAGES)
+    assert set(SAMPLE) <= set(cells)
+
+
+@pytest.mark.timeout(400)
+def test_a_few_updates_with_random_kills_leave_nothing_behind(
+    tmp_path: Path, models: tuple[Path, Path, Expected]
+) -> None:
+    with World(tmp_path, *models, {"one": 1, "two": 1}, snapshot=True, deadlines=DEADLINES) as world:
+        story = endure(world, 24, seed=1, every=8)
+    assert not story.wrong
+    assert sum(story.kills.values()) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_five_hundred_updates_of_ten_replicas_with_random_kills(
+    tmp_path: Path, models: tuple[Path, Path, Expected]
+) -> None:
+    names = {f"replica-{number}": 1 for number in range(10)}
+    with World(tmp_path, *models, names, snapshot=True, deadlines=DEADLINES, probe_pause=1.0) as world:
+        story = endure(world, 500, seed=1, every=50)
+    assert not story.wrong
