@@ -86,6 +86,7 @@ class WorkerReport(BaseModel):
     tensors: int
     verified: int
     verified_as_loaded: int
+    by_loader: list[str]
     copies: int
     transfer_seconds: float
     install_seconds: float
@@ -139,6 +140,7 @@ class ReplicaOutcome(BaseModel):
                     tensors=worker.tensors,
                     verified=worker.verified,
                     verified_as_loaded=worker.verified_as_loaded,
+                    by_loader=list(worker.by_loader),
                     copies=worker.copies,
                     transfer_seconds=worker.transfer_seconds,
                     install_seconds=worker.install_seconds,
