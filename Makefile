@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ENGINES ?= vllm
 
-.PHONY: demo test test-engines test-slow bench lint format proto clean
+.PHONY: demo test test-engines test-slow fuzz bench lint format proto clean
 
 demo: $(INSTALLED)
 	@$(if $(findstring vllm,$(ARGS)),engines/run vllm --) $(BIN)/ckpt-engine demo $(ARGS)
@@ -20,6 +20,11 @@ test-engines: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m "slow and not engine and not gpu" --timeout=1800 $(ARGS)
+
+# A million damaged messages for everything that reads what another process sent (docs/security.md).
+fuzz: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "atheris>=3"
+	$(BIN)/python -m tests.fuzz.run --inputs 1000000 --atheris $(ARGS)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-json=benchmarks/latest.json --timeout=1800 $(ARGS)

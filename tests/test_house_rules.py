@@ -19,7 +19,8 @@ ALLOWED = {
     "transport": {"core", "transport", "v1", "trace"},
     "install": {"core", "transport", "install", "v1", "trace"},
     "source": {"core", "transport", "source", "v1", "trace"},
-    "manager": {"core", "manager", "v1", "client", "trace"},
+    "security": {"core", "security"},
+    "manager": {"core", "manager", "security", "v1", "client", "trace"},
     "agent": {"core", "transport", "install", "source", "agent", "v1", "client", "trace"},
     "trainer": {"core", "transport", "source", "trainer", "v1", "client", "report", "trace"},
 }
@@ -27,6 +28,13 @@ ALLOWED = {
 
 NOT_INSIDE_ENGINES = {"grpc", "fastapi", "httpx", "uvicorn"}
 """An engine's environment need not have them: core, transport and install do without."""
+
+
+SHELLS = {
+    *(f"os.{name}" for name in ("system", "popen")),
+    *(f"subprocess.{name}" for name in ("getoutput", "getstatusoutput")),
+    "asyncio.create_subprocess_shell",
+}
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -52,6 +60,19 @@ def test_imports_go_downward_and_nothing_pickles(path: Path) -> None:
             assert top not in NOT_INSIDE_ENGINES, f"{path} imports {name}, which engines need not have"
         if folder in ALLOWED and top == "ckpt_engine" and rest:
             assert rest[0] in ALLOWED[folder], f"{path}: {folder} may not import {name}"
+
+
+def calls(path: Path) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_command_goes_through_a_shell(path: Path) -> None:
+    for call in calls(path):
+        name = ast.unparse(call.func)
+        assert name not in SHELLS, f"{path}:{call.lineno} calls {name}"
+        for keyword in call.keywords:
+            assert keyword.arg != "shell", f"{path}:{call.lineno} says something about a shell"
 
 
 def test_no_file_is_too_long_to_have_one_idea() -> None:

@@ -1,0 +1,214 @@
+"""Everything else that reads what another process wrote, as functions of bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.machines import events
+from ckpt_engine.core.manifest import canonical
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.install.gate import Gate
+from ckpt_engine.install.installer import Installer
+from ckpt_engine.install.state import EnginePage, verdict
+from ckpt_engine.install.target import ModuleTarget
+from ckpt_engine.manager.addresses import split_address
+from ckpt_engine.manager.blobs import BlobStore, receive
+from ckpt_engine.manager.compiler import Compiler
+from ckpt_engine.security.grants import Tokens
+from ckpt_engine.source.digests import digest_atoms
+from ckpt_engine.source.safetensors import read_header
+from ckpt_engine.transport.cuda_ipc import CudaIpcTransport
+from ckpt_engine.transport.file import FileTransport
+from ckpt_engine.transport.shared_memory import SharedMemoryTransport
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from tests.fuzz.seeds import HOST, TwoTensors, needs_seed, prepare_order, table
+
+
+@contextlib.contextmanager
+def tables() -> Iterator[Callable[[bytes], None]]:
+    """Merges a table, compiles plans for whoever needs all of it, adds up digests: what the manager does with blobs."""
+
+    def take(data: bytes) -> None:
+        blobs = BlobStore(1 << 20, 1 << 22)
+        compiler = Compiler(blobs)
+        published = compiler.merge(events.MergeTables("run", (blobs.put(data),), 9.0))
+        worker = events.PlanWorker(("one", 0), blobs.put(canonical(needs_seed())), HOST, ("shared_memory",))
+        compiled = compiler.compile(events.CompilePlans(published, (worker,), 9.0))
+        sums = blobs.put(canonical(weights_pb2.Digests(values=[1, 2])))
+        compiler.combine(events.CombineSeals(published, compiled, {0: sums}, 9.0))
+
+    yield take
+
+
+@contextlib.contextmanager
+def worker_needs() -> Iterator[Callable[[bytes], None]]:
+    """What a worker says that it needs, compiled against an honest table."""
+
+    def take(data: bytes) -> None:
+        blobs = BlobStore(1 << 20, 1 << 22)
+        compiler = Compiler(blobs)
+        published = compiler.merge(events.MergeTables("run", (blobs.put(canonical(table())),), 9.0))
+        worker = events.PlanWorker(("one", 0), blobs.put(data), HOST, ("shared_memory",))
+        compiler.compile(events.CompilePlans(published, (worker,), 9.0))
+
+    yield take
+
+
+@contextlib.contextmanager
+def atoms() -> Iterator[Callable[[bytes], None]]:
+    """What a source is asked to digest."""
+    sealed = [torch.ones(4, 3), torch.ones(8, dtype=torch.bfloat16)]
+    yield lambda data: (digest_atoms(table(), sealed, weights_pb2.Atoms.FromString(data)), None)[1]
+
+
+@contextlib.contextmanager
+def orders(kind: type[Any]) -> Iterator[Callable[[bytes], None]]:
+    """What an agent orders a worker inside an engine to do. Nothing may come out but an answer."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = EnginePage(Path(folder) / "page")
+        target, slot = ModuleTarget(TwoTensors()), page.claim(0, 1)
+        installer = Installer(target, slot, {"shared_memory": SharedMemoryTransport(), "file": FileTransport()})
+        installer.prepare(worker_pb2.PrepareOrder.FromString(prepare_order()))
+
+        def take(data: bytes) -> None:
+            order = kind.FromString(data)
+            order.deadline_seconds = min(order.deadline_seconds, 1.0)
+            answer = installer.prepare(order) if kind is worker_pb2.PrepareOrder else installer.install(order)
+            answer.SerializeToString()
+            problem = answer.problem if kind is worker_pb2.PrepareOrder else answer.report.problem
+            assert problem.code != weights_pb2.Problem.INTERNAL, problem.message
+
+        yield take
+        page.close()
+
+
+@contextlib.contextmanager
+def regions() -> Iterator[Callable[[bytes], None]]:
+    """What a plan says where memory lies."""
+    transports = (SharedMemoryTransport(), FileTransport(), CudaIpcTransport())
+
+    def take(data: bytes) -> None:
+        region = weights_pb2.Region.FromString(data)
+        for transport in transports:
+            with contextlib.suppress(CkptEngineError):
+                opened = transport.open([region])
+                with contextlib.suppress(CkptEngineError):
+                    opened.view(region, 0, (1,), (1,), "uint8")
+                opened.close()
+
+    yield take
+
+
+@contextlib.contextmanager
+def state_page() -> Iterator[Callable[[bytes], None]]:
+    """A state page that something else has written over."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = EnginePage(Path(folder) / "page")
+        page.claim(0, 2)
+
+        def take(data: bytes) -> None:
+            page.write_slot(1, data[:256].ljust(256, b"\0")[:SLOT])
+            assert not verdict(page.read()).open, "one worker of two holds nothing"
+
+        yield take
+        page.close()
+
+
+SLOT = 256
+
+
+@contextlib.contextmanager
+def gate_requests() -> Iterator[Callable[[bytes], None]]:
+    """A request: path and headers. Nothing may reach an engine that holds no weights but what says nothing of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = EngineDirectory.create(Path(folder))
+        before = os.environ.get(ENVIRONMENT)
+        os.environ[ENVIRONMENT] = str(directory.path)
+        reached: list[str] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            reached.append(scope["path"])
+
+        gate = Gate(app)
+        loop = asyncio.new_event_loop()
+
+        async def send(message: Any) -> None:
+            return None
+
+        def take(data: bytes) -> None:
+            path, *headers = data.split(b"\n")
+            scope = {
+                "type": "http",
+                "path": "/" + path.decode("latin-1").lstrip("/"),
+                "headers": [(header[:24].lower(), header[24:]) for header in headers],
+                "client": ("127.0.0.1", 1),
+            }
+            reached.clear()
+            loop.run_until_complete(gate(scope, None, send))  # type: ignore[arg-type]
+            for route in reached:
+                assert (route.rstrip("/") or "/") in Gate.open_routes, f"{route} reached an engine without weights"
+
+        try:
+            yield take
+        finally:
+            loop.close()
+            os.environ.pop(ENVIRONMENT)
+            if before is not None:
+                os.environ[ENVIRONMENT] = before
+
+
+@contextlib.contextmanager
+def uploads() -> Iterator[Callable[[bytes], None]]:
+    """Chunks of a blob."""
+    loop, store = asyncio.new_event_loop(), BlobStore(1 << 16, 1 << 18)
+
+    def take(data: bytes) -> None:
+        chunk = manager_pb2.BlobChunk.FromString(data)
+
+        async def chunks() -> Any:
+            yield chunk
+            if chunk.ref.size > len(chunk.data):
+                yield chunk
+
+        loop.run_until_complete(receive(store, chunks()))
+
+    yield take
+    loop.close()
+
+
+@contextlib.contextmanager
+def safetensors() -> Iterator[Callable[[bytes], None]]:
+    """A checkpoint's file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+
+        def take(data: bytes) -> None:
+            path.write_bytes(data)
+            read_header(path)
+
+        yield take
+
+
+@contextlib.contextmanager
+def texts() -> Iterator[Callable[[bytes], None]]:
+    """Addresses, deadlines, tokens files."""
+
+    def take(data: bytes) -> None:
+        text = data.decode(errors="replace")
+        for parse in (split_address, Tokens.parse):
+            with contextlib.suppress(CkptEngineError):
+                parse(text)
+        with contextlib.suppress(ValueError):
+            Deadlines().changed(text)
+
+    yield take
