@@ -51,7 +51,7 @@ class Chaos:
             action = self.world.random.choice(actions)
             if self.scenario.crashes and self.world.chance(0.4):
                 self._trap = self.world.random.choice(MOMENTS), action
-            elif action.__name__ not in self.scenario.without:
+            elif action.__name__ not in self.scenario.slant.without:
                 action()
 
     def actions(self) -> list[Callable[[], None]]:
@@ -80,9 +80,10 @@ class Chaos:
                 self.somebody_stops,
                 self.partition,
             ]
-            if self.scenario.ledger_faults:
+            if self.scenario.ledger_faults or self.scenario.slant.often:
                 actions += LedgerFaults(self.scenario).actions()
-        return actions
+        often = [action for action in actions if action.__name__ in self.scenario.slant.often]
+        return actions + often * (len(actions) // len(often)) if often else actions
 
     def seen(self, command: Any) -> None:
         """The manager commands something: strikes if that was waited for."""
@@ -91,7 +92,7 @@ class Chaos:
         moment, action = self._trap
         if isinstance(getattr(command, "body", getattr(command, "task", None)), moment):
             self._trap = None
-            if action.__name__ not in self.scenario.without:
+            if action.__name__ not in self.scenario.slant.without:
                 self.world.after(self.world.between(0.0, 0.15), action)
 
     # -- connections and time

@@ -225,6 +225,6 @@ class Invariants:
         agent = self.scenario.agents[outcome.replica]
         if outcome.outcome != manager_pb2.NEW_SERVING or outcome.stages or agent.engine is None:
             return
-        old = self.world.now > agent.attached + 2 * self.scenario.deadlines.lease
+        old = self.world.now > agent.attached + self.scenario.deadlines.lease
         if old and agent.alive and agent.engine.alive and agent.engine.words().identity != report.identity:
             raise BrokenPromiseError(f"{outcome.replica} is reported to hold {report.identity}, and does not")

@@ -5,6 +5,7 @@ While it is bad only the invariants count. Once it has healed, an update must su
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.deadlines import Deadlines
@@ -57,6 +58,19 @@ class Machines:
     engine: type[Engine] = Engine
 
 
+@dataclass(frozen=True)
+class Slant:
+    """How a story differs from what its seed alone would make of it.
+
+    without: names of faults and of the chaos's actions that are left out, to find a shorter story. often: actions that
+    make up half of what the chaos does. worse: faults that are as bad as this, to bring something about more often.
+    """
+
+    without: frozenset[str] = frozenset()
+    often: frozenset[str] = frozenset()
+    worse: Mapping[str, float] = field(default_factory=dict)
+
+
 @dataclass
 class Group:
     """The ranks of one trainer run. first: of which step its checkpoint was, if it numbers its versions itself."""
@@ -80,7 +94,7 @@ class Scenario:
     """One run of one seed.
 
     crashes: whether anything may be killed or stopped at any time, and the ledger may fail; otherwise only engines and
-    trainers end. without: names of faults and of the chaos's actions that are left out, to find a shorter story.
+    trainers end.
     """
 
     def __init__(
@@ -89,16 +103,16 @@ class Scenario:
         machines: Machines | None = None,
         crashes: bool = False,
         calm: bool = False,
-        without: frozenset[str] = frozenset(),
+        slant: Slant | None = None,
     ) -> None:
         self.world = World(seed)
         self.machines = machines or Machines()
-        self.crashes, self.without = crashes, without
+        self.crashes, self.slant = crashes, slant or Slant()
         self.deadlines = DEADLINES
         self.faults = Faults() if calm else self._draw_faults()
         self.truth = Truth()
         self.ledger = Ledger()
-        self.ledger_faults = crashes and self.world.chance(0.4)
+        self.ledger_faults = crashes and self.world.chance(0.4 if "ledger" not in self.slant.without else 0.0)
         self.ledgers_replaced = 0
         self.chaos: Chaos | None = None
         self.agents: dict[str, AgentShell] = {}
@@ -153,8 +167,10 @@ class Scenario:
             read_late=some(0.05),
             drift=some(0.03) if self.crashes else 0.0,
         )
-        for name in self.without & vars(faults).keys():
+        for name in self.slant.without & vars(faults).keys():
             setattr(faults, name, 0.005 if name == "delay" else 0.0)
+        for name, value in self.slant.worse.items():
+            setattr(faults, name, value)
         return faults
 
     # -- who joins and leaves
@@ -355,10 +371,10 @@ def run_seed(
     seed: int,
     machines: Machines | None = None,
     crashes: bool = False,
-    without: frozenset[str] = frozenset(),
+    slant: Slant | None = None,
     bad_seconds: float = 20.0,
 ) -> Scenario:
     """One seed from beginning to end."""
-    scenario = Scenario(seed, machines, crashes, without=without)
+    scenario = Scenario(seed, machines, crashes, slant=slant)
     scenario.run(bad_seconds)
     return scenario
