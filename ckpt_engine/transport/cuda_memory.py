@@ -8,7 +8,8 @@ for how long, is the lease's matter (transport/lease.py). No torch here: a probi
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
+import threading
+from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,12 @@ NOT_SHAREABLE, LEGACY, PIECES = (
     CudaIpcLocator.LEGACY,
     CudaIpcLocator.PIECES,
 )
+
+_elsewhere: list[tuple[int, int]] = []
+"""First address, and the one behind the last, of what is mapped here and lies on another GPU than the mapping one's;
+sorted. Used under its lock: a lease may end on another thread."""
+
+_elsewhere_lock = threading.Lock()
 
 Look = Callable[[int], tuple[Allocation, Kind]]
 """An address to the allocation that it lies in, and how that can be shared."""
@@ -136,6 +143,16 @@ def export_parts(driver: Driver, device: int, region: Region, first: int) -> lis
     return descriptors
 
 
+def lies_elsewhere(pointer: int) -> bool:
+    """Whether it is an address of memory that `Imported` mapped and that another GPU than the mapping one has.
+
+    Of the memory of a GPU that this process cannot see, nothing promises that the driver tells.
+    """
+    with _elsewhere_lock:
+        index = bisect_right(_elsewhere, (pointer, 1 << 64)) - 1
+        return index >= 0 and pointer < _elsewhere[index][1]
+
+
 class Imported:
     """Another process's memory, mapped for one device of this one. `release` it exactly once. users: of its holder."""
 
@@ -150,6 +167,7 @@ class Imported:
             raise invalid(f"region {region.id} for {region.transport} is not GPU memory of {region.size} bytes")
         try:
             with driver.beside_captures(), driver.on(device):
+                away = driver.uuid(device) != locator.gpu_uuid
                 if locator.kind == LEGACY and len(locator.parts) == 1:
                     self.pointer = driver.open_ipc_handle(locator.parts[0].handle)
                 elif locator.kind == PIECES:
@@ -158,6 +176,10 @@ class Imported:
                     raise invalid(f"region {region.id} is shared in a way that this version does not know")
         except CudaDriverError as error:
             raise unavailable(self._why(region, error)) from error
+        self._span = (self.pointer, self.pointer + self.size) if away else None
+        if self._span is not None:
+            with _elsewhere_lock:
+                insort(_elsewhere, self._span)
 
     @property
     def handle(self) -> bytes:
@@ -170,6 +192,9 @@ class Imported:
 
     def release(self) -> None:
         """Unmaps it, in the device's context. The caller made sure that nothing uses it. Raises CudaDriverError."""
+        if self._span is not None:
+            with _elsewhere_lock:
+                _elsewhere.remove(self._span)
         if self._locator.kind == LEGACY:
             self._driver.close_ipc_handle(self.pointer)
         else:

@@ -21,6 +21,7 @@ import torch
 from ckpt_engine.transport import copy_kernel
 from ckpt_engine.transport.blocks import Block, aligned, blocks_of, cut, merged
 from ckpt_engine.transport.cuda_driver import CudaDriverError, driver
+from ckpt_engine.transport.cuda_memory import lies_elsewhere
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -93,6 +94,8 @@ class DeviceWork:
             return Place.SAME
         if source.device.type == "cpu":
             return Place.HOST
+        if lies_elsewhere(source.data_ptr()):
+            return Place.PEER
         try:
             # The driver knows best: a mapping of a peer's memory is labelled as the device that mapped it.
             found = driver().device_of(source.data_ptr())
