@@ -77,6 +77,7 @@ def main(path: Path, tied: bool) -> None:
                 "verified_as_loaded": installed.report.verified_as_loaded,
                 "moved": [name for name, tensor in model.named_parameters() if tensor.data_ptr() != addresses[name]],
                 "differ": [name for name, tensor in model.named_parameters() if not torch.equal(tensor, wanted[name])],
+                "deriving": len(target._deriving),
                 "by_loader": list(installed.report.by_loader),
             }
         ),

@@ -34,3 +34,4 @@ def test_what_nothing_repacks_is_resident(tmp_path: Path, kind: str) -> None:
     assert found["problem"] == ""
     assert (found["staged"], found["verified_as_loaded"], found["moved"], found["differ"]) == ([], 0, [], [])
     assert found["verified"] > found["tensors"]
+    assert found["deriving"] == 0, "ordinary attention makes nothing of weights"

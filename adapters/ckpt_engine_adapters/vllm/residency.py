@@ -11,12 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionImplBase
 
 from ckpt_engine_adapters.vllm.versions import is_deferred_attention_layer
 
@@ -39,6 +41,24 @@ def is_processed(layer: nn.Module) -> bool:
     if isinstance(method, QuantizeMethodBase) and any(name not in tensors for name in parameters):
         return True
     return any(name in loader_form and not _same_form(tensor, loader_form[name]) for name, tensor in tensors.items())
+
+
+def derives(layer: nn.Module) -> bool:
+    """Whether an attention layer makes something of loaded weights, so that it has to be processed after each install.
+
+    Ordinary ones only set scales that no checkpoint holds to what they were since vLLM started: four kernels a layer
+    that would take as long as a tenth of the model's copy.
+    """
+    if not is_deferred_attention_layer(layer):
+        return False
+    kind: Any = type(layer)
+    if kind.process_weights_after_loading is not Attention.process_weights_after_loading or hasattr(
+        layer, "quant_method"
+    ):
+        return True
+    implementation: Any = type(getattr(layer, "impl", None))
+    process = getattr(implementation, "process_weights_after_loading", None)
+    return process is not AttentionImplBase.process_weights_after_loading
 
 
 def _leaves_unchanged(method: QuantizeMethodBase) -> bool:

@@ -38,7 +38,7 @@ from vllm.platforms import current_platform
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.install.target import StagedLayer, Weights
 from ckpt_engine_adapters.vllm.layout import Elsewhere
-from ckpt_engine_adapters.vllm.residency import is_processed
+from ckpt_engine_adapters.vllm.residency import derives, is_processed
 from ckpt_engine_adapters.vllm.versions import is_deferred_attention_layer
 
 _Tensors = tuple[dict[str, Any], dict[str, Tensor | None], set[str]]
@@ -61,6 +61,7 @@ class VllmTarget:
         self._staged_layers = {
             prefix: layer for prefix, layer in self._layers.items() if layer not in tied_layers and is_processed(layer)
         }
+        self._deriving = [layer for layer in model.modules() if derives(layer)]
         self._made_of_weights = set(_buffers_of_weights(self._layers))
         self._mirrors: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         self._derived: dict[str, str] = {}
@@ -177,10 +178,9 @@ class VllmTarget:
                 method.process_weights_after_loading(layer)
         # On the device that vLLM loads on: some kinds make tensors without saying where.
         with next(self._model.parameters()).device:
-            for attention in self._model.modules():
-                if is_deferred_attention_layer(attention):
-                    process: Any = attention.process_weights_after_loading
-                    process(self._model_config.dtype)
+            for attention in self._deriving:
+                process: Any = attention.process_weights_after_loading
+                process(self._model_config.dtype)
 
 
 def _buffers_of_weights(layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
