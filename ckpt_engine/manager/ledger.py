@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import os
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import TypeVar
 from ckpt_engine.core.problems import CkptEngineError, precondition
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 APPLICATION_ID = 0x636B7074  # "ckpt", so that `file` and we recognise it
 
 _SCHEMA = """
@@ -37,7 +38,8 @@ CREATE TABLE cluster (
     id TEXT NOT NULL, made REAL NOT NULL, epoch INTEGER NOT NULL, generation INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 CREATE TABLE intents (
-    epoch INTEGER PRIMARY KEY, lineage TEXT NOT NULL, version INTEGER NOT NULL, root BLOB NOT NULL, time REAL NOT NULL
+    epoch INTEGER PRIMARY KEY, lineage TEXT NOT NULL, version INTEGER NOT NULL, root BLOB NOT NULL, time REAL NOT NULL,
+    selection TEXT NOT NULL DEFAULT '[]'
 ) STRICT;
 CREATE TABLE outcomes (epoch INTEGER PRIMARY KEY, report BLOB NOT NULL, time REAL NOT NULL) STRICT;
 """
@@ -45,16 +47,26 @@ CREATE TABLE outcomes (epoch INTEGER PRIMARY KEY, report BLOB NOT NULL, time REA
 KEPT_REPORTS = 1000
 """A report of 64 replicas of 8 workers takes some 100 kB: the file stays below 100 MB even then."""
 
+_MIGRATIONS = {
+    1: "ALTER TABLE cluster ADD COLUMN generation INTEGER NOT NULL DEFAULT 0;",
+    2: "ALTER TABLE intents ADD COLUMN selection TEXT NOT NULL DEFAULT '[]';",
+}
+"""From a schema to the next one."""
+
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Intent:
-    """An install that was about to begin: its fence's epoch, the weights' identity, and when (Unix seconds)."""
+    """An install that was about to begin: its fence's epoch, the weights' identity, and when (Unix seconds).
+
+    selection: the replicas that it was for; none: all that receive weights.
+    """
 
     epoch: int
     identity: weights_pb2.Identity
     time: float
+    selection: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,15 +137,15 @@ class Ledger:
 
         await self._run(statements)
 
-    async def record_intent(self, epoch: int, identity: weights_pb2.Identity) -> None:
+    async def record_intent(self, epoch: int, identity: weights_pb2.Identity, selection: Sequence[str] = ()) -> None:
         """Stores what is about to be installed, and spends its epoch."""
 
         def statements() -> None:
             with self._connection:
                 self._spend(epoch)
                 self._connection.execute(
-                    "INSERT OR REPLACE INTO intents VALUES (?, ?, ?, ?, ?)",
-                    (epoch, identity.lineage, identity.version, identity.root, time.time()),
+                    "INSERT OR REPLACE INTO intents VALUES (?, ?, ?, ?, ?, ?)",
+                    (epoch, identity.lineage, identity.version, identity.root, time.time(), json.dumps(selection)),
                 )
 
         await self._run(statements)
@@ -154,12 +166,18 @@ class Ledger:
         """The latest intent of each lineage, oldest first."""
         rows = await self._run(
             lambda: self._connection.execute(
-                "SELECT max(epoch), lineage, version, root, time FROM intents GROUP BY lineage ORDER BY max(epoch)"
+                "SELECT max(epoch), lineage, version, root, time, selection FROM intents "
+                "GROUP BY lineage ORDER BY max(epoch)"
             ).fetchall()
         )
         return [
-            Intent(epoch, weights_pb2.Identity(lineage=lineage, version=version, root=root), moment)
-            for epoch, lineage, version, root, moment in rows
+            Intent(
+                epoch,
+                weights_pb2.Identity(lineage=lineage, version=version, root=root),
+                moment,
+                tuple(json.loads(selection)),
+            )
+            for epoch, lineage, version, root, moment, selection in rows
         ]
 
     async def history(self, before: int | None = None, limit: int = 50) -> list[Record]:
@@ -314,11 +332,9 @@ def _prepare(path: Path, connection: sqlite3.Connection, cluster: str) -> None:
             f"PRAGMA user_version = {SCHEMA_VERSION}; "
             f"INSERT INTO cluster (id, made, epoch) VALUES ('{_cluster_id(cluster)}', {time.time()}, 0); COMMIT;"
         )
-    elif version == 1:
-        connection.executescript(
-            "BEGIN IMMEDIATE; ALTER TABLE cluster ADD COLUMN generation INTEGER NOT NULL DEFAULT 0; "
-            f"PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
-        )
+    elif version < SCHEMA_VERSION:
+        steps = " ".join(_MIGRATIONS[older] for older in range(version, SCHEMA_VERSION))
+        connection.executescript(f"BEGIN IMMEDIATE; {steps} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
     with connection:  # fails now, and not in the middle of an update, when the disk is full or read-only
         connection.execute("UPDATE cluster SET generation = generation + 1")
 

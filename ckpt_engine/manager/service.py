@@ -128,8 +128,15 @@ class ManagerServer:
         self.metrics = Metrics(self.status, blobs)
         tasks = Tasks(self.ledger, Compiler(blobs), self.metrics)
         self._undo.callback(tasks.close)
-        intents = [intent.identity for intent in await self.ledger.last_intents()]
-        machine = ManagerMachine(self.ledger.cluster, self.ledger.epoch, intents, config.deadlines, software_version())
+        intents = await self.ledger.last_intents()
+        machine = ManagerMachine(
+            self.ledger.cluster,
+            self.ledger.epoch,
+            [intent.identity for intent in intents],
+            config.deadlines,
+            software_version(),
+            intents[-1].selection if intents else (),
+        )
         self._shell = Shell(machine, tasks, blobs, self.metrics)
         self.http_address = await self._start_http() if config.http else ""
         self.address = await self._start_grpc(ManagerServicer(self._shell, blobs, config.deadlines, self._access))

@@ -162,7 +162,7 @@ def test_a_worker_says_that_it_holds_nothing_whoever_makes_it_discard(
     """A call of vLLM's own route past the agent, as a leaked token would allow."""
     model = model_of(tmp_path, 52)
     with Trainer(cluster.address, lineage="past the agent") as trainer:
-        publish(trainer, model)
+        trainer.publish(model)  # read where it lies: nobody brings it back before the next update
         assert trainer.update_weights(version=1).ok
         directory = Path(httpx.get(f"{replica.url}/ckpt_engine/info", timeout=30).json()["directory"])
         headers = {"x-ckpt-engine-token": EngineDirectory(directory).token()}

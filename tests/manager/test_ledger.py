@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.machines.manager_state import State
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.manager.ledger import APPLICATION_ID, SCHEMA_VERSION, Ledger, default_path
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -216,12 +218,33 @@ async def test_a_ledger_of_the_schema_before_is_taken_over(tmp_path: Path) -> No
     await ledger.record_intent(7, identity(3))
     await ledger.close()
     with sqlite3.connect(path) as connection:
-        connection.executescript("ALTER TABLE cluster DROP COLUMN generation; PRAGMA user_version = 1;")
+        connection.executescript(
+            "ALTER TABLE cluster DROP COLUMN generation; ALTER TABLE intents DROP COLUMN selection; "
+            "PRAGMA user_version = 1;"
+        )
     connection.close()
     again = await Ledger.open(path)
     assert (again.cluster, again.epoch) == (ledger.cluster, 7)
+    assert [(intent.epoch, intent.selection) for intent in await again.last_intents()] == [(7, ())]
     await again.spend_epoch(8)
     await again.close()
+
+
+async def test_what_a_version_was_for_outlives_the_manager(tmp_path: Path) -> None:
+    """Else a restarted manager would bring it to replicas that its update had left out."""
+    path = tmp_path / "ledger.sqlite3"
+    ledger = await Ledger.open(path)
+    await ledger.record_intent(1, identity(1))
+    await ledger.record_intent(2, identity(2), ("a", "b"))
+    await ledger.close()
+    again = await Ledger.open(path)
+    (intent,) = await again.last_intents()
+    await again.close()
+    assert intent.selection == ("a", "b")
+    state = State.from_ledger(again.cluster, again.epoch, [intent.identity], Deadlines(), intent.selection)
+    assert state.latest is not None
+    assert state.latest.selection == {"a", "b"}
+    assert State.from_ledger(again.cluster, again.epoch, [intent.identity], Deadlines()).latest.selection is None  # type: ignore[union-attr]
 
 
 def report_of(epoch: int) -> manager_pb2.UpdateReport:

@@ -52,6 +52,7 @@ class ManagerMachine:
     """Decides everything that the manager does.
 
     cluster, epoch: from the ledger. intents: the latest identity of each lineage, oldest first (Ledger.last_intents).
+    selection: the replicas that the last of them was for; none: all.
     """
 
     def __init__(
@@ -61,10 +62,11 @@ class ManagerMachine:
         intents: Sequence[weights_pb2.Identity] = (),
         deadlines: Deadlines | None = None,
         software_version: str = "",
+        selection: Sequence[str] = (),
     ) -> None:
         self._deadlines = deadlines or Deadlines()
         self._software_version = software_version
-        self._state = State.from_ledger(cluster, epoch, intents, self._deadlines)
+        self._state = State.from_ledger(cluster, epoch, intents, self._deadlines, selection)
         self._members = self._state.members
         self._publications = Publications(self._state)
         self._catch_up = CatchUp(self._state, self._publications)

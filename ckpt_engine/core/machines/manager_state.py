@@ -67,13 +67,18 @@ class State:
 
     @classmethod
     def from_ledger(
-        cls, cluster: str, epoch: int, intents: Sequence[weights_pb2.Identity], deadlines: Deadlines
+        cls,
+        cluster: str,
+        epoch: int,
+        intents: Sequence[weights_pb2.Identity],
+        deadlines: Deadlines,
+        selection: Sequence[str] = (),
     ) -> State:
         """As a manager begins."""
         state = cls(Members(cluster), deadlines, [], epoch, epoch, latest_epoch=epoch)
         for identity in intents:
             state.last[identity.lineage] = identity
-            state.latest = Latest(identity)
+            state.latest = Latest(identity, selection=frozenset(selection) or None)
         return state
 
     # -- epochs

@@ -113,11 +113,12 @@ class SpendEpoch:
 
 @dataclass(frozen=True)
 class RecordIntent:
-    """Ledger.record_intent. Result: None, once it is on the disk."""
+    """Ledger.record_intent. Result: None, once it is on the disk. selection: the replicas it is for; none: all."""
 
     epoch: int
     identity: weights_pb2.Identity
     seconds: float
+    selection: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -289,7 +289,9 @@ class Update:
             self._identity = identity
             self._targets.skip_holders(identity)
             self._begin_phase("recording", self.state.deadlines.ledger, now)
-            self._run("intent", RecordIntent(self.fence.epoch, identity, self._left(now)))
+            asked = self.state.latest if order.late is not None and self.state.latest is not None else order
+            task = RecordIntent(self.fence.epoch, identity, self._left(now), tuple(sorted(asked.selection or ())))
+            self._run("intent", task)
 
     def _install(self, now: float) -> None:
         """The intent is on the disk: from here on there is no refusing."""
