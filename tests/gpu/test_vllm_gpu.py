@@ -1,6 +1,8 @@
 """vLLM on a GPU, fed from live parameters of a trainer on the same GPU: every update exact, with CUDA graphs and
-without, while requests run, and in hybrid mode. The trainer is this process; greedy tokens are compared with
-transformers' on the CPU, and with those of a vLLM server that loaded the same weights from files.
+without, while requests run, and in hybrid mode. The trainer is this process.
+
+Greedy tokens are judged twice. A vLLM server that loaded the same weights from files runs the same kernels, so its
+tokens are equal. transformers on the CPU sums in another order: there each token must be, but for rounding, the best.
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ from tests.engines.test_vllm_models import build, qwen3_mixture
 from tests.engines.vllm_server import (
     TOKENS,
     assert_closed,
-    assert_serves,
     complete,
     model_of,
     tokens,
 )
 from tests.gpu.gpu_server import KV_BYTES, Fleet, free_bytes, needs_gpu_vllm, plain_vllm, sleep, wait_for_plain
-from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, reference_tokens
+from tests.tiny_model import make_tiny_qwen3, regrets
 
 pytestmark = [*needs_gpu_vllm, pytest.mark.timeout(400)]
 
 DEVICE = "cuda"
 FRESH = 7  # the seed of the weights that a server of its own loads from files
+ROUNDING = 0.8  # logits; of other weights' tokens the worst is several away
 PROMPTS = [[5, 6, 7], [400, 3, 77, 12, 9], list(range(100, 148))]
 
 
@@ -79,6 +81,17 @@ def update(trainer: Trainer, replica: Replica, version: int, **arguments: Any) -
     return report
 
 
+def assert_right(replica: Replica, model: Any, prompt: list[int], version: int) -> list[int]:
+    """The tokens after `prompt`, which must be `model`'s own, and the header's version."""
+    response = complete(replica, prompt)
+    found = tokens(response)
+    regret = regrets(model, prompt, found)
+    assert len(found) == TOKENS
+    assert max(regret) < ROUNDING, f"version {version}: logits lost with each token: {[round(r, 2) for r in regret]}"
+    assert response.headers["x-ckpt-engine-version"] == str(version)
+    return found
+
+
 @pytest.mark.parametrize(("kind", "updates"), [("graphs", 20), ("eager", 20), ("tied", 5)])
 def test_updates_from_live_parameters(fleet: Fleet, fresh: Any, tmp_path: Path, kind: str, updates: int) -> None:
     cluster, replica = fleet.ready(kind)
@@ -95,14 +108,13 @@ def test_updates_from_live_parameters(fleet: Fleet, fresh: Any, tmp_path: Path, 
             (worker,) = report.replicas[0].message.workers
             assert worker.verified + worker.verified_as_loaded == len(list(live.parameters()))
             assert report.message.source_copies == 0
-            assert_serves(replica, model, version)
-        assert addresses == [parameter.data_ptr() for parameter in live.parameters()]
-        if kind == "eager":
-            load(live, model_of(tmp_path, FRESH))
-            update(trainer, replica, updates)
-            wait_for_plain(fresh)
             for prompt in PROMPTS:
-                assert tokens(complete(replica, prompt)) == tokens(complete(fresh, prompt)), prompt
+                assert_right(replica, model, prompt, version)
+            if kind == "eager" and version == FRESH:
+                wait_for_plain(fresh)
+                for prompt in PROMPTS:
+                    assert tokens(complete(replica, prompt)) == tokens(complete(fresh, prompt)), prompt
+        assert addresses == [parameter.data_ptr() for parameter in live.parameters()]
 
 
 def test_a_mixture_of_experts(fleet: Fleet, tmp_path: Path) -> None:
@@ -119,10 +131,8 @@ def test_a_mixture_of_experts(fleet: Fleet, tmp_path: Path) -> None:
             for name, tensor in weights.items():
                 live[name].copy_(tensor)
             update(trainer, replica, version)
-            prompt = decisive_prompts(model, 1, TOKENS)[0]
-            expected = reference_tokens(model, prompt, TOKENS)
-            assert expected.gap > DECISIVE_GAP
-            assert tokens(complete(replica, prompt)) == expected.tokens
+            for prompt in PROMPTS:
+                assert_right(replica, model, prompt, version)
 
 
 def test_a_corrupt_slice_closes_the_gate_until_the_next_good_update(fleet: Fleet, tmp_path: Path) -> None:
@@ -140,7 +150,7 @@ def test_a_corrupt_slice_closes_the_gate_until_the_next_good_update(fleet: Fleet
         assert_closed(replica)
         load(live, model)
         update(trainer, replica, 2)
-        assert_serves(replica, model, 2)
+        assert_right(replica, model, PROMPTS[0], 2)
 
 
 @pytest.mark.parametrize("mode", ["keep", "in_place"])
@@ -169,7 +179,7 @@ def test_updates_while_streams_generate(fleet: Fleet, tmp_path: Path, mode: str)
             answers = [answer for stream in streams for answer in stream.end()]
         assert set(statuses) <= {200, 503}
         assert {len(answer) for answer in answers if answer} == {60}
-        assert_serves(replica, models[0], 10)
+        assert_right(replica, models[0], PROMPTS[1], 10)
 
 
 def train_step(live: Any, room: int) -> None:
@@ -196,10 +206,9 @@ def test_hybrid_sleep_train_update_serve(fleet: Fleet, tmp_path: Path, level: in
         load(live, model)
         update(trainer, replica, 0)
         for version in (1, 2):
-            prompt = decisive_prompts(model, 1, TOKENS, length=48)[0]
-            expected = reference_tokens(model, prompt, TOKENS)
-            for _ in range(2):  # the second one comes from the prefix cache
-                assert tokens(complete(replica, prompt)) == expected.tokens
+            # The second answer comes from the prefix cache.
+            before = [assert_right(replica, model, PROMPTS[2], version - 1) for _ in range(2)]
+            assert before[0] == before[1]
             awake = free_bytes()
             sleep(cluster, level)
             asleep = free_bytes()
@@ -211,11 +220,9 @@ def test_hybrid_sleep_train_update_serve(fleet: Fleet, tmp_path: Path, level: in
             load_trained(model, live)
             update(trainer, replica, version)
             assert free_bytes() < awake + 0.1 * KV_BYTES, "weights and cache are back"
-            after = reference_tokens(model, prompt, TOKENS)
-            assert after.tokens != expected.tokens, "the step changed too little to prove anything"
-            if after.gap > DECISIVE_GAP:
-                assert tokens(complete(replica, prompt)) == after.tokens, "the prefix cache was reset"
-            assert_serves(replica, model, version)
+            lost = max(regrets(model, PROMPTS[2], before[0]))
+            assert lost > 3 * ROUNDING, f"the step changed too little to prove anything: {lost}"
+            assert_right(replica, model, PROMPTS[2], version)
 
 
 def load_trained(model: Any, live: Any) -> None:
