@@ -89,11 +89,15 @@ class OpenedRegions(Protocol):
         self, region: Region, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str
     ) -> torch.Tensor:
         """Read-only memory of the source as a tensor, without a copy; writing to it is a fault. Mapped transports only;
-        the others raise INVALID_ARGUMENT. The mapping lives as long as the tensor."""
+        the others raise INVALID_ARGUMENT. The mapping lives as long as the tensor; that of GPU memory until `close`, or
+        until its owner withdraws it."""
         ...
 
     def close(self) -> None:
-        """Forgets the regions; what no tensor, PreparedCopy or other OpenedRegions uses is unmapped. Never raises."""
+        """Forgets the regions; what no tensor, PreparedCopy or other OpenedRegions uses is unmapped. Never raises.
+
+        GPU memory is unmapped if no other OpenedRegions uses it; a PreparedCopy of it then refuses to run.
+        """
         ...
 
 

@@ -13,6 +13,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.transport.cuda_driver import Allocation, CudaDriverError, Driver, driver, library_problem
 from ckpt_engine.transport.cuda_ipc import CudaIpcTransport
 from ckpt_engine.transport.cuda_memory import LEGACY, NOT_SHAREABLE, PIECES, Imported, Kind, run_at, runs_of
+from ckpt_engine.transport.cuda_probe import probe
 from ckpt_engine.v1.weights_pb2 import CudaIpcLocator, Problem, Region
 
 Allocations = list[tuple[Allocation, Kind]]
@@ -121,6 +122,7 @@ def test_a_missing_driver_is_a_reason() -> None:
     assert "no NVIDIA driver can be used" in library_problem()
     with pytest.raises(CudaDriverError, match="no NVIDIA driver"):
         driver()
+    assert "no NVIDIA driver" in probe(Region(id=1, transport="cuda_ipc", size=64))
     found = CudaIpcTransport().availability()
     assert not found.ok
     assert "without CUDA" in found.reason or "no NVIDIA driver" in found.reason
