@@ -326,7 +326,7 @@ class _Run:
             for index in handover.tensors:
                 name = recording.manifest.tensors[index].name
                 layout = recording.layouts[handed(name)]
-                tensor = torch.empty(layout.shape, dtype=layout.dtype)
+                tensor = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")  # engines may have set a default
                 ready = Ready(current.opened, bind(current.resolved, [handed(name)], {handed(name): tensor}))
                 self._write(ready)
                 self._as_loaded |= self._verify(ready, recording, expected)
