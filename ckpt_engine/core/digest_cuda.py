@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from ckpt_engine.core.digest import digest_host_boxes
 from ckpt_engine.core.digest_tiles import ALIGNMENT, BLOCK_BYTES, FIELDS, NotTileableError, Strided, Table, TileTable
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,8 @@ class CudaDigests:
         self._done = torch.cuda.Event() if on_gpu else None
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._launches: list[_Launch] = []
+        self._on_host: list[int] = []
+        self._seed = seed
         self._running = threading.Lock()
         with torch.inference_mode(), self._guard():
             self._make(seed)
@@ -93,7 +96,11 @@ class CudaDigests:
         """Waits for what was launched, and no more; the digests, in order."""
         if self._done is not None:
             self._done.synchronize()
-        return [each & _MASK for each in self._found.tolist()]
+        found = [each & _MASK for each in self._found.tolist()]
+        for place in self._on_host:
+            view, start, served = self._boxes[place]
+            found[place] = digest_host_boxes([(view.to(device="cpu", dtype=served), start)], self._seed)[0]
+        return found
 
     def run(self) -> list[int]:
         """Launches and collects. May be called from several threads, which then take turns."""
@@ -103,9 +110,10 @@ class CudaDigests:
 
     def forget(self) -> bool:
         """Lets the views go, if tables alone are enough to run; who keeps this must know where the boxes lie."""
-        if not self._copies:
-            self._boxes.clear()
-        return not self._copies
+        if self._copies or self._on_host:
+            return False
+        self._boxes.clear()
+        return True
 
     def _guard(self) -> AbstractContextManager[object]:
         """Triton launches on the current device."""
@@ -117,39 +125,51 @@ class CudaDigests:
         tables: dict[_Kind, TileTable] = {}
         copied: list[str] = []
         for place, (view, start, served) in enumerate(self._boxes):
-            kind = _kind(view, served)
-            if kind is not None:
-                try:
-                    _table(tables, kind, seed, origin).add(_strided(view, start, kind), place)
-                    continue
-                except NotTileableError as error:
-                    copied.append(str(error))
-            else:
-                copied.append(f"{view.dtype} digested as {served}")
-            scratch = torch.empty(view.shape, dtype=served, device=self._device)
-            self._copies.append((scratch, view))
-            kind = _kind(scratch, served) or _LANES
-            _table(tables, kind, seed, origin).add(_strided(scratch, start, kind), place)
+            why = _add(tables, view, start, served, place, seed, origin)
+            if why:
+                copied.append(why)
+                self._copy_first(tables, place, seed, origin)
         for kind, table in tables.items():
             tiles = table.tiles()
             factors = torch.from_numpy(tiles.factors.view("int64")).to(self._device)
             for work, wide in ((tiles.aligned, True), (tiles.unaligned, False)):
                 if len(work):
-                    self._launches.append(_Launch(kind, wide, work, factors, origin))
+                    self._launches.append(_Launch(kind, wide, 0, work, factors, origin))
+            for lanes, work in tiles.flat.items():
+                self._launches.append(_Launch(kind, False, lanes, work, factors, origin))
         if copied:
-            size = sum(scratch.nbytes for scratch, _ in self._copies)
             log.warning(
-                "%d of %d boxes (%d bytes) are copied on %s before each digest: %s",
-                *(len(copied), len(self._boxes), size, self._device, "; ".join(dict.fromkeys(copied[:3]))),
+                "%d of %d boxes are copied before each digest, %d on %s (%d bytes) and %d to the host: %s",
+                *(len(copied), len(self._boxes), len(self._copies), self._device),
+                *(sum(scratch.nbytes for scratch, _ in self._copies), len(self._on_host)),
+                "; ".join(dict.fromkeys(copied[:3])),
             )
+
+    def _copy_first(self, tables: dict[_Kind, TileTable], place: int, seed: int, origin: torch.Tensor) -> None:
+        """Puts a copy of a box to the tables; or, if there is no room for it or even that cannot be digested here, the
+        box itself to those for the host."""
+        view, start, served = self._boxes[place]
+        try:
+            scratch = torch.empty(view.shape, dtype=served, device=self._device)
+        except torch.OutOfMemoryError:
+            self._on_host.append(place)
+            return
+        if _add(tables, scratch, start, served, place, seed, origin):
+            self._on_host.append(place)
+        else:
+            self._copies.append((scratch, view))
 
 
 class _Launch:
     """One launch of the kernel, with its table on the device. Compiles when made."""
 
-    def __init__(self, kind: _Kind, wide: bool, work: Table, factors: torch.Tensor, origin: torch.Tensor) -> None:
+    def __init__(
+        self, kind: _Kind, wide: bool, flat: int, work: Table, factors: torch.Tensor, origin: torch.Tensor
+    ) -> None:
+        """flat: lanes of an element, if the table is of flat tiles."""
         self._kind = kind
         self._vector = ALIGNMENT // kind.unit.itemsize if wide else 1
+        self._flat = flat
         self._work = torch.from_numpy(work.view("int64")).to(factors.device)
         self._factors = factors
         self._origin = origin.view(kind.unit)
@@ -160,14 +180,18 @@ class _Launch:
         self._start(self._work, len(self._work), sums)
 
     def _start(self, work: torch.Tensor, programs: int, sums: torch.Tensor) -> None:
-        from ckpt_engine.core.digest_kernel import digest_tiles
+        from ckpt_engine.core.digest_kernel import digest_flat, digest_tiles
 
+        block = BLOCK_BYTES // self._kind.unit.itemsize
+        tables = work, self._origin, self._factors, sums
+        if self._flat:
+            digest_flat[(programs,)](
+                *tables, BLOCK=block, KIND=self._kind.number, LANES_OF_ELEMENT=self._flat, num_warps=_WARPS
+            )
+            return
         digest_tiles[(programs,)](
-            work,
-            self._origin,
-            self._factors,
-            sums,
-            BLOCK=BLOCK_BYTES // self._kind.unit.itemsize,
+            *tables,
+            BLOCK=block,
             ROWS=_ROWS,
             KIND=self._kind.number,
             VECTOR=self._vector,
@@ -190,7 +214,23 @@ def _strided(view: torch.Tensor, start: tuple[int, ...], kind: _Kind) -> Strided
     return Strided(view.data_ptr(), tuple(view.shape), tuple(view.stride()), start, lanes)
 
 
-def _table(tables: dict[_Kind, TileTable], kind: _Kind, seed: int, origin: torch.Tensor) -> TileTable:
+def _add(
+    tables: dict[_Kind, TileTable],
+    view: torch.Tensor,
+    start: tuple[int, ...],
+    served: torch.dtype,
+    place: int,
+    seed: int,
+    origin: torch.Tensor,
+) -> str:
+    """Puts a box to the table of its kind, or says why that cannot be."""
+    kind = _kind(view, served)
+    if kind is None:
+        return f"{view.dtype} digested as {served}"
     if kind not in tables:
         tables[kind] = TileTable(seed, kind.unit.itemsize, origin.data_ptr())
-    return tables[kind]
+    try:
+        tables[kind].add(_strided(view, start, kind), place)
+    except NotTileableError as error:
+        return str(error)
+    return ""

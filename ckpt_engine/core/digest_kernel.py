@@ -5,10 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ckpt_engine.core.factors import INDEX_STEP, MIX_1, MIX_2
+
 BYTES = tl.constexpr(0)
 LANES = tl.constexpr(1)
 AS_BFLOAT16 = tl.constexpr(2)
 AS_FLOAT16 = tl.constexpr(3)
+
+# The numbers of core/factors.py.
+_INDEX_STEP = tl.constexpr(INDEX_STEP)
+_MIX_1 = tl.constexpr(MIX_1)
+_MIX_2 = tl.constexpr(MIX_2)
 
 
 @triton.jit
@@ -63,5 +70,40 @@ def digest_tiles(
     for row in range(whole, rows):
         sum_of_column += _lanes(first + row * step + columns, inside, KIND) * tl.load(outer + row).to(tl.uint64)
     sum_of_column *= tl.load(inner + columns, mask=inside, other=0).to(tl.uint64)
+    total = tl.sum(sum_of_column, axis=0).to(tl.int64) * tl.load(entry + 6)
+    tl.atomic_add(sums + tl.load(entry + 7), total, sem="relaxed")
+
+
+@triton.jit
+def digest_flat(
+    work,
+    origin,
+    factors,
+    sums,
+    BLOCK: tl.constexpr,  # noqa: N803
+    KIND: tl.constexpr,  # noqa: N803
+    LANES_OF_ELEMENT: tl.constexpr,  # noqa: N803
+):
+    """As `digest_tiles`, one program a flat tile: factors are computed, not loaded, since each is needed once."""
+    entry = work + tl.program_id(0).to(tl.int64) * 8
+    first = origin + tl.load(entry)
+    start = tl.load(entry + 3).to(tl.uint64)
+    rows = tl.load(entry + 4).to(tl.int32)
+    width = tl.load(entry + 5).to(tl.int32)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    # A Python number of more than 64 bits would not be a number of the kernel.
+    stride: tl.constexpr = (BLOCK // LANES_OF_ELEMENT) * _INDEX_STEP % (1 << 64)
+    hashed = start + (columns // LANES_OF_ELEMENT).to(tl.uint64) * _INDEX_STEP
+    pointers = first + columns
+    sum_of_column = tl.zeros([BLOCK], dtype=tl.uint64)
+    for _ in tl.range(0, rows):
+        x = (hashed ^ (hashed >> 30)) * _MIX_1
+        x = (x ^ (x >> 27)) * _MIX_2
+        x = (x ^ (x >> 31)) | 1
+        sum_of_column += _lanes(pointers, inside, KIND) * x
+        hashed += stride
+        pointers += BLOCK
+    sum_of_column *= tl.load(factors + tl.load(entry + 2) + columns % LANES_OF_ELEMENT).to(tl.uint64)
     total = tl.sum(sum_of_column, axis=0).to(tl.int64) * tl.load(entry + 6)
     tl.atomic_add(sums + tl.load(entry + 7), total, sem="relaxed")

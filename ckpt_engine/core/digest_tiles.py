@@ -3,7 +3,8 @@
 A box becomes rows of units that lie next to each other in memory; a unit is what becomes one lane. A tile is a few rows
 of at most `block` units. A kernel sums lane * factor of its row down each column, multiplies each column's sum by the
 column's factor and all by the tile's scale, and adds that to the box's digest. So the inner loop needs one multiply-add
-a lane, and few factors.
+a lane, and few factors. Rows so long that their factors would fill the memory are cut into rows of their own, whose
+factors the kernel computes: flat tiles.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_engine.core.factors import ONE, Axis, Words, element_words, outer_words, word
+from ckpt_engine.core.factors import INDEX_STEP, ONE, Axis, Words, element_words, hashed, outer_words, word
 
 BLOCK_BYTES = 2048
 """Of a tile's row, at most: one load of 16 bytes for each of 128 threads, where rows are aligned."""
@@ -26,7 +27,11 @@ ALIGNMENT = 16
 
 FIELDS = 8
 """A tile in 64-bit words: units from the origin to its first one, units from row to row, its first row's and its first
-column's place among the factors, rows, columns, scale, place of its sum."""
+column's place among the factors, rows, columns, scale, place of its sum.
+
+Of a flat tile, the third word is the place of the factors of an element's lanes, and the fourth what `factors.word`
+hashes for its first element.
+"""
 
 Table = npt.NDArray[np.uint64]
 """[tiles, FIELDS]"""
@@ -35,8 +40,8 @@ _MASK = (1 << 64) - 1
 _ROWS = 128  # of a tile, at most; fewer while there are too few tiles to keep a GPU busy
 _ROWS_LEAST = 8
 _TILES_WANTED = 4096
-_ROW_WORDS = 1 << 22  # rows that share one table of factors; 32 MiB
-_COLUMN_WORDS = 1 << 24  # of one row; 128 MiB
+_ROW_WORDS = 1 << 24  # rows that share one table of factors; 128 MiB
+_COLUMN_WORDS = 1 << 22  # of one row, unless it is flat; 32 MiB
 _PLANES = 1 << 14  # parts of one box that are not evenly spaced rows
 
 
@@ -53,15 +58,17 @@ class Strided:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The work of many boxes. aligned and unaligned: disjoint. factors: what both refer to."""
+    """The work of many boxes. aligned, unaligned, flat: disjoint; flat by the lanes of an element. factors: what all of
+    them refer to."""
 
     aligned: Table
     unaligned: Table
+    flat: dict[int, Table]
     factors: Words
 
 
 class NotTileableError(ValueError):
-    """A box that does not lie in rows of neighbouring elements, or in too many or too long ones."""
+    """A box that does not lie in rows of neighbouring elements, or in too many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,7 @@ class _Rows:
     outer: int
     inner: int
     scale: int
+    flat: int = 0  # lanes of an element, if it is a flat row
 
 
 class TileTable:
@@ -97,14 +105,39 @@ class TileTable:
             self._found += [(place, rows) for rows in self._rows(box)]
 
     def tiles(self) -> Tiles:
-        """Of all boxes that were added, the largest first."""
+        """Of all boxes that were added; the largest first, flat ones apart."""
         weight = sum(-(-rows.columns // self._block) * rows.rows for _, rows in self._found)
         most = max(min(_ROWS, weight // _TILES_WANTED), _ROWS_LEAST)
-        parts = [self._cut(rows, place, most) for place, rows in self._found]
-        table = np.concatenate([np.empty((0, FIELDS), dtype=np.uint64), *parts])
+        empty = np.empty((0, FIELDS), dtype=np.uint64)
+        parts = [self._cut(rows, place, most) for place, rows in self._found if not rows.flat]
+        table = np.concatenate([empty, *parts])
         table = table[np.argsort(-(table[:, 4] * table[:, 5]).astype(np.int64), kind="stable")]
         aligned = self._aligned(table)
-        return Tiles(table[aligned], table[~aligned], np.concatenate(self._factors))
+        flat: dict[int, list[Table]] = {}
+        for place, rows in self._found:
+            if rows.flat:
+                flat.setdefault(rows.flat, []).append(self._cut_flat(rows, place))
+        long = {lanes: np.concatenate(tables) for lanes, tables in flat.items()}
+        return Tiles(table[aligned], table[~aligned], long, np.concatenate(self._factors))
+
+    def _cut_flat(self, row: _Rows, place: int) -> Table:
+        """The tiles of one long row: rows of a block each, and what is left in one of its own."""
+        whole, rest = divmod(row.columns, self._block)
+        first_block = np.arange(0, whole, _ROWS, dtype=np.uint64)
+        blocks = np.minimum(np.uint64(whole) - first_block, np.uint64(_ROWS))
+        columns = np.full_like(blocks, self._block)
+        if rest:
+            first_block = np.append(first_block, np.uint64(whole))
+            blocks, columns = np.append(blocks, np.uint64(1)), np.append(columns, np.uint64(rest))
+        first = np.uint64((row.address - self._origin) // self._unit & _MASK)
+        table = np.empty((first_block.size, FIELDS), dtype=np.uint64)
+        table[:, 0] = first + first_block * np.uint64(self._block)
+        table[:, 1] = self._block
+        table[:, 2] = row.outer
+        elements = first_block * np.uint64(self._block // row.flat)
+        table[:, 3] = np.uint64(row.inner) + elements * np.uint64(INDEX_STEP)
+        table[:, 4], table[:, 5], table[:, 6], table[:, 7] = blocks, columns, row.scale, place
+        return table
 
     def _cut(self, rows: _Rows, place: int, most: int) -> Table:
         """The tiles of some rows, each of at most `most`."""
@@ -142,8 +175,27 @@ class TileTable:
         width, inner = _columns(axes, box.lanes, self._block)
         rows, outer = _row_axes(axes[: len(axes) - inner])
         planes = axes[: len(axes) - inner - outer]
-        if width * box.lanes > _COLUMN_WORDS or prod(axis[2] for axis, _ in planes) > _PLANES:
+        flat = inner == 1 and width * box.lanes > _COLUMN_WORDS  # what spans more axes is short
+        if flat:
+            planes, rows, outer = axes[:-1], 1, 0
+        if prod(axis[2] for axis, _ in planes) > _PLANES:
             raise NotTileableError(f"a box of {list(box.shape)} with strides {list(box.stride)}")
+        if flat:
+            number, start, _ = axes[-1][0]
+            lane_place = self._place(box.lanes, ())
+            return [
+                _Rows(
+                    address=box.address + offset * box.lanes * self._unit,
+                    step=0,
+                    rows=1,
+                    columns=width * box.lanes,
+                    outer=lane_place,
+                    inner=hashed(self._seed, number, start),
+                    scale=scale * factor & _MASK,
+                    flat=box.lanes,
+                )
+                for offset, factor in self._planes(planes)
+            ]
         inner_place = self._place(box.lanes, tuple(axis for axis, _ in axes[len(axes) - inner :]))
         outer_place = self._place(0, tuple(axis for axis, _ in axes[len(planes) : len(axes) - inner]))
         step = axes[len(axes) - inner - 1][1] * box.lanes if outer else 0

@@ -33,9 +33,9 @@ ONE: Words = np.ones(1, dtype=np.uint64)
 _CACHE_BYTES = 128 << 20
 _MASK = (1 << 64) - 1
 _AXIS_STEP = 0xD1B54A32D192ED03
-_INDEX_STEP = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
+INDEX_STEP = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
 
 
 def word(seed: int, axis: int, index: int) -> int:
@@ -44,10 +44,19 @@ def word(seed: int, axis: int, index: int) -> int:
     mix(seed + axis * 0xD1B54A32D192ED03 + (index + 1) * 0x9E3779B97F4A7C15) | 1 modulo 2^64, where mix is the finaliser
     of splitmix64: x ^= x >> 30; x *= 0xBF58476D1CE4E5B9; x ^= x >> 27; x *= 0x94D049BB133111EB; x ^= x >> 31.
     """
-    x = (seed + axis * _AXIS_STEP + (index + 1) * _INDEX_STEP) & _MASK
-    x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
-    x = ((x ^ (x >> 27)) * _MIX_2) & _MASK
+    return mix(hashed(seed, axis, index))
+
+
+def mix(x: int) -> int:
+    """The odd number that splitmix64's finaliser makes of one."""
+    x = ((x ^ (x >> 30)) * MIX_1) & _MASK
+    x = ((x ^ (x >> 27)) * MIX_2) & _MASK
     return (x ^ (x >> 31)) | 1
+
+
+def hashed(seed: int, axis: int, index: int) -> int:
+    """What `word` mixes; INDEX_STEP more for the next coordinate."""
+    return (seed + axis * _AXIS_STEP + (index + 1) * INDEX_STEP) & _MASK
 
 
 def words(seed: int, axis: int, start: int, length: int) -> Words:
@@ -80,11 +89,11 @@ def byte_limbs(seed: int, itemsize: int, axes: tuple[Axis, ...]) -> tuple[torch.
 
 
 def _words(seed: int, axis: int, start: int, length: int) -> Words:
-    first = (seed + axis * _AXIS_STEP + (start + 1) * _INDEX_STEP) & _MASK
+    first = hashed(seed, axis, start)
     x = np.arange(length, dtype=np.uint64)
-    x *= np.uint64(_INDEX_STEP)
+    x *= np.uint64(INDEX_STEP)
     x += np.uint64(first)
-    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+    for shift, factor in ((30, MIX_1), (27, MIX_2)):
         x ^= x >> np.uint64(shift)
         x *= np.uint64(factor)
     x ^= x >> np.uint64(31)

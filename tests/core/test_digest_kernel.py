@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from ckpt_engine.core import digest_cuda, prepared_digests
+from ckpt_engine.core import digest_cuda, digest_tiles, factors, prepared_digests
 from ckpt_engine.core.digest import SEED, digest_box, digest_boxes
 from ckpt_engine.core.digest_tiles import NotTileableError, Strided, Tiles, TileTable
 from ckpt_engine.core.prepared_digests import prepare_digests
@@ -28,6 +28,12 @@ def walked(memory: torch.Tensor, tiles: Tiles, origin: int) -> int:
     """What the kernel does with a table, in plain integers. memory: the storage's units, from `origin` on."""
     units = memory.tolist()
     total = 0
+    for lanes, table in tiles.flat.items():
+        for first, step, outer, inner, rows, columns, scale, place in table.tolist():
+            assert place == 0
+            for number in range(rows * step if rows > 1 else columns):
+                mixed = factors.mix(inner + number // lanes * factors.INDEX_STEP & MASK)
+                total += units[first + number] * mixed * int(tiles.factors[outer + number % lanes]) * scale
     for first, step, outer, inner, rows, columns, scale, place in np.concatenate([tiles.aligned, tiles.unaligned]):
         assert place == 0
         for row in range(int(rows)):
@@ -38,10 +44,20 @@ def walked(memory: torch.Tensor, tiles: Tiles, origin: int) -> int:
     return total & MASK
 
 
-@settings(deadline=None, max_examples=80)
-@given(views())
-def test_tiles_cover_each_element_once_with_its_factor(drawn: tuple[torch.Tensor, tuple[int, ...]]) -> None:
+@pytest.mark.parametrize("longest", [digest_tiles._COLUMN_WORDS, 4], ids=["", "flat"])
+@settings(deadline=None, max_examples=60)
+@given(drawn=views())
+def test_tiles_cover_each_element_once_with_its_factor(
+    drawn: tuple[torch.Tensor, tuple[int, ...]], longest: int
+) -> None:
     view, start = drawn
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digest_tiles, "_COLUMN_WORDS", longest)  # longer rows are flat
+        patch.setattr(digest_tiles, "BLOCK_BYTES", 32)
+        check_tiles(view, start)
+
+
+def check_tiles(view: torch.Tensor, start: tuple[int, ...]) -> None:
     unit = min(view.itemsize, 2)
     storage = torch.tensor([], dtype=view.dtype).set_(view.untyped_storage())
     raw = storage.view(torch.uint8).numpy()[: storage.nbytes // unit * unit]
@@ -62,18 +78,23 @@ def test_tiles_cover_each_element_once_with_its_factor(drawn: tuple[torch.Tensor
         ((512, 4096), (4096, 1), True, 512 // 8 * 4),
         ((512, 2048), (4096, 1), True, 512 // 8 * 2),  # a column slice
         ((512, 4096), (4100, 1), False, 512 // 8 * 4),
+        ((1 << 31,), (1,), None, 1 << 14),  # flat
         ((32, 128), (128, 1), True, 4),  # small rows that touch are one long row
         ((4, 512, 1024), (1 << 20, 1024, 1), True, 4 * 512 // 8),  # rows that are not evenly spaced
         ((1 << 20, 1024), (1024, 1), True, (1 << 20) // 128),  # large ones have long tiles
     ],
 )
 def test_rows_are_long_and_loads_wide(
-    shape: tuple[int, ...], stride: tuple[int, ...], aligned: bool, tiles: int
+    shape: tuple[int, ...], stride: tuple[int, ...], aligned: bool | None, tiles: int
 ) -> None:
     table = TileTable(SEED, 2, 0)
     table.add(Strided(1 << 20, shape, stride, (0,) * len(shape), 1), 0)
     found = table.tiles()
-    assert (len(found.aligned), len(found.unaligned)) == ((tiles, 0) if aligned else (0, tiles))
+    counts = (len(found.aligned), len(found.unaligned), sum(map(len, found.flat.values())))
+    assert counts == {True: (tiles, 0, 0), False: (0, tiles, 0), None: (0, 0, tiles)}[aligned]
+    moved = TileTable(SEED, 2, 0)
+    moved.add(Strided((1 << 20) + 2, shape, stride, (0,) * len(shape), 1), 0)
+    assert not len(moved.tiles().aligned)
 
 
 def test_equal_boxes_share_their_factors() -> None:
@@ -134,6 +155,13 @@ for number, name in enumerate(sorted(ITEMSIZES)):
 digests = CudaDigests([(view, start, view.dtype) for view, start in boxes], SEED)
 assert digests.run() == digest_boxes(boxes) == digests.run()
 assert digests.launches == 4, digests.launches
+from ckpt_engine.core import digest_tiles
+usual, digest_tiles._COLUMN_WORDS = digest_tiles._COLUMN_WORDS, 4  # so that rows are flat
+long = [box for box in boxes if box[0].dim() == 2] + [(random_tensor((7001,), torch.float64), (5,))]
+flat = CudaDigests([(view, start, view.dtype) for view, start in long], SEED)
+assert flat.launches >= 4, flat.launches  # flat: bytes; elements of 1, 2, 4 lanes
+assert flat.run() == digest_boxes(long)
+digest_tiles._COLUMN_WORDS = usual
 for view, _ in boxes:  # one bit of each
     if view.numel() and view.dtype != torch.bool:
         last = view[(-1,) * view.dim()]

@@ -87,6 +87,7 @@ def test_gpus_are_matched_by_uuid_and_the_way_is_told(
         (THERE, ("h1", "h2")),
         (CONTAINER, ("process ids", "pid:[2]")),
         (OTHER_NETWORK, ("network namespace", "net:[2]")),
+        (Host(boot_id="a", pid_namespace="pid:[1]", name="h1"), ("network namespace", "unknown")),
         (BARE, ("uses no GPU", "transport='shared_memory'")),
         (on(gpu(2, gpu1=GpuReach.NONE)), ("no peer access", "0000:01:00.0", "0000:02:00.0", "shared_memory")),
     ],
@@ -97,6 +98,12 @@ def test_gpu_memory_out_of_reach_says_what_to_do(worker: Host, words: tuple[str,
     assert caught.value.problem.code == Problem.UNAVAILABLE
     for word in words:
         assert word in caught.value.problem.message
+
+
+def test_a_namespace_that_neither_knows_is_not_shared() -> None:
+    unknown = Host(boot_id="a", pid_namespace="pid:[1]", name="h1", gpus=[gpu(1)])
+    with pytest.raises(CkptEngineError, match="network namespace"):
+        choose_transport(unknown, "cuda_ipc", unknown, ("cuda_ipc",))
 
 
 def test_the_gpu_comes_before_the_host_and_that_before_files() -> None:

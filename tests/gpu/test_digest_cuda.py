@@ -48,7 +48,9 @@ def test_equal_for_any_shape_strides_and_start(name: str) -> None:
     assert prepare_digests(there).run() == expected
 
 
-@pytest.mark.parametrize("shape", [(151_936, 512), (9_000_001,), (4, 3, 1000, 700), (2_000_000, 3), (1, 70_000, 1, 64)])
+@pytest.mark.parametrize(
+    "shape", [(151_936, 512), (9_000_001,), (3, 5_000_001), (4, 3, 1000, 700), (2_000_000, 3), (1, 70_000, 1, 64)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 def test_equal_for_large_ones(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     view = random_tensor(shape, dtype, 3)
