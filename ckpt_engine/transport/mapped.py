@@ -51,7 +51,8 @@ class Mapping:
         """Registers the memory with the GPU driver, so that GPUs read it at the speed of the link, until this object
         is gone. Takes some 0.1 s a GB, the first time. Why it cannot be done; empty if it is. Never raises."""
         if self._pinned is None:
-            self._pinned = _register(self, self._memory) if self.size else ""
+            address = self._tensor(torch.uint8, 1, 0).data_ptr() if self.size else 0
+            self._pinned = _register(self, self._memory, address) if self.size else ""
         return self._pinned
 
     def view(self, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str) -> torch.Tensor:
@@ -76,8 +77,7 @@ class Mapping:
             return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start)
 
 
-def _register(mapping: Mapping, memory: mmap.mmap | bytes) -> str:
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+def _register(mapping: Mapping, memory: mmap.mmap | bytes, address: int) -> str:
     size = -(-len(memory) // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
         found = driver()
