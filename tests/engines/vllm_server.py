@@ -35,7 +35,7 @@ def start_vllm(
         "VLLM_LOGGING_LEVEL": "INFO",
         "HF_HUB_OFFLINE": "1",
     }
-    if tensor_parallel > 1 or "--data-parallel-size" in arguments:
+    if tensor_parallel > 1 or {"--data-parallel-size", "--pipeline-parallel-size"} & set(arguments):
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     return cluster.replica(
         name,

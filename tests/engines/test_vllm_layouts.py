@@ -1,0 +1,83 @@
+"""vLLM split by layers and by experts: each worker loads its own, and together they must load everything. And servers
+with a second model, which nothing would load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_engine import CkptEngineError, Trainer
+from tests.cluster import running_cluster
+from tests.engines.test_vllm_models import build, qwen3_mixture
+from tests.engines.vllm_server import TOKENS, assert_closed, complete, needs_vllm, start_vllm, tokens
+from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
+
+pytestmark = needs_vllm
+
+COMPILED = ["--no-enforce-eager", "--compilation-config", '{"mode":1,"backend":"eager"}']
+"""vLLM 0.32 makes the tensors that travel between stages when it warms up, and on a CPU it does not if it is eager."""
+
+LAYOUTS: dict[str, tuple[list[str], int, str]] = {
+    "pipeline": (["--pipeline-parallel-size", "2", *COMPILED], 1, "model.layers.7.mlp.experts.0.up_proj.weight"),
+    "experts": (["--enable-expert-parallel"], 2, "model.layers.1.mlp.experts.9.up_proj.weight"),
+}
+"""Arguments, tensor parallel size, and a tensor of a stage or expert that no worker has."""
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_two_workers_share_a_mixture_of_experts(tmp_path: Path, layout: str) -> None:
+    torch.set_num_threads(1)
+    arguments, tensor_parallel, nobody = LAYOUTS[layout]
+    config: Any = qwen3_mixture()
+    config.dtype = torch.bfloat16
+    (tmp_path / "bare").mkdir()
+    config.save_pretrained(tmp_path / "bare")
+    with running_cluster(tmp_path / "cluster") as cluster:
+        replica = start_vllm(cluster, layout, tmp_path / "bare", *arguments, tensor_parallel=tensor_parallel)
+        replica.registered(500)
+        assert_closed(replica)
+        with Trainer(cluster.address, lineage=layout) as trainer:
+            for version in (1, 2):
+                model, weights = build(config, version, tmp_path / f"version-{version}")
+                trainer.publish(tmp_path / f"version-{version}")
+                report = trainer.update_weights(version=version)
+                assert report.ok, f"{report}\n{replica.tail()}"
+                workers = report.replicas[0].message.workers
+                total = sum(tensor.nbytes for tensor in weights.values())
+                assert [worker.rank for worker in workers] == [0, 1]
+                assert all(worker.bytes < 0.8 * total for worker in workers), "its own stage or experts only"
+                if layout == "experts":
+                    continue  # vLLM 0.32's kernel for experts on a CPU knows no expert map, and dies of a request
+                prompt = decisive_prompts(model, 1, TOKENS)[0]
+                expected = reference_tokens(model, prompt, TOKENS)
+                assert expected.gap > DECISIVE_GAP
+                assert tokens(complete(replica, prompt)) == expected.tokens
+            lacking = "model.layers.1.mlp.experts.3.gate_proj.weight"
+            trainer.publish({name: tensor for name, tensor in weights.items() if name != lacking})
+            with pytest.raises(CkptEngineError, match="come from nowhere"):
+                trainer.update_weights(version=3)
+            trainer.publish({**weights, nobody: torch.zeros(64, 128, dtype=torch.bfloat16)})
+            with pytest.raises(CkptEngineError) as refused:
+                trainer.update_weights(version=3)
+            assert nobody in refused.value.problem.message
+            if layout == "pipeline":
+                assert tokens(complete(replica, prompt)) == expected.tokens, "the refused updates left the old version"
+
+
+def test_a_server_with_a_draft_model_is_refused(tmp_path: Path) -> None:
+    """An update would leave the draft model with old weights, and nobody would notice more than slow decoding."""
+    model = make_tiny_qwen3(tmp_path / "bare", weights=False)
+    make_tiny_qwen3(tmp_path / "draft", 1, layers=1)
+    draft = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 2}
+    with running_cluster(tmp_path / "cluster") as cluster:
+        replica = start_vllm(cluster, "draft", tmp_path / "bare", "--speculative-config", json.dumps(draft))
+        replica.registered(400)
+        with Trainer(cluster.address, lineage="draft") as trainer:
+            trainer.publish(named_weights(model))
+            with pytest.raises(CkptEngineError, match=r"draft model \(method draft_model"):
+                trainer.update_weights(version=1)
+        assert_closed(replica)
