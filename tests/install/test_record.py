@@ -173,6 +173,25 @@ def test_a_tensor_that_the_model_does_not_take() -> None:
     assert list(needs(recording)) == ["w"]
 
 
+def test_what_other_workers_load_is_named_with_the_needs() -> None:
+    """Two pipeline stages, of which each has one tensor."""
+
+    def load_one(model: Plain, name: str, weight: Tensor) -> None:
+        if hasattr(model, name):
+            getattr(model, name).data.copy_(weight)
+
+    def stage(mine: str, others: str) -> ModuleTarget:
+        model = Plain(load_one, **{mine: torch.zeros(2)})
+        return ModuleTarget(model, elsewhere=lambda name: "another stage" if name == others else None)
+
+    shapes = {"a": (2,), "b": (2,)}
+    for mine, others, index in (("a", "b", 1), ("b", "a", 0)):
+        recording = record(manifest(**shapes), stage(mine, others))
+        assert list(needs(recording)) == [mine]
+        assert list(weights_pb2.WorkerNeeds.FromString(recording.needs_bytes).elsewhere) == [index]
+    assert list(refused(stage("a", "b"), manifest(**shapes, c=(1,))).tensors) == ["c"]
+
+
 def test_exceptions_of_the_loader_name_the_tensor() -> None:
     model = TensorParallel()
     described = manifest_for(model)
