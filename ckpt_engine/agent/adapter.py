@@ -74,6 +74,8 @@ class LaunchPlan:
     url: base URL that the engine will answer at, without a trailing slash.
     health_url: answers 200 once the engine can be asked to do things (the gate may still be closed).
     workers: how many workers the launch arguments ask for.
+    sleep_argument: an option without which this engine would sleep and give no memory up; added for replicas that are
+        to sleep, unless it is there. Empty: none is needed, or there is no memory here that could be given up.
     """
 
     argv: tuple[str, ...]
@@ -81,6 +83,7 @@ class LaunchPlan:
     health_url: str
     workers: int
     env: Mapping[str, str] = field(default_factory=dict)
+    sleep_argument: str = ""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class LaunchSettings:
     """How to launch and keep an engine.
 
     arguments: to the engine, untouched. port: 0: a free one, chosen anew at each start. startup_seconds: from launch
-    until it answers. log_path: empty: in the runtime directory's `logs`.
+    until it answers. sleeps: it is to give memory up. log_path: empty: in the runtime directory's `logs`.
     """
 
     kind: str
@@ -50,6 +50,7 @@ class LaunchSettings:
     startup_seconds: float = 600.0
     log_path: Path | None = None
     root: Path | None = None
+    sleeps: bool = False
 
 
 class LaunchedEngine:
@@ -156,7 +157,10 @@ class LaunchedEngine:
         plan = self._module.launch_plan(settings.arguments, self._port, settings.model)
         if ENVIRONMENT in plan.env:
             raise ValueError(f"the adapter for {settings.kind} sets {ENVIRONMENT}, which is the agent's to set")
-        return replace(plan, url=plan.url.rstrip("/"))
+        argv = plan.argv
+        if settings.sleeps and plan.sleep_argument and plan.sleep_argument not in argv:
+            argv = (*argv, plan.sleep_argument)
+        return replace(plan, argv=argv, url=plan.url.rstrip("/"))
 
     def _log_path(self) -> Path:
         if self._settings.log_path is not None:

@@ -32,7 +32,7 @@ def replica(
     engine: Annotated[str, typer.Option(help="Kind of the engine: reference, vllm.")],
     model: Annotated[str, typer.Option(help="Model directory for the engine; or name it in the arguments.")] = "",
     name: Annotated[str, typer.Option(help="Name of this replica. Default: host, engine and port.")] = "",
-    mode: Annotated[str, typer.Option(help="standalone, hybrid or colocated.")] = "standalone",
+    mode: Annotated[str, typer.Option(help="standalone, hybrid or colocated: see docs/modes.md.")] = "standalone",
     port: Annotated[int, typer.Option(help="Port for the launched engine; 0: a free one.")] = 0,
     url: Annotated[str, typer.Option(help="Attach to the engine that runs at this URL instead of launching one.")] = "",
     advertise: Annotated[str, typer.Option(help="Address at which other hosts reach this one.")] = "",
@@ -68,7 +68,9 @@ def replica(
             param_hint="--url",
         )
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    launch = LaunchSettings(engine, tuple(arguments or ()), model, port, restart, startup_timeout)
+    launch = LaunchSettings(
+        engine, tuple(arguments or ()), model, port, restart, startup_timeout, sleeps=mode != "standalone"
+    )
     try:
         settings = AgentSettings(
             manager=manager,

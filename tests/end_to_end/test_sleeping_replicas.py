@@ -16,6 +16,7 @@ from ckpt_engine import CkptEngineError, Trainer
 from ckpt_engine.v1 import manager_pb2
 from tests.cluster import Cluster, Replica, eventually, generate, outcomes, running_cluster
 from tests.end_to_end.conftest import PADDED_VOCABULARY
+from tests.reference.engine_process import engine
 from tests.tiny_model import decisive_prompts, make_tiny_qwen3, reference_tokens
 
 TOKENS = 16
@@ -123,6 +124,40 @@ def test_no_update_touches_a_colocated_judge(cluster: Cluster, tmp_path: Path) -
     assert status is not None
     assert status.mode == manager_pb2.COLOCATED
     assert [worker.state for worker in status.workers] == [manager_pb2.NONE]
+
+
+def test_sleep_outlives_the_agent(tmp_path: Path, bare_model: Path) -> None:
+    """An engine that runs beside its agent: killed while the engine sleeps, the agent's successor finds it asleep, and
+    the update wakes it."""
+    with running_cluster(tmp_path / "cluster") as running, engine(bare_model, tmp_path / "engine.log") as server:
+        first = attach(running, "first", server.url)
+        with Trainer(running.address, lineage="kept") as trainer:
+            trainer.publish(model_of(tmp_path, 6))
+            assert trainer.update_weights().ok
+            trainer.sleep(2)
+            first.process.kill()
+            first.process.wait(30)
+            assert "discarded" in why_closed(server.url)
+            second = attach(running, "second", server.url)
+            eventually("it is told to be asleep", 60, lambda: (status := second.status) and status.asleep)
+            assert memory(server.url) == ["kv_cache", "weights"]
+            assert "discarded" in why_closed(server.url)
+            model = model_of(tmp_path, 7)
+            trainer.publish(model)
+            report = trainer.update_weights()
+            assert outcomes(report) == {"beside": "new_serving"}, f"{report}\n{second.tail()}"
+            assert memory(server.url) == []
+            assert_serves(second, model)
+
+
+def attach(cluster: Cluster, log: str, url: str) -> Replica:
+    """One agent after the other for the same engine, under one name."""
+    command = [sys.executable, "-m", "ckpt_engine", "replica", "--manager", cluster.address, "--engine", "reference"]
+    replica = Replica(cluster, log, [*command, "--name", "beside", "--mode", "hybrid", "--url", url], {})
+    replica.name = "beside"
+    cluster.replicas.append(replica)
+    eventually("it is connected", 60, lambda: (status := replica.status) and status.connected and status.workers)
+    return replica
 
 
 def operate(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:

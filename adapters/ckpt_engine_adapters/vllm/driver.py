@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ckpt_engine.agent.adapter import (
@@ -31,6 +32,8 @@ SUPPORTED = ("0.26.", "0.32.")
 
 FORCE = "CKPT_ENGINE_FORCE_ENGINE_VERSION"
 """Set to 1 to drive a version that nobody has tested."""
+
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
 MODULE = "vllm.entrypoints.openai.api_server"
 MIDDLEWARE = "ckpt_engine_adapters.vllm.gate.VllmGate"
@@ -53,7 +56,7 @@ class VllmAdapter:
         default_pause_mode=manager_pb2.KEEP,
         sleep_levels=frozenset({1, 2}),
         wake_tags=frozenset({"weights", "kv_cache"}),
-        layouts=("TP", "DP"),
+        layouts=("TP", "PP", "DP", "EP"),
         notes=(
             "keep recomputes the caches of running requests with the new weights; in_place keeps the old ones.",
             "sleep ends the requests that are inside, and needs --enable-sleep-mode; on a CPU it frees nothing.",
@@ -186,6 +189,8 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
         health_url=f"{url}/health",
         workers=workers,
         env={"VLLM_SERVER_DEV_MODE": "1", WORKERS_VARIABLE: str(workers)},
+        # vLLM refuses the option on a CPU, where there is nothing to give up.
+        sleep_argument="--enable-sleep-mode" if NVIDIA_DRIVER.exists() else "",
     )
 
 
