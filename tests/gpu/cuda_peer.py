@@ -92,13 +92,19 @@ class Peer:
         self.kill()
 
     def ask(self, what: str, **details: Any) -> Any:
+        self.send(what, **details)
+        return self.receive()
+
+    def send(self, what: str, **details: Any) -> None:
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.waiting = True
         self.process.stdin.write(json.dumps({"what": what, **details}) + "\n")
         self.process.stdin.flush()
+
+    def receive(self) -> Any:
+        assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, f"the process ended at {what} {details}"
+        assert line, "the process ended"
         answer = json.loads(line)
         self.waiting = False
         if "problem" in answer:
@@ -122,6 +128,8 @@ def _hash(tensor: torch.Tensor) -> str:
 class _Trainer:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.whole: dict[str, torch.Tensor] = {}
+        self.model: Any = None
         self.source: MemorySource | None = None
         self.atoms = Atoms()
 
@@ -139,13 +147,39 @@ class _Trainer:
             self.tensors[name] = made
         self.fill(seed)
 
+    def shard(self, rank: int, world: int, port: int, seed: int = 0) -> None:
+        """An FSDP2 model of float32 parameters, some of which do not divide evenly. All ranks call it at once."""
+        from torch.distributed.fsdp import fully_shard
+
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group(
+                "cpu:gloo,cuda:nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+            )
+        torch.manual_seed(seed)
+        whole = torch.nn.Sequential(torch.nn.Linear(1024, 513), torch.nn.Linear(7, 3), torch.nn.LayerNorm(2048))
+        self.whole = {name: tensor.detach().cuda() for name, tensor in whole.named_parameters()}
+        self.model = fully_shard(whole.cuda())
+
+    def step(self, by: float) -> None:
+        """What an optimizer does: changes every parameter where it lies."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.to_local().add_(by)
+            for tensor in self.whole.values():
+                tensor.add_(by)
+
+    def whole_hashes(self, served: str) -> dict[str, str]:
+        """Of the parameters as they were before they were sharded, changed alike."""
+        return {name: _hash(tensor.to(torch_dtype(served))) for name, tensor in self.whole.items()}
+
     def fill(self, seed: int) -> None:
         torch.manual_seed(seed)
         for tensor in self.tensors.values():
             tensor.normal_() if tensor.is_floating_point() else tensor.random_(0, 127)
 
     def publish(self, **wishes: Any) -> dict[str, Any]:
-        source = open_source(self.tensors, **wishes)
+        source = open_source(self.tensors if self.model is None else self.model, **wishes)
         if self.source is not None:
             self.source.close()
         assert isinstance(source, MemorySource)
@@ -207,37 +241,48 @@ class _Worker:
         self.copies: list[PreparedCopy] = []
         self.found: dict[str, torch.Tensor] = {}
 
-    def open(self, table: str) -> dict[str, float]:
-        """Opens everything beside what is open, then closes the former, as an installer does. What both steps took."""
-        published = SourceTable.FromString(bytes.fromhex(table))
+    def open(self, table: str | list[str]) -> dict[str, float]:
+        """Opens everything beside what is open, then closes the former, as an installer does. What both steps took.
+
+        table: one, or those of all ranks that hold parts of the same tensors.
+        """
+        tables = [
+            SourceTable.FromString(bytes.fromhex(each)) for each in ([table] if isinstance(table, str) else table)
+        ]
         fresh: dict[str, Any] = {}
         moves: dict[str, list[Move]] = {}
         found: dict[str, torch.Tensor] = {}
-        regions = {region.id: region for region in published.regions}
         began = time.perf_counter()
         for name, transport in (("cuda_ipc", self.transport), ("shared_memory", self.memory)):
-            mine = [region for region in published.regions if region.transport == name]
+            mine = [region for each in tables for region in each.regions if region.transport == name]
             if mine:
                 fresh[name] = transport.open(mine)
         opened = time.perf_counter()
-        for shard in published.shards:
-            spec = published.tensors[shard.tensor]
-            kind = torch_dtype(spec.dtype)
-            shape = tuple(spec.shape)
-            found[spec.name] = self.found.get(spec.name, torch.zeros(shape, dtype=kind, device="cuda"))
-            if found[spec.name].shape != shape or found[spec.name].dtype != kind:
-                found[spec.name] = torch.zeros(shape, dtype=kind, device="cuda")
-            region = regions[shard.region]
-            move = Move(
-                region, shard.offset, shape, tuple(shard.stride), spec.dtype, found[spec.name], shard.stored_dtype
-            )
-            moves.setdefault(region.transport, []).append(move)
+        for each in tables:
+            self._bind(each, found, moves)
         bound = time.perf_counter()
         copies = [fresh[name].prepare(each) for name, each in moves.items()]
         prepared = time.perf_counter()
         self.close()
         self.opened, self.copies, self.found = list(fresh.values()), copies, found
         return {"open_seconds": opened - began, "prepare_seconds": prepared - bound}
+
+    def _bind(self, table: SourceTable, found: dict[str, torch.Tensor], moves: dict[str, list[Move]]) -> None:
+        """A move for each shard of a table, into whole tensors that are kept from one call to the next."""
+        regions = {region.id: region for region in table.regions}
+        for shard in table.shards:
+            spec = table.tensors[shard.tensor]
+            kind, shape = torch_dtype(spec.dtype), tuple(spec.shape)
+            whole = found.get(spec.name, self.found.get(spec.name))
+            if whole is None or whole.shape != shape or whole.dtype != kind:
+                whole = torch.zeros(shape, dtype=kind, device="cuda")
+            found[spec.name] = whole
+            part = whole[tuple(slice(first, last) for first, last in zip(shard.start, shard.stop, strict=True))]
+            region = regions[shard.region]
+            move = Move(
+                region, shard.offset, tuple(part.shape), tuple(shard.stride), spec.dtype, part, shard.stored_dtype
+            )
+            moves.setdefault(region.transport, []).append(move)
 
     def check(self) -> None:
         for opened in self.opened:

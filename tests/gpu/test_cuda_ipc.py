@@ -5,6 +5,7 @@ Tests share one worker and, where nothing else is said, one trainer: starting a 
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 
@@ -19,6 +20,13 @@ SLACK_BYTES = 64 << 20
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 POOLED = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -217,6 +225,30 @@ def test_two_hundred_updates_leave_nothing_behind(trainer: Peer, worker: Peer) -
         assert now["free"] >= then["free"] - (8 << 20)
         assert now["descriptors"] <= then["descriptors"] + 2
         assert now["threads"] <= then["threads"] + 1
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_shards_of_fsdp_are_read_where_they_lie(worker: Peer) -> None:
+    port = free_port()
+    with Peer() as first, Peer() as second:
+        ranks = (first, second)
+        for rank, peer in enumerate(ranks):
+            peer.send("trainer.shard", rank=rank, world=2, port=port)
+        for peer in ranks:
+            peer.receive()
+        tables = []
+        for rank, peer in enumerate(ranks):
+            published = peer.ask("trainer.publish", rank=rank, world_size=2, dtype="bfloat16")
+            assert published["description"] == "FSDP2 module, live on the GPU"
+            tables.append(published["table"])
+        worker.ask("worker.open", table=tables)
+        for step in range(3):
+            for peer in ranks:
+                peer.ask("trainer.step", by=0.25 * step)
+                peer.ask("trainer.seal")
+            worker.ask("worker.read")
+            assert worker.ask("worker.hashes") == first.ask("trainer.whole_hashes", served="bfloat16")
+        worker.ask("worker.forget")
 
 
 @pytest.mark.parametrize("settings", [{}, EXPANDABLE], ids=["default", "expandable segments"])
