@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -17,12 +18,17 @@ import torch
 
 from ckpt_engine.core.digest import digest_host_boxes
 from ckpt_engine.core.digest_tiles import ALIGNMENT, BLOCK_BYTES, FIELDS, NotTileableError, Strided, Table, TileTable
+from ckpt_engine.core.problems import deadline
 
 log = logging.getLogger(__name__)
 
 Box = tuple[torch.Tensor, tuple[int, ...], torch.dtype]
 """View, first global coordinate of each axis, and the dtype that it is digested as."""
 
+HANG_SECONDS = 120.0
+"""How long a digest may take. It takes milliseconds, and what was queued on the stream before it is waited for, too."""
+
+_POLL_SECONDS = 20e-6
 _ROWS = 8
 _STAGES = 1
 _WARPS = 4
@@ -93,9 +99,8 @@ class CudaDigests:
                 self._done.record()
 
     def collect(self) -> list[int]:
-        """Waits for what was launched, and no more; the digests, in order."""
-        if self._done is not None:
-            self._done.synchronize()
+        """Waits for what was launched, and no more; the digests, in order. Raises DEADLINE_EXCEEDED if a GPU hangs."""
+        self._wait()
         found = [each & _MASK for each in self._found.tolist()]
         for place in self._on_host:
             view, start, served = self._boxes[place]
@@ -107,6 +112,16 @@ class CudaDigests:
         with self._running:
             self.launch()
             return self.collect()
+
+    def _wait(self) -> None:
+        stop_at = time.monotonic() + HANG_SECONDS
+        while self._done is not None and not self._done.query():
+            if time.monotonic() > stop_at:
+                raise deadline(
+                    f"digests on {self._device} did not arrive within {HANG_SECONDS:g} s: the GPU hangs, or what was "
+                    "queued on it before takes longer"
+                )
+            time.sleep(_POLL_SECONDS)
 
     def forget(self) -> bool:
         """Lets the views go, if tables alone are enough to run; who keeps this must know where the boxes lie."""
