@@ -32,6 +32,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ckpt_engine.install.beside import kept_beside
+
 Weights = Iterable[tuple[str, Tensor]]
 
 
@@ -142,7 +144,8 @@ class ModuleTarget:
         ]
         memory = [(tensor, tensor.data) for _, tensor in self.named_tensors()]
         try:
-            yield
+            with kept_beside(self._model):
+                yield
         finally:
             for module, parameters, buffers, non_persistent in modules:
                 module._parameters.clear()

@@ -296,6 +296,23 @@ def test_bytes_that_are_not_those_sealed_never_reach_the_loader(tmp_path: Path) 
     checkpoint.close()
 
 
+def test_tensors_that_are_made_beside_the_model_are_refused_and_put_back() -> None:
+    class Fusing(Mixed):
+        def load_weights(self, weights: Weights) -> None:
+            super().load_weights(weights)
+            self.together = torch.cat([self.plain, self.fused])
+            self.more = self.plain * 2
+
+    model = Fusing()
+    model.together = torch.zeros(10, 3)
+    kept = model.together
+    shapes = {name: tuple(tensor.shape) for name, tensor in mixed_weights(0).items()}
+    with pytest.raises(CkptEngineError, match="the loader makes together, more of weights, beside"):
+        record(described(**shapes), ModuleTarget(model))
+    assert model.together is kept
+    assert not hasattr(model, "more")
+
+
 class ComputingTarget(RepackingTarget):
     """Staged layers, of which one is loaded with arithmetic: `across`, from a tensor that two layers share."""
 

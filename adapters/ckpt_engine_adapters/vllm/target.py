@@ -36,6 +36,7 @@ from vllm.model_executor.model_loader.reload.utils import (
 from vllm.platforms import current_platform
 
 from ckpt_engine.core.problems import precondition
+from ckpt_engine.install.beside import kept_beside
 from ckpt_engine.install.target import StagedLayer, Weights
 from ckpt_engine_adapters.vllm.layout import Elsewhere
 from ckpt_engine_adapters.vllm.residency import derives, is_processed
@@ -101,7 +102,8 @@ class VllmTarget:
                 restore_layer_on_meta(layer, layerwise.get_layerwise_info(layer))
             for layer, name, owner, owner_name in self._tied:
                 layer._parameters[name] = owner._parameters[owner_name]
-            yield
+            with kept_beside(self._model):
+                yield
         finally:
             for prefix, tensors in kept.items():
                 _put(self._layers[prefix], tensors)
