@@ -229,8 +229,8 @@ class Engine:
             if self.world.chance(self.faults.worker_early):
                 raise unavailable("the simulator made this worker fail before its first byte")
             self._check_fence(worker, order)
-            if self.world.chance(self.faults.slow):
-                yield self.world.between(1.0, 16.0)  # stopped between looking at the clock and writing
+            if self.world.chance(self.faults.write_late):
+                yield self.world.between(1.0, 25.0)
             yield from self._read(worker, order, end)
             problem = None
         except CkptEngineError as error:

@@ -58,7 +58,8 @@ class Invariants:
         if manager is not None and manager.alive and not manager.stopped:
             for call in manager.calls.values():
                 patience = call.request.timeout_seconds or self.scenario.deadlines.update
-                if self.world.now > call.begun + patience * DRIFT + BOUND:
+                begun = max(call.begun, manager.excused)  # what came while it was stopped counts from its being read
+                if self.world.now > begun + patience * DRIFT + BOUND:
                     raise BrokenPromiseError(f"the call of rank {call.request.rank} has no end after {patience} s")
 
     def _whole(self, engine: Engine) -> None:

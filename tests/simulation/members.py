@@ -40,6 +40,7 @@ class MemberShell(Shell):
         super().__init__(cluster.world, cluster.faults, name, machine)
         self.cluster = cluster
         self.streams: dict[Peer, Stream] = {}
+        self._dialled: ManagerShell | None = None
         self.ended: weights_pb2.Problem | None = None
         self.refusal: weights_pb2.Problem | None = None
 
@@ -52,6 +53,7 @@ class MemberShell(Shell):
                     delay = self.world.between(0.3, 2.0) if self._cut_off() else 0.05
                     self.world.after(delay, lambda: self.feed(PeerLost(peer, "nobody answers")))
                 else:
+                    self._dialled = manager
                     self.streams[peer] = manager.accept(self, peer)
             case events.Send(peer, body):
                 if peer in self.streams:
@@ -113,7 +115,9 @@ class MemberShell(Shell):
         return bool(self.faults.cuts) and not self.faults.cuts.isdisjoint({(self.name, True), (self.name, False)})
 
     def _manager(self) -> ManagerShell:
-        manager = self.cluster.manager
+        manager = self._dialled  # one connection for streams and calls
+        if manager is None or not manager.alive:
+            manager = self.cluster.manager
         if manager is None or not manager.alive or self._cut_off():
             raise unavailable("the manager does not answer")
         return manager

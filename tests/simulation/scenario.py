@@ -64,11 +64,13 @@ class Slant:
 
     without: names of faults and of the chaos's actions that are left out, to find a shorter story. often: actions that
     make up half of what the chaos does. worse: faults that are as bad as this, to bring something about more often.
+    repeats: how often a run asks for the version again that it asked for last.
     """
 
     without: frozenset[str] = frozenset()
     often: frozenset[str] = frozenset()
     worse: Mapping[str, float] = field(default_factory=dict)
+    repeats: float = 0.15
 
 
 @dataclass
@@ -86,6 +88,10 @@ class Group:
     def train(self) -> None:
         """One step of the optimizer on all ranks."""
         self.step += 1
+        self.load()
+
+    def load(self) -> None:
+        """All ranks have what they had after the last step, from a checkpoint."""
         for trainer in self.trainers:
             trainer.source.train(f"{self.lineage} from {self.number} step {self.step}")
 
@@ -165,6 +171,7 @@ class Scenario:
             worker_late=some(0.1),
             half_open=some(0.5),
             read_late=some(0.05),
+            write_late=some(0.05),
             drift=some(0.03) if self.crashes else 0.0,
         )
         for name in self.slant.without & vars(faults).keys():
@@ -312,8 +319,10 @@ class Scenario:
     def _train(self, group: Group) -> Steps:
         while not group.gone:
             yield self.world.between(0.05, 1.5)
-            repeat = bool(group.reports) and self.world.chance(0.15)
-            if not repeat:
+            repeat = bool(group.reports) and self.world.chance(self.slant.repeats)
+            if repeat:
+                group.load()
+            else:
                 group.train()
             version = None if group.first is None else group.first + group.step
             report = yield from self.update(group, group.reports[-1].identity.version if repeat else version)

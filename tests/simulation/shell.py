@@ -28,9 +28,10 @@ class Faults:
     overtake each other). task: that a task fails. slow: that a task or a worker takes longer than it may. engine_no,
     engine_hang, engine_lies: that an engine call is refused, does what it should much later, or says that all is done
     although its workers were not called. worker_early, worker_late: that a worker fails before or after its first byte.
-    half_open: that one end of a broken stream hears nothing of it. read_late: that a worker is stopped between looking
-    at the clock and reading. drift: how much faster or slower than time a process's clock may go, as a share of it.
-    cuts: (member, whether towards the manager) for each way on which nothing gets through.
+    half_open: that one end of a broken stream hears nothing of it. read_late, write_late: that a worker is stopped
+    between looking at the clock and reading, or before its first byte. drift: how much faster or slower than time a
+    process's clock may go, as a share of it. cuts: (member, whether towards the manager) for each way on which nothing
+    gets through.
     """
 
     loss: float = 0.0
@@ -45,6 +46,7 @@ class Faults:
     worker_late: float = 0.0
     half_open: float = 0.0
     read_late: float = 0.0
+    write_late: float = 0.0
     drift: float = 0.0
     cuts: set[tuple[str, bool]] = field(default_factory=set)
 
@@ -96,6 +98,13 @@ class Shell:
         if self.alive and self._held is None:
             self._held = []
             self.world.after(seconds, self._go_on)
+
+    def unless_stopped(self, later: Callable[[], None], now: Callable[[], None]) -> None:
+        """Does the one when it goes on again, or the other at once."""
+        if self._held is None:
+            now()
+        else:
+            self._held.append(later)
 
     def _go_on(self) -> None:
         held, self._held = self._held or [], None
@@ -194,7 +203,8 @@ class Stream:
         if self._open[to_manager] and not self._cut(to_manager):
             assert body is not None
             shell, peer = self._ends[to_manager]
-            shell.feed(Message(peer, body))
+            # What a stopped process has not read it does not read any more if it closes the stream when it goes on.
+            shell.unless_stopped(lambda: self._arrive(to_manager, body), lambda: shell.feed(Message(peer, body)))
 
     def _cut(self, to_manager: bool) -> bool:
         return bool(self.faults.cuts) and (self._member, to_manager) in self.faults.cuts
