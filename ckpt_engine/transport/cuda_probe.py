@@ -2,25 +2,31 @@
 
 Settings, driver versions, containers and permissions all have a say in it, so nothing is concluded from any of them. A
 handle cannot be opened by its exporter, hence the other process; it loads the driver and no torch, takes a fraction of
-a second and, while it lives, a context's memory on the GPU. Owner's side, any thread.
+a second and, while it lives, a context's memory on the GPU. Where the GPU has no room for that, nothing is known, and
+the answer is yes: a reader that cannot map it says why, before any weight is touched. Owner's side, any thread.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import subprocess
 import sys
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.transport.cuda_driver import CudaDriverError, driver
+from ckpt_engine.transport.cuda_driver import OUT_OF_MEMORY, CudaDriverError, driver
 from ckpt_engine.transport.cuda_memory import Imported
 from ckpt_engine.v1.weights_pb2 import CudaIpcLocator, Region
+
+log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 60.0
 """How long the other process may take. It takes less than one, unless the host is drowning."""
 
 _BYTES = 64
+_NO_ROOM = 3
+"""Exit status: the GPU has no room for a context of the probing process."""
 
 
 def probe(region: Region) -> str:
@@ -43,6 +49,9 @@ def probe(region: Region) -> str:
         return f"a process that was to map it did not answer within {PROBE_SECONDS:g} s"
     except (OSError, CudaDriverError) as error:
         return f"it could not be tried out: {error}"
+    if found.returncode == _NO_ROOM:
+        log.info("ckpt-engine: GPU memory was not tried out in another process: the GPU has no room for one")
+        return ""
     if found.returncode:
         lines = found.stderr.decode("utf-8", "replace").strip().splitlines()
         return lines[-1] if lines else f"the process that was to map it ended with status {found.returncode}"
@@ -64,6 +73,13 @@ def _main() -> int:
         if device is None:
             print("a process that this one starts does not see its GPU", file=sys.stderr)
             return 1
+        try:
+            with driver().on(device):
+                pass
+        except CudaDriverError as error:
+            if error.code == OUT_OF_MEMORY:
+                return _NO_ROOM
+            raise
         memory = Imported(driver(), device, region)
         with driver().on(device):
             sys.stdout.buffer.write(_first_bytes(memory.pointer))

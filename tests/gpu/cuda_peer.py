@@ -173,6 +173,13 @@ class _Trainer:
         """Of the parameters as they were before they were sharded, changed alike."""
         return {name: _hash(tensor.to(torch_dtype(served))) for name, tensor in self.whole.items()}
 
+    def hog(self, leave: int) -> None:
+        """Takes all memory of the GPU but `leave` bytes; 0: gives it back."""
+        self.hogged = torch.empty(
+            torch.cuda.mem_get_info()[0] - leave if leave else 0, dtype=torch.uint8, device="cuda"
+        )
+        torch.cuda.empty_cache()
+
     def fill(self, seed: int) -> None:
         torch.manual_seed(seed)
         for tensor in self.tensors.values():

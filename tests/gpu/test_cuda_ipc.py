@@ -124,6 +124,20 @@ def test_memory_of_torchs_other_allocators(worker: Peer, settings: dict[str, str
             assert_memory_is_given_back(trainer, sum(torch.Size(shape).numel() for shape, _ in shapes.values()))
 
 
+def test_a_full_gpu_has_no_room_to_try_it_out_and_is_used_all_the_same(worker: Peer) -> None:
+    """An engine may hold all memory while a trainer on its GPU publishes."""
+    with Peer() as trainer:
+        trainer.ask("trainer.make", shapes=SHAPES)
+        trainer.ask("trainer.hog", leave=150 << 20)
+        try:
+            published = trainer.ask("trainer.publish")
+        finally:
+            trainer.ask("trainer.hog", leave=0)
+        assert published["description"] == "named tensors, live on the GPU"
+        assert_same_after_updates(trainer, worker, published["table"], updates=1)
+        worker.ask("worker.forget")
+
+
 def test_an_allocation_is_mapped_once_however_many_tensors_and_plans_use_it(trainer: Peer, worker: Peer) -> None:
     trainer.ask("trainer.withdraw")
     trainer.ask("trainer.delete")
