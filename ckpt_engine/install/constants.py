@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ckpt_engine.core.digest import digest_boxes
-from ckpt_engine.core.problems import data_loss, precondition
+from ckpt_engine.core.dtypes import dtype_name
+from ckpt_engine.core.problems import CkptEngineError, data_loss, precondition
 from ckpt_engine.install.target import LoadTarget
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,16 @@ class Constants:
     def _tensors(self) -> dict[str, Tensor]:
         names = self._target.constant()
         return {
-            name: tensor
+            name: _hashable(tensor)
             for name, tensor in self._target.named_tensors()
             if name in names and not tensor.is_meta and tensor.layout is torch.strided
         }
+
+
+def _hashable(tensor: Tensor) -> Tensor:
+    """The tensor, or its bytes if it is of a dtype that no weights have."""
+    try:
+        dtype_name(tensor.dtype)
+    except CkptEngineError:
+        return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    return tensor

@@ -10,6 +10,7 @@ from install_models import TensorParallel
 from install_world import Checkpoint, OneWorker
 from torch import nn
 
+from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.install.constants import Constants
 from ckpt_engine.install.target import ModuleTarget
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -58,6 +59,25 @@ def test_a_table_that_was_lost_is_named_until_the_engine_restarts(tmp_path: Path
     checkpoint.close()
 
 
+def test_tables_of_any_dtype_and_layout_are_compared() -> None:
+    dtypes = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float64, torch.complex64, torch.complex128)
+    model = nn.Module()
+    for dtype in (*dtypes, torch.float8_e4m3fn, torch.uint16):
+        model.register_buffer(f"of {dtype}".replace(".", " "), torch.ones(4, 3).to(dtype), persistent=False)
+    model.register_buffer("empty", torch.empty(0, 3), persistent=False)
+    model.register_buffer("expanded", torch.ones(1, 3).expand(5, 3), persistent=False)
+    model.register_buffer("strided", torch.ones(6, 4)[::2].t(), persistent=False)
+    for name, table in model.named_buffers():
+        constants = Constants(ModuleTarget(model, load_weights=lambda weights: None))
+        constants.note()
+        constants.check()
+        if table.numel():
+            constants.note()
+            table.untyped_storage()[table.storage_offset() * table.itemsize + table.itemsize - 1] ^= 1
+            with pytest.raises(CkptEngineError, match=name):
+                constants.check()
+
+
 def test_without_a_note_nothing_is_compared(tmp_path: Path) -> None:
     model = Rotary()
     checkpoint = Checkpoint(model.checkpoint())
@@ -83,5 +103,5 @@ def test_what_could_not_be_noted_is_not_trusted() -> None:
     constants = Constants(target)
     constants.note()
     target.fails = False
-    with pytest.raises(Exception, match="nobody knows whether.*illegal memory access"):
+    with pytest.raises(Exception, match=r"nobody knows whether.*illegal memory access"):
         constants.check()
