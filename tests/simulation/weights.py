@@ -109,6 +109,10 @@ class Blobs:
         self._touched[ref.digest] = self._world.now
         return self._held[ref.digest]
 
+    def forget(self, ref: manager_pb2.BlobRef) -> None:
+        """As if it had been stored with another manager."""
+        self._held.pop(ref.digest, None)
+
     def drop(self, used: set[bytes], before: float) -> None:
         """Forgets what is not used and was last touched before that moment."""
         for digest in [digest for digest in self._held if digest not in used and self._touched[digest] < before]:

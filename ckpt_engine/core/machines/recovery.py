@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.machines.manager_state import Latest, State, describe
@@ -58,13 +59,24 @@ class Recovery:
                     f"the ledger was rolled back: {_name(hello)} has seen epoch {highest}, the ledger only "
                     f"{state.epoch}; it goes on above that"
                 )
-            state.epoch = highest
-            state.spend_ahead()
+            self._skip(highest)
         if ours and isinstance(hello, manager_pb2.ReplicaHello):
             for worker in hello.workers:
                 if worker.state == manager_pb2.CLEAN:
                     self._learn_version(worker)
         return skipped
+
+    def learn_epochs(self, workers: Iterable[manager_pb2.WorkerStatus]) -> bool:
+        """The same from a heartbeat: an agent may say hello before its engine is there. Whether epochs were skipped."""
+        highest = max((worker.epoch for worker in workers), default=0)
+        skipped = self.state.epoch < highest < HIGHEST_EPOCH
+        if skipped:
+            self._skip(highest)
+        return skipped
+
+    def _skip(self, epoch: int) -> None:
+        self.state.epoch = epoch
+        self.state.spend_ahead()
 
     def warnings(self) -> list[str]:
         """For the status: sentences that say what is wrong and what helps."""
