@@ -57,6 +57,16 @@ def test_tiles_cover_each_element_once_with_its_factor(
         check_tiles(view, start)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(41,), (2100,), (3, 700)])
+def test_flat_tiles_go_on_where_the_one_before_ended(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest_tiles, "_COLUMN_WORDS", 4)
+    monkeypatch.setattr(digest_tiles, "BLOCK_BYTES", 16)
+    check_tiles(random_tensor(shape, dtype), (7,) * len(shape))
+
+
 def check_tiles(view: torch.Tensor, start: tuple[int, ...]) -> None:
     unit = min(view.itemsize, 2)
     storage = torch.tensor([], dtype=view.dtype).set_(view.untyped_storage())
