@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from ckpt_engine.core.problems import data_loss, invalid, unavailable
 from ckpt_engine.transport.base import Availability
+from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.mapped import MappedRegions, Mapping
 from ckpt_engine.v1.weights_pb2 import FileLocator, Region
 
@@ -82,9 +83,10 @@ class FileCheck:
 
 
 def _locator(region: Region) -> FileLocator:
-    if region.transport != NAME:
-        raise invalid(f"region {region.id} is for {region.transport}, not {NAME}")
-    return FileLocator.FromString(region.locator)
+    locator = locator_of(region, NAME, FileLocator)
+    if "\0" in locator.path:
+        raise invalid(f"the locator of region {region.id} names no file: {locator.path!r}")
+    return locator
 
 
 def _map(region: Region) -> Mapping:

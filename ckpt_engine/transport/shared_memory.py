@@ -17,6 +17,7 @@ import torch
 
 from ckpt_engine.core.problems import CkptEngineError, data_loss, invalid, unavailable
 from ckpt_engine.transport.base import Availability
+from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.mapped import MappedRegions, Mapping
 from ckpt_engine.transport.room import memory_room
 from ckpt_engine.v1.weights_pb2 import Region, SharedMemoryLocator
@@ -133,9 +134,7 @@ class SharedMemoryTransport:
 
 
 def _map(region: Region) -> Mapping:
-    if region.transport != NAME:
-        raise invalid(f"region {region.id} is for {region.transport}, not {NAME}")
-    locator = SharedMemoryLocator.FromString(region.locator)
+    locator = locator_of(region, NAME, SharedMemoryLocator)
     path = f"/proc/{locator.pid}/fd/{locator.descriptor}"
     try:
         # Looked at before it is opened: if the pid was reused, opening a stranger's pipe or device would touch it.

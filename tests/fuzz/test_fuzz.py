@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.fuzz.seeds import ARENA, SAID, install_order
 from tests.fuzz.targets import TARGETS, Target, inputs, refused
 
 EACH = 400
@@ -46,3 +48,23 @@ def test_any_bytes(target: Target) -> None:
             refused(take, data)
 
         holds()
+
+
+BROKE_ONCE = {
+    "trainer messages": SAID[manager_pb2.TrainerMessage][0]
+    .SerializeToString()
+    .replace(b" \x01", b" \xff\xff\xff\xff\x0f"),
+    "regions": weights_pb2.Region(
+        id=1, transport="file", size=9, locator=weights_pb2.FileLocator(path="a\0b").SerializeToString()
+    ).SerializeToString(),
+    "install orders": install_order().replace(ARENA.region(7).locator, b"\xff" * len(ARENA.region(7).locator)),
+}
+"""What fuzzing has found: a run of four billion ranks, a path with a zero byte, a locator that is no message."""
+
+
+@pytest.mark.parametrize("name", BROKE_ONCE)
+def test_what_broke_a_reader_once(name: str) -> None:
+    target = next(target for target in TARGETS if target.name == name)
+    assert BROKE_ONCE[name] not in target.seeds
+    with target.open() as take:
+        refused(take, BROKE_ONCE[name])

@@ -16,6 +16,10 @@ LINEAGE_BYTES = 120
 """The most that a worker's state word holds of a lineage's name (install/state.py)."""
 
 
+MOST_RANKS = 1 << 16
+"""Far more than any run has: who is missing is looked at rank by rank, so a number that cannot be must not be taken."""
+
+
 @dataclass
 class Trainer:
     """One trainer rank. peer: None while its session is lost."""
@@ -157,6 +161,8 @@ class Members:
         self._check_cluster(hello.cluster)
         if not hello.lineage or len(hello.lineage.encode()) > LINEAGE_BYTES:
             raise invalid(f"a lineage's name has 1 to {LINEAGE_BYTES} bytes, {hello.lineage!r} has not")
+        if hello.world_size > MOST_RANKS:
+            raise invalid(f"a lineage has at most {MOST_RANKS} ranks, not {hello.world_size}")
         if not hello.rank < hello.world_size:
             raise invalid(f"there is no rank {hello.rank} among {hello.world_size} ranks")
         known = self.ranks(hello.lineage)
