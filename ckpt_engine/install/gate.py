@@ -93,7 +93,7 @@ class Gate:
             await self._app(scope, receive, send)
         elif path in self._exact or scope["path"].startswith(self._below):
             if self._has_token(scope):
-                await self._app(scope, receive, send)
+                await self.control(scope, receive, send)
             else:
                 await _refuse(scope, send, 403, f"{path} is for this replica's agent only")
         else:
@@ -102,6 +102,10 @@ class Gate:
                 await self._app(scope, receive, send if state.identity is None else _with_version(send, state))
             else:
                 await _refuse(scope, send, 503, f"this replica does not serve now: {state.reason}", retry_after=1)
+
+    async def control(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A control route, called with the token. The engine answers; adapters may have routes of their own here."""
+        await self._app(scope, receive, send)
 
     def _has_token(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == _TOKEN_HEADER), b"")
@@ -125,7 +129,7 @@ class Gate:
             "lineage": state.identity.lineage if state.identity else None,
             "root": state.identity.root.hex() if state.identity else None,
         }
-        await _answer(send, 200, b"application/json", json.dumps(body).encode(), [])
+        await answer_json(send, 200, body)
 
 
 def _with_version(send: Send, state: Verdict) -> Send:
@@ -151,6 +155,11 @@ async def _refuse(scope: Scope, send: Send, status: int, detail: str, retry_afte
     body = json.dumps({"type": "about:blank", "title": title, "status": status, "detail": detail}).encode()
     headers = [] if retry_after is None else [(b"retry-after", str(retry_after).encode())]
     await _answer(send, status, b"application/problem+json", body, headers)
+
+
+async def answer_json(send: Send, status: int, body: object) -> None:
+    """A whole answer."""
+    await _answer(send, status, b"application/json", json.dumps(body).encode(), [])
 
 
 async def _answer(

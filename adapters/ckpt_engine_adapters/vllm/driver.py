@@ -26,6 +26,7 @@ from ckpt_engine.agent.adapter import (
 from ckpt_engine.agent.http import engine_call, engine_client
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, command_options, worker_count
+from ckpt_engine_adapters.vllm.gate import PAUSE_ROUTE
 
 SUPPORTED = ("0.26.", "0.32.")
 """Versions that the tests and benchmarks run against; others are refused by name unless forced."""
@@ -108,7 +109,13 @@ class VllmAdapter:
         await self._post("/init_weight_transfer_engine", seconds, init_info={})
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
-        await self._ask("/pause", seconds, **_MODES[mode or self.capabilities.default_pause_mode])
+        options = _MODES[mode or self.capabilities.default_pause_mode]
+        try:
+            await self._ask(PAUSE_ROUTE, seconds, **options)
+        except EngineCallError as error:
+            if not error.answered:
+                raise
+            await self._ask("/pause", seconds, **options)  # a server with an older gate, or with another scheduler
 
     async def install(self, epoch: int, seconds: float) -> None:
         """Opens vLLM's update session, runs the install in every worker, and always closes the session."""
