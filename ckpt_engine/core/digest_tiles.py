@@ -109,7 +109,12 @@ class TileTable:
         weight = sum(-(-rows.columns // self._block) * rows.rows for _, rows in self._found)
         most = max(min(_ROWS, weight // _TILES_WANTED), _ROWS_LEAST)
         empty = np.empty((0, FIELDS), dtype=np.uint64)
-        parts = [self._cut(rows, place, most) for place, rows in self._found if not rows.flat]
+        alike: dict[tuple[int, ...], list[tuple[int, _Rows]]] = {}  # thousands of boxes share a few shapes
+        for place, rows in self._found:
+            if not rows.flat:
+                key = rows.step, rows.rows, rows.columns, rows.outer, rows.inner
+                alike.setdefault(key, []).append((place, rows))
+        parts = [self._cut(group, most) for group in alike.values()]
         table = np.concatenate([empty, *parts])
         table = table[np.argsort(-(table[:, 4] * table[:, 5]).astype(np.int64), kind="stable")]
         aligned = self._aligned(table)
@@ -139,20 +144,21 @@ class TileTable:
         table[:, 4], table[:, 5], table[:, 6], table[:, 7] = blocks, columns, row.scale, place
         return table
 
-    def _cut(self, rows: _Rows, place: int, most: int) -> Table:
-        """The tiles of some rows, each of at most `most`."""
+    def _cut(self, alike: Sequence[tuple[int, _Rows]], most: int) -> Table:
+        """The tiles of rows that differ in address, scale and place alone, each of at most `most`."""
+        rows = alike[0][1]
         first_row = np.arange(0, rows.rows, most, dtype=np.uint64)[:, None]
         first_column = np.arange(0, rows.columns, self._block, dtype=np.uint64)[None, :]
-        table = np.empty((first_row.size, first_column.size, FIELDS), dtype=np.uint64)
-        first = (rows.address - self._origin) // self._unit & _MASK
-        table[..., 0] = np.uint64(first) + first_row * np.uint64(rows.step & _MASK) + first_column
+        table = np.empty((len(alike), first_row.size, first_column.size, FIELDS), dtype=np.uint64)
+        firsts = [(each.address - self._origin) // self._unit & _MASK for _, each in alike]
+        table[..., 0] = _column(firsts) + first_row * np.uint64(rows.step & _MASK) + first_column
         table[..., 1] = rows.step & _MASK
         table[..., 2] = np.uint64(rows.outer) + first_row
         table[..., 3] = np.uint64(rows.inner) + first_column
         table[..., 4] = np.minimum(np.uint64(rows.rows) - first_row, np.uint64(most))
         table[..., 5] = np.minimum(np.uint64(rows.columns) - first_column, np.uint64(self._block))
-        table[..., 6] = rows.scale
-        table[..., 7] = place
+        table[..., 6] = _column([each.scale for _, each in alike])
+        table[..., 7] = _column([place for place, _ in alike])
         return table.reshape(-1, FIELDS)
 
     def _aligned(self, table: Table) -> npt.NDArray[np.bool_]:
@@ -261,3 +267,7 @@ def _row_axes(axes: Sequence[tuple[Axis, int]]) -> tuple[int, int]:
             break
         rows, outer = rows * length, outer + 1
     return rows, outer
+
+
+def _column(values: Sequence[int]) -> Table:
+    return np.array(values, dtype=np.uint64)[:, None, None]
