@@ -68,6 +68,11 @@ class VllmTarget:
         self._derived: dict[str, str] = {}
         for prefix, name in self._made_of_weights:
             self._follow(self._layers[prefix], name, f"{prefix}.{name}" if prefix else name)
+        for prefix, layer in self._layers.items():
+            if layer in self._deriving:
+                loaded = layerwise.get_layerwise_info(layer).restore_metadata[0]
+                for name in layer._parameters.keys() - loaded.keys():
+                    self._derived[f"{prefix}.{name}"] = "made of other layers' weights by this attention layer"
 
     def _follow(self, layer: nn.Module, name: str, full_name: str) -> None:
         """Says how a buffer that is made of weights is kept right, if that is known."""
