@@ -101,7 +101,7 @@ class ReplicaAgent:
         self._timers: dict[events.Key, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
-        self._manager_lost = False
+        self._manager_lost: weights_pb2.Problem.Code | None = None
         self._unanswered: asyncio.TimerHandle | None = None
         self._questions: dict[int, asyncio.Future[worker_pb2.AgentReply | None]] = {}
         self._asked = 0
@@ -289,7 +289,7 @@ class ReplicaAgent:
                 if answer is not None and not answer.done():
                     answer.set_result(reply)
             case events.SessionOpened():
-                self._manager_lost = False
+                self._manager_lost = None
             case events.SessionEnded(problem, final):
                 self._session_ended(problem, final)
 
@@ -300,8 +300,8 @@ class ReplicaAgent:
             # The manager does not want this agent: another one has taken its place, or its name.
             assert self._fault is not None
             self._fault.set_exception(CkptEngineError(problem))
-        elif not self._manager_lost:
-            self._manager_lost = True  # said once, not at each attempt
+        elif self._manager_lost != problem.code:
+            self._manager_lost = problem.code  # said once, not at each attempt; a manager of another cluster is news
             self.say(problem.message)
 
     def _cancel_timer(self, key: events.Key) -> None:

@@ -138,11 +138,7 @@ class Installer:
             self._current = None
 
     def _check_fence(self, fence: weights_pb2.Fence) -> None:
-        if self._fence.cluster and fence.cluster != self._fence.cluster:
-            raise precondition(
-                f"worker {self._slot.rank} serves cluster {self._fence.cluster}, not {fence.cluster}; "
-                "restart the engine to move it"
-            )
+        # Of whatever cluster: managers go on above the epochs in the words of workers that they are given.
         highest = max(self._fence.epoch, self._slot.epoch)
         if fence.epoch < highest:
             raise aborted(f"epoch {fence.epoch} was overtaken by {highest} on worker {self._slot.rank}")

@@ -217,7 +217,7 @@ def no_time(order: worker_pb2.InstallOrder, plan: weights_pb2.WorkerPlan) -> Non
 
 
 def other_cluster(order: worker_pb2.InstallOrder, plan: weights_pb2.WorkerPlan) -> None:
-    order.fence.cluster = "another"
+    order.fence.cluster, order.fence.epoch = "another", order.fence.epoch - 1  # that of the install before
 
 
 def old_epoch(order: worker_pb2.InstallOrder, plan: weights_pb2.WorkerPlan) -> None:
@@ -241,7 +241,7 @@ def old_epoch(order: worker_pb2.InstallOrder, plan: weights_pb2.WorkerPlan) -> N
         (no_digests, Code.INVALID_ARGUMENT),
         (no_root, Code.INVALID_ARGUMENT),
         (no_time, Code.DEADLINE_EXCEEDED),
-        (other_cluster, Code.FAILED_PRECONDITION),
+        (other_cluster, Code.ABORTED),
         (old_epoch, Code.ABORTED),
     ],
 )
@@ -267,6 +267,19 @@ def test_a_bad_order_touches_nothing(
     assert_same(state(model), before)
     # And the next good one works.
     assert not worker.update(checkpoint).report.HasField("problem")
+    checkpoint.close()
+
+
+def test_a_worker_is_moved_to_another_cluster_with_higher_epochs(tmp_path: Path) -> None:
+    model = TensorParallel()
+    checkpoint = Checkpoint(model.checkpoint())
+    worker = OneWorker(ModuleTarget(model), tmp_path)
+    assert not worker.update(checkpoint).report.HasField("problem")
+    worker.prepare(checkpoint)
+    order = worker.order(checkpoint)
+    order.fence.cluster = "another"
+    assert not worker.installer.install(order).report.HasField("problem")
+    assert word(worker) == (manager_pb2.CLEAN, order.fence.epoch)
     checkpoint.close()
 
 
