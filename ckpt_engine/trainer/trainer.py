@@ -201,23 +201,32 @@ class Trainer:
     def sleep(self, level: int = 1, *, replicas: Sequence[str] = (), timeout: float | None = None) -> None:
         """Has replicas close and give their memory up, for example while this process trains. One rank calls it.
 
-        level: 1 keeps weights on the host, 2 discards them. replicas: only these; empty: all. timeout: seconds for the
-        slowest. Requests that are inside end early. Hybrid replicas are woken by the next `update_weights`.
+        level: 1 keeps weights on the host, 2 discards them. replicas: those that are named, of any mode; empty: all
+        hybrid ones. timeout: seconds for the slowest. Requests that are inside may end early. Hybrid replicas are
+        woken by the next `update_weights`.
         Raises CkptEngineError naming the first replica that does not sleep; others may.
         """
         seconds = timeout or self._deadlines.sleep_wake
-        self._sleep_or_wake(manager_pb2.SleepRequest(replicas=replicas, level=level, timeout_seconds=seconds), seconds)
+        self._sleep_or_wake(manager_pb2.SleepRequest(level=level, timeout_seconds=seconds), replicas, seconds)
 
     def wake(self, tags: Sequence[str] = (), *, replicas: Sequence[str] = (), timeout: float | None = None) -> None:
         """Has replicas take their memory back: "weights" before "kv_cache"; no tags: both. One rank calls it.
 
+        replicas, timeout: as for `sleep`.
         A replica whose weights were discarded serves again after its next update. Raises as `sleep` does.
         """
         seconds = timeout or self._deadlines.sleep_wake
-        self._sleep_or_wake(manager_pb2.WakeRequest(replicas=replicas, tags=tags, timeout_seconds=seconds), seconds)
+        self._sleep_or_wake(manager_pb2.WakeRequest(tags=tags, timeout_seconds=seconds), replicas, seconds)
 
-    def _sleep_or_wake(self, request: manager_pb2.SleepRequest | manager_pb2.WakeRequest, seconds: float) -> None:
+    def _sleep_or_wake(
+        self, request: manager_pb2.SleepRequest | manager_pb2.WakeRequest, replicas: Sequence[str], seconds: float
+    ) -> None:
         with self._alone("sleep or wake"):
+            status = self._background.status() if not replicas else manager_pb2.GetStatusResponse()
+            hybrid = [each.name for each in status.replicas if each.mode == manager_pb2.HYBRID]
+            if not replicas and not hybrid:
+                raise precondition("no replica is registered as hybrid: name those that shall sleep or wake")
+            request.replicas.extend(replicas or hybrid)
             for result in self._background.sleep_or_wake(request, seconds + self._deadlines.call_grace):
                 if result.HasField("problem"):
                     raise CkptEngineError(result.problem)

@@ -72,7 +72,7 @@ def test_a_hybrid_replica_sleeps_while_the_trainer_trains_and_is_woken_by_its_up
     with Trainer(cluster.address, lineage=f"hybrid-{level}") as trainer:
         trainer.publish(first)
         assert trainer.update_weights().ok
-        trainer.sleep(level, replicas=["hybrid"])
+        trainer.sleep(level)  # the hybrid ones, if none are named
         assert ("discarded" if level == 2 else "kept on the host") in why_closed(hybrid.url)
         assert memory(hybrid.url) == ["kv_cache", "weights"]
         assert_serves(alone, first)
