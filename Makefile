@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ENGINES ?= vllm
 
-.PHONY: demo test test-engines test-slow fuzz bench lint format proto clean
+.PHONY: demo test test-engines test-slow fuzz bench lint format proto clean fault-matrix endurance
 
 demo: $(INSTALLED)
 	@$(if $(findstring vllm,$(ARGS)),engines/run vllm --) $(BIN)/ckpt-engine demo $(ARGS)
@@ -25,6 +25,13 @@ test-slow: $(INSTALLED)
 fuzz: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "atheris>=3"
 	$(BIN)/python -m tests.fuzz.run --inputs 1000000 --atheris $(ARGS)
+
+# Faults on real processes: every cell, into docs/reliability.md; and many updates with random kills.
+fault-matrix: $(INSTALLED)
+	$(BIN)/python -m tests.faults.matrix $(ARGS)
+
+endurance: $(INSTALLED)
+	$(BIN)/python -m tests.faults.endurance $(ARGS)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-json=benchmarks/latest.json --timeout=1800 $(ARGS)
