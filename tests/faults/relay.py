@@ -63,18 +63,39 @@ class Relay:
             call.cancel()
 
     async def _tampered(self, messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """In their order; each leaves `delay` seconds after it came, however many wait."""
+        waiting: asyncio.Queue[tuple[float, bytes] | BaseException | None] = asyncio.Queue()
+        taking = asyncio.ensure_future(self._take(messages, waiting))
+        clock = asyncio.get_running_loop().time
         before: bytes | None = None
-        async for message in messages:
-            if self.delay:
-                self.tampered += 1
-                await asyncio.sleep(self.delay)
-            yield message
-            if self.duplicate:
-                self.tampered += 1
+        try:
+            while (item := await waiting.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                due, message = item
+                if due > clock():
+                    self.tampered += 1
+                    await asyncio.sleep(due - clock())
                 yield message
-                if before is not None:
-                    yield before
-            before = message
+                if self.duplicate:
+                    self.tampered += 1
+                    yield message
+                    if before is not None:
+                        yield before
+                before = message
+        finally:
+            taking.cancel()
+
+    async def _take(
+        self, messages: AsyncIterator[bytes], waiting: asyncio.Queue[tuple[float, bytes] | BaseException | None]
+    ) -> None:
+        try:
+            async for message in messages:
+                waiting.put_nowait((asyncio.get_running_loop().time() + self.delay, message))
+        except Exception as error:  # raised where the messages are used
+            waiting.put_nowait(error)
+        else:
+            waiting.put_nowait(None)
 
 
 class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]

@@ -31,7 +31,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, models: tuple[Path, Path, Ex
         yield world
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("cell", SAMPLE, ids=str)
 def test_a_sample_of_the_matrix(world: World, cell: Cell) -> None:
     result = play(world, cell)
@@ -45,7 +45,8 @@ def test_the_matrix_has_every_fault_at_every_stage() -> None:
     assert set(SAMPLE) <= set(cells)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_few_updates_with_random_kills_leave_nothing_behind(
     tmp_path: Path, models: tuple[Path, Path, Expected]
 ) -> None:

@@ -23,6 +23,8 @@ from tests.faults.members import start_manager
 from tests.faults.prober import Expected
 from tests.faults.world import World, free_port
 
+pytestmark = pytest.mark.timeout(900)  # engines start slowly on a busy machine
+
 SECONDS = 120.0
 CAP_DAC_OVERRIDE, PR_CAPBSET_DROP = 1, 24
 
@@ -154,6 +156,7 @@ def test_a_second_manager_on_the_same_ledger_does_not_start(world: World, tmp_pa
     assert not world.update_all()
 
 
+@pytest.mark.slow
 def test_a_manager_that_lost_its_lock_begins_nothing_more(world: World, tmp_path: Path) -> None:
     version = world.version
     world.ledger.with_name("ledger.sqlite.lock").unlink()

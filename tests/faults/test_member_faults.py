@@ -16,6 +16,8 @@ from tests.faults.members import start_attached_agent
 from tests.faults.prober import SEEDS, Expected
 from tests.faults.world import World
 
+pytestmark = pytest.mark.timeout(900)  # engines start slowly on a busy machine
+
 SECONDS = 120.0
 
 
@@ -69,7 +71,7 @@ def test_a_second_agent_for_one_engine_is_turned_away(world: World, tmp_path: Pa
     second = start_attached_agent(tmp_path, "second", rollout.proxy.address, rollout.port, {})
     try:
         assert second.process.wait(SECONDS) == 1, second.tail()
-        assert "another agent" in second.tail()
+        assert "already has an agent" in second.tail()
     finally:
         second.end()
     assert serves(world, world.version)
@@ -93,9 +95,10 @@ def test_an_agent_that_dies_while_its_engine_is_paused_is_followed_by_one_that_r
     assert not world.update_all()
 
 
+@pytest.mark.slow
 def test_an_agent_that_dies_while_its_engine_sleeps_is_followed_by_one_that_knows(world: World) -> None:
     slept = world.stub.Sleep(manager_pb2.SleepRequest(level=1, timeout_seconds=30), timeout=60)
-    assert [result.ok for result in slept.results] == [True], slept
+    assert [result.HasField("problem") for result in slept.results] == [False], slept
     world.kill("agent", "one")
     world.restart_agent("one")
     world.until(
@@ -104,11 +107,12 @@ def test_an_agent_that_dies_while_its_engine_sleeps_is_followed_by_one_that_know
         lambda: (now := world.replica("one")) and now.connected and now.asleep and not now.serving,
     )
     woken = world.stub.Wake(manager_pb2.WakeRequest(timeout_seconds=30), timeout=60)
-    assert [result.ok for result in woken.results] == [True], woken
+    assert [result.HasField("problem") for result in woken.results] == [False], woken
     assert serves(world, world.version)
     assert not world.update_all()
 
 
+@pytest.mark.slow
 def test_a_trainer_that_goes_back_to_an_older_checkpoint_needs_a_new_lineage(world: World) -> None:
     version, lineage = world.version, world.trainer.lineage
     world.restart_trainer(lineage=lineage)
@@ -122,6 +126,7 @@ def test_a_trainer_that_goes_back_to_an_older_checkpoint_needs_a_new_lineage(wor
     assert not world.update_all(), "and a new lineage from anywhere"
 
 
+@pytest.mark.slow
 def test_a_run_that_comes_back_with_another_world_size(world: World) -> None:
     lineage = world.trainer.lineage
     world.trainer.end()
