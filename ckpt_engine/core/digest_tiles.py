@@ -121,15 +121,15 @@ class TileTable:
         flat: dict[int, list[Table]] = {}
         for place, rows in self._found:
             if rows.flat:
-                flat.setdefault(rows.flat, []).append(self._cut_flat(rows, place))
+                flat.setdefault(rows.flat, []).append(self._cut_flat(rows, place, most))
         long = {lanes: np.concatenate(tables) for lanes, tables in flat.items()}
         return Tiles(table[aligned], table[~aligned], long, np.concatenate(self._factors))
 
-    def _cut_flat(self, row: _Rows, place: int) -> Table:
-        """The tiles of one long row: rows of a block each, and what is left in one of its own."""
+    def _cut_flat(self, row: _Rows, place: int, most: int) -> Table:
+        """The tiles of one long row: at most `most` rows of a block each, and what is left in one of its own."""
         whole, rest = divmod(row.columns, self._block)
-        first_block = np.arange(0, whole, _ROWS, dtype=np.uint64)
-        blocks = np.minimum(np.uint64(whole) - first_block, np.uint64(_ROWS))
+        first_block = np.arange(0, whole, most, dtype=np.uint64)
+        blocks = np.minimum(np.uint64(whole) - first_block, np.uint64(most))
         columns = np.full_like(blocks, self._block)
         if rest:
             first_block = np.append(first_block, np.uint64(whole))
