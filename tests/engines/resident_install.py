@@ -1,8 +1,9 @@
 """Run by an engine's Python: installs into vLLM's own layers as they stand on CUDA, where nothing repacks them.
 
-`python -m tests.engines.resident_install DIRECTORY TIED`: a Qwen3 of vLLM is made on the CPU and not post-processed, so
+`python -m tests.engines.resident_install DIRECTORY TIED`: a model of vLLM is made on the CPU and not post-processed, so
 its layers have the form that they have on CUDA, and residency is told that this is CUDA. One copy is loaded by vLLM's
-loader, the other by our install. Prints one JSON object: what is staged, and which tensors differ.
+loader, the other by our install. Attention is processed, as at start.
+Prints one JSON object: what is staged and derived, and which tensors differ.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def main(path: Path, tied: bool) -> None:
 
     from ckpt_engine_adapters.vllm import residency
     from ckpt_engine_adapters.vllm.target import VllmTarget
+    from ckpt_engine_adapters.vllm.versions import is_deferred_attention_layer
 
     class Cuda:
         """Says that it is CUDA."""
@@ -61,8 +63,11 @@ def main(path: Path, tied: bool) -> None:
     model, config = vllm_model(path)
     like, _ = vllm_model(path)
     for parameter in (*model.parameters(), *like.parameters()):
-        parameter.data.fill_(0)
+        parameter.data.normal_()
     like.load_weights(weights.items())
+    for layer in (*model.modules(), *like.modules()):
+        if is_deferred_attention_layer(layer):
+            layer.process_weights_after_loading(torch.bfloat16)
     target = VllmTarget(model, config)
     addresses = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
     installed = OneWorker(target, path).update(checkpoint)
@@ -77,6 +82,7 @@ def main(path: Path, tied: bool) -> None:
                 "verified_as_loaded": installed.report.verified_as_loaded,
                 "moved": [name for name, tensor in model.named_parameters() if tensor.data_ptr() != addresses[name]],
                 "differ": [name for name, tensor in model.named_parameters() if not torch.equal(tensor, wanted[name])],
+                "derived": sorted(target.derived()),
                 "deriving": len(target._deriving),
                 "by_loader": list(installed.report.by_loader),
             }

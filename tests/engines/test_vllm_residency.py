@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from tests.engines.test_vllm_models import SMALL, build
 from tests.engines.vllm_server import OVERLAY, PYTHON, needs_vllm
 from tests.tiny_model import make_tiny_qwen3
 
@@ -17,12 +20,34 @@ pytestmark = [*needs_vllm, pytest.mark.timeout(300)]
 REPOSITORY = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("kind", ["untied", "tied"])
-def test_what_nothing_repacks_is_resident(tmp_path: Path, kind: str) -> None:
-    make_tiny_qwen3(tmp_path, 4, tied=kind == "tied")
+def deepseek_v2() -> Any:
+    """Its attention absorbs a projection into matrices of its own, which are made anew after each install."""
+    from transformers import DeepseekV2Config
+
+    return DeepseekV2Config(
+        **SMALL | {"num_key_value_heads": 4},
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        topk_method="greedy",
+        routed_scaling_factor=1.0,
+        tie_word_embeddings=False,
+        architectures=["DeepseekV2ForCausalLM"],
+    )
+
+
+def install(path: Path, tied: bool) -> Any:
+    """What tests/engines/resident_install.py tells of the model in `path`."""
     environment = {**os.environ, "PYTHONPATH": f"{OVERLAY}:{REPOSITORY}", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [PYTHON, "-m", "tests.engines.resident_install", str(tmp_path), kind],
+        [PYTHON, "-m", "tests.engines.resident_install", str(path), "tied" if tied else "untied"],
         capture_output=True,
         text=True,
         timeout=240,
@@ -32,6 +57,24 @@ def test_what_nothing_repacks_is_resident(tmp_path: Path, kind: str) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["problem"] == ""
+    return found
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_what_nothing_repacks_is_resident(tmp_path: Path, kind: str) -> None:
+    make_tiny_qwen3(tmp_path, 4, tied=kind == "tied")
+    found = install(tmp_path, kind == "tied")
     assert (found["staged"], found["verified_as_loaded"], found["moved"], found["differ"]) == ([], 0, [], [])
     assert found["verified"] > found["tensors"]
     assert found["deriving"] == 0, "ordinary attention makes nothing of weights"
+
+
+def test_what_latent_attention_makes_of_weights_is_made_anew(tmp_path: Path) -> None:
+    config = deepseek_v2()
+    config.dtype = torch.bfloat16
+    build(config, 1, tmp_path)
+    found = install(tmp_path, False)
+    experts = "model.layers.1.mlp.experts.routed_experts."
+    assert found["staged"] == found["differ"] == [experts + "w13_weight", experts + "w2_weight"], "packed for a CPU"
+    assert {name.rpartition(".")[2] for name in found["derived"]} == {"W_UV", "W_UK_T"}
+    assert (found["deriving"], found["moved"]) == (2, [])
