@@ -88,10 +88,8 @@ def tables(results: Sequence[Result]) -> str:
     """One table a fault: rows are stages, columns victims, cells what became of the victim's replica and the other."""
     by_cell = {result.cell: result for result in results}
     right = sum(not result.wrong for result in results)
-    lines = [
-        f"{len(results)} of {len(all_cells())} cells were run, {right} of them right, {sum(result.seconds for result in results) / 60:.0f} minutes.",
-        "",
-    ]
+    minutes = sum(result.seconds for result in results) / 60
+    lines = [f"{len(results)} of {len(all_cells())} cells were run, {right} of them right, {minutes:.0f} minutes.", ""]
     for fault, meaning in FAULTS.items():
         lines += [f"**{fault}**: {meaning}.", "", f"| stage | {' | '.join(VICTIMS[fault])} |"]
         lines.append("|---" * (1 + len(VICTIMS[fault])) + "|")
