@@ -1,4 +1,5 @@
-"""How fast DeviceCopy is, beside plain copies of the same bytes: `python -m benchmarks.gpu.copies`. One GPU or two.
+"""How fast DeviceCopy is, beside plain copies of the same bytes: `python -m benchmarks.gpu.copies`, on one GPU. Copies
+between GPUs go through mappings of another process: see test_from_gpu.py.
 
 Qwen3-8B shapes. Each case is prepared once and replayed on new random values; medians of ROUNDS, wall time, with what
 `DeviceCopy.run` waits for. Prints a line a case, and everything as JSON at the end.
@@ -84,30 +85,22 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     destinations = tensors(HERE)
     halves = {name: torch.empty_like(sliced(name, tensor)) for name, tensor in destinations.items()}
-    for number in range(torch.cuda.device_count()):
-        where = torch.device("cuda", number)
-        sources = tensors(where)
-        for source in sources.values():
-            source.normal_()
-        place = "same GPU" if number == 0 else "peer GPU"
-        if number:
-            torch.empty(1, device=HERE).copy_(torch.ones(1, device=where))
-        ceiling = plain(torch.empty(4 << 30, dtype=torch.uint8, device=where), 4 << 30)
-        whole = [(destinations[name], source) for name, source in sources.items()]
-        half = [(halves[name], sliced(name, source)) for name, source in sources.items()]
-        kept = dict(device_work.ENGINE_BYTES)
-        for label, threshold in (("as chosen", None), ("kernel only", 1 << 62), ("engines only", 1)):
-            for each in device_work.Place:
-                device_work.ENGINE_BYTES[each] = kept[each] if threshold is None else threshold
-            measure(f"{place}, whole, {label}", whole, ceiling, results)
-            measure(f"{place}, half, {label}", half, ceiling, results)
-        device_work.ENGINE_BYTES.update(kept)
-        if number == 0:
-            wide = [(tensor, torch.randn(tensor.shape, device=HERE)) for tensor in list(destinations.values())[:80]]
-            measure(f"{place}, cast from float32", [(t, s) for t, s in wide], ceiling, results)
-            del wide
-        del sources, whole, half
-        torch.cuda.empty_cache()
+    sources = tensors(HERE)
+    for source in sources.values():
+        source.normal_()
+    ceiling = plain(torch.empty(4 << 30, dtype=torch.uint8, device=HERE), 4 << 30)
+    whole = [(destinations[name], source) for name, source in sources.items()]
+    half = [(halves[name], sliced(name, source)) for name, source in sources.items()]
+    kept = dict(device_work.ENGINE_BYTES)
+    for label, threshold in (("kernel", 1 << 62), ("engines", 1)):
+        device_work.ENGINE_BYTES[device_work.Place.SAME] = threshold
+        measure(f"same GPU, whole, {label}", whole, ceiling, results)
+        measure(f"same GPU, half, {label}", half, ceiling, results)
+    device_work.ENGINE_BYTES.update(kept)
+    wide = [(tensor, torch.randn(tensor.shape, device=HERE)) for tensor in list(destinations.values())[:80]]
+    measure("same GPU, cast from float32", wide, ceiling, results)
+    del wide, sources, whole, half
+    torch.cuda.empty_cache()
     from_host(destinations, halves, results)
     print(json.dumps(results))
 

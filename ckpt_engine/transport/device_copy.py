@@ -7,6 +7,7 @@ time, so that a copy can be stopped. Reader's side, one thread.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -17,6 +18,8 @@ from ckpt_engine.core.problems import internal
 from ckpt_engine.transport import copy_kernel
 from ckpt_engine.transport.device_work import DeviceWork, Pair, Segment
 from ckpt_engine.transport.staging import StagedFeed
+
+log = logging.getLogger(__name__)
 
 IN_FLIGHT = 3
 """Segments queued at a time: the next one is there when one ends."""
@@ -134,9 +137,12 @@ class _Flight:
     def drain(self) -> None:
         """Waits until nothing is on its way: memory may be freed after it. Raises INTERNAL if the GPU does not end."""
         stop_at = time.monotonic() + DRAIN_SECONDS
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        while not event.query():
-            if time.monotonic() > stop_at:
-                raise internal(f"a copy that was stopped still runs on its GPU after {DRAIN_SECONDS:g} s")
-            self.pause()
+        try:
+            event = torch.cuda.Event()
+            event.record(self._stream)
+            while not event.query():
+                if time.monotonic() > stop_at:
+                    raise internal(f"a copy that was stopped still runs on its GPU after {DRAIN_SECONDS:g} s")
+                self.pause()
+        except RuntimeError:
+            log.exception("ckpt-engine: this process's GPU is broken; nothing is on its way any more")

@@ -76,6 +76,11 @@ class DeviceWork:
         self.bytes = sum(segment.bytes for segment in self.segments)
 
     def _sort(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        if source.device.type == "cuda" and source.device.index != self._device.index:
+            # Memory of this process on another GPU. Torch knows whether this one may touch it; a transport maps what it
+            # reads for the GPU that reads, so such tensors carry the destination's device.
+            self._others.append((destination, source))
+            return
         place = self._place(source)
         blocks = blocks_of(destination, source)
         cast = (source.dtype, destination.dtype)
