@@ -89,7 +89,7 @@ class Engine:
         if worker.process is not None:
             worker.process.kill()
 
-    def held_by_another(self, agent: Agent) -> bool:
+    def held_by_another(self, agent: Agent | None) -> bool:
         """Whether another agent that lives holds the lock in the engine's directory."""
         return self.agent is not None and self.agent is not agent and self.agent.alive
 

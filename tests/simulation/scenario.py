@@ -282,19 +282,13 @@ class Scenario:
         self.world.after(self.world.between(0.0, 2.0), again)
 
     def start_second_agent(self, agent: AgentShell) -> None:
-        """For an engine that has one: it finds the directory locked and ends, unless the other one just died."""
+        """For an engine that has one: it finds the directory locked and ends before it dials, unless the first died."""
         engine = agent.engine
+        if engine is None or engine.held_by_another(None):
+            return
         second = AgentShell(self.cluster, agent.name, agent.agent_epoch + 1, agent.mode, self.machines.agent)
-
-        def attach() -> None:
-            if engine is not None and engine.alive and self.agents[agent.name].agent_epoch < second.agent_epoch:
-                second.attach(engine)
-                if second.alive:
-                    self.agents[agent.name] = second
-            else:
-                second.crash()
-
-        self.world.after(self.world.between(0.0, 0.5), attach)
+        self.agents[agent.name] = second
+        self.world.after(self.world.between(0.0, 0.5), lambda: second.attach(engine) if engine.alive else None)
 
     def restart_agent(self, agent: AgentShell, seconds: float) -> None:
         """Kills an agent, whose engine goes on; so much later there is a new one for that engine."""
