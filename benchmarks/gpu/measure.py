@@ -63,8 +63,13 @@ class CopyCeiling:
         self.once()
 
     def once(self) -> float:
+        """Of one copy. After idle moments a GPU is some percent slower for a while."""
         seconds = seconds_of(lambda: self._destination.copy_(self._source, non_blocking=True))
         return self._size / seconds / 1e9
+
+    def sustained(self) -> float:
+        """Median of seven copies in a row: the ceiling."""
+        return median(self.once() for _ in range(7))
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -61,7 +61,8 @@ def test_update_from_live_parameters(benchmark: BenchmarkFixture, two_gpus_for: 
 
         def before() -> None:
             renew(model, next(seeds))
-            series.add(rival_seconds=rival.update(send), bare_seconds=rival.bare_pause(), ceiling_GB_s=ceiling.once())
+            series.add(rival_seconds=rival.update(send), bare_seconds=rival.bare_pause())
+            series.add(ceiling_from_idle_GB_s=ceiling.once(), ceiling_GB_s=ceiling.sustained())
 
         def update() -> None:
             report = trainer.update_weights(timeout=60)
@@ -94,6 +95,7 @@ def test_update_from_live_parameters(benchmark: BenchmarkFixture, two_gpus_for: 
                 "transport": transports,
                 "rival": f"vLLM {backend}",
                 "share_of_copy_ceiling": BYTES / moved / 1e9 / ceiling_rate,
+                "share_of_one_copy_from_idle": BYTES / moved / 1e9 / series.median("ceiling_from_idle_GB_s"),
                 "transfer_and_install_GB_s": BYTES / moved / 1e9,
                 "digest_GB_s": BYTES / series.median("verify_seconds") / 1e9,
                 "pause_over_bare_milliseconds": 1e3 * (series.median("pause_seconds") - series.median("bare_seconds")),
