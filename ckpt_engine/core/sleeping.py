@@ -96,13 +96,13 @@ def update_steps(mode: manager_pb2.Mode, sleeping: Sleeping) -> tuple[Step, ...]
 
 
 def sleep_steps(
-    mode: manager_pb2.Mode, sleeping: Sleeping, level: int, levels: Collection[int]
+    mode: manager_pb2.Mode, sleeping: Sleeping, level: int, levels: Collection[int], whole: bool = True
 ) -> tuple[tuple[Step, ...], Sleeping]:
     """How an engine is put to sleep, and what it is then. levels: those that the engine knows.
 
     The gate closes first, and no worker calls weights clean that are about to be discarded. An engine that is half
     awake goes back by way of being awake: engines do not give up what they have given up. Its requests are ended
-    before that, since they could compute with weights that are not there.
+    before that, and torn weights discarded, since awake it could compute. whole: as for `wake_steps`.
 
     Raises INVALID_ARGUMENT for a level that the engine or the mode does not have, FAILED_PRECONDITION if it sleeps at
     another level.
@@ -119,7 +119,7 @@ def sleep_steps(
             raise precondition(f"it is {sleeping.describe()}; wake it before putting it to sleep at level {level}")
         return (), sleeping
     steps = [Step.CLOSE]
-    if level >= DISCARDS:
+    if level >= DISCARDS or (sleeping and not whole):
         steps.append(Step.DISCARD)
     if sleeping:
         steps += [Step.ABORT, Step.WAKE_KV_CACHE if KV_CACHE in sleeping.tags else Step.WAKE_WEIGHTS]
@@ -129,8 +129,7 @@ def sleep_steps(
 def wake_steps(sleeping: Sleeping, tags: Sequence[str], whole: bool) -> tuple[tuple[Step, ...], Sleeping]:
     """How an engine is woken, and what it is then. tags: none: all. whole: whether its workers hold whole weights.
 
-    After weights were discarded the caches are woken only once there are new ones: with its caches an engine computes,
-    and what it holds until then is no weights.
+    While weights are torn or discarded the caches wait for whole ones: with its caches an engine computes.
 
     Raises INVALID_ARGUMENT for a tag that there is not, FAILED_PRECONDITION for an order that cannot be.
     """
@@ -138,13 +137,12 @@ def wake_steps(sleeping: Sleeping, tags: Sequence[str], whole: bool) -> tuple[tu
         if tag not in TAGS:
             raise invalid(f"there is no memory tag {tag!r} (known: {', '.join(TAGS)})")
     wanted = frozenset(tags or TAGS) & sleeping.tags
-    discarded = sleeping.level >= DISCARDS and not whole
     if KV_CACHE in wanted and WEIGHTS in sleeping.tags - wanted:
         raise precondition("weights are woken before kv_cache: wake weights, or both")
     rousing = sleeping.rousing
-    if discarded and KV_CACHE in wanted:
+    if KV_CACHE in wanted and not whole:
         if tuple(tags) == (KV_CACHE,):
-            raise precondition("its weights were discarded: the next update installs new ones and then wakes kv_cache")
+            raise precondition("it holds no whole weights: the next update installs new ones and then wakes kv_cache")
         wanted, rousing = wanted - {KV_CACHE}, True
     steps = [Step.WAKE_WEIGHTS] if WEIGHTS in wanted else []
     if KV_CACHE in wanted:

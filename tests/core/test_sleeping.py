@@ -83,7 +83,15 @@ def test_discarded_weights_are_not_computed_with() -> None:
     assert wake_steps(DEEP, (), False) == ((Step.WAKE_WEIGHTS,), HALF)
     assert wake_steps(HALF, (), False) == ((), HALF)
     assert wake_steps(HALF, (), True) == ((Step.WAKE_KV_CACHE,), AWAKE)
-    assert "discarded" in refusal(wake_steps, Sleeping(2, frozenset({KV_CACHE})), (KV_CACHE,), False)
+    assert "no whole weights" in refusal(wake_steps, Sleeping(2, frozenset({KV_CACHE})), (KV_CACHE,), False)
+
+
+def test_torn_weights_are_not_computed_with() -> None:
+    """An install that broke off left them; sleep level 1 keeps what is torn."""
+    torn = Sleeping(1, frozenset({KV_CACHE}), rousing=True)
+    assert wake_steps(LIGHT, (), False) == ((Step.WAKE_WEIGHTS,), torn)
+    steps, _ = sleep_steps(HYBRID, torn, 1, {1, 2}, whole=False)
+    assert steps == (Step.CLOSE, Step.DISCARD, Step.ABORT, Step.WAKE_KV_CACHE, Step.SLEEP)
 
 
 def test_only_who_rests_is_left_alone() -> None:

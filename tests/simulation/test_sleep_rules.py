@@ -139,6 +139,24 @@ def test_waking_in_the_wrong_order_is_refused(story: Story) -> None:
     assert engine_of(agent).gate_open
 
 
+def test_torn_weights_do_not_compute_because_somebody_wakes_them(story: Story) -> None:
+    """Found by seed 90004: an engine that resumes by being woken did, in the middle of a version."""
+    agent, group = story.replica(HYBRID), story.ranks()
+    assert story.update(group).ok
+    engine_of(agent).in_order = True
+    story.faults.worker_late = 1.0
+    group.train()
+    assert outcomes(story.update(group)) == {agent.name: QUARANTINED}
+    story.faults.worker_late = 0.0
+    assert sleep(story, agent) is None
+    assert wake(story, agent) is None
+    assert engine_of(agent).asleep == {"kv_cache"}
+    assert sleep(story, agent) is None
+    assert wake(story, agent) is None
+    assert outcomes(story.update(group)) == {agent.name: NEW}
+    assert engine_of(agent).gate_open
+
+
 def test_a_colocated_replica_serves_its_own_weights_and_no_update_touches_it(story: Story) -> None:
     judge, agent, group = story.replica(COLOCATED), story.replica(), story.ranks()
     assert engine_of(judge).gate_open

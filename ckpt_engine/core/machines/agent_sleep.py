@@ -90,7 +90,8 @@ class SleepingOrWaking(Operation):
                 steps, self._after = wake_steps(replica.sleeping, command.tags, replica.words.open)
             else:
                 levels = replica.engine.sleep_levels
-                steps, self._after = sleep_steps(replica.mode, replica.sleeping, command.level, levels)
+                whole = replica.words.open
+                steps, self._after = sleep_steps(replica.mode, replica.sleeping, command.level, levels, whole)
         except CkptEngineError as error:
             self._answer(replica.problem(error.problem.code, error.problem.message))
             return
