@@ -126,7 +126,6 @@ def test_a_trainer_that_goes_back_to_an_older_checkpoint_needs_a_new_lineage(wor
     assert not world.update_all(), "and a new lineage from anywhere"
 
 
-@pytest.mark.slow
 def test_a_run_that_comes_back_with_another_world_size(world: World) -> None:
     lineage = world.trainer.lineage
     world.trainer.end()
