@@ -28,7 +28,7 @@ else:
 PROGRAM_BYTES = 64 << 10
 """What a program copies, at most."""
 
-_LANES = 1024
+_LANES = 2048
 _ROW_LIMIT = 1 << 30  # bytes; lanes within a row are counted in 32 bits
 _BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _CAST = {torch.float32, torch.float16, torch.bfloat16}
