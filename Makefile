@@ -11,8 +11,9 @@ ENGINES ?= vllm
 demo: $(INSTALLED)
 	@$(if $(findstring vllm,$(ARGS)),engines/run vllm --) $(BIN)/ckpt-engine demo $(ARGS)
 
+# Two files at a time: most tests wait for processes that they have started.
 test: $(INSTALLED) lint
-	$(BIN)/python -m pytest -m "not engine and not gpu and not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not engine and not gpu and not slow" --numprocesses 2 --dist loadfile $(ARGS)
 
 # Real inference engines on the CPU, in environments of their own that are cached outside the checkout.
 test-engines: $(INSTALLED)

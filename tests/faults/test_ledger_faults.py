@@ -127,7 +127,12 @@ def test_a_full_disk_refuses_updates_and_is_over_when_there_is_room(world: World
     assert [worker.epoch for worker in world.replica("one").workers] == epochs
     assert serves(world, version)
     resource.prlimit(world.manager.pid, resource.RLIMIT_FSIZE, (hard, hard))
-    world.until("the warning goes by itself", SECONDS, lambda: (now := world.status()) and not now.warnings)
+
+    def can_begin() -> bool:
+        now = world.status()
+        return now is not None and not any("no update can begin" in warning for warning in now.warnings)
+
+    world.until("the warning goes by itself", SECONDS, can_begin)
     assert not world.update_all()
 
 
