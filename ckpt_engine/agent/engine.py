@@ -126,7 +126,8 @@ async def probe(adapter: EngineAdapter, url: str, seconds: float) -> EngineReady
         raise EngineCallError(f"{url} did not say within {seconds:g} s what it is", answered=False) from None
     if not info.supported:
         raise EngineFailedError(f"{adapter.kind} {info.version} at {url} cannot be driven: {info.reason}")
-    engine = manager_pb2.Engine(kind=adapter.kind, version=info.version, url=url)
+    modes = sorted(adapter.capabilities.pause_modes)
+    engine = manager_pb2.Engine(kind=adapter.kind, version=info.version, url=url, pause_modes=modes)
     levels = adapter.capabilities.sleep_levels
     return EngineReady(engine, info.world_size, info.paused, info.asleep, sleep_levels=levels)
 

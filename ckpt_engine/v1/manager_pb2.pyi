@@ -238,14 +238,16 @@ class WorkerStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., epoch: _Optional[int] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ...) -> None: ...
 
 class Engine(_message.Message):
-    __slots__ = ("kind", "version", "url")
+    __slots__ = ("kind", "version", "url", "pause_modes")
     KIND_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_MODES_FIELD_NUMBER: _ClassVar[int]
     kind: str
     version: str
     url: str
-    def __init__(self, kind: _Optional[str] = ..., version: _Optional[str] = ..., url: _Optional[str] = ...) -> None: ...
+    pause_modes: _containers.RepeatedScalarFieldContainer[PauseMode]
+    def __init__(self, kind: _Optional[str] = ..., version: _Optional[str] = ..., url: _Optional[str] = ..., pause_modes: _Optional[_Iterable[_Union[PauseMode, str]]] = ...) -> None: ...
 
 class ReplicaHello(_message.Message):
     __slots__ = ("cluster", "name", "session_id", "agent_epoch", "engine", "mode", "host", "workers", "transports", "prepared", "last_outcome", "asleep", "epoch")

@@ -230,6 +230,7 @@ class ScriptedReplica:
         self.stub = stub
         self.name = name
         self.session_id = str(uuid.uuid4())
+        self.engine = manager_pb2.Engine(kind="scripted", version="1", url="http://127.0.0.1:1")
         self.workers = [
             manager_pb2.WorkerStatus(rank=rank, boot_id=uuid.uuid4().bytes, pid=1000 + rank, state=manager_pb2.NONE)
             for rank in range(workers)
@@ -242,7 +243,7 @@ class ScriptedReplica:
             name=self.name,
             session_id=self.session_id,
             agent_epoch=fields.pop("agent_epoch", 1),
-            engine=manager_pb2.Engine(kind="scripted", version="1", url="http://127.0.0.1:1"),
+            engine=self.engine,
             mode=manager_pb2.STANDALONE,
             host=HOST,
             workers=self.workers,

@@ -310,3 +310,21 @@ async def test_an_engine_that_fails_to_prepare_is_left_out_and_the_others_are_up
     assert by_name["well"].outcome == manager_pb2.NEW_SERVING
     assert by_name["sick"].outcome != manager_pb2.NEW_SERVING
     assert "the engine answered 500" in by_name["sick"].problem.message
+
+
+async def test_a_pause_mode_that_one_engine_does_not_have_refuses_the_update_for_all(
+    manager: ManagerServer, stub: CheckpointEngineManagerStub
+) -> None:
+    """Before anything is planned, and naming the replica: no engine is paused in a way that nobody asked for."""
+    trainer = ScriptedTrainer(stub)
+    await trainer.join(some_weights())
+    able, unable = ScriptedReplica(stub, "able"), ScriptedReplica(stub, "unable")
+    able.engine.pause_modes.extend([manager_pb2.KEEP, manager_pb2.WAIT])
+    unable.engine.pause_modes.extend([manager_pb2.KEEP])
+    for replica in (able, unable):
+        await replica.open()
+    problem = await refused(trainer.update(pause_mode=manager_pb2.WAIT))
+    assert problem.code == Code.INVALID_ARGUMENT
+    assert problem.replica == "unable"
+    assert "cannot be paused in mode 'wait'; it can in: keep" in problem.message
+    assert (await one_update([trainer], [able, unable], prepares=True, pause_mode=manager_pb2.KEEP)).ok

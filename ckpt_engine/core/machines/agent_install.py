@@ -28,6 +28,7 @@ from ckpt_engine.core.machines.events import (
     WakeEngine,
     Words,
 )
+from ckpt_engine.core.pausing import check_pause_mode
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.sleeping import AWAKE, KV_CACHE, WEIGHTS, Sleeping, Step, update_steps
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
@@ -122,6 +123,8 @@ class Installing(Operation):
         if engine is None:
             return self._issue(Problem.UNAVAILABLE, f"no engine to install into: {self.replica.engine_reason}")
         try:
+            # The manager asks this too, but of the engine that was there when the update began.
+            check_pause_mode(self.replica.name, engine.engine, self.install.pause_mode)
             self._steps = update_steps(self.replica.mode, self.replica.sleeping)
         except CkptEngineError as error:
             return self._issue(error.problem.code, error.problem.message)

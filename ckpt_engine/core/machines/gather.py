@@ -13,6 +13,7 @@ from ckpt_engine.core.machines.events import Call, Key
 from ckpt_engine.core.machines.manager_state import State, describe
 from ckpt_engine.core.machines.order import Order
 from ckpt_engine.core.machines.publications import Publications
+from ckpt_engine.core.pausing import check_pause_mode
 from ckpt_engine.core.problems import CkptEngineError, aborted, invalid, not_found, precondition
 from ckpt_engine.v1 import manager_pb2
 
@@ -74,7 +75,7 @@ class Gather:
             lineage=self.lineage,
             version=self._version(),
             published=publication.published,
-            replicas=self._replicas(request.replicas, min_replicas),
+            replicas=self._replicas(request.replicas, min_replicas, request.pause_mode),
             calls=self.calls,
             pause_mode=request.pause_mode,
             min_replicas=min_replicas,
@@ -149,7 +150,7 @@ class Gather:
             )
         return version
 
-    def _replicas(self, wanted: Sequence[str], min_replicas: int) -> tuple[str, ...]:
+    def _replicas(self, wanted: Sequence[str], min_replicas: int, pause_mode: manager_pb2.PauseMode) -> tuple[str, ...]:
         members = self.state.members
         for name in wanted:
             replica = members.replicas.get(name)
@@ -167,4 +168,7 @@ class Gather:
                 f"{len(there)} replicas that receive weights are connected, {min_replicas} are required; "
                 "start some with `ckpt-engine replica`"
             )
+        for name in names:
+            if (engine := members.replicas[name].engine) is not None:
+                check_pause_mode(name, engine, pause_mode)
         return tuple(names)

@@ -1,0 +1,30 @@
+"""Whether an engine can be paused in the mode that an update asks for. Pure.
+
+Decides from what the adapter declared, before anything is paused. It does not know what a mode does.
+"""
+
+from __future__ import annotations
+
+from ckpt_engine.core.problems import invalid
+from ckpt_engine.v1 import manager_pb2
+
+
+def check_pause_mode(replica: str, engine: manager_pb2.Engine, mode: manager_pb2.PauseMode) -> None:
+    """Raises INVALID_ARGUMENT if `engine` says which modes it can be paused in, and `mode` is none of them.
+
+    PAUSE_MODE_UNSPECIFIED is any engine's default. An engine that declares no modes is not judged.
+    """
+    if mode == manager_pb2.PAUSE_MODE_UNSPECIFIED or not engine.pause_modes or mode in engine.pause_modes:
+        return
+    able = ", ".join(mode_name(each) for each in engine.pause_modes)
+    raise invalid(
+        f"replica {replica!r} runs {engine.kind} {engine.version}, which cannot be paused in mode {mode_name(mode)!r}; "
+        f"it can in: {able}. Ask for one of these, or name replicas that can",
+        replica=replica,
+    )
+
+
+def mode_name(mode: manager_pb2.PauseMode) -> str:
+    """As users write it: "in_place". A number that this version does not know is named by it."""
+    known = manager_pb2.PauseMode.values()
+    return manager_pb2.PauseMode.Name(mode).lower() if mode in known else f"number {mode}"
