@@ -4,12 +4,12 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-ENGINES ?= vllm
+ENGINES ?= vllm sglang
 
 .PHONY: demo test test-engines test-slow fuzz bench lint format proto clean fault-matrix endurance
 
 demo: $(INSTALLED)
-	@$(if $(findstring vllm,$(ARGS)),engines/run vllm --) $(BIN)/ckpt-engine demo $(ARGS)
+	@$(if $(filter vllm sglang,$(ARGS)),engines/run $(filter vllm sglang,$(ARGS)) --) $(BIN)/ckpt-engine demo $(ARGS)
 
 # Two files at a time: most tests wait for processes that they have started.
 test: $(INSTALLED) lint
