@@ -27,8 +27,6 @@ _EPOCHS = 1 << 63
 class Action(StrEnum):
     """What a scheduler is to do."""
 
-    HELLO = "hello"
-    """Make its worker, which claims its state word; touch nothing."""
     PREPARE = "prepare"
     INSTALL = "install"
     DISCARD = "discard"
