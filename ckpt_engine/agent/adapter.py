@@ -31,12 +31,18 @@ ADAPTERS: Mapping[str, str] = {
 class Capabilities:
     """What an engine can do, as far as its adapter can use it. Constant for an engine version.
 
+    It is what docs/engines/README.md shows and what the conformance suite (tests/conformance) holds the engine to: what
+    is declared must work, and what is not must be refused by name.
+
     pause_modes: modes that `pause` accepts; asking for another one is refused before anything is paused.
     default_pause_mode: what PAUSE_MODE_UNSPECIFIED means for this engine.
     sleep_levels: levels that `sleep` accepts; empty: the engine cannot sleep.
     wake_tags: tags that `wake` accepts; empty: it only wakes as a whole.
     layouts: how workers may be laid out, for people: ("TP", "PP", "DP").
+    versions: of the engine that tests have run, for people; what others become is `AdapterModule.availability`'s and
+        `probe`'s to say.
     notes: one sentence each about what a person should know.
+    cannot: one sentence each about what this engine cannot do, or what nobody has seen it do.
     """
 
     pause_modes: frozenset[manager_pb2.PauseMode]
@@ -44,7 +50,9 @@ class Capabilities:
     sleep_levels: frozenset[int] = frozenset()
     wake_tags: frozenset[str] = frozenset()
     layouts: tuple[str, ...] = ()
+    versions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    cannot: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -203,6 +211,9 @@ class EngineAdapter(Protocol):
 
 class AdapterModule(Protocol):
     """What the module of an adapter offers at its top level. Importing it must not import the engine."""
+
+    CAPABILITIES: Capabilities
+    """What `create_adapter(...).capabilities` is, for who only wants to know."""
 
     def create_adapter(self, settings: AdapterSettings) -> EngineAdapter:
         """A driver for the engine at `settings.url`. No I/O."""

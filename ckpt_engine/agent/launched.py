@@ -19,19 +19,26 @@ from ckpt_engine.agent.engine import (
     locate,
     probe,
 )
-from ckpt_engine.agent.process import EngineProcess, EngineProcessError, LineSink, free_port
+from ckpt_engine.agent.ports import ReservedPort, is_free
+from ckpt_engine.agent.process import EngineProcess, EngineProcessError, LineSink
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines.events import EngineReady
 from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory, default_root
 from ckpt_engine.install.state import EnginePage
 
+PORTS_TAKEN = 5
+"""How often in its life an agent tries again because another program took the port that it had chosen."""
+
 
 class Restart(StrEnum):
-    """What to do when an engine that has been healthy ends without having been asked to."""
+    """What to do when an engine ends without having been asked to."""
 
-    NEVER = "never"
+    NO = "no"
     ON_FAILURE = "on-failure"
-    """Whatever its status: nobody asked it to, and vLLM's server exits with 0 when its engine core was killed."""
+    """If it has worked once. Whatever its status: vLLM's server exits with 0 when its engine core was killed. An engine
+    that never came up has most likely been given wrong arguments, and repeating those hides the message."""
+    ALWAYS = "always"
+    """Also if it never came up: for hosts where that depends on others, such as a model on a disk not yet mounted."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,9 @@ class LaunchSettings:
     """How to launch and keep an engine.
 
     arguments: to the engine, untouched. port: 0: a free one, chosen anew at each start. startup_seconds: from launch
-    until it answers. sleeps: it is to give memory up. log_path: empty: in the runtime directory's `logs`.
+    until it answers. restart_limit: of restarts in a row, after which the agent gives up; 0: none. An engine that has
+    served for `engine_steady` begins a new row. sleeps: it is to give memory up. log_path: empty: in the runtime
+    directory's `logs`.
     """
 
     kind: str
@@ -47,6 +56,7 @@ class LaunchSettings:
     model: str = ""
     port: int = 0
     restart: Restart = Restart.ON_FAILURE
+    restart_limit: int = 0
     startup_seconds: float = 600.0
     log_path: Path | None = None
     root: Path | None = None
@@ -70,7 +80,10 @@ class LaunchedEngine:
         self._answer = answer
         self._on_output = on_output
         self._module = load_adapter(settings.kind)
-        self._port = settings.port or free_port()
+        self._root = settings.root
+        self._reserved: ReservedPort | None = None
+        self._ports_taken = 0
+        self._port = settings.port
         self._directory: EngineDirectory | None = None
         self._channel: AgentChannel | None = None
         self._process: EngineProcess | None = None
@@ -89,9 +102,15 @@ class LaunchedEngine:
         return self._process.pid if self._process is not None and self._process.running else None
 
     async def open(self) -> None:
-        """Makes the directory and listens in it. Raises ValueError if the adapter refuses the launch arguments."""
+        """Makes the directory and listens in it.
+
+        Raises ValueError if the adapter refuses the launch arguments, CkptEngineError if there is no place for it.
+        """
+        self._root = self._root or default_root()
+        if not self._port:
+            self._port = self._reserve_port()
         self._plan()
-        directory = EngineDirectory.create(self._settings.root)
+        directory = EngineDirectory.create(self._root)
         self._directory = directory
         directory.lock()
         self.agent_epoch = directory.next_agent_epoch()
@@ -102,21 +121,24 @@ class LaunchedEngine:
     async def run(self) -> None:
         """Keeps the engine running as the policy says. See `EngineHost.run`."""
         backoff = self._deadlines.engine_restart_first
-        restarts = 0
+        restarts = in_a_row = 0
+        worked = False
         while True:
             ready = False
             try:
                 started = time.monotonic()
                 engine = await self._start()
-                ready = True
+                ready = worked = True
                 serving_since = time.monotonic()
                 self._events.say(f"engine ready at {engine.engine.url} after {serving_since - started:.1f} s")
                 self._events.engine_ready(engine)
                 reason = await self._until_gone()
             except (EngineProcessError, EngineCallError, EngineFailedError) as error:
                 await self._end_process()
-                if restarts == 0:
-                    # It has never worked: that is a mistake in how it is launched, and repeating it hides the message.
+                if self._port_was_taken():
+                    await self._forget_engine()
+                    continue
+                if not worked and self._settings.restart is not Restart.ALWAYS:
                     raise EngineFailedError(str(error)) from error
                 reason = str(error)
             await self._forget_engine()
@@ -124,14 +146,17 @@ class LaunchedEngine:
                 self._events.engine_exited(reason)
                 if time.monotonic() - serving_since > self._deadlines.engine_steady:
                     backoff = self._deadlines.engine_restart_first
-            if self._settings.restart is Restart.NEVER:
+                    in_a_row = 0
+            if self._settings.restart is Restart.NO:
                 raise EngineFailedError(reason)
-            restarts += 1
+            if self._settings.restart_limit and in_a_row >= self._settings.restart_limit:
+                raise EngineFailedError(f"{reason}\n{in_a_row} restarts in a row did not help (--restart-limit)")
+            restarts, in_a_row = restarts + 1, in_a_row + 1
             self._events.say(f"{reason}\nrestart {restarts} of the engine in {backoff:g} s")
             await asyncio.sleep(backoff)
             backoff = min(backoff * 2, self._deadlines.engine_restart_most)
             if self._settings.port == 0:
-                self._port = free_port()
+                self._port = self._reserve_port()
 
     async def close(self) -> None:
         """SIGTERM, a grace, SIGKILL to all that the engine started; then the directory goes."""
@@ -146,10 +171,28 @@ class LaunchedEngine:
         if self._directory is not None:
             self._directory.remove()
             self._directory = None
+        if self._reserved is not None:
+            self._reserved.release()
 
     def replace(self, reason: str) -> bool:
         """It is ended within `engine_watch` seconds, and started again as after any failure."""
         self._given_up = reason
+        return True
+
+    def _reserve_port(self) -> int:
+        if self._reserved is not None:
+            self._reserved.release()
+        assert self._root is not None
+        self._reserved = ReservedPort(self._root)
+        return self._reserved.number
+
+    def _port_was_taken(self) -> bool:
+        """Whether somebody else listens where our engine, which has ended, was to listen; then it gets another port."""
+        if self._settings.port or self._ports_taken >= PORTS_TAKEN or is_free(self._port):
+            return False
+        self._ports_taken += 1
+        self._events.say(f"port {self._port} was taken by another program; the engine gets another one")
+        self._port = self._reserve_port()
         return True
 
     def _plan(self) -> LaunchPlan:
@@ -165,8 +208,8 @@ class LaunchedEngine:
     def _log_path(self) -> Path:
         if self._settings.log_path is not None:
             return self._settings.log_path
-        root = self._settings.root or default_root()
-        return root / "logs" / (re.sub(r"[^A-Za-z0-9._-]", "_", self.default_name) + ".log")
+        assert self._root is not None
+        return self._root / "logs" / (re.sub(r"[^A-Za-z0-9._-]", "_", self.default_name) + ".log")
 
     async def _start(self) -> EngineReady:
         """Launches, waits until it answers, and asks what it is."""

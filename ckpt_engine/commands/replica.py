@@ -28,7 +28,7 @@ _MODES = {
 
 
 def replica(
-    manager: Annotated[str, typer.Option(help="HOST:PORT of the manager.")],
+    manager: Annotated[str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="HOST:PORT of the manager.")],
     engine: Annotated[str, typer.Option(help="Kind of the engine: reference, vllm.")],
     model: Annotated[str, typer.Option(help="Model directory for the engine; or name it in the arguments.")] = "",
     name: Annotated[str, typer.Option(help="Name of this replica. Default: host, engine and port.")] = "",
@@ -43,7 +43,11 @@ def replica(
             "Default: the nearest that works. An update that another one would have to carry is refused."
         ),
     ] = None,
-    restart: Annotated[Restart, typer.Option(help="When a launched engine ends.")] = Restart.ON_FAILURE,
+    restart: Annotated[
+        Restart,
+        typer.Option(help="When a launched engine ends: on-failure: if it has worked once; always: also if never."),
+    ] = Restart.ON_FAILURE,
+    restart_limit: Annotated[int, typer.Option(help="Restarts in a row before giving up; 0: no limit.", min=0)] = 0,
     startup_timeout: Annotated[float, typer.Option(help="Seconds for the engine to answer.", min=1)] = 600.0,
     deadline: Annotated[
         list[str] | None,
@@ -69,7 +73,14 @@ def replica(
         )
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     launch = LaunchSettings(
-        engine, tuple(arguments or ()), model, port, restart, startup_timeout, sleeps=mode != "standalone"
+        engine,
+        tuple(arguments or ()),
+        model,
+        port,
+        restart,
+        restart_limit,
+        startup_timeout,
+        sleeps=mode != "standalone",
     )
     try:
         settings = AgentSettings(

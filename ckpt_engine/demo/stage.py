@@ -138,7 +138,7 @@ class Stage:
     def _replica_command(self, name: str, url: str, model: Path) -> Sequence[str]:
         port = url.rpartition(":")[2]
         agent = ("--name", name, "--manager", self.manager, "--engine", self._settings.engine, "--model", str(model))
-        return ("-m", "ckpt_engine", "replica", *agent, "--port", port, "--restart", "never", "--", *self._serving())
+        return ("-m", "ckpt_engine", "replica", *agent, "--port", port, "--restart", "no", "--", *self._serving())
 
     def _serving(self) -> Sequence[str]:
         """Arguments of the engine itself."""

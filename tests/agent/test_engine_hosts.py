@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ckpt_engine.agent import adapter
+from ckpt_engine.agent import adapter, ports
 from ckpt_engine.agent.attached import AttachedEngine
 from ckpt_engine.agent.engine import EngineFailedError
 from ckpt_engine.agent.launched import LaunchedEngine, LaunchSettings, Restart
@@ -86,8 +87,12 @@ async def launch(root: Path, events: Events) -> AsyncIterator[Launch]:
     """Makes launched engines, and closes them whatever happens."""
     made: list[LaunchedEngine] = []
 
-    def launch(*arguments: str, restart: Restart = Restart.ON_FAILURE, startup: float = SECONDS) -> LaunchedEngine:
-        settings = LaunchSettings("small", arguments, restart=restart, startup_seconds=startup, root=root)
+    def launch(
+        *arguments: str, restart: Restart = Restart.ON_FAILURE, limit: int = 0, startup: float = SECONDS
+    ) -> LaunchedEngine:
+        settings = LaunchSettings(
+            "small", arguments, restart=restart, restart_limit=limit, startup_seconds=startup, root=root
+        )
         made.append(LaunchedEngine(settings, events, nobody_asks, Deadlines.from_environment(os.environ)))
         return made[-1]
 
@@ -124,7 +129,7 @@ async def test_a_launched_engine_becomes_ready_and_goes_with_its_directory(
         await host.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    assert os.listdir(root) == ["logs"]
+    assert sorted(os.listdir(root)) == ["logs", "ports"]
 
 
 async def test_a_killed_engine_is_started_again_on_a_new_page(launch: Launch, events: Events) -> None:
@@ -164,10 +169,67 @@ async def test_an_engine_that_does_not_become_healthy_in_time_is_ended(launch: L
 
 
 async def test_never_means_never(launch: Launch, events: Events) -> None:
-    async with running(launch("--exit-after", "1", restart=Restart.NEVER)) as run:
+    async with running(launch("--exit-after", "1", restart=Restart.NO)) as run:
         with pytest.raises(EngineFailedError, match=r"(?s)exited with status 3.*ending"):
             await asyncio.wait_for(run, SECONDS)
     assert len(events.ready) == len(events.exits) == 1
+
+
+async def test_always_is_also_for_an_engine_that_never_came_up_until_the_limit(launch: Launch, events: Events) -> None:
+    async with running(launch("--nonsense", restart=Restart.ALWAYS, limit=2)) as run:
+        with pytest.raises(EngineFailedError, match=r"(?s)unrecognized arguments.*2 restarts in a row did not help"):
+            await asyncio.wait_for(run, SECONDS)
+    assert len([line for line in events.lines if "restart" in line]) == 2
+    assert events.ready == []
+
+
+async def test_a_limit_ends_what_keeps_failing(launch: Launch, events: Events) -> None:
+    async with running(launch("--exit-after", "0.5", limit=1)) as run:
+        with pytest.raises(EngineFailedError, match=r"(?s)exited with status 3.*1 restarts in a row did not help"):
+            await asyncio.wait_for(run, SECONDS)
+    assert len(events.ready) == len(events.exits) == 2
+
+
+async def test_a_port_that_another_program_takes_first_is_given_up(launch: Launch, events: Events) -> None:
+    host = launch()
+    await host.open()
+    port = int(host.default_name.rpartition("-")[2])
+    with socket.create_server(("127.0.0.1", port)):
+        run = asyncio.ensure_future(host.run())
+        try:
+            await events.until(lambda: bool(events.ready))
+        finally:
+            run.cancel()
+            await asyncio.gather(run, return_exceptions=True)
+    assert any(line.startswith(f"port {port} was taken by another program") for line in events.lines)
+    assert events.exits == [], "the engine was never there, so nothing of it has gone"
+    assert not events.ready[0].engine.url.endswith(f":{port}")
+
+
+async def test_engines_that_start_at_once_get_ports_of_their_own(launch: Launch, events: Events) -> None:
+    hosts = [launch() for _ in range(8)]
+    await asyncio.gather(*(host.open() for host in hosts))
+    assert len({host.default_name for host in hosts}) == 8, "reserved before any of them listens"
+    runs = [asyncio.ensure_future(host.run()) for host in hosts]
+    try:
+        await events.until(lambda: len(events.ready) == 8)
+    finally:
+        for run in runs:
+            run.cancel()
+        await asyncio.gather(*runs, return_exceptions=True)
+    assert not any("was taken" in line for line in events.lines)
+
+
+def test_a_reserved_port_is_nobody_elses_until_it_is_released(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "FIRST", 23450)
+    monkeypatch.setattr(ports, "LAST", 23450)
+    first = ports.ReservedPort(root)
+    with pytest.raises(CkptEngineError, match="none is free: name one"):
+        ports.ReservedPort(root)
+    first.release()
+    ports.ReservedPort(root).release()
+    with socket.create_server(("127.0.0.1", 23450)), pytest.raises(CkptEngineError, match="none is free"):
+        ports.ReservedPort(root)
 
 
 async def test_an_engine_that_ends_by_itself_is_started_again_also_with_status_0(
@@ -222,7 +284,7 @@ async def test_arguments_that_the_adapter_refuses_are_refused_before_anything_st
 ) -> None:
     with pytest.raises(ValueError, match="the port is the agent's to choose"):
         await launch("--port", "1").open()
-    assert os.listdir(root) == []
+    assert os.listdir(root) == ["ports"]
 
 
 # ---------------------------------------------------------------- attached

@@ -24,7 +24,7 @@ WRONG = [
     (["--engine", "reference", "--manager", "nowhere"], "must be HOST:PORT, not 'nowhere'"),
     (["--engine", "reference", "--url", "http://127.0.0.1:1", "--", "--dtype", "float32"], "--url attaches to"),
     (["--engine", "reference", "--url", "http://127.0.0.1:1", "--model", "x"], "--url attaches to"),
-    (["--engine", "reference", "--restart", "always"], "never"),
+    (["--engine", "reference", "--restart", "sometimes"], "on-failure"),
     (["--engine", "reference", "--transport", "pigeon"], "no transport 'pigeon'; there are cuda_ipc, shared_memory"),
 ]
 

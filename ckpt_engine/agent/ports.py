@@ -1,0 +1,93 @@
+"""TCP ports for servers that we start and that bind them later, perhaps after minutes of loading.
+
+It decides which port a server gets, and that two agents of one user never choose the same. It cannot keep a port from
+programs that know nothing of it; whoever starts a server looks whether that happened (`is_free`) and takes another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import random
+import socket
+from pathlib import Path
+
+from ckpt_engine.core.problems import precondition
+
+FIRST, LAST = 20000, 32767
+"""Below what Linux gives to outgoing connections by default, so that none of those takes a port in the meantime."""
+
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_ATTEMPTS = 200
+
+
+class ReservedPort:
+    """A port that is ours among all agents of this user on this host, until `release` or the end of this process."""
+
+    def __init__(self, root: Path) -> None:
+        """root: the folder that all of them use; a lock for each port lies below it.
+
+        Raises FAILED_PRECONDITION if no port is free.
+        """
+        folder = root / "ports"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        low, high = _ephemeral_range()
+        choice = random.SystemRandom()
+        for _ in range(_ATTEMPTS):
+            number = choice.randint(FIRST, LAST)
+            if low <= number <= high and not (low <= FIRST and high >= LAST):
+                continue
+            descriptor = os.open(folder / str(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if is_free(number):
+                    self.number = number
+                    self._descriptor: int | None = descriptor
+                    return
+            except OSError:
+                pass  # another agent has it
+            os.close(descriptor)
+        raise precondition(
+            f"{_ATTEMPTS} ports between {FIRST} and {LAST} were tried and none is free: name one (--port)"
+        )
+
+    def release(self) -> None:
+        """Lets others have it. Safe to call twice."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def is_free(number: int) -> bool:
+    """Whether a server could listen on this port of every address now."""
+    families = [(socket.AF_INET, "0.0.0.0")]
+    if socket.has_ipv6:
+        families.append((socket.AF_INET6, "::"))
+    for family, address in families:
+        with contextlib.ExitStack() as stack:
+            try:
+                probe = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            except OSError:
+                continue  # this kernel has no such addresses
+            # As servers do: connections of an earlier server that are still closing are no obstacle.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                probe.bind((address, number))
+                probe.listen(1)
+            except OSError as error:
+                if family == socket.AF_INET6 and error.errno == errno.EADDRNOTAVAIL:
+                    continue  # IPv6 is switched off
+                return False
+    return True
+
+
+def _ephemeral_range() -> tuple[int, int]:
+    try:
+        low, high = map(int, _EPHEMERAL.read_text().split())
+    except (OSError, ValueError):
+        return 32768, 60999
+    return low, high
