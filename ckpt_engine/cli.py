@@ -22,6 +22,7 @@ COMMANDS = {
     "sleep": "Have replicas give their memory up.",
     "wake": "Have replicas take their memory back.",
     "status": "Show trainers, replicas and what they serve.",
+    "engines": "Show what each engine can do, and what it cannot.",
     "doctor": "Check this host: transports, engines, permissions.",
     "demo": "Train a tiny model on this machine and watch replicas follow.",
 }

@@ -93,6 +93,16 @@ class LaunchPlan:
     env: Mapping[str, str] = field(default_factory=dict)
     sleep_argument: str = ""
 
+    @property
+    def listens_at(self) -> str:
+        """The host that the engine is told to listen at: every engine that we know has `--host`. Empty: its default."""
+        found = ""
+        for index, argument in enumerate(self.argv):
+            name, equals, value = argument.partition("=")
+            if name == "--host":
+                found = value if equals else "".join(self.argv[index + 1 : index + 2])
+        return found
+
 
 @dataclass(frozen=True)
 class AdapterSettings:

@@ -25,6 +25,7 @@ from ckpt_engine.agent.adapter import (
 )
 from ckpt_engine.agent.http import engine_call, engine_client
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine_adapters.reference.versions import engine_version
 
 KIND = "reference"
 SERVER_MODULE = "ckpt_engine_adapters.reference.server"
@@ -39,18 +40,23 @@ _PAUSE_MODES = {
 _ENGINE_SHARE = 0.95  # of a deadline: the engine gives up first, so that it can still say so
 
 
+CAPABILITIES = Capabilities(
+    pause_modes=frozenset({manager_pb2.KEEP, manager_pb2.ABORT, manager_pb2.WAIT, manager_pb2.IN_PLACE}),
+    default_pause_mode=manager_pb2.KEEP,
+    sleep_levels=frozenset({1, 2}),
+    wake_tags=frozenset({"weights", "kv_cache"}),
+    layouts=("TP",),
+    versions=("that of ckpt-engine itself",),
+    notes=("Runs on the CPU.", "Its responses name the version in the workers' state words, not a label."),
+    cannot=("It is there for tests and for learning: it has no code for GPUs.",),
+)
+
+
 class ReferenceAdapter:
     """The `EngineAdapter` of the reference engine. One call at a time beside `healthy`."""
 
     kind = KIND
-    capabilities = Capabilities(
-        pause_modes=frozenset({manager_pb2.KEEP, manager_pb2.ABORT, manager_pb2.WAIT, manager_pb2.IN_PLACE}),
-        default_pause_mode=manager_pb2.KEEP,
-        sleep_levels=frozenset({1, 2}),
-        wake_tags=frozenset({"weights", "kv_cache"}),
-        layouts=("TP",),
-        notes=("Runs on the CPU.", "Its responses name the version in the workers' state words, not a label."),
-    )
+    capabilities = CAPABILITIES
 
     def __init__(self, settings: AdapterSettings) -> None:
         self._client = engine_client(settings.url, settings.headers)
@@ -67,6 +73,9 @@ class ReferenceAdapter:
         version, workers = str(info.get("engine_version", "")), int(info.get("tensor_parallel", 0))
         if info.get("engine") != KIND:
             return EngineInfo(version, workers, False, f"{self._client.base_url} is not a reference engine")
+        if version != engine_version():
+            reason = f"this agent is of ckpt-engine {engine_version()}; start both from one installation"
+            return EngineInfo(version, workers, False, reason)
         paused, asleep = info["paused"] is not None, bool(info["asleep"])
         return EngineInfo(version, workers, True, paused=paused, asleep=asleep)
 
@@ -118,10 +127,10 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     """`python -m ckpt_engine_adapters.reference.server` with the agent's interpreter.
 
     Raises:
-        ValueError: the arguments name what the agent decides (port, host), the model twice or not at all, or a tensor
+        ValueError: the arguments name what the agent decides (port), the model twice or not at all, or a tensor
             parallel size that is no number.
     """
-    for option in ("--port", "--host", *(["--model"] if model else [])):
+    for option in ("--port", *(["--model"] if model else [])):
         if _value(arguments, option) is not None:
             raise ValueError(f"leave {option} out of the engine's arguments: `ckpt-engine replica` sets it")
     if not model and _value(arguments, "--model") is None:
@@ -129,9 +138,10 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     workers = _value(arguments, "--tensor-parallel") or "1"
     if not workers.isdecimal() or int(workers) < 1:
         raise ValueError(f"--tensor-parallel {workers}: must be a number, at least 1")
+    host = [] if _value(arguments, "--host") is not None else ["--host", "127.0.0.1"]
     url = f"http://127.0.0.1:{port}"
-    where = ["--host", "127.0.0.1", "--port", str(port), *(["--model", model] if model else [])]
-    argv = (sys.executable, "-m", SERVER_MODULE, *where, *arguments)
+    where = ["--port", str(port), *(["--model", model] if model else [])]
+    argv = (sys.executable, "-m", SERVER_MODULE, *host, *where, *arguments)
     return LaunchPlan(argv=argv, url=url, health_url=f"{url}/health", workers=int(workers))
 
 

@@ -11,7 +11,6 @@ Development routes, only with the gate's token:
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ckpt_engine_adapters.reference.engine import ConflictError, Engine
 from ckpt_engine_adapters.reference.generation import Generation
 from ckpt_engine_adapters.reference.pool import WorkerFailedError
+from ckpt_engine_adapters.reference.versions import engine_version
 
 CONTROL_SECONDS = 120.0  # of a control call that names no deadline
 
@@ -175,14 +175,6 @@ def create_app(engine: Engine, facts: ModelFacts) -> FastAPI:
         return {"done": await engine.install(body.epoch, body.seconds)}
 
     return app
-
-
-def engine_version() -> str:
-    """The version of the package that this engine comes with; "0+source" when run from a checkout."""
-    try:
-        return importlib.metadata.version("ckpt-engine")
-    except importlib.metadata.PackageNotFoundError:
-        return "0+source"
 
 
 def _too_much(body: GenerateBody, facts: ModelFacts) -> str:

@@ -48,22 +48,31 @@ _MODES = {
 }
 
 
+CAPABILITIES = Capabilities(
+    pause_modes=frozenset(_MODES),
+    default_pause_mode=manager_pb2.KEEP,
+    sleep_levels=frozenset({1, 2}),
+    wake_tags=frozenset({"weights", "kv_cache"}),
+    layouts=("TP", "PP", "DP", "EP"),
+    versions=("0.26 on GPUs", "0.32 on CPUs"),
+    notes=(
+        "keep recomputes the caches of running requests with the new weights; in_place keeps the old ones.",
+        "sleep ends the requests that are inside, and needs --enable-sleep-mode; on a CPU it frees nothing.",
+        "What a kernel repacks is verified as handed to its loader.",
+    ),
+    cannot=(
+        "A server with a draft model is refused: an update would leave that model behind.",
+        "Loaders that replace parameters instead of writing to them are refused (some quantised layers).",
+        "Experts on a CPU are installed and verified, but vLLM's own kernel there dies of the first request.",
+    ),
+)
+
+
 class VllmAdapter:
     """See EngineAdapter."""
 
     kind = "vllm"
-    capabilities = Capabilities(
-        pause_modes=frozenset(_MODES),
-        default_pause_mode=manager_pb2.KEEP,
-        sleep_levels=frozenset({1, 2}),
-        wake_tags=frozenset({"weights", "kv_cache"}),
-        layouts=("TP", "PP", "DP", "EP"),
-        notes=(
-            "keep recomputes the caches of running requests with the new weights; in_place keeps the old ones.",
-            "sleep ends the requests that are inside, and needs --enable-sleep-mode; on a CPU it frees nothing.",
-            "What a kernel repacks is verified as handed to its loader.",
-        ),
-    )
+    capabilities = CAPABILITIES
 
     def __init__(self, settings: AdapterSettings) -> None:
         self._client = engine_client(settings.url, settings.headers)
