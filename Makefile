@@ -8,8 +8,9 @@ ENGINES ?= vllm sglang
 
 .PHONY: demo test test-engines test-slow fuzz bench lint format proto clean fault-matrix endurance
 
+demo: DEMO_ENGINE = $(strip $(foreach engine,vllm sglang,$(findstring $(engine),$(ARGS))))
 demo: $(INSTALLED)
-	@$(if $(filter vllm sglang,$(ARGS)),engines/run $(filter vllm sglang,$(ARGS)) --) $(BIN)/ckpt-engine demo $(ARGS)
+	@$(if $(DEMO_ENGINE),engines/run $(DEMO_ENGINE) --) $(BIN)/ckpt-engine demo $(ARGS)
 
 # Two files at a time: most tests wait for processes that they have started.
 test: $(INSTALLED) lint

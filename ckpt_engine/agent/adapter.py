@@ -22,6 +22,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 ADAPTERS: Mapping[str, str] = {
     "reference": "ckpt_engine_adapters.reference.driver",
+    "sglang": "ckpt_engine_adapters.sglang.driver",
     "vllm": "ckpt_engine_adapters.vllm.driver",
 }
 """Engine kind to the module that drives it. A new adapter adds one line here and edits nothing else."""

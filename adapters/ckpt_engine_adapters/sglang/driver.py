@@ -1,0 +1,296 @@
+"""Drives an SGLang server over its own HTTP API, and knows how to start one behind our gate.
+
+It decides the order of SGLang's calls and which servers it can drive. It moves no weights: each order only makes the
+schedulers call our loader, and what came of it arrives over the workers' channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import importlib.metadata
+import importlib.util
+import pickle
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckpt_engine.agent.adapter import (
+    AdapterAvailability,
+    AdapterSettings,
+    Capabilities,
+    EngineCallError,
+    EngineInfo,
+    LaunchPlan,
+)
+from ckpt_engine.agent.http import engine_call, engine_client
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine_adapters.sglang.command import (
+    LOADER,
+    WORKERS_VARIABLE,
+    WRAPPER,
+    check_options,
+    command_options,
+    server_arguments,
+    worker_count,
+    wrapped,
+)
+from ckpt_engine_adapters.sglang.gate import RELEASE_ROUTE, RESUME_ROUTE, STATE_ROUTE
+from ckpt_engine_adapters.sglang.order import Action, Order, encode
+from ckpt_engine_adapters.sglang.versions import is_supported
+
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
+
+AFTERWARDS_SECONDS = 10.0
+"""For closing a session or going on, also when the time of the call that it belongs to has run out."""
+
+_FLUSH_AGAIN_SECONDS = 0.02
+
+_NEEDED = frozenset(
+    {
+        "/update_weights_from_tensor",
+        "/update_weight_version",
+        "/pause_generation",
+        "/continue_generation",
+        "/flush_cache",
+        "/server_info",
+    }
+)
+_BEGIN, _END = "/begin_weight_update", "/end_weight_update"
+
+_MODES = {
+    manager_pb2.KEEP: "retract",
+    manager_pb2.ABORT: "abort",
+    manager_pb2.IN_PLACE: "in_place",
+}
+
+_MEMORY = {"weights": ("weights",), "kv_cache": ("kv_cache", "cuda_graph")}
+"""Our tags to SGLang's. Graphs are of use only to who computes, and that needs caches."""
+
+
+class SglangAdapter:
+    """See EngineAdapter."""
+
+    kind = "sglang"
+    capabilities = Capabilities(
+        pause_modes=frozenset(_MODES),
+        default_pause_mode=manager_pb2.KEEP,
+        sleep_levels=frozenset({1, 2}),
+        wake_tags=frozenset(_MEMORY),
+        layouts=("TP",),
+        notes=(
+            "keep retracts running requests and recomputes their caches with the new weights; in_place keeps the old "
+            "ones, also for later requests with the same prefix.",
+            "It cannot wait for running requests to end before an update.",
+            "sleep ends the requests that are inside, and needs --enable-memory-saver; level 1 also needs "
+            "--enable-weights-cpu-backup; on a CPU it frees nothing.",
+        ),
+    )
+
+    def __init__(self, settings: AdapterSettings) -> None:
+        self._client = engine_client(settings.url, settings.headers)
+        self._routes: frozenset[str] = frozenset()
+        self._entries = 1
+        self._loses_weights = False
+
+    async def _get(self, route: str, seconds: float) -> Any:
+        return (await engine_call(self._client, "GET", route, seconds)).json()
+
+    async def _post(self, route: str, seconds: float, **body: Any) -> None:
+        await engine_call(self._client, "POST", route, seconds, body)
+
+    async def healthy(self, seconds: float) -> bool:
+        try:
+            await engine_call(self._client, "GET", "/health", seconds)
+        except EngineCallError:
+            return False
+        return True
+
+    async def probe(self, seconds: float) -> EngineInfo:
+        """Asks for version, routes and layout. A server that was started without our wrapper is named."""
+        end = time.monotonic() + seconds
+        self._routes = frozenset((await self._get("/openapi.json", seconds))["paths"])
+        if missing := sorted(_NEEDED - self._routes):
+            return EngineInfo("", 0, False, f"this server lacks {', '.join(missing)}")
+        told = await self._get("/server_info", end - time.monotonic())
+        version = str(told["version"])
+        supported, reason = is_supported(version)
+        if supported and LOADER not in (told.get("custom_weight_loader") or ()):
+            supported, reason = False, f"start it with `python -m {WRAPPER}`: it does not know our weight loader"
+        self._entries = int(told["tp_size"])
+        self._loses_weights = bool(told.get("enable_memory_saver")) and not told.get("enable_weights_cpu_backup")
+        world_size = self._entries * int(told["pp_size"])
+        state = await self._state(end - time.monotonic())
+        return EngineInfo(version, world_size, supported, reason, state["paused"], bool(state["released"]))
+
+    async def prepare(self, seconds: float) -> None:
+        await self._order_whenever(Order(Action.PREPARE), seconds)
+
+    async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
+        """Stops the schedulers, and empties their caches unless `mode` keeps them.
+
+        Emptying is done before an update and not with it: a scheduler that refuses to, refuses before a byte changes.
+        """
+        end = time.monotonic() + seconds
+        mode = mode or self.capabilities.default_pause_mode
+        if mode == manager_pb2.ABORT:
+            await self._post("/pause_generation", seconds, mode="abort")
+        if mode == manager_pb2.IN_PLACE:
+            await self._post("/pause_generation", seconds, mode="in_place")
+            await self._get("/server_info", end - time.monotonic())  # answered by schedulers that have seen the pause
+            return
+        # Also after an abort, which stops no scheduler: a request that came in while it ran must not compute.
+        await self._retract(end)
+
+    async def _retract(self, end: float) -> None:
+        while True:
+            await self._post("/pause_generation", end - time.monotonic(), mode="retract")
+            if "kv_cache" in (await self._state(end - time.monotonic()))["released"]:
+                return
+            try:
+                await self._post("/flush_cache", end - time.monotonic())
+                return
+            except EngineCallError as error:
+                if not error.answered or time.monotonic() > end - 1.0:
+                    raise
+            # A request waits for its grammar to be compiled; it comes on while the scheduler runs.
+            await self._post("/continue_generation", end - time.monotonic())
+            await asyncio.sleep(_FLUSH_AGAIN_SECONDS)
+
+    async def install(self, epoch: int, seconds: float) -> None:
+        await self._order(Order(Action.INSTALL, epoch), True, seconds)
+
+    async def resume(self, seconds: float) -> None:
+        await self._post("/continue_generation", seconds)
+
+    async def discard(self, seconds: float) -> None:
+        await self._order_whenever(Order(Action.DISCARD), seconds)
+
+    async def sleep(self, level: int, seconds: float) -> None:
+        """Ends the requests that are inside, and gives memory up; the engine stays paused until all is awake."""
+        end = time.monotonic() + seconds
+        if level == 1 and self._loses_weights:
+            raise EngineCallError(
+                "this server would lose its weights at level 1: start it with --enable-weights-cpu-backup, or let it "
+                "sleep at level 2",
+                answered=True,
+            )
+        await self.pause(manager_pb2.ABORT, seconds)
+        tags = [theirs for ours in _MEMORY.values() for theirs in ours]
+        await self._post(RELEASE_ROUTE, end - time.monotonic(), tags=tags)
+
+    async def wake(self, tags: Sequence[str], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        wanted = [theirs for ours in tags or _MEMORY for theirs in _MEMORY[ours]]
+        await self._post(RESUME_ROUTE, seconds, tags=wanted)
+        if not (await self._state(end - time.monotonic()))["released"]:
+            await self.resume(end - time.monotonic())
+
+    async def stamp(self, identity: weights_pb2.Identity, seconds: float) -> None:
+        await self._post("/update_weight_version", seconds, new_version=str(identity.version), abort_all_requests=False)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _state(self, seconds: float) -> Any:
+        return await self._get(STATE_ROUTE, seconds)
+
+    async def _order_whenever(self, order: Order, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        paused = (await self._state(seconds))["paused"]
+        await self._order(order, paused, end - time.monotonic())
+
+    async def _order(self, order: Order, paused: bool, seconds: float) -> None:
+        """Makes every scheduler call our loader with `order`, inside a session where SGLang has them.
+
+        SGLang that is not paused would first wait for all running requests to end, and let no new one begin. So it is
+        paused in place meanwhile, which takes a step at most.
+        """
+        end = time.monotonic() + seconds
+        async with contextlib.nullcontext() if paused else self._held(end), self._session(end):
+            entry = base64.b64encode(pickle.dumps(encode(order))).decode()  # engine API insists
+            await self._post(
+                "/update_weights_from_tensor",
+                end - time.monotonic(),
+                serialized_named_tensors=[entry] * self._entries,
+                load_format=LOADER,
+                flush_cache=False,
+            )
+
+    @contextlib.asynccontextmanager
+    async def _held(self, end: float) -> AsyncIterator[None]:
+        try:
+            await self._post("/pause_generation", end - time.monotonic(), mode="in_place")
+            yield
+        finally:
+            await self._post("/continue_generation", max(end - time.monotonic(), AFTERWARDS_SECONDS))
+
+    @contextlib.asynccontextmanager
+    async def _session(self, end: float) -> AsyncIterator[None]:
+        if _BEGIN not in self._routes:
+            yield
+            return
+        try:
+            await self._post(_BEGIN, end - time.monotonic())
+        except EngineCallError as error:
+            if not error.answered:
+                raise
+            # An agent that died in the middle left the session open.
+            await self._post(_END, end - time.monotonic())
+            await self._post(_BEGIN, end - time.monotonic())
+        try:
+            yield
+        finally:
+            await self._post(_END, max(end - time.monotonic(), AFTERWARDS_SECONDS))
+
+
+def create_adapter(settings: AdapterSettings) -> SglangAdapter:
+    return SglangAdapter(settings)
+
+
+def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
+    """`arguments` is `python -m sglang.launch_server` with its options, or only the options (then of this Python).
+
+    What the user gives is kept; host, port, model, loader and gate are added if missing.
+    """
+    given = wrapped(arguments)
+    options = command_options(given)
+    check_options(options, {})
+    added: list[str] = []
+    if model and "--model-path" not in options:
+        added += ["--model-path", model]
+    if "--port" in options:
+        port = int(options["--port"][0])
+    else:
+        added += ["--port", str(port)]
+    host = (options.get("--host") or ("",))[0]
+    if not host:
+        added += ["--host", "127.0.0.1"]
+    reached = "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
+    url = f"http://{reached}:{port}"
+    workers = worker_count(options)
+    return LaunchPlan(
+        argv=tuple(server_arguments([*given, *added])),
+        url=url,
+        health_url=f"{url}/health",
+        workers=workers,
+        env={WORKERS_VARIABLE: str(workers)},
+        # On a CPU there is nothing to give up.
+        sleep_argument="--enable-memory-saver" if NVIDIA_DRIVER.exists() else "",
+    )
+
+
+def availability() -> AdapterAvailability:
+    """Looks at what is installed beside us; engines in another environment are found only by running them."""
+    if importlib.util.find_spec("sglang") is None:
+        return AdapterAvailability(
+            False, "", "sglang is not installed in this environment (extra: ckpt-engine[sglang])"
+        )
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return AdapterAvailability(False, "", "sglang can be imported, but has no metadata that tells its version")
+    supported, reason = is_supported(version)
+    return AdapterAvailability(supported, version, reason or "installed")

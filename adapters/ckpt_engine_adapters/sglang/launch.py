@@ -1,0 +1,62 @@
+"""Starts SGLang's own server behind our gate: ``python -m ckpt_engine_adapters.sglang.launch`` and SGLang's options.
+
+Everything is SGLang's, processes and arguments included; the gate is put around its application before it starts, and
+each scheduler makes our worker once it has a model (`scheduler.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt_engine_adapters.sglang.command import REFUSED, check_options, command_options, server_arguments
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs until the server ends. Exits with a sentence if the arguments contradict what an update needs."""
+    # With it, /health is a request for a token: it takes a second, and fails while generation is paused.
+    os.environ.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "false")
+    _check(command_options(arguments))
+
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    from ckpt_engine_adapters.sglang.gate import SglangGate
+    from ckpt_engine_adapters.sglang.scheduler import run_scheduler_process
+
+    load_plugins()
+    settings = prepare_server_args(server_arguments(arguments))
+    _check(_resolved(settings))  # a --config file may say more than the command line
+    app: Any = http_server.app
+    build = app.build_middleware_stack
+    # Outermost, whatever SGLang adds while it starts.
+    app.build_middleware_stack = lambda: SglangGate(build())
+    try:
+        http_server.launch_server(settings, run_scheduler_process_func=run_scheduler_process)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _check(options: dict[str, tuple[str, ...]]) -> None:
+    try:
+        check_options(options, os.environ)
+    except ValueError as error:
+        sys.exit(f"ckpt-engine: {error}")
+
+
+def _resolved(settings: Any) -> dict[str, tuple[str, ...]]:
+    """What SGLang made of its arguments, for the options that matter, as if it had been written on the command line."""
+    names = {name: name.removeprefix("--").replace("-", "_") for name in REFUSED}
+    names["--pipeline-parallel-size"] = "pp_size"
+    names["--data-parallel-size"] = "dp_size"
+    names["--enable-dp-attention"] = "enable_dp_attention"
+    found = {name: getattr(settings, attribute, None) for name, attribute in names.items()}
+    return {name: (str(value),) for name, value in found.items() if value not in (None, False)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,127 @@
+"""A real SGLang server on the CPU as a replica, for the tests marked `engine`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ckpt_engine import Trainer
+from tests.cluster import Cluster, Replica
+from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
+
+PYTHON = os.environ.get("CKPT_ENGINE_SGLANG_PYTHON", "")
+OVERLAY = os.environ.get("CKPT_ENGINE_OVERLAY", "")
+STUBS = Path(__file__).parents[2] / "engines" / "sglang-stubs"
+TOKENS = 32
+
+ENVIRONMENT = {
+    "PYTHONPATH": f"{OVERLAY}:{STUBS}",
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+OPTIONS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "bfloat16", "--disable-overlap-schedule"),
+    *(
+        "--max-total-tokens",
+        "4096",
+        "--mem-fraction-static",
+        "0.3",
+        "--disable-cuda-graph",
+        "--grammar-backend",
+        "none",
+    ),
+    *("--sampling-backend", "pytorch", "--load-format", "dummy", "--skip-tokenizer-init"),
+)
+"""What the genuine server needs without a GPU and without SGLang's kernels."""
+
+needs_sglang = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not PYTHON, reason="CKPT_ENGINE_SGLANG_PYTHON is not set; `make test-engines` sets it"),
+]
+
+
+def start_sglang(
+    cluster: Cluster, name: str, model: Path, *arguments: str, tensor_parallel: int = 1, options: Sequence[str] = ()
+) -> Replica:
+    """An SGLang server with random weights of its own, as a replica of `cluster`; not waited for.
+
+    options: the agent's.
+    """
+    return cluster.replica(
+        name,
+        "sglang",
+        model,
+        *(PYTHON, "-m", "sglang.launch_server", *OPTIONS, "--tensor-parallel-size", str(tensor_parallel), *arguments),
+        options=options,
+        environment=ENVIRONMENT,
+    )
+
+
+def body_of(prompt: Sequence[int], count: int) -> dict[str, Any]:
+    """A greedy request for `count` tokens after token ids."""
+    return {
+        "input_ids": list(prompt),
+        "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True},
+    }
+
+
+def complete(replica: Replica, prompt: Sequence[int], count: int = TOKENS, seconds: float = 120.0) -> httpx.Response:
+    """The answer to one greedy completion of token ids."""
+    return httpx.post(f"{replica.url}/generate", json=body_of(prompt, count), timeout=seconds)
+
+
+def streamed(replica: Replica, prompt: Sequence[int], count: int, seconds: float = 120.0) -> Iterator[dict[str, Any]]:
+    """Each event of one streamed completion; `output_ids` are all tokens so far."""
+    body = {**body_of(prompt, count), "stream": True}
+    with httpx.stream("POST", f"{replica.url}/generate", json=body, timeout=seconds) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
+
+
+def tokens(response: httpx.Response) -> list[int]:
+    assert response.status_code == 200, response.text
+    found: list[int] = response.json()["output_ids"]
+    return found
+
+
+def model_of(path: Path, seed: int, **options: Any) -> Any:
+    return make_tiny_qwen3(path / str(seed), seed, weights=False, **options)
+
+
+def assert_serves(replica: Replica, model: Any, version: int) -> None:
+    """Greedy tokens are transformers', where rounding cannot decide; header and body tell the version."""
+    prompt = decisive_prompts(model, 1, TOKENS)[0]
+    expected = reference_tokens(model, prompt, TOKENS)
+    assert expected.gap > DECISIVE_GAP
+    response = complete(replica, prompt)
+    assert tokens(response) == expected.tokens
+    assert response.headers["x-ckpt-engine-version"] == str(version)
+    assert response.json()["meta_info"]["weight_version"] == str(version)
+
+
+def publish(trainer: Trainer, model: Any) -> None:
+    trainer.publish(named_weights(model))
+
+
+def assert_closed(replica: Replica) -> None:
+    """The server lives and answers no request."""
+    assert httpx.get(f"{replica.url}/health", timeout=30).status_code == 200
+    response = complete(replica, [1, 2, 3], 2)
+    assert response.status_code == 503, response.text
+
+
+def wait_until_open(replica: Replica, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while complete(replica, [1, 2, 3], 1).status_code == 503:
+        assert time.monotonic() < end, replica.tail()
+        time.sleep(0.2)
