@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from ckpt_engine.install.attributes import LARGEST_BYTES, Attributes
 from ckpt_engine_adapters.vllm import driver
-from ckpt_engine_adapters.vllm.sleeping import LARGEST_BYTES, Attributes, guard_sleep
+from ckpt_engine_adapters.vllm.sleeping import guard_sleep
 
 
 class Layer(nn.Module):

@@ -27,10 +27,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from ckpt_engine.install.attributes import Attributes
 from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.install.worker import EngineWorker
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE
-from ckpt_engine_adapters.vllm.sleeping import Attributes, guard_sleep
+from ckpt_engine_adapters.vllm.sleeping import guard_sleep
 from ckpt_engine_adapters.vllm.target import VllmTarget
 
 _WITHOUT_WEIGHTS = frozenset({"ngram", "ngram_gpu", "suffix"})
