@@ -36,7 +36,7 @@ def test_this_host_can_share_memory() -> None:
     assert rows["transports", "shared_memory"]["result"] == "ok"
     assert rows["agent", "engine directory"]["result"] == "ok"
     assert rows["software", "protobuf"]["result"] == "ok"
-    assert {name for group, name in rows if group == "engines"} == {"reference", "vllm"}
+    assert {name for group, name in rows if group == "engines"} == {"reference", "sglang", "vllm"}
     assert not [row for row in told["checks"] if row["group"] == "doctor"], "a check failed to run"
     assert told["ok"] is True
     assert done.returncode == 0
