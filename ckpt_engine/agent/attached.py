@@ -25,7 +25,8 @@ from ckpt_engine.install.state import EnginePage
 
 
 class AttachedEngine:
-    """See `EngineHost`. url: of the engine's API on loopback. startup_seconds: for it to answer the first time."""
+    """See `EngineHost`. url: of the engine's API on loopback. startup_seconds: for it to answer the first time.
+    advertise: the host that others are told in its URL."""
 
     def __init__(
         self,
@@ -35,7 +36,9 @@ class AttachedEngine:
         answer: Answer,
         startup_seconds: float,
         deadlines: Deadlines,
+        advertise: str = "",
     ) -> None:
+        self._advertise = advertise
         self._deadlines = deadlines
         self._kind = kind
         self._url = url.rstrip("/")
@@ -130,7 +133,7 @@ class AttachedEngine:
         self.adapter = adapter
         if not await adapter.healthy(self._deadlines.engine_health):
             raise EngineCallError(f"{self._url} is not healthy yet", answered=True)
-        ready = await probe(adapter, self._url, self._deadlines.engine_probe)
+        ready = await probe(adapter, self._url, self._deadlines.engine_probe, self._advertise)
         self._events.say(f"engine ready at {self._url}")
         self._events.engine_ready(ready)
         watch = Watch(adapter, self.page, self._deadlines)

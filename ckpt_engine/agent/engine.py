@@ -7,11 +7,14 @@ Two kinds, with one face (`EngineHost`): an engine that we launch (launched.py) 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
@@ -114,8 +117,8 @@ def connect(module: AdapterModule, url: str, directory: EngineDirectory) -> Engi
     return module.create_adapter(AdapterSettings(url, directory.path, directory.token()))
 
 
-async def probe(adapter: EngineAdapter, url: str, seconds: float) -> EngineReady:
-    """Asks a healthy engine what it is.
+async def probe(adapter: EngineAdapter, url: str, seconds: float, advertise: str = "") -> EngineReady:
+    """Asks a healthy engine what it is. advertise: the host that others are told instead of the one in `url`.
 
     Raises EngineCallError without an answer within `seconds`, EngineFailedError if this adapter cannot drive it.
     """
@@ -127,9 +130,35 @@ async def probe(adapter: EngineAdapter, url: str, seconds: float) -> EngineReady
     if not info.supported:
         raise EngineFailedError(f"{adapter.kind} {info.version} at {url} cannot be driven: {info.reason}")
     modes = sorted(adapter.capabilities.pause_modes)
-    engine = manager_pb2.Engine(kind=adapter.kind, version=info.version, url=url, pause_modes=modes)
+    engine = manager_pb2.Engine(
+        kind=adapter.kind, version=info.version, url=told_url(url, advertise), pause_modes=modes
+    )
     levels = adapter.capabilities.sleep_levels
     return EngineReady(engine, info.world_size, info.paused, info.asleep, sleep_levels=levels)
+
+
+def checked_advertise(address: str) -> str:
+    """The address at which other hosts reach this one, as given. Raises ValueError unless it is a bare host or IP."""
+    bare = re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", address) is not None
+    if address and not bare and not _is_ipv6(address):
+        raise ValueError(f"--advertise takes a host's name or IP address without scheme and port, not {address!r}")
+    return address
+
+
+def told_url(url: str, advertise: str) -> str:
+    """`url` with its host replaced by the advertised one; unchanged if there is none."""
+    if not advertise:
+        return url
+    parts = urlsplit(url)
+    host = f"[{advertise}]" if _is_ipv6(advertise) else advertise
+    return urlunsplit(parts._replace(netloc=host if parts.port is None else f"{host}:{parts.port}"))
+
+
+def _is_ipv6(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).version == 6
+    except ValueError:
+        return False
 
 
 class Watch:

@@ -26,6 +26,10 @@ from ckpt_engine.core.machines.events import EngineReady
 from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory, default_root
 from ckpt_engine.install.state import EnginePage
 
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+EVERYWHERE = frozenset({"", "0.0.0.0", "::"})
+"""What an engine may be told to listen at."""
+
 PORTS_TAKEN = 5
 """How often in its life an agent tries again because another program took the port that it had chosen."""
 
@@ -48,7 +52,7 @@ class LaunchSettings:
     arguments: to the engine, untouched. port: 0: a free one, chosen anew at each start. startup_seconds: from launch
     until it answers. restart_limit: of restarts in a row, after which the agent gives up; 0: none. An engine that has
     served for `engine_steady` begins a new row. sleeps: it is to give memory up. log_path: empty: in the runtime
-    directory's `logs`.
+    directory's `logs`. advertise: the host that others are told in the engine's URL, if it listens beyond loopback.
     """
 
     kind: str
@@ -61,6 +65,7 @@ class LaunchSettings:
     log_path: Path | None = None
     root: Path | None = None
     sleeps: bool = False
+    advertise: str = ""
 
 
 class LaunchedEngine:
@@ -179,6 +184,16 @@ class LaunchedEngine:
         self._given_up = reason
         return True
 
+    def _advertised(self, plan: LaunchPlan) -> str:
+        """What other hosts are told; nothing that they cannot reach."""
+        if self._settings.advertise and plan.listens_at in LOOPBACK:
+            self._events.say(
+                "the engine listens on this host only, so its URL stays one of this host: give it --host 0.0.0.0 "
+                "(behind --) to have other hosts reach it"
+            )
+            return ""
+        return self._settings.advertise
+
     def _reserve_port(self) -> int:
         if self._reserved is not None:
             self._reserved.release()
@@ -200,6 +215,11 @@ class LaunchedEngine:
         plan = self._module.launch_plan(settings.arguments, self._port, settings.model)
         if ENVIRONMENT in plan.env:
             raise ValueError(f"the adapter for {settings.kind} sets {ENVIRONMENT}, which is the agent's to set")
+        if plan.listens_at not in LOOPBACK | EVERYWHERE:
+            raise ValueError(
+                f"--host {plan.listens_at}: the agent drives its engine over loopback, so the engine must listen at "
+                "127.0.0.1 (this host only) or at 0.0.0.0 (other hosts too)"
+            )
         argv = plan.argv
         if settings.sleeps and plan.sleep_argument and plan.sleep_argument not in argv:
             argv = (*argv, plan.sleep_argument)
@@ -242,7 +262,7 @@ class LaunchedEngine:
                 return False
 
         await process.wait_healthy(ours_and_healthy, self._settings.startup_seconds)
-        return await probe(adapter, plan.url, self._deadlines.engine_probe)
+        return await probe(adapter, plan.url, self._deadlines.engine_probe, self._advertised(plan))
 
     def _renew_page(self, directory: EngineDirectory) -> None:
         """A new file, so that nothing which outlived the last engine can write into this one's words."""

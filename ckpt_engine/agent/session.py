@@ -23,7 +23,7 @@ from google.protobuf.message import Message as ProtobufMessage
 
 from ckpt_engine.agent import narration
 from ckpt_engine.agent.attached import AttachedEngine
-from ckpt_engine.agent.engine import EngineHost
+from ckpt_engine.agent.engine import EngineHost, checked_advertise
 from ckpt_engine.agent.launched import LaunchedEngine, LaunchSettings
 from ckpt_engine.agent.process import LineSink
 from ckpt_engine.agent.stream import ManagerStream
@@ -46,8 +46,8 @@ class AgentSettings:
     """One replica.
 
     manager: host:port. name: empty: host-kind-port. Exactly one of launch and url says which engine; kind is its kind.
-    advertise: address at which other hosts reach this one. transports: over which weights may be read; empty: all that
-    work here. startup_seconds: for an attached engine to answer.
+    advertise: name or address at which other hosts reach this one. transports: over which weights may be read; empty:
+    all that work here. startup_seconds: for an attached engine to answer.
     """
 
     manager: str
@@ -68,6 +68,7 @@ class AgentSettings:
         if not re.fullmatch(r"[^\s:]+:\d+|\[[^\s]+\]:\d+|unix:.+", self.manager):
             raise ValueError(f"the manager's address must be HOST:PORT, not {self.manager!r}")
         worker_transports(self.transports)
+        checked_advertise(self.advertise)
 
 
 class ReplicaAgent:
@@ -92,6 +93,7 @@ class ReplicaAgent:
                 self._answer_worker,
                 settings.startup_seconds,
                 settings.deadlines,
+                settings.advertise,
             )
         self._machine: AgentMachine | None = None
         self._runner: TaskRunner | None = None

@@ -35,7 +35,13 @@ def replica(
     mode: Annotated[str, typer.Option(help="standalone, hybrid or colocated: see docs/modes.md.")] = "standalone",
     port: Annotated[int, typer.Option(help="Port for the launched engine; 0: a free one.")] = 0,
     url: Annotated[str, typer.Option(help="Attach to the engine that runs at this URL instead of launching one.")] = "",
-    advertise: Annotated[str, typer.Option(help="Address at which other hosts reach this one.")] = "",
+    advertise: Annotated[
+        str,
+        typer.Option(
+            envvar="CKPT_ENGINE_ADVERTISE",
+            help="Name or IP at which other hosts reach this one; also in the engine's URL, if it listens there.",
+        ),
+    ] = "",
     transport: Annotated[
         list[str] | None,
         typer.Option(
@@ -81,6 +87,7 @@ def replica(
         restart_limit,
         startup_timeout,
         sleeps=mode != "standalone",
+        advertise=advertise,
     )
     try:
         settings = AgentSettings(

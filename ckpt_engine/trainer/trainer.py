@@ -42,6 +42,9 @@ PAUSE_MODES: Mapping[str, manager_pb2.PauseMode] = {
 """What becomes of requests that run during an update: they wait and go on with the new weights (caches recomputed),
 end early with what they have, finish first with the old weights, or go on with the new weights over old caches."""
 
+ADVERTISE = "CKPT_ENGINE_ADVERTISE"
+"""Environment variable with the name or address at which other hosts reach this one; agents read it, too."""
+
 POLL_SECONDS = 0.2
 
 
@@ -52,7 +55,8 @@ class Trainer:
     rank, world_size: of the ranks that publish; each has a Trainer of its own in its own process.
     lineage: the training run; equal on all ranks. Left out, see `lineage.resolve_lineage`: it may need
         torch.distributed. A run that starts again or goes back to an earlier version needs a new one.
-    advertise: the address at which other hosts reach this one; only for transports between hosts.
+    advertise: the name or address at which other hosts reach this one; only for transports between hosts. None:
+        CKPT_ENGINE_ADVERTISE, if it is set.
     deadlines: how long the steps may take; none: the defaults, changed by CKPT_ENGINE_DEADLINES.
 
     Every method raises CkptEngineError, whose `problem` names tensors and ranks, and leaves the trainer usable; only a
@@ -66,7 +70,7 @@ class Trainer:
         world_size: int = 1,
         lineage: str | None = None,
         *,
-        advertise: str = "",
+        advertise: str | None = None,
         deadlines: Deadlines | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
@@ -75,14 +79,14 @@ class Trainer:
         self.rank = rank
         self.world_size = world_size
         self.lineage = resolve_lineage(lineage, rank, world_size, os.environ)
-        self._advertise = advertise
+        self._advertise = os.environ.get(ADVERTISE, "") if advertise is None else advertise
         self._deadlines = deadlines or Deadlines.from_environment(os.environ)
         self._session_id = uuid.uuid4().hex
         self._process = os.getpid()
         self._sealer = Sealer()
         self._busy = threading.Lock()
         machine = TrainerMachine(
-            self.lineage, rank, world_size, self._session_id, this_host(advertise), self._deadlines
+            self.lineage, rank, world_size, self._session_id, this_host(self._advertise), self._deadlines
         )
         self._background = Background(address, machine, self._sealer, self._deadlines)
         self._background.start()

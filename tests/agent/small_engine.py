@@ -141,7 +141,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, port: int, directory: EngineDirectory, options: argparse.Namespace) -> None:
-        super().__init__(("127.0.0.1", port), Handler)
+        super().__init__((options.host, port), Handler)
         self.directory = directory
         self.options = options
         self.slot = EnginePage(directory.page).claim(0, 1)
@@ -216,6 +216,7 @@ class Handler(BaseHTTPRequestHandler):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--healthy-after", type=float, default=0.0)
     parser.add_argument("--exit-after", type=float, default=0.0)
     parser.add_argument("--exit-status", type=int, default=3)

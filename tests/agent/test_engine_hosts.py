@@ -17,7 +17,7 @@ import pytest
 
 from ckpt_engine.agent import adapter, ports
 from ckpt_engine.agent.attached import AttachedEngine
-from ckpt_engine.agent.engine import EngineFailedError
+from ckpt_engine.agent.engine import EngineFailedError, checked_advertise, told_url
 from ckpt_engine.agent.launched import LaunchedEngine, LaunchSettings, Restart
 from ckpt_engine.agent.process import free_port
 from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines
@@ -88,10 +88,20 @@ async def launch(root: Path, events: Events) -> AsyncIterator[Launch]:
     made: list[LaunchedEngine] = []
 
     def launch(
-        *arguments: str, restart: Restart = Restart.ON_FAILURE, limit: int = 0, startup: float = SECONDS
+        *arguments: str,
+        restart: Restart = Restart.ON_FAILURE,
+        limit: int = 0,
+        startup: float = SECONDS,
+        advertise: str = "",
     ) -> LaunchedEngine:
         settings = LaunchSettings(
-            "small", arguments, restart=restart, restart_limit=limit, startup_seconds=startup, root=root
+            "small",
+            arguments,
+            restart=restart,
+            restart_limit=limit,
+            startup_seconds=startup,
+            root=root,
+            advertise=advertise,
         )
         made.append(LaunchedEngine(settings, events, nobody_asks, Deadlines.from_environment(os.environ)))
         return made[-1]
@@ -218,6 +228,32 @@ async def test_engines_that_start_at_once_get_ports_of_their_own(launch: Launch,
             run.cancel()
         await asyncio.gather(*runs, return_exceptions=True)
     assert not any("was taken" in line for line in events.lines)
+
+
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [("0.0.0.0", "http://node-7.cluster:"), ("127.0.0.1", "http://127.0.0.1:")],
+    ids=["listens everywhere", "listens on loopback"],
+)
+async def test_others_are_told_an_address_that_they_reach(launch: Launch, events: Events, host: str, told: str) -> None:
+    async with running(launch("--host", host, advertise="node-7.cluster")):
+        await events.until(lambda: bool(events.ready))
+    assert events.ready[0].engine.url.startswith(told)
+    assert any("listens on this host only" in line for line in events.lines) == (host == "127.0.0.1")
+
+
+async def test_an_address_where_the_agent_could_not_drive_its_engine_is_refused(launch: Launch) -> None:
+    with pytest.raises(ValueError, match=r"--host 10.1.2.3: the agent drives its engine over loopback"):
+        await launch("--host", "10.1.2.3").open()
+
+
+def test_addresses_become_part_of_urls() -> None:
+    assert told_url("http://127.0.0.1:8000", "") == "http://127.0.0.1:8000"
+    assert told_url("http://127.0.0.1:8000", "10.0.0.5") == "http://10.0.0.5:8000"
+    assert told_url("http://127.0.0.1:8000", "fd00::5") == "http://[fd00::5]:8000"
+    for wrong in ("10.0.0.5:8000", "http://a", "a b", "-a", "[fd00::5]"):
+        with pytest.raises(ValueError, match="without scheme and port"):
+            checked_advertise(wrong)
 
 
 def test_a_reserved_port_is_nobody_elses_until_it_is_released(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

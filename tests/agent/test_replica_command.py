@@ -19,12 +19,13 @@ def command() -> typer.Typer:
 
 
 WRONG = [
-    (["--engine", "sglong"], "no adapter for engine kind 'sglong'; known kinds: reference, vllm"),
+    (["--engine", "sglong"], "no adapter for engine kind 'sglong'; known kinds: reference"),
     (["--engine", "reference", "--mode", "hybrit"], "'hybrit' is none of standalone, hybrid, colocated"),
     (["--engine", "reference", "--manager", "nowhere"], "must be HOST:PORT, not 'nowhere'"),
     (["--engine", "reference", "--url", "http://127.0.0.1:1", "--", "--dtype", "float32"], "--url attaches to"),
     (["--engine", "reference", "--url", "http://127.0.0.1:1", "--model", "x"], "--url attaches to"),
     (["--engine", "reference", "--restart", "sometimes"], "on-failure"),
+    (["--engine", "reference", "--advertise", "http://10.0.0.1:80"], "without scheme and port, not 'http://10.0.0.1"),
     (["--engine", "reference", "--transport", "pigeon"], "no transport 'pigeon'; there are cuda_ipc, shared_memory"),
 ]
 

@@ -86,7 +86,6 @@ def test_the_launch_plan_is_a_command_line_that_the_server_understands(tmp_path:
     ("arguments", "model", "message"),
     [
         (["--port", "1"], "dir", "leave --port out"),
-        (["--host=0.0.0.0"], "dir", "leave --host out"),
         (["--model", "other"], "dir", "leave --model out"),
         ([], "", "no model"),
         (["--tensor-parallel", "two"], "dir", "must be a number"),
