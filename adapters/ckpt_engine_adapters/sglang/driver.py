@@ -7,11 +7,9 @@ schedulers call our loader, and what came of it arrives over the workers' channe
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import importlib.metadata
 import importlib.util
-import pickle
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -39,6 +37,7 @@ from ckpt_engine_adapters.sglang.command import (
 )
 from ckpt_engine_adapters.sglang.gate import RELEASE_ROUTE, RESUME_ROUTE, STATE_ROUTE
 from ckpt_engine_adapters.sglang.order import Action, Order, encode
+from ckpt_engine_adapters.sglang.payload import serialized
 from ckpt_engine_adapters.sglang.versions import is_supported
 
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
@@ -60,34 +59,42 @@ _NEEDED = frozenset(
 )
 _BEGIN, _END = "/begin_weight_update", "/end_weight_update"
 
-_MODES = {
-    manager_pb2.KEEP: "retract",
-    manager_pb2.ABORT: "abort",
-    manager_pb2.IN_PLACE: "in_place",
-}
+_MODES = (manager_pb2.KEEP, manager_pb2.ABORT, manager_pb2.IN_PLACE)
 
 _MEMORY = {"weights": ("weights",), "kv_cache": ("kv_cache", "cuda_graph")}
 """Our tags to SGLang's. Graphs are of use only to who computes, and that needs caches."""
+
+
+CAPABILITIES = Capabilities(
+    pause_modes=frozenset(_MODES),
+    default_pause_mode=manager_pb2.KEEP,
+    sleep_levels=frozenset({1, 2}),
+    wake_tags=frozenset(_MEMORY),
+    layouts=("TP",),
+    versions=("0.5.23 on CPUs",),
+    notes=(
+        "keep retracts running requests and recomputes their caches with the new weights; in_place keeps the old ones, "
+        "also for later requests with the same beginning.",
+        "sleep ends the requests that are inside, and needs --enable-memory-saver; level 1 needs "
+        "--enable-weights-cpu-backup besides; on a CPU it frees nothing.",
+    ),
+    cannot=(
+        "SGLang has no way to wait for running requests to end before an update.",
+        "Pipeline parallelism is refused: the stages would take new weights one after the other, with tokens between.",
+        "Data parallelism within one server is refused, except for attention: start one replica for each copy.",
+        "A server with a draft model is refused: an update would leave that model behind.",
+        "Further API processes, gRPC, Ray and encoder servers are refused: they answer without the gate.",
+        "Stored caches (--hicache-storage-backend) and disaggregated servers are refused: caches of old weights would "
+        "outlive an update.",
+    ),
+)
 
 
 class SglangAdapter:
     """See EngineAdapter."""
 
     kind = "sglang"
-    capabilities = Capabilities(
-        pause_modes=frozenset(_MODES),
-        default_pause_mode=manager_pb2.KEEP,
-        sleep_levels=frozenset({1, 2}),
-        wake_tags=frozenset(_MEMORY),
-        layouts=("TP",),
-        notes=(
-            "keep retracts running requests and recomputes their caches with the new weights; in_place keeps the old "
-            "ones, also for later requests with the same prefix.",
-            "It cannot wait for running requests to end before an update.",
-            "sleep ends the requests that are inside, and needs --enable-memory-saver; level 1 also needs "
-            "--enable-weights-cpu-backup; on a CPU it frees nothing.",
-        ),
-    )
+    capabilities = CAPABILITIES
 
     def __init__(self, settings: AdapterSettings) -> None:
         self._client = engine_client(settings.url, settings.headers)
@@ -210,7 +217,7 @@ class SglangAdapter:
         """
         end = time.monotonic() + seconds
         async with contextlib.nullcontext() if paused else self._held(end), self._session(end):
-            entry = base64.b64encode(pickle.dumps(encode(order))).decode()  # engine API insists
+            entry = serialized(encode(order))
             await self._post(
                 "/update_weights_from_tensor",
                 end - time.monotonic(),

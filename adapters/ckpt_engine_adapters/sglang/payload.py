@@ -1,0 +1,20 @@
+"""Tensors in the form that SGLang's `/update_weights_from_tensor` takes. Runs in the agent; nothing is read here.
+
+The form is a pickle, since the engine's API insists on one. It goes to an engine on this host behind its token, holds
+only an order of ours, and SGLang reads it through a list of what it allows. Nothing of ours ever loads a pickle.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle  # engine API insists
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def serialized(named_tensors: Sequence[tuple[str, Tensor]]) -> str:
+    """`named_tensors` (plain CPU tensors) for one tensor parallel rank."""
+    return base64.b64encode(pickle.dumps(list(named_tensors))).decode()
