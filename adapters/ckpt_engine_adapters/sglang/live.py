@@ -1,0 +1,72 @@
+"""One layer of a running model while its loader's form stands in for it.
+
+Kernels and CUDA graphs know the layer's tensors by their addresses. So what post-processing makes of new weights is
+copied to where the old ones lie, whatever it is kept as: a parameter, a buffer or a plain attribute.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ckpt_engine.core.problems import internal
+from ckpt_engine_adapters.sglang.forms import same_form
+
+
+class LiveLayer:
+    """A layer's tensors as they are when this is made. Used on the engine's thread."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+        self._parameters = dict(layer._parameters)
+        self._buffers = dict(layer._buffers)
+        self._non_persistent = set(layer._non_persistent_buffers_set)
+        self._attributes = {name: value for name, value in vars(layer).items() if isinstance(value, Tensor)}
+        self.device = next(tensor.device for tensor in self._parameters.values() if tensor is not None)
+
+    def put_back(self) -> None:
+        """The layer has its own tensors again, with what they hold."""
+        layer = self._layer
+        for name in [name for name, value in vars(layer).items() if isinstance(value, Tensor)]:
+            del layer.__dict__[name]
+        layer.__dict__.update(self._attributes)
+        layer._parameters.clear()
+        layer._parameters.update(self._parameters)
+        layer._buffers.clear()
+        layer._buffers.update(self._buffers)
+        layer._non_persistent_buffers_set.clear()
+        layer._non_persistent_buffers_set.update(self._non_persistent)
+
+    def take_over(self) -> None:
+        """What the layer holds now is copied into its own tensors, which stand in it again.
+
+        Raises INTERNAL if it holds other tensors than before, or of another form; nothing is copied then.
+        """
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for own, made in (
+            (_tensors(self._parameters), _tensors(self._layer._parameters)),
+            (_tensors(self._buffers), _tensors(self._layer._buffers)),
+            (self._attributes, _tensors(vars(self._layer))),
+        ):
+            for name in sorted(own.keys() | made.keys()):
+                if name not in own or name not in made or not same_form(own[name], made[name]):
+                    raise internal(
+                        f"SGLang has made {_text(made.get(name))} of the new weights where it had made "
+                        f"{_text(own.get(name))} at start: tensor {name} of a {type(self._layer).__name__}",
+                        [name],
+                    )
+                pairs.append((own[name], made[name]))
+        with torch.no_grad():
+            for own_tensor, made_tensor in pairs:
+                if own_tensor is not made_tensor:
+                    own_tensor.data.copy_(made_tensor.data)
+        self.put_back()
+
+
+def _tensors(named: object) -> dict[str, Tensor]:
+    assert isinstance(named, dict)
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def _text(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"

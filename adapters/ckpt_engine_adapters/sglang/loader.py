@@ -1,0 +1,102 @@
+"""Our end inside an SGLang scheduler: the custom weight loader that SGLang calls, and the worker that it leads to.
+
+`attach` makes the worker when the scheduler has loaded its model, before the server answers anybody. SGLang then calls
+`load` through its weight route, on each rank, on the scheduler's main thread between steps, with an order (order.py):
+
+    prepare  -> record the loader against the agent's manifest; touches no weight
+    install  -> pull, verify, stamp the state word
+    discard  -> say that this worker holds nothing, before its memory is released
+
+`load` never raises: SGLang would end the scheduler, and with it the server. Failures go to the agent instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckpt_engine.install.attributes import Attributes
+from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.install.worker import EngineWorker
+from ckpt_engine_adapters.sglang.command import WORKERS_VARIABLE
+from ckpt_engine_adapters.sglang.order import Action, decode
+from ckpt_engine_adapters.sglang.ranks import worker_rank
+from ckpt_engine_adapters.sglang.refusals import refusals
+from ckpt_engine_adapters.sglang.target import SglangTarget
+
+log = logging.getLogger(__name__)
+
+
+class _Attached:
+    """The worker of this scheduler, and the model that it installs into."""
+
+    def __init__(self, runner: Any, directory: EngineDirectory) -> None:
+        rank, alone = worker_rank(runner)
+        self.model: nn.Module = runner.model
+        target = SglangTarget(self.model, runner.model_config.hf_text_config, refusals(runner.server_args))
+        self.worker = EngineWorker(directory, rank, int(os.environ.get(WORKERS_VARIABLE, alone)), target)
+        self._attributes = Attributes(self.model, runner.device if runner.device != "cpu" else "none")
+        self._cuda = runner.device == "cuda"
+
+    def install(self, epoch: int) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()  # a scheduler that is paused in place may have a step in flight
+        self._attributes.put_back()
+        self.worker.install(epoch)
+
+    def discard(self) -> None:
+        """The weights are about to go: the state word says so, and what SGLang does not keep is kept."""
+        self.worker.discard()
+        self._attributes.keep()
+
+
+_attached: _Attached | None = None
+
+
+def attach(runner: Any) -> None:
+    """Claims the worker's state word, so that the gate knows of it and stays closed.
+
+    runner: SGLang's ModelRunner, with its model loaded; a draft model's runner is left alone. Does nothing in a server
+    that has no directory.
+    Raises OSError, ValueError: the directory or the slot cannot be used; the server does not start then.
+    """
+    global _attached
+    directory = EngineDirectory.from_environment()
+    if runner.is_draft_worker:
+        return
+    if directory is None:
+        log.warning("ckpt-engine: %s is not set; this server takes no updates", ENVIRONMENT)
+        return
+    _attached = _Attached(runner, directory)
+
+
+def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """What `--custom-weight-loader` names. Never raises."""
+    try:
+        order = decode(named_tensors)
+        if _attached is None or _attached.model is not model:
+            log.warning("ckpt-engine: no worker was made for this %s; %s is not done", type(model).__name__, order)
+            return
+        match order.action:
+            case Action.PREPARE:
+                _attached.worker.prepare()
+            case Action.INSTALL:
+                _attached.install(order.epoch)
+            case Action.DISCARD:
+                _attached.discard()
+    except Exception:
+        log.exception("ckpt-engine: an order of the agent was not carried out")
+
+
+def discard() -> None:
+    """The weights' memory is about to be released. Never raises."""
+    try:
+        if _attached is not None:
+            _attached.discard()
+    except Exception:
+        log.exception("ckpt-engine: the worker cannot say that its weights are gone")

@@ -1,0 +1,54 @@
+"""The entry of each of SGLang's scheduler processes, instead of SGLang's own, which it calls.
+
+The launch wrapper hands it to `launch_server`. It registers our hooks in SGLang's own registry before anything of a
+model is there: forms are noted when a model has been made, the worker is made when it has been loaded, and memory calls
+are guarded. It must be importable without SGLang, and by name, since SGLang spawns processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def run_scheduler_process(*arguments: Any, **named: Any) -> Any:
+    """Runs in a new process, and returns when the scheduler ends. Arguments are SGLang's."""
+    from sglang.srt.managers.scheduler import run_scheduler_process as run
+
+    hook()
+    return run(*arguments, **named)
+
+
+def hook() -> None:
+    """Puts our hooks into this process. May be called more than once."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from ckpt_engine_adapters.sglang import sleeping
+    from ckpt_engine_adapters.sglang.versions import let_paused_scheduler_flush
+
+    let_paused_scheduler_flush()
+    memory = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    hooks = (
+        ("sglang.srt.model_loader.loader._initialize_model", _made, HookType.AFTER),
+        ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", _loaded, HookType.AFTER),
+        (f"{memory}.release_memory_occupation", sleeping.release, HookType.AROUND),
+        (f"{memory}.resume_memory_occupation", sleeping.resume, HookType.AROUND),
+    )
+    for target, function, kind in hooks:
+        if target not in HookRegistry._patched:
+            HookRegistry.register(target, function, kind)
+    HookRegistry.apply_hooks()
+    missing = [target for target, *_ in hooks if target not in HookRegistry._patched]
+    if missing:
+        raise RuntimeError(f"this SGLang has no {', '.join(missing)}: use a version that ckpt-engine supports")
+
+
+def _made(model: Any, *_: Any, **__: Any) -> None:
+    from ckpt_engine_adapters.sglang.forms import note_forms
+
+    note_forms(model)
+
+
+def _loaded(_: Any, runner: Any, *__: Any, **___: Any) -> None:
+    from ckpt_engine_adapters.sglang.loader import attach
+
+    attach(runner)

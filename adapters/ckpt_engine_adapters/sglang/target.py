@@ -1,0 +1,204 @@
+"""An SGLang model as something that weights are installed in.
+
+It decides which layers are resident (our copies go straight into the live tensors) and which are staged (the loader's
+form exists for a moment, then SGLang's own post-processing makes the kernels' form of it, which is copied to where the
+kernels read). It does not decide what is loaded where; the recorded loader does.
+
+A layer is resident if nothing processes it after loading (residency.py): all that are not quantised, on CUDA and on a
+CPU without AMX. What a model computes of loaded weights with `post_load_weights` (MLA absorbs its projections) lies
+beside its parameters, as plain attributes, and is computed anew after each install; SGLang does that itself only for
+what its own loaders have loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckpt_engine.core.problems import precondition
+from ckpt_engine.install.beside import kept_beside
+from ckpt_engine.install.target import StagedLayer, Weights
+from ckpt_engine_adapters.sglang.forms import materialized, noted_forms, same_form
+from ckpt_engine_adapters.sglang.layout import Elsewhere
+from ckpt_engine_adapters.sglang.live import LiveLayer
+from ckpt_engine_adapters.sglang.residency import processing_method
+
+
+class SglangTarget:
+    """See LoadTarget. Used on the scheduler's main thread."""
+
+    def __init__(self, model: nn.Module, text_config: Any, refused: Sequence[str] = ()) -> None:
+        """text_config: of the checkpoint, as transformers has it. refused: why this server can take no update at all;
+        each reason refuses every one."""
+        self._model = model
+        self._text_config = text_config
+        self._elsewhere = Elsewhere(model)
+        self._layers = {prefix: layer for prefix, layer in model.named_modules() if layer._parameters}
+        self._refused = [*refused]
+        self._forms: dict[str, Mapping[str, Tensor]] = {}
+        self._staged_layers: dict[str, nn.Module] = {}
+        noted = noted_forms(model)
+        for prefix, layer in self._layers.items():
+            form = noted.get(layer) if noted is not None else None
+            if processing_method(layer) is None:
+                self._refuse_changed(prefix, layer, form)
+            elif form is None:
+                self._refused.append(f"the layer {prefix} is processed after loading, and nobody has seen it before")
+            else:
+                self._staged_layers[prefix] = layer
+                self._forms[prefix] = form
+        self._refuse_shared()
+        self._derived = dict(_buffers_of_weights(model))
+
+    def _refuse_changed(self, prefix: str, layer: nn.Module, form: Mapping[str, Tensor] | None) -> None:
+        for name, parameter in layer._parameters.items():
+            if parameter is None or form is None:
+                continue
+            if name not in form or not same_form(parameter, form[name]):
+                self._refused.append(
+                    f"{prefix}.{name} is not in the form of SGLang's loader any more, and nobody knows what changed it"
+                )
+
+    def _refuse_shared(self) -> None:
+        """A staged layer's parameter that another layer has too would be processed in one, forgotten in the other."""
+        owners: dict[int, str] = {}
+        for prefix, layer in self._layers.items():
+            for parameter in layer._parameters.values():
+                other = owners.setdefault(id(parameter), prefix) if parameter is not None else prefix
+                if other != prefix and (prefix in self._staged_layers or other in self._staged_layers):
+                    self._refused.append(
+                        f"the layers {other} and {prefix} share a weight that is processed after loading"
+                    )
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._model.named_parameters()
+        yield from self._model.named_buffers()
+
+    def load_weights(self, weights: Weights) -> object:
+        with self._without_post_load():
+            return self._model.load_weights(weights)  # type: ignore[operator]
+
+    @contextmanager
+    def _without_post_load(self) -> Iterator[None]:
+        """Some loaders end with the model's post-load step, which computes on values; `post_load` runs it in time."""
+        holders = [module for module in self._model.modules() if hasattr(module, "post_load_weights")]
+        before = [(module, module.__dict__.get("post_load_weights")) for module in holders]
+        try:
+            for module in holders:
+                module.__dict__["post_load_weights"] = _nothing
+            yield
+        finally:
+            for module, own in before:
+                del module.__dict__["post_load_weights"]
+                if own is not None:
+                    module.__dict__["post_load_weights"] = own
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Staged layers stand in the loader's form, as meta tensors; on leaving everything is as it was."""
+        if self._refused:
+            raise precondition(f"this server can take no update: {'; '.join(self._refused[:4])}")
+        live = [LiveLayer(layer) for layer in self._staged_layers.values()]
+        try:
+            for prefix, layer in self._staged_layers.items():
+                _stand_in(layer, self._forms[prefix], torch.device("meta"))
+            with kept_beside(self._model):
+                yield
+        finally:
+            for each in live:
+                each.put_back()
+
+    def derived(self) -> Mapping[str, str]:
+        return self._derived
+
+    def constant(self) -> Mapping[str, str]:
+        found = {}
+        for prefix, module in self._model.named_modules():
+            for name in module._non_persistent_buffers_set:
+                full_name = f"{prefix}.{name}" if prefix else name
+                if full_name not in self._derived and not name.endswith(_OF_WEIGHTS):
+                    found[full_name] = "a buffer that no checkpoint holds"
+        return found
+
+    def ignored(self, name: str) -> str | None:
+        if "rotary_emb." in name:
+            return "computed from the configuration"
+        if name.startswith("lm_head.") and getattr(self._text_config, "tie_word_embeddings", False):
+            return "tied to the embedding"
+        return None
+
+    def elsewhere(self, name: str) -> str | None:
+        return self._elsewhere.why(name)
+
+    def staged(self) -> Collection[str]:
+        return {_join(prefix, name) for prefix, form in self._forms.items() for name in form}
+
+    @contextmanager
+    def staging(self) -> Iterator[Iterator[StagedLayer]]:
+        """Layers leave the live form one by one and return to it when they are finished; an exception puts back those
+        that did not, with old weights, so that the engine survives and a full update can follow."""
+        open_layers: dict[str, LiveLayer] = {}
+        try:
+            yield self._stage(open_layers)
+        finally:
+            for live in open_layers.values():
+                live.put_back()
+
+    def _stage(self, open_layers: dict[str, LiveLayer]) -> Iterator[StagedLayer]:
+        for prefix, layer in self._staged_layers.items():
+            live = LiveLayer(layer)
+            open_layers[prefix] = live
+            made = _stand_in(layer, self._forms[prefix], live.device)
+            tensors = {_join(prefix, name): tensor for name, tensor in made.items()}
+            yield StagedLayer(tensors, partial(self._finish, prefix, open_layers))
+
+    def _finish(self, prefix: str, open_layers: dict[str, LiveLayer]) -> None:
+        layer, live = self._staged_layers[prefix], open_layers[prefix]
+        with torch.no_grad(), live.device:
+            processing_method(layer).process_weights_after_loading(layer)
+        live.take_over()
+        del open_layers[prefix]
+
+    def post_load(self) -> None:
+        """What the model computes of loaded weights and keeps beside its parameters."""
+        compute: Any = getattr(self._model, "post_load_weights", None)
+        if compute is not None:
+            with torch.no_grad(), next(self._model.parameters()).device:
+                compute()
+
+
+_OF_WEIGHTS = ("weight", "weights")
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """Stands in for a post-load step."""
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _stand_in(layer: nn.Module, form: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Gives the layer parameters in the loader's form, on `device`, instead of its own."""
+    made = {name: materialized(tensor, device) for name, tensor in form.items()}
+    layer._parameters.clear()
+    layer._parameters.update(made)  # type: ignore[arg-type]
+    return made
+
+
+def _buffers_of_weights(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Buffers that no checkpoint holds and that show the memory of one of their layer's parameters."""
+    for prefix, layer in model.named_modules():
+        for name in layer._non_persistent_buffers_set:
+            buffer = layer._buffers.get(name)
+            if buffer is None or not buffer.numel():
+                continue
+            for owner, parameter in layer.named_parameters():
+                if parameter.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
+                    yield _join(prefix, name), f"shows the memory of {owner}"
+                    break
