@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from ckpt_engine.agent.engine import (
     probe,
 )
 from ckpt_engine.agent.ports import ReservedPort, is_free
-from ckpt_engine.agent.process import EngineProcess, EngineProcessError, LineSink
+from ckpt_engine.agent.process import EngineProcess, EngineProcessError, LineSink, torchrun_variables
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines.events import EngineReady
 from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory, default_root
@@ -244,6 +245,7 @@ class LaunchedEngine:
             on_line=self._on_output,
             grace_seconds=self._deadlines.engine_grace,
             start_seconds=self._deadlines.engine_start,
+            without=torchrun_variables(os.environ),
         )
         self._process = process
         await process.start()

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -61,6 +61,19 @@ def describe_status(status: int) -> str:
     except ValueError:
         name = f"signal {-status}"
     return f"was killed by {name}"
+
+
+TORCHRUN = re.compile(r"TORCHELASTIC_.*|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|ROLE_NAME|MASTER_(ADDR|PORT)")
+
+
+def torchrun_variables(environment: Mapping[str, str]) -> frozenset[str]:
+    """What torchrun tells a rank of a training run, if this is the environment of one; else nothing.
+
+    An engine is none of its ranks, but torch in it would take itself for one and wait for torchrun's store.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return frozenset()
+    return frozenset(name for name in environment if TORCHRUN.fullmatch(name))
 
 
 class LogPump(threading.Thread):
@@ -145,7 +158,7 @@ class LogPump(threading.Thread):
 class EngineProcess:
     """One start of an engine. Used on one event loop; not started twice.
 
-    argv, env: the command, and what is added to our own environment (which it inherits).
+    argv, env: the command, and what is added to our own environment (which it inherits, but for `without`).
     log_path: its standard output and error, appended. on_line: also gets every line, on another thread.
     grace_seconds: between SIGTERM and SIGKILL in `stop`. start_seconds: for the launcher to say its first word.
     """
@@ -159,9 +172,11 @@ class EngineProcess:
         on_line: LineSink | None = None,
         grace_seconds: float = 10.0,
         start_seconds: float = 30.0,
+        without: Collection[str] = (),
     ) -> None:
         self._argv = tuple(argv)
         self._env = dict(env)
+        self._without = frozenset(without)
         self._log_path = log_path
         self._on_line = on_line
         self._grace = grace_seconds
@@ -196,7 +211,7 @@ class EngineProcess:
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stdout,
-                env={**os.environ, **self._env},
+                env={**{name: value for name, value in os.environ.items() if name not in self._without}, **self._env},
                 pass_fds=(status_writer,),
                 start_new_session=True,
             )

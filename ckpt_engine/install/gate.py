@@ -28,6 +28,8 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 VERSION_HEADER = b"x-ckpt-engine-version"
 ROOT_HEADER = b"x-ckpt-engine-root"
 INFO_ROUTE = "/ckpt_engine/info"
+READY_ROUTE = "/ckpt_engine/ready"
+"""For load balancers and probes, from anywhere: 200 while the gate is open, 503 with the reason while it is not."""
 
 _TOKEN_HEADER = TOKEN_HEADER.encode()
 _LIVENESS_SECONDS = 0.05
@@ -89,6 +91,8 @@ class Gate:
         path = scope["path"].rstrip("/") or "/"
         if path == INFO_ROUTE:
             await self._information(scope, send)
+        elif path == READY_ROUTE:
+            await self._ready(scope, send)
         elif path in self.open_routes:
             await self._app(scope, receive, send)
         elif path in self._exact or scope["path"].startswith(self._below):
@@ -101,7 +105,7 @@ class Gate:
             if state.open:
                 await self._app(scope, receive, send if state.identity is None else _with_version(send, state))
             else:
-                await _refuse(scope, send, 503, f"this replica does not serve now: {state.reason}", retry_after=1)
+                await _refuse_closed(scope, send, state)
 
     async def control(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A control route, called with the token. The engine answers; adapters may have routes of their own here."""
@@ -110,6 +114,15 @@ class Gate:
     def _has_token(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == _TOKEN_HEADER), b"")
         return hmac.compare_digest(given, self._token)
+
+    async def _ready(self, scope: Scope, send: Send) -> None:
+        state = self._state.verdict()
+        if state.open:
+            version = state.identity.version if state.identity else None
+            body = {"ready": True, "version": version}
+            await answer_json(send if state.identity is None else _with_version(send, state), 200, body)
+        else:
+            await _refuse_closed(scope, send, state)
 
     async def _information(self, scope: Scope, send: Send) -> None:
         client = scope.get("client")
@@ -145,6 +158,10 @@ def _with_version(send: Send, state: Verdict) -> Send:
         await send(message)
 
     return send_with_version
+
+
+async def _refuse_closed(scope: Scope, send: Send, state: Verdict) -> None:
+    await _refuse(scope, send, 503, f"this replica does not serve now: {state.reason}", retry_after=1)
 
 
 async def _refuse(scope: Scope, send: Send, status: int, detail: str, retry_after: int | None = None) -> None:

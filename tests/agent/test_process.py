@@ -16,7 +16,13 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.agent.launcher import descendants
-from ckpt_engine.agent.process import EngineProcess, EngineProcessError, describe_status, free_port
+from ckpt_engine.agent.process import (
+    EngineProcess,
+    EngineProcessError,
+    describe_status,
+    free_port,
+    torchrun_variables,
+)
 
 PATIENCE = 15.0
 
@@ -280,6 +286,27 @@ def test_statuses_are_told_in_words() -> None:
     assert describe_status(0) == "exited with status 0"
     assert describe_status(-9) == "was killed by SIGKILL"
     assert describe_status(-64) == "was killed by SIGRTMAX"
+
+
+async def test_an_engine_is_no_rank_of_the_training_run_that_started_its_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch in an engine would join torchrun's store instead of opening its own, and wait for ever."""
+    for name in (
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_USE_AGENT_STORE",
+        "RANK",
+        "LOCAL_RANK",
+        "MASTER_PORT",
+        "NODE_RANK",
+    ):
+        monkeypatch.setenv(name, "1")
+    show = "import os; print(' '.join(sorted(name for name in os.environ if 'RANK' in name or 'TORCH' in name)))"
+    process = EngineProcess([sys.executable, "-c", show], {}, tmp_path / "log", without=torchrun_variables(os.environ))
+    await process.start()
+    assert await process.wait() == 0
+    assert process.last_lines() == ["NODE_RANK"]
+    assert torchrun_variables({"RANK": "0", "MASTER_PORT": "1"}) == frozenset(), "a name alone says nothing"
 
 
 def test_free_ports_can_be_bound() -> None:

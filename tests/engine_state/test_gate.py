@@ -119,6 +119,21 @@ def test_health_passes_and_information_tells_the_agent_where_to_go(engine):
     }
 
 
+def test_probes_learn_whether_it_serves(engine):
+    client, directory = engine
+    closed = client.get("/ckpt_engine/ready")
+    assert closed.status_code == 503
+    assert closed.json()["detail"] == "this replica does not serve now: no worker has started"
+    slot = EnginePage(directory.page).claim(0, 1)
+    slot.clean(3, IDENTITY)
+    served = client.get("/ckpt_engine/ready")
+    assert (served.status_code, served.json()) == (200, {"ready": True, "version": 12})
+    assert served.headers["x-ckpt-engine-version"] == "12"
+    slot.dirty(4)
+    assert client.get("/ckpt_engine/ready").status_code == 503
+    assert client.get("/ckpt_engine/ready/x").status_code == 403, "what lies below it is the agent's"
+
+
 def test_nobody_is_let_in_while_memory_is_given_up(engine):
     client, directory = engine
     page = EnginePage(directory.page)
