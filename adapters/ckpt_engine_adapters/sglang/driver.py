@@ -118,7 +118,15 @@ class SglangAdapter:
     async def probe(self, seconds: float) -> EngineInfo:
         """Asks for version, routes and layout. A server that was started without our wrapper is named."""
         end = time.monotonic() + seconds
-        self._routes = frozenset((await self._get("/openapi.json", seconds))["paths"])
+        try:
+            state = await self._state(seconds)
+        except EngineCallError as error:
+            if not error.answered:
+                raise
+            return EngineInfo(
+                "", 0, False, f"start it with `python -m {WRAPPER}`, which puts it behind our gate: {error}"
+            )
+        self._routes = frozenset(state["routes"])
         if missing := sorted(_NEEDED - self._routes):
             return EngineInfo("", 0, False, f"this server lacks {', '.join(missing)}")
         told = await self._get("/server_info", end - time.monotonic())
@@ -129,7 +137,6 @@ class SglangAdapter:
         self._entries = int(told["tp_size"])
         self._loses_weights = bool(told.get("enable_memory_saver")) and not told.get("enable_weights_cpu_backup")
         world_size = self._entries * int(told["pp_size"])
-        state = await self._state(end - time.monotonic())
         return EngineInfo(version, world_size, supported, reason, state["paused"], bool(state["released"]))
 
     async def prepare(self, seconds: float) -> None:
@@ -163,14 +170,14 @@ class SglangAdapter:
                 if not error.answered or time.monotonic() > end - 1.0:
                     raise
             # A request waits for its grammar to be compiled; it comes on while the scheduler runs.
-            await self._post("/continue_generation", end - time.monotonic())
+            await self._continue(end - time.monotonic())
             await asyncio.sleep(_FLUSH_AGAIN_SECONDS)
 
     async def install(self, epoch: int, seconds: float) -> None:
         await self._order(Order(Action.INSTALL, epoch), True, seconds)
 
     async def resume(self, seconds: float) -> None:
-        await self._post("/continue_generation", seconds)
+        await self._continue(seconds)
 
     async def discard(self, seconds: float) -> None:
         await self._order_whenever(Order(Action.DISCARD), seconds)
@@ -204,6 +211,10 @@ class SglangAdapter:
     async def _state(self, seconds: float) -> Any:
         return await self._get(STATE_ROUTE, seconds)
 
+    async def _continue(self, seconds: float) -> None:
+        # Giving unused memory back to CUDA, which SGLang would do here by default, is not worth a longer pause.
+        await self._post("/continue_generation", seconds, torch_empty_cache=False)
+
     async def _order_whenever(self, order: Order, seconds: float) -> None:
         end = time.monotonic() + seconds
         paused = (await self._state(seconds))["paused"]
@@ -232,7 +243,7 @@ class SglangAdapter:
             await self._post("/pause_generation", end - time.monotonic(), mode="in_place")
             yield
         finally:
-            await self._post("/continue_generation", max(end - time.monotonic(), AFTERWARDS_SECONDS))
+            await self._continue(max(end - time.monotonic(), AFTERWARDS_SECONDS))
 
     @contextlib.asynccontextmanager
     async def _session(self, end: float) -> AsyncIterator[None]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from ckpt_engine.install.gate import Application, Gate, Message, Receive, Scope, Send, answer_json
 
 STATE_ROUTE = "/ckpt_engine/sglang"
-"""Answers `{"paused": bool, "released": [tag, ...]}`, for the agent only."""
+"""Answers `{"paused": bool, "released": [tag, ...], "routes": [path, ...]}`, for the agent only."""
 
 RELEASE_ROUTE = "/release_memory_occupation"
 RESUME_ROUTE = "/resume_memory_occupation"
@@ -96,7 +96,9 @@ class SglangGate(Gate):
         path = scope["path"].rstrip("/")
         scope = _with_key(scope)
         if path == STATE_ROUTE:
-            await answer_json(send, 200, {"paused": self._paused, "released": sorted(self._released)})
+            routes = sorted({route.path for route in scope["app"].routes if hasattr(route, "path")})
+            state = {"paused": self._paused, "released": sorted(self._released), "routes": routes}
+            await answer_json(send, 200, state)
         elif path in (RELEASE_ROUTE, RESUME_ROUTE):
             await self._memory(path, scope, receive, send)
         elif path in (PAUSE_ROUTE, CONTINUE_ROUTE):
