@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +49,31 @@ needs_sglang = [
 
 
 def start_sglang(
-    cluster: Cluster, name: str, model: Path, *arguments: str, tensor_parallel: int = 1, options: Sequence[str] = ()
+    cluster: Cluster,
+    name: str,
+    model: Path,
+    *arguments: str,
+    tensor_parallel: int = 1,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Replica:
     """An SGLang server with random weights of its own, as a replica of `cluster`; not waited for.
 
-    options: the agent's.
+    options: the agent's. environment: added to what the server needs; a PYTHONPATH comes first.
     """
+    variables = {**ENVIRONMENT, **(environment or {})}
+    if environment and "PYTHONPATH" in environment:
+        variables["PYTHONPATH"] = f"{environment['PYTHONPATH']}:{ENVIRONMENT['PYTHONPATH']}"
+    if tensor_parallel > 1:
+        # Otherwise a rank would need a NUMA node of its own.
+        variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tensor_parallel)))
     return cluster.replica(
         name,
         "sglang",
         model,
         *(PYTHON, "-m", "sglang.launch_server", *OPTIONS, "--tensor-parallel-size", str(tensor_parallel), *arguments),
         options=options,
-        environment=ENVIRONMENT,
+        environment=variables,
     )
 
 
