@@ -1,0 +1,157 @@
+"""Run by SGLang's Python: installs into SGLang's own model classes, made by its own loader, without a server.
+
+`python -m tests.engines.sglang_install FOLDER...`: each folder holds one kind of model as it comes from a checkpoint,
+in `1` and `2`, two versions of it. A model with random weights is updated to both by our install, and compared with
+models that SGLang itself has loaded. Before the second update, checkpoints that lack something are offered.
+Prints one JSON object a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ARGUMENTS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "bfloat16", "--sampling-backend", "pytorch"),
+    *("--max-total-tokens", "512", "--mem-fraction-static", "0.3", "--grammar-backend", "none"),
+    *("--disable-overlap-schedule", "--disable-cuda-graph", "--skip-tokenizer-init"),
+)
+
+
+class Engine:
+    """SGLang as far as it is needed to load models in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: for a file in which the only process of the group meets itself."""
+        self._folder = folder
+        self._up = False
+
+    def model(self, path: Path, load_format: str) -> tuple[nn.Module, Any]:
+        """A model of SGLang's and its ModelConfig. load_format: "auto" or "dummy"."""
+        from sglang.srt.configs.device_config import DeviceConfig
+        from sglang.srt.configs.load_config import LoadConfig
+        from sglang.srt.configs.model_config import ModelConfig
+        from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
+        from sglang.srt.model_loader.loader import get_model_loader
+        from sglang.srt.server_args import prepare_server_args
+
+        arguments = prepare_server_args(["--model-path", str(path), *ARGUMENTS])
+        load_config = LoadConfig(load_format=load_format)
+        config = self._configure(arguments, ModelConfig)
+        config = adjust_config_with_unaligned_cpu_tp(config, load_config, 1)
+        loader = get_model_loader(load_config, config)
+        return loader.load_model(model_config=config, device_config=DeviceConfig("cpu")), config
+
+    def _configure(self, arguments: Any, kind: Any) -> Any:
+        from sglang.srt import distributed
+        from sglang.srt.distributed import bootstrap
+        from sglang.srt.runtime_context import SpawnRanks, publish
+
+        publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+        config = kind.from_server_args(arguments)
+        if not self._up:
+            distributed.bootstrap._resolve_dist_init_method = lambda **_: f"file://{self._folder}/group"
+            bootstrap.init_parallel_runtime(server_args=arguments, device="cpu", dist_port=0)
+            self._up = True
+        bootstrap.init_layer_runtime(model_config=config)
+        return config
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Everything that the model computes with, also what lies beside its parameters and buffers."""
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for prefix, module in model.named_modules():
+        found |= {f"{prefix}!{name}": value for name, value in vars(module).items() if isinstance(value, Tensor)}
+    return found
+
+
+def differing(model: nn.Module, like: nn.Module) -> list[str]:
+    have, want = tensors(model), tensors(like)
+    return sorted(
+        name
+        for name in have.keys() | want.keys()
+        if name not in have or name not in want or not torch.equal(have[name].float(), want[name].float())
+    )
+
+
+def lacking(weights: Mapping[str, Tensor], leaves_out: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Checkpoints that must be refused, by what is wrong with them."""
+    for what, name in leaves_out.items():
+        yield what, {each: tensor for each, tensor in weights.items() if each != name}
+    name = next(name for name, tensor in weights.items() if tensor.dim() == 2)
+    yield "wrong shape", {**weights, name: weights[name][:-2].clone()}
+    yield "unknown", {**weights, "model.layers.0.nobody.weight": torch.zeros(4, dtype=torch.bfloat16)}
+
+
+def play(engine: Engine, folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    from ckpt_engine_adapters.sglang.target import SglangTarget
+    from tests.install.install_world import Checkpoint, OneWorker
+
+    story = json.loads((folder / "story.json").read_text())
+    if story["quantised"]:
+        as_on_cuda()
+    model, config = engine.model(folder / "1", "dummy")
+    target = SglangTarget(model, config.hf_text_config)
+    addresses = {name: tensor.data_ptr() for name, tensor in tensors(model).items()}
+    found: dict[str, Any] = {"staged": sorted(target.staged()), "differ": {}, "refused": {}, "beside": []}
+    page = folder / "page"
+    page.mkdir(exist_ok=True)
+    one = OneWorker(target, page)
+    for version in ("1", "2"):
+        weights = load_file(folder / version / "model.safetensors")
+        if version == "2":
+            before = {name: tensor.clone() for name, tensor in tensors(model).items()}
+            for what, wrong in lacking(weights, story["leaves_out"]):
+                with torch.inference_mode():
+                    found["refused"][what] = one.prepare(Checkpoint(wrong)).problem.message
+            found["touched"] = [name for name, each in tensors(model).items() if not torch.equal(each, before[name])]
+        with torch.inference_mode():  # as SGLang's event loop does
+            installed = one.update(Checkpoint(weights, seed=int(version)))
+        like, _ = engine.model(folder / version, "auto")
+        found["differ"][version] = differing(model, like)
+        report = installed.report
+        found["problem"] = report.problem.message
+        found["verified"], found["as_loaded"] = report.verified, report.verified_as_loaded
+        found["by_loader"] = list(report.by_loader)
+    found["beside"] = sorted(name for name in tensors(model) if "!" in name)
+    found["moved"] = [name for name, tensor in tensors(model).items() if tensor.data_ptr() != addresses[name]]
+    found["tensors"] = len(tensors(model))
+    return found
+
+
+def as_on_cuda() -> None:
+    """Has SGLang's int8 layers process weights as they do on CUDA, which is torch alone; on this CPU they refuse."""
+    from sglang.srt.layers.quantization import w8a8_int8
+
+    w8a8_int8._is_cpu = False
+
+
+def main(folders: list[Path]) -> None:
+    from ckpt_engine_adapters.sglang.scheduler import hook
+
+    hook()
+    scratch = Path(tempfile.mkdtemp())
+    engine = Engine(scratch)
+    try:
+        for folder in folders:
+            print(json.dumps({"kind": folder.name, **play(engine, folder)}), flush=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    sys.stdout.flush()
+    # A process group's threads do not end by themselves.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main([Path(argument) for argument in sys.argv[1:]])

@@ -1,0 +1,172 @@
+"""SGLang's model classes: our install leaves in them what SGLang's own loader would, and refuses what lacks something.
+
+All kinds are played by one process of SGLang's Python (tests/engines/sglang_install.py), without a server: how a model
+computes is SGLang's, and what it computes with is compared tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.engines.sglang_server import OVERLAY, PYTHON, STUBS, needs_sglang
+from tests.engines.test_vllm_models import SMALL, build, gpt2, llama, qwen2, qwen3_mixture
+
+pytestmark = [*needs_sglang, pytest.mark.timeout(300)]
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def phi3() -> Any:
+    """Its checkpoint holds QKV, and gate and up, in one tensor each."""
+    from transformers import Phi3Config
+
+    return Phi3Config(**SMALL, tie_word_embeddings=False, architectures=["Phi3ForCausalLM"])
+
+
+def deepseek_v2() -> Any:
+    """Its attention absorbs a projection into matrices that lie beside its parameters."""
+    from transformers import DeepseekV2Config
+
+    return DeepseekV2Config(
+        **SMALL | {"num_key_value_heads": 4},
+        kv_lora_rank=32,
+        q_lora_rank=None,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        topk_method="group_limited_greedy",
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        },
+        tie_word_embeddings=False,
+        architectures=["DeepseekV2ForCausalLM"],
+    )
+
+
+class Kind(NamedTuple):
+    """leaves_out: checkpoint tensors without which an update is refused, by what they are."""
+
+    make: Callable[[], Any]
+    leaves_out: dict[str, str]
+    quantised: bool = False
+
+
+DENSE = {"o_proj": "model.layers.1.self_attn.o_proj.weight", "leg of QKV": "model.layers.0.self_attn.k_proj.weight"}
+KINDS = {
+    "llama-tied": Kind(llama, DENSE),
+    "qwen2-bias": Kind(qwen2, DENSE | {"leg of the QKV bias": "model.layers.0.self_attn.v_proj.bias"}),
+    "qwen3-experts": Kind(qwen3_mixture, DENSE | {"expert": "model.layers.1.mlp.experts.3.gate_proj.weight"}),
+    "gpt2-transposed": Kind(gpt2, {"fc": "transformer.h.1.mlp.c_fc.weight"}),
+    "phi3-fused": Kind(phi3, {"qkv": "model.layers.0.self_attn.qkv_proj.weight"}),
+    "deepseek-absorbed": Kind(deepseek_v2, {"kv_b_proj": "model.layers.1.self_attn.kv_b_proj.weight"}),
+    "qwen2-int8": Kind(qwen2, DENSE | {"scale": "model.layers.0.mlp.up_proj.weight_scale"}, quantised=True),
+}
+
+
+def quantised(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Linear layers' weights as int8 with a scale for each row, as llm-compressor writes them."""
+    found = {}
+    for name, tensor in weights.items():
+        if ".layers." in name and name.endswith("proj.weight"):
+            scale = tensor.float().abs().amax(dim=1, keepdim=True) / 127
+            found[name] = (tensor.float() / scale).round().to(torch.int8)
+            found[f"{name}_scale"] = scale
+        else:
+            found[name] = tensor
+    return found
+
+
+def write(kind: Kind, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    for version in (1, 2):
+        path = folder / str(version)
+        path.mkdir(parents=True)
+        config = kind.make()
+        config.dtype = torch.bfloat16
+        _, weights = build(config, version, path)
+        described = json.loads((path / "config.json").read_text())
+        if kind.make is deepseek_v2:  # what DeepSeek's own configuration says, and transformers leaves out
+            described |= {"moe_layer_freq": 1, "scoring_func": "softmax"}
+        if kind.quantised:
+            described["quantization_config"] = {"quant_method": "w8a8_int8", "ignore": []}
+            save_file(quantised(weights), path / "model.safetensors", metadata={"format": "pt"})
+        (path / "config.json").write_text(json.dumps(described))
+    (folder / "story.json").write_text(json.dumps({"leaves_out": kind.leaves_out, "quantised": kind.quantised}))
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What became of each kind."""
+    root = tmp_path_factory.mktemp("models")
+    for name, kind in KINDS.items():
+        write(kind, root / name)
+    done = subprocess.run(
+        [PYTHON, "-m", "tests.engines.sglang_install", *(str(root / name) for name in KINDS)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{OVERLAY}:{STUBS}:{REPOSITORY}",
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
+        check=False,
+    )
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"kind"')]
+    assert done.returncode == 0, f"{done.stderr[-4000:]}\nafter {[story['kind'] for story in told]}"
+    return {story["kind"]: story for story in told}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_an_install_leaves_what_sglangs_own_loader_would(stories: dict[str, Any], kind: str) -> None:
+    story = stories[kind]
+    assert story["problem"] == ""
+    assert story["differ"] == {"1": [], "2": []}
+    assert story["moved"] == []
+    assert story["by_loader"] == []
+    assert story["tensors"] > 10
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_what_lacks_something_is_refused_before_a_byte_is_written(stories: dict[str, Any], kind: str) -> None:
+    story = stories[kind]
+    for what, name in KINDS[kind].leaves_out.items():
+        assert "come from nowhere" in story["refused"][what], name
+    assert "shape" in story["refused"]["wrong shape"] or "size" in story["refused"]["wrong shape"]
+    assert "model.layers.0.nobody.weight" in story["refused"]["unknown"]
+    assert story["touched"] == []
+
+
+def test_only_what_is_processed_is_staged_and_told_so(stories: dict[str, Any]) -> None:
+    for kind, story in stories.items():
+        assert bool(story["staged"]) == KINDS[kind].quantised
+        assert bool(story["as_loaded"]) == KINDS[kind].quantised
+        assert story["verified"]
+
+
+def test_absorbed_matrices_are_among_what_was_compared(stories: dict[str, Any]) -> None:
+    assert [name for name in stories["deepseek-absorbed"]["beside"] if name.endswith("!w_kc")]
