@@ -124,10 +124,45 @@ def play(engine: Engine, folder: Path) -> dict[str, Any]:
         found["problem"] = report.problem.message
         found["verified"], found["as_loaded"] = report.verified, report.verified_as_loaded
         found["by_loader"] = list(report.by_loader)
-    found["beside"] = sorted(name for name in tensors(model) if "!" in name)
     found["moved"] = [name for name, tensor in tensors(model).items() if tensor.data_ptr() != addresses[name]]
+    found["session"] = {selector: touched_by_a_session(model, selector) for selector in ("draft", "all")}
+    found["beside"] = sorted(name for name in tensors(model) if "!" in name)
     found["tensors"] = len(tensors(model))
     return found
+
+
+def touched_by_a_session(model: nn.Module, selector: str) -> list[str]:
+    """What SGLang's own begin and end of an update do to a loaded model, when nothing is loaded between."""
+    from types import SimpleNamespace
+
+    from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    updater = WeightUpdater(
+        tp_rank=0,
+        device="cpu",
+        gpu_id=0,
+        model_config=None,
+        custom_weight_loaders={},
+        get_model=lambda: model,
+        update_model_fields=lambda *_: None,
+        recapture_cuda_graph=lambda: None,
+        get_model_runner=lambda: None,
+    )
+    worker = SimpleNamespace(weight_update_runners=lambda: [("target", SimpleNamespace(weight_updater=updater))])
+    manager = SchedulerWeightUpdaterManager(
+        tp_worker=worker,
+        draft_worker=None,
+        memory_saver_adapter=None,
+        flush_cache=lambda **_: True,
+        is_fully_idle=lambda **_: True,
+    )
+    before = {name: tensor.clone() for name, tensor in tensors(model).items()}
+    with torch.inference_mode():
+        assert manager.begin_weight_update(BeginWeightUpdateReqInput(selector=selector)).success
+        assert manager.end_weight_update(EndWeightUpdateReqInput()).success
+    return [name for name, tensor in tensors(model).items() if not torch.equal(tensor, before[name])]
 
 
 def as_on_cuda() -> None:
