@@ -42,6 +42,7 @@ class Replica:
 
     def __init__(self, cluster: Cluster, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.cluster, self.name = cluster, name
+        self._url = ""
         self.log = cluster.path / f"{name}.log"
         self._output = self.log.open("ab")
         self.process = subprocess.Popen(
@@ -79,9 +80,12 @@ class Replica:
 
     @property
     def url(self) -> str:
+        """Where its engine answers, or answered last."""
         status = self.status
-        assert status is not None
-        return status.engine.url
+        if status is not None and status.engine.url:
+            self._url = status.engine.url
+        assert self._url, f"{self.name} has had no engine yet"
+        return self._url
 
     def tail(self, lines: int = 60) -> str:
         """The end of what agent and engine printed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,26 @@ needs_vllm = [
 
 
 def start_vllm(
-    cluster: Cluster, name: str, model: Path, *arguments: str, tensor_parallel: int = 1, options: Sequence[str] = ()
+    cluster: Cluster,
+    name: str,
+    model: Path,
+    *arguments: str,
+    tensor_parallel: int = 1,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Replica:
-    """A vLLM server with random weights of its own, as a replica of `cluster`; not waited for. options: the agent's."""
-    environment = {
+    """A vLLM server with random weights of its own, as a replica of `cluster`; not waited for. options: the agent's.
+
+    environment: added to what it needs; of the agent too.
+    """
+    given = {
         "PYTHONPATH": OVERLAY,
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         "HF_HUB_OFFLINE": "1",
     }
     if tensor_parallel > 1 or {"--data-parallel-size", "--pipeline-parallel-size"} & set(arguments):
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+        given["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     return cluster.replica(
         name,
         "vllm",
@@ -45,7 +54,7 @@ def start_vllm(
         *("--max-model-len", "256", "--dtype", "bfloat16", "--load-format", "dummy", "--skip-tokenizer-init"),
         *("--gpu-memory-utilization", "0.3", "--tensor-parallel-size", str(tensor_parallel), *arguments),
         options=options,
-        environment=environment,
+        environment={**given, **(environment or {})},
     )
 
 

@@ -1,0 +1,232 @@
+"""The seam of the conformance suite: what it must know of an engine to ask it anything.
+
+One small class an engine. It starts a server as a replica, with random weights of its own, and speaks the engine's HTTP
+API for whoever generates. What the engine can do is not said here: its adapter declares it, and the suite asks that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import httpx
+import psutil
+
+from ckpt_engine.agent.adapter import Capabilities, load_adapter
+from ckpt_engine.install.gate import Gate
+from ckpt_engine_adapters.vllm.gate import VllmGate
+from tests.cluster import Cluster, Replica
+from tests.engines import vllm_server
+
+OTHER_VERSION = Path(__file__).parent / "other_version"
+"""On PYTHONPATH it makes an engine say that it is 99.1.0."""
+
+CALL_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request came to. status: of HTTP, 0 if the server was not there. tokens: ids that were generated.
+
+    ended: the engine's own word, "length" or "abort". version, root: of the gate's headers. detail: of a refusal.
+    """
+
+    status: int
+    tokens: tuple[int, ...] = ()
+    ended: str = ""
+    version: str = ""
+    root: str = ""
+    detail: str = ""
+
+
+class Engine(ABC):
+    """How to start one kind of engine and how to ask it."""
+
+    kind: ClassVar[str]
+    gate: ClassVar[type[Gate]]
+    start_seconds: ClassVar[float] = 400.0
+    """The longest that a server takes to be there on a busy machine of two cores."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What its adapter declares."""
+        return load_adapter(self.kind).CAPABILITIES
+
+    def why_not_here(self) -> str:
+        """Why no server can be started on this machine; empty: one can."""
+        return ""
+
+    @abstractmethod
+    def start(
+        self, cluster: Cluster, name: str, model: Path, options: Sequence[str], environment: Mapping[str, str]
+    ) -> Replica:
+        """A server of one worker with random weights, for the model whose config.json is in `model`; not waited for.
+
+        options: to `ckpt-engine replica`. environment: of the agent and the server.
+        """
+
+    @abstractmethod
+    def start_other_version(self, cluster: Cluster, name: str, model: Path) -> Replica:
+        """The same, of a server that says that it is version 99.1.0."""
+
+    @abstractmethod
+    def request(self, prompt: Sequence[int], count: int, stream: bool) -> tuple[str, dict[str, Any]]:
+        """Route and body: greedy, exactly `count` tokens, no stop tokens."""
+
+    @abstractmethod
+    def read(self, body: Any) -> tuple[Sequence[int], str]:
+        """Token ids, and why it ended, of a whole answer."""
+
+    @abstractmethod
+    def read_event(self, event: Any, before: int) -> tuple[Sequence[int], str]:
+        """The new token ids and why it ended (empty: it has not), of an event of a stream that had `before` tokens."""
+
+    def complete(self, replica: Replica, prompt: Sequence[int], count: int) -> Answer:
+        """One request, answered whole."""
+        route, body = self.request(prompt, count, stream=False)
+        try:
+            response = httpx.post(replica.url + route, json=body, timeout=CALL_SECONDS)
+        except httpx.HTTPError as error:
+            return Answer(0, detail=str(error))
+        if response.status_code != 200:
+            return _refused(response)
+        tokens, ended = self.read(response.json())
+        return _answer(response, tokens, ended)
+
+    def stream(self, replica: Replica, prompt: Sequence[int], count: int, told: Callable[[int], None]) -> Answer:
+        """One request, answered token by token. told: called with how many there are, after each event."""
+        route, body = self.request(prompt, count, stream=True)
+        tokens: list[int] = []
+        ended = ""
+        try:
+            with httpx.stream("POST", replica.url + route, json=body, timeout=CALL_SECONDS) as response:
+                if response.status_code != 200:
+                    response.read()
+                    return _refused(response)
+                for line in response.iter_lines():
+                    data = line.removeprefix("data:").strip()
+                    if not data or data == "[DONE]":
+                        continue
+                    fresh, why = self.read_event(json.loads(data), len(tokens))
+                    tokens += fresh
+                    ended = why or ended
+                    told(len(tokens))
+                return _answer(response, tokens, ended)
+        except httpx.HTTPError as error:
+            return Answer(0, tuple(tokens), detail=str(error))
+
+    def server(self, replica: Replica) -> psutil.Process:
+        """The process that answers HTTP."""
+        port = int(replica.url.rsplit(":", 1)[1])
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+                return psutil.Process(connection.pid)
+        raise AssertionError(f"nobody listens at {replica.url}")
+
+    def processes(self, replica: Replica) -> list[psutil.Process]:
+        """All that the replica's agent has started, and the workers."""
+        return [*psutil.Process(replica.process.pid).children(recursive=True), *replica.workers()]
+
+
+class Reference(Engine):
+    """Always here. Its version is that of our package, which its metadata tells."""
+
+    kind = "reference"
+    gate = Gate
+
+    def start(
+        self, cluster: Cluster, name: str, model: Path, options: Sequence[str], environment: Mapping[str, str]
+    ) -> Replica:
+        return cluster.replica(name, self.kind, model, options=options, environment=environment)
+
+    def start_other_version(self, cluster: Cluster, name: str, model: Path) -> Replica:
+        """Other metadata come first where the server starts, and not where the agent does: its Python is a wrapper."""
+        metadata = cluster.path / "ckpt_engine-99.1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: ckpt-engine\nVersion: 99.1.0\n")
+        wrapper = cluster.path / "python"
+        wrapper.write_text(f'#!/bin/sh\ncd "{cluster.path}" && exec "{sys.executable}" "$@"\n')
+        wrapper.chmod(0o755)
+        start = "import sys; from ckpt_engine.cli import main; sys.executable, *sys.argv[1:] = sys.argv[1:]; main()"
+        command = [sys.executable, "-c", start, str(wrapper), "replica", "--manager", cluster.address]
+        command += ["--engine", self.kind, "--model", str(model), "--name", name, "--engine-output", "--"]
+        replica = Replica(cluster, name, command, {"OMP_NUM_THREADS": "1"})
+        cluster.replicas.append(replica)
+        return replica
+
+    def request(self, prompt: Sequence[int], count: int, stream: bool) -> tuple[str, dict[str, Any]]:
+        body = {"input_ids": list(prompt), "max_tokens": count, "temperature": 0, "stream": stream}
+        return "/generate", body
+
+    def read(self, body: Any) -> tuple[Sequence[int], str]:
+        return body["output_ids"], body["finish_reason"]
+
+    def read_event(self, event: Any, before: int) -> tuple[Sequence[int], str]:
+        """The last event repeats the whole answer."""
+        return ([event["token"]], "") if "token" in event else ([], event["finish_reason"])
+
+
+class Vllm(Engine):
+    """vLLM's own server in an environment of its own."""
+
+    kind = "vllm"
+    gate = VllmGate
+
+    def why_not_here(self) -> str:
+        return "" if vllm_server.PYTHON else "CKPT_ENGINE_VLLM_PYTHON is not set; `make test-engines` sets it"
+
+    def start(
+        self, cluster: Cluster, name: str, model: Path, options: Sequence[str], environment: Mapping[str, str]
+    ) -> Replica:
+        return vllm_server.start_vllm(cluster, name, model, options=options, environment=environment)
+
+    def start_other_version(self, cluster: Cluster, name: str, model: Path) -> Replica:
+        return self.start(cluster, name, model, (), other_version("vllm._version", vllm_server.OVERLAY))
+
+    def request(self, prompt: Sequence[int], count: int, stream: bool) -> tuple[str, dict[str, Any]]:
+        body = {"model": "tiny", "prompt": list(prompt), "max_tokens": count, "temperature": 0, "stream": stream}
+        return "/v1/completions", {**body, "ignore_eos": True, "return_token_ids": True, "detokenize": False}
+
+    def read(self, body: Any) -> tuple[Sequence[int], str]:
+        choice = body["choices"][0]
+        return choice["token_ids"] or [], choice["finish_reason"]
+
+    def read_event(self, event: Any, before: int) -> tuple[Sequence[int], str]:
+        if not event.get("choices"):
+            return [], ""
+        choice = event["choices"][0]
+        return choice.get("token_ids") or [], choice.get("finish_reason") or ""
+
+
+def other_version(module: str, path: str) -> dict[str, str]:
+    """The environment in which an engine that keeps its version in `module` says 99.1.0. path: its PYTHONPATH."""
+    return {
+        "PYTHONPATH": os.pathsep.join(each for each in (str(OTHER_VERSION), path) if each),
+        "CKPT_ENGINE_TEST_VERSION_MODULE": module,
+    }
+
+
+def _refused(response: httpx.Response) -> Answer:
+    try:
+        detail = str(response.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        detail = response.text
+    return Answer(response.status_code, detail=detail, **_headers(response))
+
+
+def _answer(response: httpx.Response, tokens: Sequence[int], ended: str) -> Answer:
+    return Answer(200, tuple(tokens), ended, **_headers(response))
+
+
+def _headers(response: httpx.Response) -> dict[str, str]:
+    headers = response.headers
+    return {"version": headers.get("x-ckpt-engine-version", ""), "root": headers.get("x-ckpt-engine-root", "")}
+
+
+ENGINES: tuple[Engine, ...] = (Reference(), Vllm())

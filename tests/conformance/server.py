@@ -1,0 +1,71 @@
+"""One server as a replica, shared by the tests of the suite, with what they ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import httpx
+
+from ckpt_engine import Trainer
+from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
+from tests.cluster import Cluster, Replica
+from tests.conformance.engines import Engine
+from tests.conformance.weights import TOKENS, Models
+from tests.faults.listener import Listener
+
+SLEEP_SECONDS = 120.0
+
+
+@dataclass
+class Server:
+    """replica: a hybrid one of one worker, so that sleep and wake can be asked of it too."""
+
+    engine: Engine
+    cluster: Cluster
+    replica: Replica
+    models: Models
+    listener: Listener
+
+    def trainer(self, lineage: str) -> Trainer:
+        return Trainer(self.cluster.address, lineage=f"{lineage}-{self.engine.kind}")
+
+    def assert_serves(self, seed: int, version: int) -> None:
+        """A new request gets transformers' tokens, under the right version."""
+        prompt, tokens = self.models.expected(seed)
+        answer = self.engine.complete(self.replica, prompt, TOKENS)
+        assert answer.status == 200, f"{answer}\n{self.replica.tail()}"
+        assert list(answer.tokens) == tokens, f"{answer}\n{self.replica.tail()}"
+        assert answer.version == str(version)
+
+    def why_closed(self) -> str:
+        """The server lives, and answers no request, for this reason."""
+        assert httpx.get(f"{self.replica.url}/health", timeout=30).status_code == 200
+        answer = self.engine.complete(self.replica, [1, 2, 3], 2)
+        assert answer.status == 503, answer
+        return answer.detail
+
+    def states(self) -> list[manager_pb2.WorkerState]:
+        """Of its workers, as the agent told last; it tells changes at once."""
+        status = self.replica.status
+        assert status is not None
+        return [worker.state for worker in status.workers]
+
+    def sleep(self, level: int) -> str:
+        """What is wrong; empty if it sleeps."""
+        request = manager_pb2.SleepRequest(level=level, timeout_seconds=SLEEP_SECONDS)
+        return _problem(self._stub.Sleep(request, timeout=SLEEP_SECONDS + 10).results)
+
+    def wake(self, *tags: str) -> str:
+        """What is wrong; empty if they are awake."""
+        request = manager_pb2.WakeRequest(tags=tags, timeout_seconds=SLEEP_SECONDS)
+        return _problem(self._stub.Wake(request, timeout=SLEEP_SECONDS + 10).results)
+
+    @property
+    def _stub(self) -> manager_pb2_grpc.CheckpointEngineManagerStub:
+        return manager_pb2_grpc.CheckpointEngineManagerStub(self.cluster.channel)
+
+
+def _problem(results: Sequence[manager_pb2.SleepWakeResult]) -> str:
+    (result,) = results
+    return result.problem.message if result.HasField("problem") else ""

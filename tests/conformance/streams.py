@@ -1,0 +1,114 @@
+"""Requests that run while versions change, and the law of each pause mode for what they are answered."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_engine.v1 import manager_pb2
+from tests.cluster import Replica
+from tests.conformance.engines import Answer, Engine
+from tests.conformance.weights import of_either_version, of_one_version
+
+PROMPT = [3, 5, 7]
+COUNT = 200
+BEGUN = 5
+"""Tokens after which a request counts as running."""
+
+
+class Updates:
+    """How many updates have been asked for; streams note it, so that it is known which one they lived through."""
+
+    asked = 0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One answered request. crossed: an update was asked for after its first tokens and before its end."""
+
+    answer: Answer
+    crossed: bool
+
+
+class Stream(threading.Thread):
+    """Asks one replica for long answers, one after the other, until `end` is called."""
+
+    def __init__(self, engine: Engine, replica: Replica, updates: Updates) -> None:
+        super().__init__(daemon=True)
+        self._engine, self._replica, self._updates = engine, replica, updates
+        self._ended = threading.Event()
+        self.seen: list[Seen] = []
+        self.running = False
+        """Whether a request has its first tokens and has not ended."""
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            while not self._ended.is_set():
+                self._ask()
+        except Exception as error:  # shown by end()
+            self.error = error
+        finally:
+            self.running = False
+
+    def _ask(self) -> None:
+        begun: list[int] = []
+
+        def told(count: int) -> None:
+            if count >= BEGUN and not begun:
+                begun.append(self._updates.asked)
+                self.running = True
+
+        answer = self._engine.stream(self._replica, PROMPT, COUNT, told)
+        self.running = False
+        self.seen.append(Seen(answer, bool(begun) and begun[0] < self._updates.asked))
+        if answer.status != 200:
+            self._ended.wait(0.1)
+
+    def end(self, seconds: float = 120.0) -> list[Seen]:
+        """Waits for the request that runs, raises what went wrong, returns everything."""
+        self._ended.set()
+        self.join(seconds)
+        assert not self.is_alive(), "a request did not come back"
+        if self.error is not None:
+            raise self.error
+        return self.seen
+
+
+def shows(mode: manager_pb2.PauseMode, models: Sequence[Any], seen: Seen) -> bool:
+    """Whether this answer proves that `mode` did to a running request what it says, and not less."""
+    tokens = seen.answer.tokens
+    if seen.answer.status != 200 or not seen.crossed:
+        return False
+    match mode:
+        case manager_pb2.ABORT:
+            return 0 < len(tokens) < COUNT and seen.answer.ended == "abort"
+        case manager_pb2.WAIT:
+            return len(tokens) == COUNT
+        case manager_pb2.KEEP:
+            return not of_one_version(models, PROMPT, tokens)
+        case _:
+            return not of_either_version(models, PROMPT, tokens)
+
+
+def breaks(mode: manager_pb2.PauseMode, models: Sequence[Any], answer: Answer) -> str:
+    """Why this answer must never be given in this mode; empty: it may."""
+    if answer.status == 503:
+        return ""  # it came while the gate was closed
+    if answer.status != 200:
+        return f"answered with {answer.status}: {answer.detail}"
+    if mode != manager_pb2.ABORT and len(answer.tokens) != COUNT:
+        return f"a request that was let in ended after {len(answer.tokens)} tokens of {COUNT}: {answer.ended}"
+    if not answer.tokens:
+        return ""  # ended before its first token
+    match mode:
+        case manager_pb2.ABORT | manager_pb2.WAIT:
+            return "" if of_one_version(models, PROMPT, answer.tokens) else "not of one version"
+        case manager_pb2.KEEP:
+            return "" if of_either_version(models, PROMPT, answer.tokens) else "not of whole versions"
+        case _:
+            # Later tokens come from new weights over old caches, which no model can tell.
+            return "" if of_one_version(models, PROMPT, answer.tokens[:1]) else "its first token is of no version"

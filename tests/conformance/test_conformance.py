@@ -1,0 +1,285 @@
+"""What every engine must do as a replica, asked of each in the same words. One server an engine, shared by all tests.
+
+What an engine cannot do, its adapter declares; then the suite asks that it is refused. Nothing is left out silently.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from ckpt_engine import CkptEngineError
+from ckpt_engine.core.deadlines import ENVIRONMENT as DEADLINES
+from ckpt_engine.core.pausing import mode_name
+from ckpt_engine.trace import ENVIRONMENT as TRACE
+from ckpt_engine.v1 import manager_pb2
+from tests.cluster import corrupt_after_sealing, eventually, outcomes, running_cluster
+from tests.conformance.crashes import CRASHES, Crash, Watcher, kill, update_and_kill, victim_of
+from tests.conformance.engines import ENGINES, Engine
+from tests.conformance.server import Server
+from tests.conformance.streams import Stream, Updates, breaks, shows
+from tests.conformance.weights import BAD, O_PROJ, Models, load, weights_of
+from tests.faults.listener import Listener
+
+NONE, CLEAN = manager_pb2.NONE, manager_pb2.CLEAN
+MODES = [mode for mode in manager_pb2.PauseMode.values() if mode != manager_pb2.PAUSE_MODE_UNSPECIFIED]
+STREAMS = 4
+RESTART_AT_ONCE = "engine_restart_first=0.1 engine_restart_most=0.1"
+
+pytestmark = pytest.mark.timeout(900)  # engines start slowly on a busy machine
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    torch.set_num_threads(1)  # more threads only wait for each other at this size, and engines run beside
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(engine, id=engine.kind, marks=() if engine.kind == "reference" else pytest.mark.engine)
+        for engine in ENGINES
+    ],
+)
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, models: Models
+) -> Iterator[Server]:
+    engine: Engine = request.param
+    if reason := engine.why_not_here():
+        pytest.skip(reason)
+    short = Path(tempfile.mkdtemp(prefix="ckpt-engine-"))  # a socket's path has at most 107 bytes
+    try:
+        with Listener(short / "trace") as listener, running_cluster(tmp_path_factory.mktemp(engine.kind)) as cluster:
+            environment = {TRACE: str(listener.path), DEADLINES: RESTART_AT_ONCE}
+            replica = engine.start(cluster, engine.kind, models.bare, ("--mode", "hybrid"), environment)
+            yield Server(engine, cluster, replica.registered(engine.start_seconds), models, listener)
+    finally:
+        shutil.rmtree(short)
+
+
+def test_a_replica_registers_and_serves_nothing_before_its_first_update(server: Server) -> None:
+    """Its random weights would answer; the gate does not let them, and nobody but the agent gets past it."""
+    status = server.replica.status
+    assert status is not None
+    assert status.engine.kind == server.engine.kind
+    assert status.engine.version
+    assert set(status.engine.pause_modes) == server.engine.capabilities.pause_modes
+    assert (status.mode, len(status.workers), status.serving) == (manager_pb2.HYBRID, 1, False)
+    assert "holds no weights yet" in server.why_closed()
+    for route in server.engine.gate.control_routes:
+        response = httpx.post(server.replica.url + route, json={}, timeout=30)
+        assert response.status_code == 403, route
+
+
+def test_an_update_from_a_checkpoint_is_served_under_its_version(server: Server) -> None:
+    """The version is seen by who asks, by who looks at the gate, and by the manager, and all mean the same root."""
+    with server.trainer("checkpoint") as trainer:
+        trainer.publish(server.models.checkpoint(1))
+        report = trainer.update_weights(version=7)
+    assert report.ok, f"{report}\n{server.replica.tail()}"
+    assert report.verified
+    (worker,) = report.replicas[0].message.workers
+    assert worker.verified + worker.verified_as_loaded == worker.tensors == len(weights_of(server.models[1]))
+    server.assert_serves(1, 7)
+    status = server.replica.status
+    assert status is not None
+    root = status.identity.root.hex()
+    assert (status.serving, status.identity.version) == (True, 7)
+    assert server.engine.complete(server.replica, [1, 2, 3], 2).root == root
+    gate = httpx.get(f"{server.replica.url}/ckpt_engine/info", timeout=30).json()
+    assert (gate["open"], gate["version"]) == (True, 7)
+
+
+def test_ten_different_updates_in_a_row(server: Server) -> None:
+    live = server.models.live(0)
+    with server.trainer("ten") as trainer:
+        trainer.publish(live)
+        for version in range(10):
+            load(live, server.models[version])
+            report = trainer.update_weights(version=version)
+            assert report.ok, f"{report}\n{server.replica.tail()}"
+            assert report.verified
+            server.assert_serves(version, version)
+
+
+def test_weights_that_do_not_fit_are_refused_and_the_old_version_serves(server: Server) -> None:
+    with server.trainer("bad") as trainer:
+        trainer.publish(weights_of(server.models[1]))
+        assert trainer.update_weights(version=1).ok
+        for kind, (change, named) in BAD.items():
+            trainer.publish(change(weights_of(server.models[2])))
+            with pytest.raises(CkptEngineError) as refused:
+                trainer.update_weights(version=2)
+            assert named in refused.value.problem.message, kind
+            server.assert_serves(1, 1)
+        trainer.publish(weights_of(server.models[2]))
+        assert trainer.update_weights(version=2).ok
+        server.assert_serves(2, 2)
+
+
+def test_a_torn_update_is_never_served_and_the_next_one_recovers(server: Server) -> None:
+    """One bit flips after sealing, in tensors that engines treat differently: repacked, plain, with padding."""
+    live = server.models.live(3)
+    with server.trainer("torn") as trainer:
+        trainer.publish(live)
+        for number, name in enumerate((O_PROJ, "model.norm.weight", "lm_head.weight")):
+            restore = corrupt_after_sealing(trainer, dict(live.named_parameters())[name], 7)
+            report = trainer.update_weights(version=2 * number)
+            restore()
+            assert outcomes(report) == {server.replica.name: "quarantined"}, report
+            assert name in report.replicas[0].problem
+            assert server.why_closed()
+            load(live, server.models[3])
+            assert trainer.update_weights(version=2 * number + 1).ok
+            server.assert_serves(3, 2 * number + 1)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=mode_name)
+def test_requests_in_flight_during_updates(server: Server, mode: manager_pb2.PauseMode) -> None:
+    """Each is answered as the mode says, and at least one has lived through an update to prove it."""
+    if mode not in server.engine.capabilities.pause_modes:
+        refuses_the_mode(server, mode)
+        return
+    models, live, updates = [server.models[4], server.models[5]], server.models.live(4), Updates()
+    with server.trainer(f"streams-{mode_name(mode)}") as trainer:
+        trainer.publish(live)
+        assert trainer.update_weights(version=0).ok
+        streams = [Stream(server.engine, server.replica, updates) for _ in range(STREAMS)]
+        version = 0
+        try:
+            while version < 2 or not any(shows(mode, models, seen) for each in streams for seen in list(each.seen)):
+                assert version < 20, f"no request shows what {mode_name(mode)} does"
+                eventually("a request runs", 120, lambda: any(each.running or each.error for each in streams))
+                version += 1
+                load(live, models[version % 2])
+                updates.asked += 1
+                before = [len(each.seen) for each in streams]
+                report = trainer.update_weights(version=version, pause_mode=mode_name(mode))
+                assert report.ok, f"{report}\n{server.replica.tail()}"
+                until_one_ends(streams, before)
+        finally:
+            answers = {seen.answer for each in streams for seen in each.end()}
+        assert [wrong for answer in answers if (wrong := breaks(mode, models, answer))] == []
+        server.assert_serves(4 + version % 2, version)
+
+
+def until_one_ends(streams: list[Stream], before: list[int]) -> None:
+    """One more request than `before`."""
+
+    def look() -> bool:
+        return any(len(each.seen) > count or each.error for each, count in zip(streams, before, strict=True))
+
+    eventually("a request ends", 120, look)
+
+
+def refuses_the_mode(server: Server, mode: manager_pb2.PauseMode) -> None:
+    """In words, and no request notices."""
+    pauses, models, live = "agent.does.PauseEngine.begin", [server.models[4]], server.models.live(4)
+    with server.trainer(f"streams-{mode_name(mode)}") as trainer:
+        trainer.publish(live)
+        assert trainer.update_weights(version=0).ok
+        before = server.listener.seen[pauses]
+        stream = Stream(server.engine, server.replica, Updates())
+        try:
+            eventually("a request runs", 120, lambda: stream.running or stream.error)
+            load(live, server.models[5])
+            with pytest.raises(CkptEngineError, match=f"cannot be paused in mode '{mode_name(mode)}'; it can in: "):
+                trainer.update_weights(version=1, pause_mode=mode_name(mode))
+            assert server.listener.seen[pauses] == before
+        finally:
+            seen = stream.end()
+        assert [each.answer for each in seen if breaks(manager_pb2.WAIT, models, each.answer)] == []
+        server.assert_serves(4, 0)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_an_update_wakes_what_sleeps_and_serves_nothing_old(server: Server, level: int) -> None:
+    """The same prompt before and after: a prefix cache that survived would answer with the old weights' tokens."""
+    if level not in server.engine.capabilities.sleep_levels:
+        assert f"cannot sleep at level {level}" in server.sleep(level)
+        return
+    with server.trainer(f"sleep-{level}") as trainer:
+        trainer.publish(weights_of(server.models[1]))
+        assert trainer.update_weights(version=0).ok
+        prompt, _ = server.models.expected(2)
+        before = server.engine.complete(server.replica, prompt, 32).tokens
+        assert server.sleep(level) == ""
+        assert ("discarded" if level == 2 else "kept on the host") in server.why_closed()
+        assert server.states() == [NONE if level == 2 else CLEAN]
+        trainer.publish(weights_of(server.models[2]))
+        report = trainer.update_weights(version=1)
+        assert report.ok, f"{report}\n{server.replica.tail()}"
+        server.assert_serves(2, 1)
+        assert before != tuple(server.models.expected(2)[1])
+
+
+def test_waking_goes_from_weights_to_caches(server: Server) -> None:
+    """Level 1 brings the old version back; level 2 does not, until an update."""
+    levels = server.engine.capabilities.sleep_levels
+    with server.trainer("order") as trainer:
+        trainer.publish(server.models.live(3))  # read where it lies: nothing stays sealed to come back by itself
+        assert trainer.update_weights(version=1).ok
+        assert "no memory tag" in server.wake("cuda_graph")
+        if 1 in levels:
+            assert server.sleep(1) == ""
+            assert "before kv_cache" in server.wake("kv_cache")
+            assert server.wake("weights") == ""
+            assert "not woken yet" in server.why_closed()
+            assert server.wake("kv_cache") == ""
+            server.assert_serves(3, 1)
+        if 2 in levels:
+            assert server.sleep(2) == ""
+            assert server.wake() == ""
+            assert server.states() == [NONE]
+            assert server.why_closed()
+            assert trainer.update_weights(version=2).ok
+            server.assert_serves(3, 2)
+
+
+@pytest.mark.parametrize("crash", CRASHES, ids=lambda crash: f"{crash.stage}-{crash.part}")
+def test_a_killed_server_comes_back_with_whole_weights(server: Server, crash: Crash) -> None:
+    """What the trainer sealed stays sealed, so it catches up by itself; in between nothing else is answered."""
+    old, new = (1, 2) if CRASHES.index(crash) % 2 else (2, 1)
+    with server.trainer(f"crash-{crash.stage}") as trainer:
+        trainer.publish(weights_of(server.models[old]))
+        assert trainer.update_weights(version=0).ok
+        models = [server.models[old], server.models[new]]
+        with Watcher(server.engine, server.replica, models) as watcher:
+            seed, version = (new, 1) if crash.holder else (old, 0)
+            before = server.replica.workers()[0].pid
+            if crash.holder:
+                trainer.publish(weights_of(server.models[new]))
+                report = update_and_kill(server, trainer, version, crash)
+                assert outcomes(report) == {server.replica.name: "quarantined"}, report
+            else:
+                kill(victim_of(server, crash))
+            eventually("another worker has started", 300, lambda: new_worker(server, before))
+            server.replica.serving(version, 300)
+        assert watcher.violations == []
+        server.assert_serves(seed, version)
+
+
+def new_worker(server: Server, before: int) -> bool:
+    status = server.replica.status
+    return bool(status and status.workers and status.workers[0].pid not in (0, before))
+
+
+def test_a_killed_agent_leaves_no_engine_and_an_unknown_version_is_refused(server: Server) -> None:
+    """Last, since both end the server. Another one that claims a version which nobody has tested is not driven."""
+    processes = server.engine.processes(server.replica)
+    assert len(processes) > 1
+    server.replica.process.kill()
+    _, left = psutil.wait_procs(processes, 60)
+    assert not left, left
+    other = server.engine.start_other_version(server.cluster, "other-version", server.models.bare)
+    assert other.process.wait(server.engine.start_seconds) != 0
+    assert f"{server.engine.kind} 99.1.0" in other.tail()
+    assert "cannot be driven" in other.tail()
