@@ -116,6 +116,7 @@ def play(engine: Engine, folder: Path) -> dict[str, Any]:
                 with torch.inference_mode():
                     found["refused"][what] = one.prepare(Checkpoint(wrong)).problem.message
             found["touched"] = [name for name, each in tensors(model).items() if not torch.equal(each, before[name])]
+            found["torn"] = torn(one, weights, story["flipped"])
         with torch.inference_mode():  # as SGLang's event loop does
             installed = one.update(Checkpoint(weights, seed=int(version)))
         like, _ = engine.model(folder / version, "auto")
@@ -129,6 +130,20 @@ def play(engine: Engine, folder: Path) -> dict[str, Any]:
     found["beside"] = sorted(name for name in tensors(model) if "!" in name)
     found["tensors"] = len(tensors(model))
     return found
+
+
+def torn(one: Any, weights: dict[str, Tensor], flipped: str) -> dict[str, Any]:
+    """An update of which one element of `flipped` is another than was sealed."""
+    from ckpt_engine.v1 import manager_pb2
+    from tests.install.install_world import Checkpoint
+
+    checkpoint = Checkpoint(weights, seed=5)
+    with torch.inference_mode():
+        assert not one.prepare(checkpoint).HasField("problem")
+        order = one.order(checkpoint)
+        checkpoint.flip(flipped, (0,) * weights[flipped].dim())
+        report = one.installer.install(order).report
+    return {"problem": report.problem.message, "state": manager_pb2.WorkerState.Name(one.slot.state)}
 
 
 def touched_by_a_session(model: nn.Module, selector: str) -> list[str]:

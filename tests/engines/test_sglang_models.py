@@ -114,7 +114,9 @@ def write(kind: Kind, folder: Path) -> None:
             described["quantization_config"] = {"quant_method": "w8a8_int8", "ignore": []}
             save_file(quantised(weights), path / "model.safetensors", metadata={"format": "pt"})
         (path / "config.json").write_text(json.dumps(described))
-    (folder / "story.json").write_text(json.dumps({"leaves_out": kind.leaves_out, "quantised": kind.quantised}))
+    flipped = next(iter(kind.leaves_out.values()))
+    story = {"leaves_out": kind.leaves_out, "quantised": kind.quantised, "flipped": flipped}
+    (folder / "story.json").write_text(json.dumps(story))
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +161,14 @@ def test_what_lacks_something_is_refused_before_a_byte_is_written(stories: dict[
     assert "shape" in story["refused"]["wrong shape"] or "size" in story["refused"]["wrong shape"]
     assert "model.layers.0.nobody.weight" in story["refused"]["unknown"]
     assert story["touched"] == []
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_torn_update_leaves_the_worker_dirty_and_able_to_take_the_next(stories: dict[str, Any], kind: str) -> None:
+    torn = stories[kind]["torn"]
+    assert torn["state"] == "DIRTY"
+    assert next(iter(KINDS[kind].leaves_out.values())) in torn["problem"]
+    assert stories[kind]["differ"]["2"] == []
 
 
 def test_only_what_is_processed_is_staged_and_told_so(stories: dict[str, Any]) -> None:
