@@ -15,7 +15,14 @@ ROOT = Path(__file__).parent.parent
 
 ENDED_OTHERWISE = {
     ("ckpt_engine/agent/blobs.py", "done.result()"): "it is done",
+    ("ckpt_engine/agent/following.py", "answer.result()"): "it is done",
+    ("ckpt_engine/agent/following.py", "self._changed.wait()"): "inside wait_for",
+    ("ckpt_engine/agent/following.py", "self._process.wait()"): "it has ended: only its log is drained",
+    ("ckpt_engine/agent/following.py", "stop.wait()"): "an agent serves until it is stopped",
+    ("ckpt_engine/agent/following.py", "task.result()"): "it is done",
     ("ckpt_engine/agent/launched.py", "self._process.wait()"): "watched beside it, and cancelled",
+    ("ckpt_engine/agent/leading.py", "done.result()"): "it is done",
+    ("ckpt_engine/agent/leading.py", "self._changed.wait()"): "inside wait_for",
     ("ckpt_engine/agent/process.py", "ended.result()"): "it is done",
     ("ckpt_engine/agent/process.py", "self._process.wait()"): "the launcher, which always ends: see launcher.py",
     ("ckpt_engine/agent/process.py", "self.wait()"): "bounded by whoever calls, or the launcher was killed",

@@ -95,6 +95,9 @@ class AttachedEngine:
         """Never: whoever started it must end it. Its gate stays closed."""
         return False
 
+    async def look(self, seconds: float) -> None:
+        """Nothing: all of its workers are on this host."""
+
     async def _enter(self) -> None:
         """Makes the directory that the engine names now ours, unless it is already."""
         path = (await locate(self._url, self._deadlines.engine_health)).directory

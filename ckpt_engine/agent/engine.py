@@ -68,6 +68,10 @@ class EngineHost(Protocol):
         """Ends an engine that cannot be reasoned with, so that `run` starts a new one. False: it is not ours to end."""
         ...
 
+    async def look(self, seconds: float) -> None:
+        """Brings the words of workers on other nodes into `page` as they are now; takes at most `seconds`."""
+        ...
+
     @property
     def agent_epoch(self) -> int: ...
 

@@ -20,6 +20,9 @@ from ckpt_engine.agent.engine import (
     locate,
     probe,
 )
+from ckpt_engine.agent.following import node_plan_of
+from ckpt_engine.agent.leading import Followers, NodesMissingError
+from ckpt_engine.agent.nodes import Place
 from ckpt_engine.agent.ports import ReservedPort, is_free
 from ckpt_engine.agent.process import EngineProcess, EngineProcessError, LineSink, torchrun_variables
 from ckpt_engine.core.deadlines import Deadlines
@@ -70,7 +73,8 @@ class LaunchSettings:
 
 
 class LaunchedEngine:
-    """See `EngineHost`. answer: of the worker channel. on_output: gets every line that the engine prints."""
+    """See `EngineHost`. answer: of the worker channel. on_output: gets every line that the engine prints. followers: of
+    the engine's other nodes; this one leads."""
 
     def __init__(
         self,
@@ -79,7 +83,9 @@ class LaunchedEngine:
         answer: Answer,
         deadlines: Deadlines,
         on_output: LineSink | None = None,
+        followers: Followers | None = None,
     ) -> None:
+        self._followers = followers
         self._deadlines = deadlines
         self._settings = settings
         self._events = events
@@ -115,7 +121,7 @@ class LaunchedEngine:
         self._root = self._root or default_root()
         if not self._port:
             self._port = self._reserve_port()
-        self._plan()
+        self._plan(None if self._followers is None else self._followers.place(1))
         directory = EngineDirectory.create(self._root)
         self._directory = directory
         directory.lock()
@@ -123,6 +129,8 @@ class LaunchedEngine:
         self.page = EnginePage(directory.page)
         self._channel = AgentChannel(directory, self._answer)
         await self._channel.start()
+        if self._followers is not None:
+            self._followers.open()
 
     async def run(self) -> None:
         """Keeps the engine running as the policy says. See `EngineHost.run`."""
@@ -139,7 +147,7 @@ class LaunchedEngine:
                 self._events.say(f"engine ready at {engine.engine.url} after {serving_since - started:.1f} s")
                 self._events.engine_ready(engine)
                 reason = await self._until_gone()
-            except (EngineProcessError, EngineCallError, EngineFailedError) as error:
+            except (EngineProcessError, EngineCallError, EngineFailedError, NodesMissingError) as error:
                 await self._end_process()
                 if self._port_was_taken():
                     await self._forget_engine()
@@ -147,6 +155,7 @@ class LaunchedEngine:
                 if not worked and self._settings.restart is not Restart.ALWAYS:
                     raise EngineFailedError(str(error)) from error
                 reason = str(error)
+            await self._end_process()
             await self._forget_engine()
             if ready:
                 self._events.engine_exited(reason)
@@ -168,6 +177,8 @@ class LaunchedEngine:
         """SIGTERM, a grace, SIGKILL to all that the engine started; then the directory goes."""
         await self._end_process()
         await self._forget_engine()
+        if self._followers is not None:
+            await self._followers.close()
         if self._channel is not None:
             await self._channel.close()
             self._channel = None
@@ -211,9 +222,18 @@ class LaunchedEngine:
         self._port = self._reserve_port()
         return True
 
-    def _plan(self) -> LaunchPlan:
+    async def look(self, seconds: float) -> None:
+        """See `EngineHost`."""
+        if self._followers is not None:
+            await self._followers.look(seconds)
+
+    def _plan(self, place: Place | None = None) -> LaunchPlan:
+        """place: of an engine that spans nodes."""
         settings = self._settings
-        plan = self._module.launch_plan(settings.arguments, self._port, settings.model)
+        if place is None:
+            plan = self._module.launch_plan(settings.arguments, self._port, settings.model)
+        else:
+            plan = node_plan_of(settings.kind)(settings.arguments, self._port, settings.model, place)
         if ENVIRONMENT in plan.env:
             raise ValueError(f"the adapter for {settings.kind} sets {ENVIRONMENT}, which is the agent's to set")
         if plan.listens_at not in LOOPBACK | EVERYWHERE:
@@ -235,8 +255,12 @@ class LaunchedEngine:
     async def _start(self) -> EngineReady:
         """Launches, waits until it answers, and asks what it is."""
         assert self._directory is not None
-        self._renew_page(self._directory)
-        plan = self._plan()
+        page = self._renew_page(self._directory)
+        followers, place = self._followers, None
+        if followers is not None:
+            assert self._root is not None
+            place = await followers.gather(page, self._root, self._settings.startup_seconds)
+        plan = self._plan(place)
         env = {**plan.env, ENVIRONMENT: str(self._directory.path)}
         process = EngineProcess(
             plan.argv,
@@ -255,6 +279,8 @@ class LaunchedEngine:
         path = self._directory.path
 
         async def ours_and_healthy(seconds: float) -> bool:
+            if followers is not None and (trouble := followers.trouble()):
+                raise EngineCallError(trouble, answered=True)
             # Whoever holds the port answers, and that may be another engine while ours fails to get it.
             if not await adapter.healthy(seconds):
                 return False
@@ -266,12 +292,13 @@ class LaunchedEngine:
         await process.wait_healthy(ours_and_healthy, self._settings.startup_seconds)
         return await probe(adapter, plan.url, self._deadlines.engine_probe, self._advertised(plan))
 
-    def _renew_page(self, directory: EngineDirectory) -> None:
+    def _renew_page(self, directory: EngineDirectory) -> EnginePage:
         """A new file, so that nothing which outlived the last engine can write into this one's words."""
         if self.page is not None:
             self.page.close()
         directory.page.unlink(missing_ok=True)
         self.page = EnginePage(directory.page)
+        return self.page
 
     async def _until_gone(self) -> str:
         """Why the engine is gone. A server that is there but does not work is ended."""
@@ -286,7 +313,8 @@ class LaunchedEngine:
                 done, _ = await asyncio.wait((ended,), timeout=self._deadlines.engine_watch)
                 if done:
                     return self._process.describe_exit()
-                if reason := self._given_up or await watch.look():
+                elsewhere = "" if self._followers is None else self._followers.trouble()
+                if reason := self._given_up or elsewhere or await watch.look():
                     if ended.done():
                         continue
                     self._events.say(f"{reason}; ending it")
@@ -298,6 +326,8 @@ class LaunchedEngine:
     async def _end_process(self) -> None:
         if self._process is not None:
             await self._process.stop()
+        if self._followers is not None:
+            await self._followers.end()
 
     async def _forget_engine(self) -> None:
         if self.adapter is not None:

@@ -25,6 +25,8 @@ from ckpt_engine.agent import narration
 from ckpt_engine.agent.attached import AttachedEngine
 from ckpt_engine.agent.engine import EngineHost, checked_advertise
 from ckpt_engine.agent.launched import LaunchedEngine, LaunchSettings
+from ckpt_engine.agent.leading import Followers
+from ckpt_engine.agent.nodes import NodeSettings
 from ckpt_engine.agent.process import LineSink
 from ckpt_engine.agent.stream import ManagerStream
 from ckpt_engine.agent.tasks import TaskRunner
@@ -47,7 +49,8 @@ class AgentSettings:
 
     manager: host:port. name: empty: host-kind-port. Exactly one of launch and url says which engine; kind is its kind.
     advertise: name or address at which other hosts reach this one. transports: over which weights may be read; empty:
-    all that work here. startup_seconds: for an attached engine to answer.
+    all that work here. startup_seconds: for an attached engine to answer. nodes: of an engine that spans
+    several, which this agent leads.
     """
 
     manager: str
@@ -60,6 +63,7 @@ class AgentSettings:
     transports: tuple[str, ...] = ()
     startup_seconds: float = 600.0
     deadlines: Deadlines = field(default_factory=lambda: Deadlines.from_environment(os.environ))
+    nodes: NodeSettings = field(default_factory=NodeSettings)
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
@@ -67,6 +71,8 @@ class AgentSettings:
             raise ValueError("an agent either launches its engine or is told the url of one that runs")
         if not re.fullmatch(r"[^\s:]+:\d+|\[[^\s]+\]:\d+|unix:.+", self.manager):
             raise ValueError(f"the manager's address must be HOST:PORT, not {self.manager!r}")
+        if self.nodes.nodes > 1 and (self.launch is None or self.nodes.rank != 0):
+            raise ValueError("an engine on several --nodes is launched by its agents (no --url), and node 0 leads")
         worker_transports(self.transports)
         checked_advertise(self.advertise)
 
@@ -84,7 +90,9 @@ class ReplicaAgent:
         self._deadlines = settings.deadlines
         self._host: EngineHost
         if settings.launch is not None:
-            self._host = LaunchedEngine(settings.launch, self, self._answer_worker, settings.deadlines, on_output)
+            self._host = LaunchedEngine(
+                settings.launch, self, self._answer_worker, settings.deadlines, on_output, self._followers()
+            )
         else:
             self._host = AttachedEngine(
                 settings.kind,
@@ -109,6 +117,13 @@ class ReplicaAgent:
         self._asked = 0
         self._fault: asyncio.Future[None] | None = None
         self._stub: manager_pb2_grpc.CheckpointEngineManagerStub | None = None
+
+    def _followers(self) -> Followers | None:
+        settings = self.settings
+        if settings.nodes.nodes == 1:
+            return None
+        transports = worker_transports(settings.transports)
+        return Followers(settings.nodes, settings.kind, transports, self._answer_worker, self.say, settings.deadlines)
 
     @property
     def host(self) -> EngineHost:

@@ -74,6 +74,7 @@ class TaskRunner:
             case events.FetchBlobs():
                 return tuple(await asyncio.gather(*(self._blobs.get(ref) for ref in task.refs)))
             case events.ReadWords():
+                await self._host.look(task.seconds / 2)
                 return self._words()
             case events.MarkEngine():
                 self._mark(task)

@@ -8,16 +8,20 @@ import logging
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ckpt_engine.agent.adapter import UnknownAdapterError
 from ckpt_engine.agent.engine import EngineFailedError
+from ckpt_engine.agent.following import FollowingAgent
 from ckpt_engine.agent.launched import LaunchSettings, Restart
+from ckpt_engine.agent.nodes import NodeSettings
 from ckpt_engine.agent.session import AgentSettings, ReplicaAgent
 from ckpt_engine.commands.options import configured_deadlines
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.transport.registry import worker_transports
 from ckpt_engine.v1 import manager_pb2
 
 _MODES = {
@@ -54,6 +58,17 @@ def replica(
         typer.Option(help="When a launched engine ends: on-failure: if it has worked once; always: also if never."),
     ] = Restart.ON_FAILURE,
     restart_limit: Annotated[int, typer.Option(help="Restarts in a row before giving up; 0: no limit.", min=0)] = 0,
+    nodes: Annotated[int, typer.Option(help="Nodes that the launched engine spans; each has an agent.", min=1)] = 1,
+    node_rank: Annotated[
+        int,
+        typer.Option(envvar="CKPT_ENGINE_NODE_RANK", help="Of this node, from 0, which leads and has the HTTP server."),
+    ] = 0,
+    leader: Annotated[
+        str, typer.Option(help="HOST:PORT where the agent of node 0 listens for the others; equal on all nodes.")
+    ] = "",
+    node_token: Annotated[
+        Path | None, typer.Option(help="File with a secret (32 bytes or more) that the agents of all nodes share.")
+    ] = None,
     startup_timeout: Annotated[float, typer.Option(help="Seconds for the engine to answer.", min=1)] = 600.0,
     deadline: Annotated[
         list[str] | None,
@@ -89,7 +104,25 @@ def replica(
         sleeps=mode != "standalone",
         advertise=advertise,
     )
+    deadlines = configured_deadlines(deadline)
+    agent: ReplicaAgent | FollowingAgent
     try:
+        placed = NodeSettings(nodes, node_rank, leader, node_token)
+        if placed.rank > 0:
+            if url:
+                raise ValueError("--url: an engine on several --nodes is launched by its agents")
+            agent = FollowingAgent(
+                placed,
+                engine,
+                launch.arguments,
+                model,
+                worker_transports(tuple(transport or ())),
+                deadlines,
+                _say,
+                _pass_on if engine_output else None,
+            )
+            _run_to_the_end(agent)
+            return
         settings = AgentSettings(
             manager=manager,
             kind=engine,
@@ -100,11 +133,16 @@ def replica(
             advertise=advertise,
             transports=tuple(transport or ()),
             startup_seconds=startup_timeout,
-            deadlines=configured_deadlines(deadline),
+            deadlines=deadlines,
+            nodes=placed,
         )
         agent = ReplicaAgent(settings, _say, _pass_on if engine_output else None)
     except (ValueError, UnknownAdapterError) as error:
         raise typer.BadParameter(str(error)) from error
+    _run_to_the_end(agent)
+
+
+def _run_to_the_end(agent: ReplicaAgent | FollowingAgent) -> None:
     try:
         asyncio.run(_run(agent))
     except (EngineFailedError, CkptEngineError, ValueError) as error:
@@ -112,7 +150,7 @@ def replica(
         raise typer.Exit(1) from error
 
 
-async def _run(agent: ReplicaAgent) -> None:
+async def _run(agent: ReplicaAgent | FollowingAgent) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -126,7 +126,8 @@ def verdict(words: Sequence[WorkerWord], own_weights: bool = False) -> Verdict:
 
 
 class WorkerSlot:
-    """The writing end of one worker's state word. Used by that worker's process only, from any one thread."""
+    """The writing end of one worker's state word. Used by that worker's process only, from any one thread; of a worker
+    on another host, by the agent that leads."""
 
     def __init__(self, page: EnginePage, rank: int, boot_id: bytes) -> None:
         self._page = page
@@ -155,7 +156,18 @@ class WorkerSlot:
         """
         self._write(CLEAN, epoch, identity)
 
-    def _write(self, state: manager_pb2.WorkerState, epoch: int, identity: weights_pb2.Identity | None) -> None:
+    def gone(self) -> None:
+        """For who writes of a worker on another host of which nothing is heard: it reads as dead, holding nothing."""
+        self._write(NONE, self.epoch, None, start_time=0)
+
+    def _write(
+        self,
+        state: manager_pb2.WorkerState,
+        epoch: int,
+        identity: weights_pb2.Identity | None,
+        start_time: int | None = None,
+    ) -> None:
+        start_time = self._start_time if start_time is None else start_time
         lineage, version, root = b"", 0, b""
         if identity is not None:
             lineage, version, root = identity.lineage.encode(), identity.version, identity.root
@@ -163,7 +175,7 @@ class WorkerSlot:
                 raise ValueError(f"lineage {identity.lineage!r} is longer than {LINEAGE_BYTES} bytes")
             if len(root) != 32:
                 raise ValueError(f"a root is 32 bytes, not {len(root)}")
-        word = _WORD.pack(self.boot_id, self._pid, self._start_time, state, epoch, version, root, len(lineage), lineage)
+        word = _WORD.pack(self.boot_id, self._pid, start_time, state, epoch, version, root, len(lineage), lineage)
         self._page.write_slot(self.rank, word)
         self.state, self.epoch, self.identity = state, epoch, identity
 

@@ -107,3 +107,57 @@ class WorkerInstalled(_message.Message):
     report: _manager_pb2.WorkerReport
     edges: _containers.RepeatedCompositeFieldContainer[_manager_pb2.EdgeReport]
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., report: _Optional[_Union[_manager_pb2.WorkerReport, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[_manager_pb2.EdgeReport, _Mapping]]] = ...) -> None: ...
+
+class NodeMessage(_message.Message):
+    __slots__ = ("session_id", "sequence", "node_rank", "nodes", "kind", "transports", "leader_session", "generation", "running", "reason", "workers", "looked", "request")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NODE_RANK_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    LEADER_SESSION_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    LOOKED_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    sequence: int
+    node_rank: int
+    nodes: int
+    kind: str
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    leader_session: bytes
+    generation: int
+    running: bool
+    reason: str
+    workers: _containers.RepeatedCompositeFieldContainer[_manager_pb2.WorkerStatus]
+    looked: int
+    request: WorkerRequest
+    def __init__(self, session_id: _Optional[bytes] = ..., sequence: _Optional[int] = ..., node_rank: _Optional[int] = ..., nodes: _Optional[int] = ..., kind: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., leader_session: _Optional[bytes] = ..., generation: _Optional[int] = ..., running: bool = ..., reason: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[_manager_pb2.WorkerStatus, _Mapping]]] = ..., looked: _Optional[int] = ..., request: _Optional[_Union[WorkerRequest, _Mapping]] = ...) -> None: ...
+
+class NodeCommand(_message.Message):
+    __slots__ = ("session_id", "generation", "run", "master_address", "master_port", "look", "refused", "rank", "boot_id", "reply")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    MASTER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MASTER_PORT_FIELD_NUMBER: _ClassVar[int]
+    LOOK_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    REPLY_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    generation: int
+    run: bool
+    master_address: str
+    master_port: int
+    look: int
+    refused: _weights_pb2.Problem
+    rank: int
+    boot_id: bytes
+    reply: AgentReply
+    def __init__(self, session_id: _Optional[bytes] = ..., generation: _Optional[int] = ..., run: bool = ..., master_address: _Optional[str] = ..., master_port: _Optional[int] = ..., look: _Optional[int] = ..., refused: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., rank: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., reply: _Optional[_Union[AgentReply, _Mapping]] = ...) -> None: ...

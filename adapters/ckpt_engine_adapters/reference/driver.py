@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -24,6 +25,7 @@ from ckpt_engine.agent.adapter import (
     LaunchPlan,
 )
 from ckpt_engine.agent.http import engine_call, engine_client
+from ckpt_engine.agent.nodes import Place
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.reference.versions import engine_version
 
@@ -143,6 +145,22 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     where = ["--port", str(port), *(["--model", model] if model else [])]
     argv = (sys.executable, "-m", SERVER_MODULE, *host, *where, *arguments)
     return LaunchPlan(argv=argv, url=url, health_url=f"{url}/health", workers=int(workers))
+
+
+def node_plan(arguments: Sequence[str], port: int, model: str, place: Place) -> LaunchPlan:
+    """As `launch_plan`, for one node's share of the workers; only node 0 serves HTTP.
+
+    Raises ValueError as `launch_plan` does, and if the workers cannot be shared by so many nodes.
+    """
+    for option in ("--nnodes", "--node-rank", "--master-addr", "--master-port"):
+        if _value(arguments, option) is not None:
+            raise ValueError(f"leave {option} out of the engine's arguments: `ckpt-engine replica --nodes` sets it")
+    plan = launch_plan(arguments, port, model)
+    if plan.workers % place.nodes:
+        raise ValueError(f"--tensor-parallel {plan.workers} cannot be shared by {place.nodes} nodes")
+    where = ("--nnodes", place.nodes, "--node-rank", place.rank, "--master-addr", place.address)
+    options = tuple(map(str, (*where, "--master-port", place.port)))
+    return replace(plan, argv=(*plan.argv, *options))
 
 
 def availability() -> AdapterAvailability:

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,13 @@ class WorkerFailedError(Exception):
 class WorkerPool:
     """The N workers of one engine. `on_death(message)` is called once, when one of them exits unasked."""
 
-    def __init__(self, directory: EngineDirectory, arguments: Sequence[str], world_size: int) -> None:
-        """arguments: of the worker module, without those that differ from rank to rank."""
+    def __init__(
+        self, directory: EngineDirectory, arguments: Sequence[str], world_size: int, meeting: Meeting | None = None
+    ) -> None:
+        """arguments: of the worker module, without those that differ from rank to rank. meeting: if some of the
+        workers run on other nodes, which start them; this pool is on node 0."""
         self.world_size = world_size
+        self._meeting = meeting
         self.on_death: Callable[[str], None] | None = None
         self._directory = directory
         self._arguments = list(arguments)
@@ -67,17 +72,17 @@ class WorkerPool:
             path.unlink(missing_ok=True)  # of an engine that ran here before
         endpoint = f"ipc://{socket_path}"
         self._socket.bind(endpoint)
+        local, meet = range(self.world_size), []
+        if self._meeting is not None:
+            # Workers on other nodes learn this address from rank 0. JSON on a network that must be trusted.
+            self._socket.bind(f"tcp://{self._meeting.address}:*")
+            far_endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
+            local, meet = self._meeting.ranks(self.world_size), [*self._meeting.options, "--far-endpoint", far_endpoint]
         ready = self._expect(0)
         self._watchers.append(asyncio.create_task(self._receive()))
-        for rank in range(self.world_size):
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "ckpt_engine_adapters.reference.worker", *self._arguments),
-                *("--rank", str(rank), "--world-size", str(self.world_size)),
-                *("--endpoint", endpoint, "--parent", str(os.getpid())),
-                env=_worker_environment(self._directory.path, self.world_size),
-                stdin=asyncio.subprocess.DEVNULL,
-            )
+        for rank in local:
+            options = (*self._arguments, "--endpoint", endpoint, *meet)
+            process = await start_worker(self._directory.path, rank, self.world_size, len(local), options)
             self._processes.append(process)
             self._watchers.append(asyncio.create_task(self._watch(rank, process)))
         return await self._collect(0, ready, seconds)
@@ -158,6 +163,39 @@ class WorkerPool:
         if self.on_death is not None:
             on_death, self.on_death = self.on_death, None
             on_death(self._dead)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How one node's workers find those of the others. address, port: of the process group's store, on node 0."""
+
+    nodes: int
+    node_rank: int
+    address: str
+    port: int
+
+    def ranks(self, world_size: int) -> range:
+        """Of this node's workers."""
+        share = world_size // self.nodes
+        return range(self.node_rank * share, (self.node_rank + 1) * share)
+
+    @property
+    def options(self) -> list[str]:
+        """Of the worker module."""
+        return ["--master-addr", self.address, "--master-port", str(self.port)]
+
+
+async def start_worker(
+    directory: Path, rank: int, world_size: int, local: int, options: Sequence[str]
+) -> asyncio.subprocess.Process:
+    """One worker process, which dies with this one. local: how many of them share this host's processors."""
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "ckpt_engine_adapters.reference.worker", "--rank", str(rank), "--world-size", str(world_size)),
+        *("--parent", str(os.getpid()), *options),
+        env=_worker_environment(directory, local),
+        stdin=asyncio.subprocess.DEVNULL,
+    )
 
 
 def _worker_environment(directory: Path, world_size: int) -> dict[str, str]:

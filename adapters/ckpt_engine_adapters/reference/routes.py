@@ -31,7 +31,8 @@ CONTROL_SECONDS = 120.0  # of a control call that names no deadline
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What GET /info says of the model; constant while the engine runs. workers: process ids by rank."""
+    """What GET /info says of the model; constant while the engine runs. workers: process ids
+    of this host's, by rank. tensor_parallel: how many there are on all nodes."""
 
     model: str
     architecture: str
@@ -39,6 +40,7 @@ class ModelFacts:
     vocabulary: int
     max_positions: int
     workers: tuple[int, ...]
+    tensor_parallel: int
 
 
 class _Body(BaseModel):
@@ -108,7 +110,7 @@ def create_app(engine: Engine, facts: ModelFacts) -> FastAPI:
         return {
             "engine": "reference",
             "engine_version": engine_version(),
-            "tensor_parallel": len(facts.workers),
+            "tensor_parallel": facts.tensor_parallel,
             **asdict(facts),
             **engine.info(),
         }

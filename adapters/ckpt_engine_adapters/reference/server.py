@@ -24,7 +24,8 @@ from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.install.gate import Gate, StateReader
 from ckpt_engine.install.state import EnginePage
 from ckpt_engine_adapters.reference.engine import Engine
-from ckpt_engine_adapters.reference.pool import WorkerFailedError, WorkerPool
+from ckpt_engine_adapters.reference.far import serve_far
+from ckpt_engine_adapters.reference.pool import Meeting, WorkerFailedError, WorkerPool
 from ckpt_engine_adapters.reference.routes import ModelFacts, create_app
 
 START_SECONDS = 300.0
@@ -36,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     # uvicorn gives a signal back to its former handler once it has shut down: that one must let `finally` run.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    listener = _listen(options.host, options.port)
+    listener = _listen(options.host, options.port) if options.node_rank == 0 else None
     directory = EngineDirectory.from_environment()
     by_hand = directory is None
     try:
@@ -44,7 +45,11 @@ def main(arguments: list[str] | None = None) -> None:
         os.environ[ENVIRONMENT] = str(directory.path)
         _say(f"engine directory {directory.path}")
         with suppress(KeyboardInterrupt):
-            asyncio.run(_serve(options, directory, by_hand, listener))
+            if listener is None:
+                far = serve_far(directory, _worker_arguments(options), options.tensor_parallel, _meeting(options))
+                asyncio.run(far)
+            else:
+                asyncio.run(_serve(options, directory, by_hand, listener))
     except (WorkerFailedError, CkptEngineError, TimeoutError) as error:
         cause = str(error) or f"workers not ready within {START_SECONDS:.0f} s"
         _say(f"cannot start: {cause}; the server exits")
@@ -64,6 +69,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0: a free one, printed at start")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="number of worker processes")
+    parser.add_argument("--nnodes", type=int, default=1, help="nodes that share the workers; each runs this command")
+    parser.add_argument("--node-rank", type=int, default=0, help="of this node; 0 has the HTTP server")
+    parser.add_argument("--master-addr", default="", help="address of node 0, where all workers meet")
+    parser.add_argument("--master-port", type=int, default=0, help="a free port there")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument(
         "--load-format", choices=("auto", "dummy"), default="auto", help="auto: safetensors if there are, else dummy"
@@ -71,6 +80,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.tensor_parallel < 1:
         parser.error("--tensor-parallel must be at least 1")
+    if not 0 <= options.node_rank < options.nnodes:
+        parser.error(f"--node-rank {options.node_rank} is none of {options.nnodes} nodes")
+    if options.nnodes > 1 and not (options.master_addr and options.master_port):
+        parser.error("--nnodes needs --master-addr and --master-port")
+    if options.tensor_parallel % options.nnodes:
+        parser.error(f"--tensor-parallel {options.tensor_parallel} cannot be shared by {options.nnodes} nodes")
     if not (options.model / "config.json").is_file():
         parser.error(f"--model {options.model}: there is no config.json")
     if options.load_format == "auto" and not any(options.model.glob("*.safetensors")):
@@ -81,7 +96,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 async def _serve(
     options: argparse.Namespace, directory: EngineDirectory, by_hand: bool, listener: socket.socket
 ) -> None:
-    pool = WorkerPool(directory, _worker_arguments(options), options.tensor_parallel)
+    meeting = _meeting(options) if options.nnodes > 1 else None
+    pool = WorkerPool(directory, _worker_arguments(options), options.tensor_parallel, meeting)
 
     def fatal(message: str) -> None:
         # Not an orderly shutdown: requests would wait for tokens that nobody makes, and its log would bury the cause.
@@ -119,7 +135,12 @@ def _facts(options: argparse.Namespace, worker: dict[str, int | str], pool: Work
         vocabulary=int(worker["vocabulary"]),
         max_positions=int(worker["max_positions"]),
         workers=tuple(pool.pids),
+        tensor_parallel=pool.world_size,
     )
+
+
+def _meeting(options: argparse.Namespace) -> Meeting:
+    return Meeting(options.nnodes, options.node_rank, options.master_addr, options.master_port)
 
 
 def _worker_arguments(options: argparse.Namespace) -> list[str]:

@@ -115,6 +115,30 @@ def serve(worker: Worker, socket: zmq.Socket[bytes], parent: int) -> None:
         socket.send(json.dumps(reply).encode())
 
 
+def _join_group(options: argparse.Namespace, directory: EngineDirectory) -> str:
+    """Meets the other ranks; returns where the API process listens for this one."""
+    if options.world_size == 1:
+        return str(options.endpoint)
+    seconds = timedelta(seconds=PROCESS_GROUP_SECONDS)
+    store: Any
+    if options.master_addr:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            options.master_addr,
+            options.master_port,
+            is_master=options.rank == 0,
+            timeout=seconds,
+            wait_for_workers=False,
+        )
+        if options.rank == 0:
+            store.set("endpoint", options.far_endpoint)
+    else:
+        store = dist.FileStore(str(directory.path / "process_group"), options.world_size)  # type: ignore[attr-defined]
+    if options.master_addr in ("", "127.0.0.1"):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=store, rank=options.rank, world_size=options.world_size, timeout=seconds)
+    return str(options.endpoint or store.get("endpoint").decode())
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of `python -m ckpt_engine_adapters.reference.worker`; started by the API process only."""
     parser = argparse.ArgumentParser(description="one worker of the reference engine; started by its server")
@@ -123,7 +147,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--load-format", required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world-size", type=int, required=True)
-    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--endpoint", default="", help="of the API process; on another node rank 0 tells it")
+    parser.add_argument("--master-addr", default="")
+    parser.add_argument("--master-port", type=int, default=0)
+    parser.add_argument("--far-endpoint", default="")
     parser.add_argument("--parent", type=int, required=True)
     options = parser.parse_args(arguments)
 
@@ -133,15 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
         signal.signal(number, signal.SIG_IGN)  # sent to the whole group: the API process obeys, and ends us
     directory = EngineDirectory.from_environment()
     assert directory is not None, "the server sets CKPT_ENGINE_DIRECTORY"
-    if options.world_size > 1:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{directory.path / 'process_group'}",
-            rank=options.rank,
-            world_size=options.world_size,
-            timeout=timedelta(seconds=PROCESS_GROUP_SECONDS),
-        )
+    endpoint = _join_group(options, directory)
     dummy = options.load_format == "dummy"
     dtype = getattr(torch, options.dtype)
     try:
@@ -155,7 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, str(options.rank).encode())
     socket.setsockopt(zmq.LINGER, 1000)
-    socket.connect(options.endpoint)
+    socket.connect(endpoint)
     ready = {
         "id": 0,
         "architecture": model.architecture,

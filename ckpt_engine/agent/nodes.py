@@ -1,0 +1,110 @@
+"""One engine on several nodes: which node this is, and what the agents of all of them must have been told alike.
+
+Data only; `following.py` and `leading.py` say what the agents do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+import zmq.utils.z85
+
+from ckpt_engine.core.problems import precondition
+
+MOST_NODES = 256
+TOKEN_BYTES = 32
+"""A node token is at least so long: keys are made of it, and a short one could be guessed."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One part of an engine that spans nodes, for an adapter's `node_plan`.
+
+    rank: of the node, 0 leads. address, port: where the engine's own parts meet; port is free on node 0.
+    """
+
+    nodes: int
+    rank: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class NodeSettings:
+    """nodes: of the engine; 1: it does not span nodes. leader: HOST:PORT at which the agent of node 0 listens for the
+    others, equal on all nodes. token: file with the secret that all nodes share; none: loopback only."""
+
+    nodes: int = 1
+    rank: int = 0
+    leader: str = ""
+    token: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, in words for the user."""
+        if not 1 <= self.nodes <= MOST_NODES:
+            raise ValueError(f"--nodes {self.nodes} must be from 1 to {MOST_NODES}")
+        if not 0 <= self.rank < self.nodes:
+            raise ValueError(f"--node-rank {self.rank}: nodes count from 0 to {self.nodes - 1}")
+        if self.nodes == 1:
+            if self.leader or self.token:
+                raise ValueError("--leader and --node-token are for engines on several --nodes")
+            return
+        host, separator, port = self.leader.rpartition(":")
+        if not separator or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"--leader must be HOST:PORT of node 0, equal on all nodes, not {self.leader!r}")
+        if self.token is None and not _is_loopback(self.host):
+            raise ValueError(
+                f"--leader {self.leader} is reached by other machines: give all nodes one --node-token FILE "
+                f"(at least {TOKEN_BYTES} bytes: openssl rand -hex 32)"
+            )
+
+    @property
+    def host(self) -> str:
+        """Of the leader, without brackets."""
+        return self.leader.rpartition(":")[0].removeprefix("[").removesuffix("]")
+
+    @property
+    def endpoint(self) -> str:
+        """The leader's ZeroMQ address."""
+        return f"tcp://{self.leader}"
+
+    def keys(self) -> Keys | None:
+        """Made of the token; None: there is none. Raises FAILED_PRECONDITION for a file that cannot be used."""
+        if self.token is None:
+            return None
+        try:
+            token = self.token.read_bytes().strip()
+        except OSError as error:
+            raise precondition(f"--node-token {self.token} cannot be read: {error.strerror}") from error
+        if len(token) < TOKEN_BYTES:
+            raise precondition(
+                f"--node-token {self.token} holds {len(token)} bytes; it takes {TOKEN_BYTES} random ones or more "
+                "(openssl rand -hex 32)"
+            )
+        return Keys(*_pair(token, b"leader"), *_pair(token, b"follower"))
+
+
+@dataclass(frozen=True)
+class Keys:
+    """CURVE keys of both sides (Z85); whoever has the token has all of them, nobody else has any."""
+
+    leader_public: bytes
+    leader_secret: bytes
+    follower_public: bytes
+    follower_secret: bytes
+
+
+def _pair(token: bytes, side: bytes) -> tuple[bytes, bytes]:
+    secret = zmq.utils.z85.encode(hashlib.sha256(b"ckpt-engine node " + side + b"\0" + token).digest())
+    return zmq.curve_public(secret), secret
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
