@@ -21,6 +21,7 @@ class Engine(StrEnum):
     """Engines that the demo can start."""
 
     REFERENCE = "reference"
+    SGLANG = "sglang"
     VLLM = "vllm"
 
 
@@ -28,7 +29,9 @@ def demo(
     json_output: Annotated[
         bool, typer.Option("--json", help="Print one JSON object on standard output, all else on standard error.")
     ] = False,
-    engine: Annotated[Engine, typer.Option(help="What serves the model; vllm must be installed.")] = Engine.REFERENCE,
+    engine: Annotated[
+        Engine, typer.Option(help="What serves the model; sglang and vllm must be installed.")
+    ] = Engine.REFERENCE,
     updates: Annotated[
         int, typer.Option(min=1, max=task.STEPS + 1, help="How often the replicas get new weights.")
     ] = 6,

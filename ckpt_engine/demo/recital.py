@@ -51,9 +51,11 @@ async def _ask(client: httpx.AsyncClient, engine: str, name: str, url: str) -> R
         response.raise_for_status()
         tokens = response.json()["choices"][0]["token_ids"]
     else:
-        response = await client.post(
-            f"{url}/generate", json={"input_ids": prompt, "max_tokens": task.CONTINUATION_BYTES}
-        )
+        wish = {"input_ids": prompt, "max_tokens": task.CONTINUATION_BYTES}
+        if engine == "sglang":
+            sampling = {"max_new_tokens": task.CONTINUATION_BYTES, "temperature": 0, "ignore_eos": True}
+            wish = {"input_ids": prompt, "sampling_params": sampling}
+        response = await client.post(f"{url}/generate", json=wish)
         response.raise_for_status()
         tokens = response.json()["output_ids"]
     continuation = bytes(tokens)

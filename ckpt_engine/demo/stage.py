@@ -35,10 +35,16 @@ STOP_SECONDS = 5.0
 
 POLL_SECONDS = 0.1
 
-VLLM_PYTHON = "CKPT_ENGINE_VLLM_PYTHON"
+PYTHONS = {"sglang": "CKPT_ENGINE_SGLANG_PYTHON", "vllm": "CKPT_ENGINE_VLLM_PYTHON"}
 OVERLAY = "CKPT_ENGINE_OVERLAY"
-"""Environment variables: the Python of an environment with vLLM, if it is another one than ours, and the directory of a
-copy of ckpt-engine for it. `engines/run` sets both."""
+"""Environment variables: the Python of an environment with that engine, if it is another one than ours, and what to put
+on its PYTHONPATH: a copy of ckpt-engine. `engines/run` sets them."""
+
+SERVERS = {"sglang": "sglang.launch_server", "vllm": "vllm.entrypoints.openai.api_server"}
+
+
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
+SGLANG_ON_CPU = ("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch")
 
 
 class DemoError(Exception):
@@ -79,10 +85,11 @@ class Stage:
 
         on_state: is told in words what is being waited for. Raises DemoError if a process ends or time runs out.
         """
-        if self._settings.engine == "vllm" and VLLM_PYTHON not in os.environ and find_spec("vllm") is None:
+        engine, python = self._settings.engine, PYTHONS.get(self._settings.engine, "")
+        if python and python not in os.environ and find_spec(engine) is None:
             raise DemoError(
-                f"vLLM is not installed here: install ckpt-engine[vllm], or set {VLLM_PYTHON} to the Python of an "
-                "environment that has both (from a checkout: `engines/run vllm -- ckpt-engine demo --engine vllm`)"
+                f"{engine} is not installed here: install ckpt-engine[{engine}], or set {python} to the Python of an "
+                f"environment that has both (from a checkout: `make demo ARGS='--engine {engine}'`)"
             )
         model = task.write_model(self._directory / "model")
         os.mkfifo(self._directory / TURNS, 0o600)
@@ -145,10 +152,20 @@ class Stage:
         parallel, positions = str(self._settings.tensor_parallel), str(task.MODEL["max_position_embeddings"])
         if self._settings.engine == "reference":
             return ("--dtype", "float32", "--load-format", "dummy", "--tensor-parallel", parallel)
-        small = ("--enforce-eager", "--max-model-len", positions, "--gpu-memory-utilization", "0.3")
         weights = ("--dtype", "float32", "--load-format", "dummy", "--skip-tokenizer-init")
         named = ("--served-model-name", task.MODEL_NAME, "--tensor-parallel-size", parallel)
-        return (*_vllm_command(), *named, *small, *weights)
+        if self._settings.engine == "vllm":
+            small: Sequence[str] = ("--enforce-eager", "--max-model-len", positions, "--gpu-memory-utilization", "0.3")
+        else:
+            small = ("--context-length", positions, "--max-total-tokens", "4096", "--mem-fraction-static", "0.3")
+            small = (
+                *small,
+                "--grammar-backend",
+                "none",
+                "--disable-cuda-graph",
+                *([] if NVIDIA_DRIVER.exists() else SGLANG_ON_CPU),
+            )
+        return (*_server_command(self._settings.engine), *named, *small, *weights)
 
     def _trainer_command(self, rank: int, model: Path) -> Sequence[str]:
         options = {
@@ -178,6 +195,7 @@ class Stage:
 
     def _environment(self) -> dict[str, str]:
         here = str(self._directory)
+        bound = ("SGLANG_CPU_OMP_THREADS_BIND", "VLLM_CPU_OMP_THREADS_BIND")
         return {
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
@@ -191,7 +209,8 @@ class Stage:
             "VLLM_CONFIG_ROOT": here,
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            **({"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if self._settings.tensor_parallel > 1 else {}),
+            "SGLANG_USE_CPU_ENGINE": "0" if NVIDIA_DRIVER.exists() else "1",
+            **dict.fromkeys(bound if self._settings.tensor_parallel > 1 else (), "0|1"),
         }
 
     def _on_trainer_line(self, line: str) -> None:
@@ -232,10 +251,10 @@ class Stage:
         return "\n".join([message, *tails])
 
 
-def _vllm_command() -> Sequence[str]:
-    """vLLM's server in the environment that `engines/run` names; none: the adapter takes this one."""
-    python, overlay = os.environ.get(VLLM_PYTHON), os.environ.get(OVERLAY)
+def _server_command(engine: str) -> Sequence[str]:
+    """The engine's server in the environment that `engines/run` names; none: the adapter takes this one."""
+    python, overlay = os.environ.get(PYTHONS[engine]), os.environ.get(OVERLAY)
     if python is None:
         return ()
     environment = ("env", f"PYTHONPATH={overlay}") if overlay else ()
-    return (*environment, python, "-m", "vllm.entrypoints.openai.api_server")
+    return (*environment, python, "-m", SERVERS[engine])

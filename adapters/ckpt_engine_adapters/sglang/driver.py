@@ -235,6 +235,7 @@ class SglangAdapter:
                 serialized_named_tensors=[entry] * self._entries,
                 load_format=LOADER,
                 flush_cache=False,
+                **({"selector": "target"} if _BEGIN in self._routes else {}),
             )
 
     @contextlib.asynccontextmanager
@@ -247,17 +248,19 @@ class SglangAdapter:
 
     @contextlib.asynccontextmanager
     async def _session(self, end: float) -> AsyncIterator[None]:
+        """SGLang demands one since it has them. It is opened for the draft model, of which there is none: at its end
+        SGLang would process the served model's weights once more, and our half has done that already."""
         if _BEGIN not in self._routes:
             yield
             return
         try:
-            await self._post(_BEGIN, end - time.monotonic())
+            await self._post(_BEGIN, end - time.monotonic(), selector="draft")
         except EngineCallError as error:
             if not error.answered:
                 raise
             # An agent that died in the middle left the session open.
             await self._post(_END, end - time.monotonic())
-            await self._post(_BEGIN, end - time.monotonic())
+            await self._post(_BEGIN, end - time.monotonic(), selector="draft")
         try:
             yield
         finally:
