@@ -20,9 +20,10 @@ import psutil
 
 from ckpt_engine.agent.adapter import Capabilities, load_adapter
 from ckpt_engine.install.gate import Gate
+from ckpt_engine_adapters.sglang.gate import SglangGate
 from ckpt_engine_adapters.vllm.gate import VllmGate
 from tests.cluster import Cluster, Replica
-from tests.engines import vllm_server
+from tests.engines import sglang_server, vllm_server
 
 OTHER_VERSION = Path(__file__).parent / "other_version"
 """On PYTHONPATH it makes an engine say that it is 99.1.0."""
@@ -204,6 +205,35 @@ class Vllm(Engine):
         return choice.get("token_ids") or [], choice.get("finish_reason") or ""
 
 
+class Sglang(Engine):
+    """SGLang's own server in an environment of its own, its kernels stubbed."""
+
+    kind = "sglang"
+    gate = SglangGate
+
+    def why_not_here(self) -> str:
+        return "" if sglang_server.PYTHON else "CKPT_ENGINE_SGLANG_PYTHON is not set; `make test-engines` sets it"
+
+    def start(
+        self, cluster: Cluster, name: str, model: Path, options: Sequence[str], environment: Mapping[str, str]
+    ) -> Replica:
+        return sglang_server.start_sglang(cluster, name, model, options=options, environment=environment)
+
+    def start_other_version(self, cluster: Cluster, name: str, model: Path) -> Replica:
+        return self.start(cluster, name, model, (), other_version("sglang.version", ""))
+
+    def request(self, prompt: Sequence[int], count: int, stream: bool) -> tuple[str, dict[str, Any]]:
+        return "/generate", {**sglang_server.body_of(prompt, count), "stream": stream}
+
+    def read(self, body: Any) -> tuple[Sequence[int], str]:
+        return body["output_ids"], body["meta_info"]["finish_reason"]["type"]
+
+    def read_event(self, event: Any, before: int) -> tuple[Sequence[int], str]:
+        """Each event repeats all tokens so far."""
+        reason = event["meta_info"]["finish_reason"]
+        return event["output_ids"][before:], reason["type"] if reason else ""
+
+
 def other_version(module: str, path: str) -> dict[str, str]:
     """The environment in which an engine that keeps its version in `module` says 99.1.0. path: its PYTHONPATH."""
     return {
@@ -229,4 +259,4 @@ def _headers(response: httpx.Response) -> dict[str, str]:
     return {"version": headers.get("x-ckpt-engine-version", ""), "root": headers.get("x-ckpt-engine-root", "")}
 
 
-ENGINES: tuple[Engine, ...] = (Reference(), Vllm())
+ENGINES: tuple[Engine, ...] = (Reference(), Vllm(), Sglang())
