@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.engines import sglang_scheduler
+
 ARGUMENTS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "bfloat16", "--sampling-backend", "pytorch"),
     *("--max-total-tokens", "512", "--mem-fraction-static", "0.3", "--grammar-backend", "none"),
@@ -126,6 +128,8 @@ def play(engine: Engine, folder: Path) -> dict[str, Any]:
         found["verified"], found["as_loaded"] = report.verified, report.verified_as_loaded
         found["by_loader"] = list(report.by_loader)
     found["moved"] = [name for name, tensor in tensors(model).items() if tensor.data_ptr() != addresses[name]]
+    if story["scheduler"]:
+        found["scheduler"] = sglang_scheduler.play(model, config, page)
     found["session"] = {selector: touched_by_a_session(model, selector) for selector in ("draft", "all")}
     found["beside"] = sorted(name for name in tensors(model) if "!" in name)
     found["tensors"] = len(tensors(model))

@@ -85,6 +85,10 @@ KINDS = {
 }
 
 
+SCHEDULER = "llama-tied"
+"""The kind around which our half of a scheduler is played."""
+
+
 def quantised(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Linear layers' weights as int8 with a scale for each row, as llm-compressor writes them."""
     found = {}
@@ -116,6 +120,7 @@ def write(kind: Kind, folder: Path) -> None:
         (path / "config.json").write_text(json.dumps(described))
     flipped = next(iter(kind.leaves_out.values()))
     story = {"leaves_out": kind.leaves_out, "quantised": kind.quantised, "flipped": flipped}
+    story["scheduler"] = folder.name == SCHEDULER
     (folder / "story.json").write_text(json.dumps(story))
 
 
@@ -188,3 +193,29 @@ def test_a_session_for_the_draft_model_leaves_the_served_one_alone(stories: dict
     for story in stories.values():
         assert story["session"]["draft"] == []
     assert stories["qwen2-int8"]["session"]["all"]
+
+
+def test_a_worker_claims_its_word_when_the_model_is_there(stories: dict[str, Any]) -> None:
+    told = stories[SCHEDULER]["scheduler"]
+    assert told["workers of a draft model"] == 0
+    assert told["workers"] == 1
+    assert not told["open"]
+
+
+def test_the_loader_never_raises(stories: dict[str, Any]) -> None:
+    assert stories[SCHEDULER]["scheduler"]["nonsense"] == ""
+
+
+def test_memory_that_is_lost_makes_the_worker_say_so_before(stories: dict[str, Any]) -> None:
+    """And a tag that is released, or resumed, twice is so once: SGLang would end with a KeyError."""
+    told = stories[SCHEDULER]["scheduler"]
+
+    def calls(kept: str) -> list[list[str]]:
+        released = ["weights", "kv_cache", "cuda_graph"]
+        resumed = ["weights", "cuda_graph", "kv_cache"]
+        return [["pause", tag, kept] for tag in released] + [["resume", tag, kept] for tag in resumed]
+
+    assert told["saver False, backup False"] == calls("CLEAN")
+    assert told["saver True, backup True"] == calls("CLEAN")
+    assert told["saver True, backup False"] == calls("NONE")
+    assert told["after an order to discard"] == "NONE"
