@@ -23,6 +23,7 @@ ENDED_OTHERWISE = {
     ("ckpt_engine/agent/launched.py", "self._process.wait()"): "watched beside it, and cancelled",
     ("ckpt_engine/agent/leading.py", "done.result()"): "it is done",
     ("ckpt_engine/agent/leading.py", "self._changed.wait()"): "inside wait_for",
+    ("ckpt_engine/agent/link.py", "socket.recv()"): "a link waits for messages; whoever uses it counts the lease",
     ("ckpt_engine/agent/process.py", "ended.result()"): "it is done",
     ("ckpt_engine/agent/process.py", "self._process.wait()"): "the launcher, which always ends: see launcher.py",
     ("ckpt_engine/agent/process.py", "self.wait()"): "bounded by whoever calls, or the launcher was killed",

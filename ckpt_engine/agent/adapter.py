@@ -94,6 +94,12 @@ class LaunchPlan:
     env: Mapping[str, str] = field(default_factory=dict)
     sleep_argument: str = ""
 
+    def command(self, sleeps: bool) -> tuple[str, ...]:
+        """`argv`, with what an engine needs that is to give memory up."""
+        if sleeps and self.sleep_argument and self.sleep_argument not in self.argv:
+            return (*self.argv, self.sleep_argument)
+        return self.argv
+
     @property
     def listens_at(self) -> str:
         """The host that the engine is told to listen at: every engine that we know has `--host`. Empty: its default."""

@@ -49,6 +49,7 @@ class FollowingAgent:
 
     arguments, model: of the engine, as node 0 has them. say: gets one plain line an event, on the loop. on_output: gets
     the engine's output lines, on another thread. root: below it the engine's directory is made; none: the default.
+    sleeps: it is to give memory up.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class FollowingAgent:
         say: Callable[[str], None],
         on_output: LineSink | None = None,
         root: Path | None = None,
+        sleeps: bool = False,
     ) -> None:
         """Raises ValueError, UnknownAdapterError: such an engine cannot be started."""
         self._nodes = nodes
@@ -73,6 +75,7 @@ class FollowingAgent:
         self._say = say
         self._on_output = on_output
         self._root = root
+        self._sleeps = sleeps
         self._plan_of = node_plan_of(kind)
         self._plan_of(arguments, 0, model, Place(nodes.nodes, nodes.rank, nodes.host, 1))
         self._session = os.urandom(16)
@@ -172,7 +175,7 @@ class FollowingAgent:
         place = Place(self._nodes.nodes, self._nodes.rank, command.master_address, command.master_port)
         plan = self._plan_of(self._arguments, 0, self._model, place)
         process = EngineProcess(
-            plan.argv,
+            plan.command(self._sleeps),
             {**plan.env, ENVIRONMENT: str(directory.path)},
             self._log_path(),
             on_line=self._on_output,

@@ -241,10 +241,7 @@ class LaunchedEngine:
                 f"--host {plan.listens_at}: the agent drives its engine over loopback, so the engine must listen at "
                 "127.0.0.1 (this host only) or at 0.0.0.0 (other hosts too)"
             )
-        argv = plan.argv
-        if settings.sleeps and plan.sleep_argument and plan.sleep_argument not in argv:
-            argv = (*argv, plan.sleep_argument)
-        return replace(plan, argv=argv, url=plan.url.rstrip("/"))
+        return replace(plan, argv=plan.command(settings.sleeps), url=plan.url.rstrip("/"))
 
     def _log_path(self) -> Path:
         if self._settings.log_path is not None:

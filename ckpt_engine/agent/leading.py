@@ -89,7 +89,7 @@ class Followers:
         self._run = False
         self._tell_all()
         if not await self._until(lambda: not self._missing(), min(seconds, 3 * self._deadlines.heartbeat)):
-            self._say(f"waiting for {self._missing()} at {self._settings.leader}")
+            self._say(f"waiting: {self._missing()} (at {self._settings.leader})")
         if not await self._until(lambda: not self._missing(), seconds):
             raise NodesMissingError(
                 f"{self._missing()} after {seconds:g} s: start its agent with --nodes {self._settings.nodes} "
@@ -178,6 +178,8 @@ class Followers:
         node = self._nodes.get(rank)
         if node is None or node.session != message.session_id:
             self._say(f"node {rank} has joined")
+            if self._mirror is not None:
+                self._mirror.lose(rank)  # the words of the agent before it are nobody's any more
             node = self._nodes[rank] = _Node(message.session_id, sender, 0.0, message)
         elif message.sequence <= node.message.sequence:
             return

@@ -120,6 +120,7 @@ def replica(
                 deadlines,
                 _say,
                 _pass_on if engine_output else None,
+                sleeps=launch.sleeps,
             )
             _run_to_the_end(agent)
             return

@@ -82,7 +82,10 @@ def update_in(manager: Cluster, environment: Mapping[str, str], name: str) -> No
             agent.wait(60)
 
 
-@pytest.mark.parametrize("missing", ["all (env -i)", *USUAL])
+@pytest.mark.parametrize(
+    "missing",
+    ["all (env -i)", "HOME", *(pytest.param(name, marks=pytest.mark.slow) for name in USUAL if name != "HOME")],
+)
 def test_a_variable_that_is_missing_stops_nobody(manager: Cluster, missing: str) -> None:
     update_in(manager, MISSING[missing], f"without-{missing.split()[0]}")
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -15,7 +14,15 @@ import torch
 
 from ckpt_engine import Trainer
 from ckpt_engine.v1 import manager_pb2
-from tests.cluster import Cluster, Replica, eventually, generate, outcomes, running_cluster
+from tests.cluster import (
+    Cluster,
+    Replica,
+    corrupt_after_sealing,
+    eventually,
+    generate,
+    outcomes,
+    running_cluster,
+)
 from tests.tiny_model import decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
 
 TOKENS = 8
@@ -35,6 +42,14 @@ class TwoNodes:
         token.write_text("0123456789abcdef" * 4)
         self.cluster, self.model, self.kind = cluster, model, kind
         self.options = ["--nodes", "2", "--leader", free_address(), "--node-token", str(token)]
+        self.options += [
+            "--deadline",
+            "engine_restart_first=0.2",
+            "--deadline",
+            "lease=4",
+            "--deadline",
+            "unanswered=3",
+        ]
         self.leader = self.start(0)
         self.follower = self.start(1)
 
@@ -73,11 +88,11 @@ def trainer(nodes: TwoNodes) -> Iterator[Trainer]:
         yield found
 
 
-def model_of(tmp_path: Path, seed: int) -> object:
+def model_of(tmp_path: Path, seed: int) -> Any:
     return make_tiny_qwen3(tmp_path / str(seed), seed, vocabulary=500, weights=False)
 
 
-def check_serves(nodes: TwoNodes, model: object) -> None:
+def check_serves(nodes: TwoNodes, model: Any) -> None:
     prompt = decisive_prompts(model, 1, TOKENS)[0]
     assert generate(nodes.leader, prompt, TOKENS) == reference_tokens(model, prompt, TOKENS).tokens
 
@@ -95,3 +110,153 @@ def test_one_replica_of_two_nodes_is_updated(nodes: TwoNodes, trainer: Trainer, 
         (told,) = report.message.replicas
         assert len(told.workers) == 2
         check_serves(nodes, model)
+
+
+def answer(nodes: TwoNodes) -> httpx.Response:
+    """To a request for tokens, whatever it is."""
+    return httpx.post(
+        f"{nodes.leader.url}/generate", json={"input_ids": [1, 2], "max_tokens": 1, "temperature": 0}, timeout=60
+    )
+
+
+def closed(nodes: TwoNodes) -> bool:
+    """Whether the replica says that it does not serve, and answers no request either, if anything is there."""
+    status = nodes.leader.status
+    if status is None or status.serving:
+        return False
+    try:
+        return answer(nodes).status_code == 503
+    except httpx.TransportError:
+        return True
+
+
+def boot_ids(nodes: TwoNodes) -> set[bytes]:
+    status = nodes.leader.status
+    return {worker.boot_id for worker in status.workers} if status is not None and status.engine.url else set()
+
+
+def all_new(nodes: TwoNodes, before: set[bytes]) -> bool:
+    now = boot_ids(nodes)
+    return len(now) == 2 and not now & before
+
+
+def test_weights_that_are_torn_on_the_other_node_only_close_the_replica(
+    nodes: TwoNodes, trainer: Trainer, tmp_path: Path
+) -> None:
+    model = model_of(tmp_path, 5)
+    trainer.publish(model)
+    assert trainer.update_weights(version=10).ok
+    weight = model.model.layers[0].mlp.down_proj.weight  # its last input features are rank 1's alone
+    restore = corrupt_after_sealing(trainer, weight, weight[0].nbytes - 1)
+    try:
+        report = trainer.update_weights(version=11)
+    finally:
+        restore()
+    assert outcomes(report) == {"wide": "quarantined"}
+    status = nodes.leader.status
+    assert status is not None
+    assert [worker.state for worker in status.workers] == [manager_pb2.CLEAN, manager_pb2.DIRTY]
+    refused = answer(nodes)
+    assert (refused.status_code, "worker 1" in refused.text) == (503, True)
+    with torch.no_grad():
+        weight.view(torch.uint8).view(-1)[weight[0].nbytes - 1] ^= 1
+    assert trainer.update_weights(version=12).ok
+    check_serves(nodes, model)
+
+
+@pytest.mark.slow
+def test_a_worker_of_the_other_node_that_stands_still_closes_the_replica(
+    nodes: TwoNodes, trainer: Trainer, tmp_path: Path
+) -> None:
+    model = model_of(tmp_path, 6)
+    trainer.publish(model)  # not sealed between updates: nobody tries again by himself
+    assert trainer.update_weights(version=20).ok
+    before = boot_ids(nodes)
+    worker = nodes.worker(1)
+    worker.suspend()
+    try:
+        report = trainer.update_weights(version=21, timeout=10)
+        assert outcomes(report) == {"wide": "quarantined"}
+        assert closed(nodes)
+        # Nobody gets it to answer: its agents replace the engine, on both nodes.
+        eventually("another engine", 150, lambda: all_new(nodes, before))
+    finally:
+        if worker.is_running():
+            worker.resume()
+    assert closed(nodes)
+    assert trainer.update_weights(version=22).ok
+    check_serves(nodes, model)
+
+
+def test_a_worker_of_the_other_node_that_dies_ends_the_whole_engine(
+    nodes: TwoNodes, trainer: Trainer, tmp_path: Path
+) -> None:
+    model = model_of(tmp_path, 7)
+    trainer.publish(named_weights(model))
+    assert trainer.update_weights(version=30).ok
+    before, near = boot_ids(nodes), nodes.worker(0)
+    nodes.worker(1).kill()
+    eventually("the replica is closed", 60, lambda: closed(nodes))
+    near.wait(60)
+    eventually("another engine", 150, lambda: all_new(nodes, before))
+    eventually("it is closed until it has weights", 60, lambda: closed(nodes))
+    eventually("an update", 60, lambda: trainer.update_weights(version=31).ok)
+    check_serves(nodes, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_agent_that_is_killed_takes_the_whole_engine_with_it(
+    nodes: TwoNodes, trainer: Trainer, tmp_path: Path, rank: int
+) -> None:
+    version = 40 + 10 * rank
+    model = model_of(tmp_path, 8)
+    trainer.publish(named_weights(model))
+    assert trainer.update_weights(version=version).ok
+    before = boot_ids(nodes)
+    workers = [nodes.worker(0), nodes.worker(1)]
+    (nodes.leader, nodes.follower)[rank].process.kill()
+    _, alive = psutil.wait_procs(workers, 60)
+    assert not alive, "both nodes' workers have ended"
+    if rank == 0:
+        nodes.leader = nodes.start(0)
+    else:
+        nodes.follower = nodes.start(1)
+    eventually("another engine", 150, lambda: all_new(nodes, before))
+    eventually("an update", 60, lambda: trainer.update_weights(version=version + 1).ok)
+    check_serves(nodes, model)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("token", "leader"),
+        pytest.param("nodes", "cannot follow: node 0 has --nodes 2", marks=pytest.mark.slow),
+        pytest.param("rank", "has an agent already", marks=pytest.mark.slow),
+    ],
+)
+def test_an_agent_that_does_not_belong_there_is_not_taken_in(
+    nodes: TwoNodes, tmp_path: Path, wrong: str, words: str
+) -> None:
+    """Another token, another number of nodes, a rank that is taken; the engine that runs goes on."""
+    before = boot_ids(nodes)
+    options = dict(zip(nodes.options[::2], nodes.options[1::2], strict=True)) | {"--node-rank": "1"}
+    if wrong == "token":
+        options["--node-token"] = str(tmp_path / "other.token")
+        (tmp_path / "other.token").write_text("f" * 64)
+    if wrong == "nodes":
+        options["--nodes"] = "3"
+    stranger = nodes.cluster.replica(
+        f"stranger-{wrong}",
+        "reference",
+        nodes.model,
+        *("--tensor-parallel", "6"),
+        options=[word for option in options.items() for word in option],
+        environment={"XDG_RUNTIME_DIR": str(tmp_path)},
+    )
+    try:
+        eventually(words, 60, lambda: words in stranger.tail())
+        assert "joined the leader" not in stranger.tail()
+    finally:
+        stranger.stop()
+    assert boot_ids(nodes) == before

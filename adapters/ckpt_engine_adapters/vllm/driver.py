@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ckpt_engine.agent.adapter import (
     LaunchPlan,
 )
 from ckpt_engine.agent.http import engine_call, engine_client
+from ckpt_engine.agent.nodes import Place
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, command_options, worker_count
 from ckpt_engine_adapters.vllm.gate import PAUSE_ROUTE
@@ -37,6 +39,7 @@ FORCE = "CKPT_ENGINE_FORCE_ENGINE_VERSION"
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
 MODULE = "vllm.entrypoints.openai.api_server"
+HEADLESS = "ckpt_engine_adapters.vllm.headless"
 MIDDLEWARE = "ckpt_engine_adapters.vllm.gate.VllmGate"
 TRANSFER = '{"backend":"ckpt_engine"}'
 
@@ -66,6 +69,15 @@ CAPABILITIES = Capabilities(
         "Experts on a CPU are installed and verified, but vLLM's own kernel there dies of the first request.",
     ),
 )
+
+_SET_BY_NODES = {"--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless"}
+_OTHER_SERVERS = {
+    "--data-parallel-external-lb",
+    "--data-parallel-hybrid-lb",
+    "--data-parallel-multi-port-external-lb",
+    "--data-parallel-rank",
+    "--data-parallel-start-rank",
+}
 
 
 class VllmAdapter:
@@ -208,6 +220,32 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
         # vLLM refuses the option on a CPU, where there is nothing to give up.
         sleep_argument="--enable-sleep-mode" if NVIDIA_DRIVER.exists() else "",
     )
+
+
+def node_plan(arguments: Sequence[str], port: int, model: str, place: Place) -> LaunchPlan:
+    """As `launch_plan`, for one node's part: node 0 serves HTTP, the others run `headless.py` (or `vllm serve
+    --headless`, if that is the command that was given).
+
+    Raises ValueError for options that say where parts run, that give nodes API servers of their own (no gate of ours
+    would see all workers there), or that no number of workers a node can fulfil.
+    """
+    plan = launch_plan(arguments, port, model)
+    options = command_options(plan.argv)
+    if found := sorted(options.keys() & _SET_BY_NODES):
+        raise ValueError(
+            f"leave {', '.join(found)} out of the engine's arguments: `ckpt-engine replica --nodes` sets it"
+        )
+    if found := sorted(options.keys() & _OTHER_SERVERS):
+        raise ValueError(f"{', '.join(found)}: on several --nodes only node 0 may have an API server")
+    if plan.workers % place.nodes:
+        raise ValueError(f"{plan.workers} workers cannot be shared by {place.nodes} nodes")
+    number, rank, port_there = map(str, (place.nodes, place.rank, place.port))
+    where = ("--nnodes", number, "--node-rank", rank, "--master-addr", place.address, "--master-port", port_there)
+    argv = (*plan.argv, *where)
+    if place.rank > 0:
+        argv = tuple(HEADLESS if word == MODULE else word for word in argv)
+        argv += () if HEADLESS in argv else ("--headless",)
+    return replace(plan, argv=argv)
 
 
 def availability() -> AdapterAvailability:

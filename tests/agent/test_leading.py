@@ -1,0 +1,297 @@
+"""The leading agent's side of an engine on several nodes, with real links; followers are played by the test.
+
+A fake follower, since no honest one is late, forgets, or tells old words at the moment that a test needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import zmq
+
+from ckpt_engine.agent.leading import Followers, NodesMissingError
+from ckpt_engine.agent.link import FollowerLink
+from ckpt_engine.agent.nodes import Keys, NodeSettings
+from ckpt_engine.agent.process import free_port
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.install.state import EnginePage, WorkerSlot, verdict
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+
+SECONDS = 20.0
+BOOT = b"b" * 16
+IDENTITY = weights_pb2.Identity(lineage="run", version=1, root=b"r" * 32)
+NEXT = weights_pb2.Identity(lineage="run", version=2, root=b"s" * 32)
+INSTALL = worker_pb2.AgentReply(install=worker_pb2.InstallOrder(fence=weights_pb2.Fence(epoch=2), identity=NEXT))
+
+
+class Follower:
+    """One session of a follower's agent: tells what the test says, keeps what it is told."""
+
+    def __init__(self, settings: NodeSettings, rank: int = 1, keys: Keys | None = None) -> None:
+        self.commands: list[worker_pb2.NodeCommand] = []
+        self.session, self.sequence, self.rank, self.nodes = os.urandom(16), 0, rank, settings.nodes
+        self._changed = asyncio.Event()
+        self.link = FollowerLink(settings.endpoint, keys or settings.keys(), self._heard)
+        self.link.open()
+
+    def _heard(self, command: worker_pb2.NodeCommand) -> None:
+        self.commands.append(command)
+        self._changed.set()
+
+    def tell(self, **fields: object) -> None:
+        self.sequence += 1
+        last = self.commands[-1] if self.commands else worker_pb2.NodeCommand()
+        usual = {
+            "session_id": self.session,
+            "sequence": self.sequence,
+            "node_rank": self.rank,
+            "nodes": self.nodes,
+            "kind": "small",
+            "transports": ["file", "shared_memory"],
+            "leader_session": last.session_id,
+            "generation": last.generation,
+            "running": last.run,
+        }
+        self.link.send(worker_pb2.NodeMessage(**(usual | fields)))
+
+    async def until(
+        self, condition: Callable[[worker_pb2.NodeCommand], bool], **fields: object
+    ) -> worker_pb2.NodeCommand:
+        """The first command for which it holds; tells again and again meanwhile."""
+        async with asyncio.timeout(SECONDS):
+            while True:
+                for command in self.commands:
+                    if condition(command):
+                        return command
+                self._changed.clear()
+                self.tell(**fields)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), 0.2)
+
+
+async def true(condition: Callable[[], bool]) -> None:
+    """Returns once it holds."""
+    async with asyncio.timeout(SECONDS):
+        while not condition():  # noqa: ASYNC110 - what it looks at tells nobody when it changes
+            await asyncio.sleep(0.02)
+
+
+def clean(identity: weights_pb2.Identity = IDENTITY, epoch: int = 1) -> list[manager_pb2.WorkerStatus]:
+    state = manager_pb2.CLEAN
+    return [manager_pb2.WorkerStatus(rank=1, boot_id=BOOT, pid=1, state=state, epoch=epoch, identity=identity)]
+
+
+def asks(sequence: int, **body: object) -> worker_pb2.WorkerRequest:
+    return worker_pb2.WorkerRequest(sequence=sequence, rank=1, boot_id=BOOT, **body)
+
+
+class Leader:
+    """What the tests need of a leading agent: its followers, its page, and a count of its answers."""
+
+    def __init__(self, path: Path, settings: NodeSettings, deadlines: Deadlines) -> None:
+        self.path, self.settings, self.answers, self.lines = path, settings, 0, []  # type: ignore[var-annotated]
+        self.followers = Followers(settings, "small", ["file"], self._answer, self.lines.append, deadlines)
+        self.page = EnginePage(path / "page")
+        self.near: WorkerSlot | None = None
+
+    async def _answer(self, request: worker_pb2.WorkerRequest) -> worker_pb2.AgentReply:
+        self.answers += 1
+        if request.HasField("want_install"):
+            return INSTALL
+        return worker_pb2.AgentReply(acknowledged=worker_pb2.Acknowledged())
+
+    async def serving(self, follower: Follower) -> None:
+        """A generation has begun, and all workers are clean with one identity."""
+        gathering = asyncio.ensure_future(self.followers.gather(self.page, self.path, SECONDS))
+        await follower.until(lambda command: command.run)
+        await gathering
+        self.near = self.page.claim(0, 2)
+        self.near.clean(1, IDENTITY)
+        await self.until(follower, lambda: verdict(self.page.read()).open)
+
+    async def until(self, follower: Follower, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(SECONDS):
+            while not condition():
+                follower.tell(workers=clean())
+                await asyncio.sleep(0.05)
+
+
+Start = Callable[..., Awaitable[tuple[Leader, Follower]]]
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    made: list[tuple[Leader, Follower]] = []
+
+    async def start(lease: float = SECONDS) -> tuple[Leader, Follower]:
+        token = tmp_path / "token"
+        token.write_text("t" * 64)
+        settings = NodeSettings(2, 0, f"127.0.0.1:{free_port()}", token)
+        leader = Leader(tmp_path, settings, Deadlines().changed(f"lease={lease} heartbeat=0.1 engine_grace=0.2"))
+        leader.followers.open()
+        follower = Follower(settings)
+        made.append((leader, follower))
+        await leader.serving(follower)
+        return leader, follower
+
+    yield start
+    for leader, follower in made:
+        await leader.followers.close()
+        follower.link.close()
+
+
+async def test_an_order_leaves_only_when_the_gate_knows_that_the_far_worker_may_write(start: Start) -> None:
+    leader, follower = await start()
+    follower.tell(workers=clean(), request=asks(1, want_install=worker_pb2.WantOrder()))
+    seen: list[str] = []
+
+    def arrived(command: worker_pb2.NodeCommand) -> bool:
+        if command.HasField("reply"):
+            seen.append(verdict(leader.page.read()).reason)
+        return command.HasField("reply")
+
+    command = await follower.until(arrived, workers=clean())
+    assert command.reply.install.fence.epoch == 2
+    assert seen == ["worker 1 is being updated (epoch 2)"]
+    for _ in range(3):  # words from before the order arrived
+        follower.tell(workers=clean())
+    await leader.followers.look(0.1)
+    assert not verdict(leader.page.read()).open
+    assert leader.near is not None
+    leader.near.clean(2, NEXT)
+    follower.tell(workers=clean(NEXT, 2), request=asks(2, installed=worker_pb2.WorkerInstalled(fence={"epoch": 2})))
+    await true(lambda: verdict(leader.page.read()).identity == NEXT)
+
+
+async def test_a_repeated_question_is_answered_once(start: Start) -> None:
+    leader, follower = await start()
+    question = asks(5, want_prepare=worker_pb2.WantOrder())
+    for _ in range(3):
+        follower.tell(workers=clean(), request=question)
+    await follower.until(lambda command: command.reply.sequence == 5, workers=clean(), request=question)
+    follower.tell(workers=clean(), request=asks(4, want_prepare=worker_pb2.WantOrder()))  # held up on the way
+    await follower.until(lambda command: command.reply.sequence == 6, workers=clean(), request=asks(6, want_prepare={}))
+    assert leader.answers == 2
+
+
+async def test_a_follower_that_does_not_look_in_time_holds_nothing(start: Start) -> None:
+    leader, follower = await start()
+    await leader.followers.look(0.3)
+    assert "worker 1" in verdict(leader.page.read()).reason
+    look = follower.commands[-1].look
+    assert look
+    follower.tell(workers=clean(), looked=look)
+    await leader.until(follower, lambda: verdict(leader.page.read()).open)
+
+    async def answer() -> None:
+        await follower.until(lambda command: command.look > look, workers=clean())
+        follower.tell(workers=clean(), looked=look + 1)
+
+    answering = asyncio.ensure_future(answer())
+    await leader.followers.look(SECONDS)
+    await answering
+    assert verdict(leader.page.read()).open
+
+
+async def test_a_follower_that_is_not_heard_closes_the_gate_and_ends_the_engine(start: Start) -> None:
+    leader, _ = await start(lease=0.5)
+    assert leader.followers.trouble() == ""
+    await true(lambda: leader.followers.trouble() == "the agent of node 1 was not heard for 0.5 s")
+    await true(lambda: not verdict(leader.page.read()).open)
+
+
+async def test_an_agent_that_comes_later_has_no_part_in_what_runs(start: Start) -> None:
+    leader, follower = await start(lease=0.5)
+    follower.link.close()
+    second = Follower(leader.settings)
+    try:
+        refused = await second.until(lambda command: command.HasField("refused"))
+        assert "node 1 has an agent already" in refused.refused.message
+        second.commands.clear()
+        taken = await second.until(lambda command: not command.HasField("refused"))
+        assert not taken.run
+        assert leader.followers.trouble() == "the agent of node 1 was started anew"
+        # Its words count for nothing: they are of no part of this engine.
+        second.tell(workers=clean(), generation=1, running=True)
+        await asyncio.sleep(0.3)
+        assert not verdict(leader.page.read()).open
+        again = EnginePage(leader.path / "page-2")
+        gathering = asyncio.ensure_future(leader.followers.gather(again, leader.path, SECONDS))
+        command = await second.until(lambda command: command.run, running=False)
+        await gathering
+        assert command.generation == 2
+        assert leader.followers.trouble() == ""
+    finally:
+        second.link.close()
+
+
+async def test_what_ends_elsewhere_ends_everything(start: Start) -> None:
+    leader, follower = await start()
+    async with asyncio.timeout(SECONDS):
+        while not leader.followers.trouble():
+            follower.tell(running=False, reason="it exited with status 3")
+            await asyncio.sleep(0.05)
+    assert leader.followers.trouble() == "node 1: it exited with status 3"
+    await leader.followers.end()
+    command = await follower.until(lambda command: command is follower.commands[-1] and not command.run, running=False)
+    assert not command.run
+
+
+async def test_nodes_that_do_not_come_are_named(tmp_path: Path) -> None:
+    settings = NodeSettings(3, 0, f"127.0.0.1:{free_port()}")
+    leader = Leader(tmp_path, settings, Deadlines().changed("heartbeat=0.1 lease=1"))
+    leader.followers.open()
+    try:
+        with pytest.raises(NodesMissingError, match=r"no agent of node 1, 2 has joined after 0\.5 s"):
+            await leader.followers.gather(leader.page, tmp_path, 0.5)
+    finally:
+        await leader.followers.close()
+
+
+async def test_who_has_another_token_is_not_heard(start: Start, tmp_path: Path) -> None:
+    leader, _ = await start()
+    other = tmp_path / "other"
+    other.write_text("o" * 64)
+    stranger = Follower(NodeSettings(2, 1, leader.settings.leader, other))
+    without = Follower(NodeSettings(2, 1, leader.settings.leader))
+    keys = leader.settings.keys()
+    assert keys is not None
+    public, secret = zmq.curve_keypair()
+    knows_the_leader = Follower(leader.settings, keys=replace(keys, follower_public=public, follower_secret=secret))
+    try:
+        for _ in range(10):
+            stranger.tell()
+            without.tell()
+            knows_the_leader.tell()
+            await asyncio.sleep(0.05)
+        assert stranger.commands == without.commands == knows_the_leader.commands == []
+    finally:
+        stranger.link.close()
+        without.link.close()
+        knows_the_leader.link.close()
+
+
+def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    for arguments, words in (
+        ((2, 2, "127.0.0.1:1"), "nodes count from 0 to 1"),
+        ((2, 0, ""), "must be HOST:PORT of node 0"),
+        ((2, 0, "127.0.0.1:port"), "must be HOST:PORT of node 0"),
+        ((1, 0, "127.0.0.1:1"), "are for engines on several --nodes"),
+        ((2, 0, "10.0.0.1:7100"), "is reached by other machines"),
+        ((0, 0, ""), "must be from 1 to"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            NodeSettings(*arguments)
+    short = tmp_path / "short"
+    short.write_text("secret\n")
+    with pytest.raises(CkptEngineError, match="holds 6 bytes; it takes 32"):
+        NodeSettings(2, 0, "127.0.0.1:1", short).keys()
+    with pytest.raises(CkptEngineError, match="cannot be read"):
+        NodeSettings(2, 0, "127.0.0.1:1", tmp_path / "none").keys()

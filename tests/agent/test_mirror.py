@@ -1,0 +1,210 @@
+"""Far workers' words in the gate's page: never better than the truth, whatever comes late or twice."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from ckpt_engine.agent.mirror import Mirror, MirrorError
+from ckpt_engine.install.state import EnginePage, WorkerSlot, verdict
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+BOOT, OTHER = b"b" * 16, b"o" * 16
+
+
+def identity(version: int) -> weights_pb2.Identity:
+    return weights_pb2.Identity(lineage="run", version=version, root=bytes([version]) * 32)
+
+
+def told(
+    state: manager_pb2.WorkerState, epoch: int = 0, version: int | None = None, rank: int = 1, boot: bytes = BOOT
+) -> manager_pb2.WorkerStatus:
+    status = manager_pb2.WorkerStatus(rank=rank, boot_id=boot, pid=7, state=state, epoch=epoch)
+    if version is not None:
+        status.identity.CopyFrom(identity(version))
+    return status
+
+
+NONE, DIRTY, CLEAN = manager_pb2.NONE, manager_pb2.DIRTY, manager_pb2.CLEAN
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> EnginePage:
+    return EnginePage(tmp_path / "page")
+
+
+@pytest.fixture
+def near(page: EnginePage) -> WorkerSlot:
+    """The worker of this node: rank 0 of 2, clean with version 1."""
+    slot = page.claim(0, 2)
+    slot.clean(1, identity(1))
+    return slot
+
+
+def test_a_far_worker_counts_like_one_of_this_node(page: EnginePage, near: WorkerSlot) -> None:
+    mirror = Mirror(page)
+    assert verdict(page.read()).reason == "worker 1 has not started"
+    mirror.take(1, [told(NONE)])
+    assert verdict(page.read()).reason == "worker 1 holds no weights yet"
+    mirror.take(1, [told(CLEAN, 1, 2)])
+    assert "holds another version" in verdict(page.read()).reason
+    mirror.take(1, [told(CLEAN, 1, 1)])
+    assert verdict(page.read()).identity == identity(1)
+
+
+def test_an_order_closes_the_gate_before_it_leaves_and_old_words_do_not_open_it(
+    page: EnginePage, near: WorkerSlot
+) -> None:
+    mirror = Mirror(page)
+    mirror.take(1, [told(CLEAN, 1, 1)])
+    mirror.ordered(1, BOOT, 2)
+    assert verdict(page.read()).reason == "worker 1 is being updated (epoch 2)"
+    mirror.take(1, [told(CLEAN, 1, 1)])  # read before the order arrived
+    assert not verdict(page.read()).open
+    near.clean(2, identity(2))
+    mirror.take(1, [told(CLEAN, 2, 2)])
+    assert verdict(page.read()).identity == identity(2)
+
+
+def test_a_worker_that_refused_its_order_is_believed_once_it_has_told(page: EnginePage, near: WorkerSlot) -> None:
+    mirror = Mirror(page)
+    mirror.take(1, [told(CLEAN, 1, 1)])
+    mirror.ordered(1, BOOT, 2)
+    mirror.settled(1, BOOT, 1)  # of an earlier order
+    mirror.take(1, [told(CLEAN, 1, 1)])
+    assert not verdict(page.read()).open
+    mirror.settled(1, BOOT, 2)
+    assert not verdict(page.read()).open, "nothing was read since"
+    mirror.take(1, [told(CLEAN, 1, 1)])
+    assert verdict(page.read()).identity == identity(1)
+
+
+def test_a_worker_that_failed_stays_dirty(page: EnginePage, near: WorkerSlot) -> None:
+    mirror = Mirror(page)
+    mirror.take(1, [told(CLEAN, 1, 1)])
+    mirror.ordered(1, BOOT, 2)
+    mirror.settled(1, BOOT, 2)
+    mirror.take(1, [told(DIRTY, 2)])
+    assert verdict(page.read()).reason == "worker 1 is being updated (epoch 2)"
+
+
+def test_a_node_that_is_not_heard_has_dead_workers_until_it_is_heard(page: EnginePage, near: WorkerSlot) -> None:
+    mirror = Mirror(page)
+    mirror.take(1, [told(CLEAN, 1, 1)])
+    mirror.lose(2)
+    assert verdict(page.read()).open
+    mirror.lose(1)
+    assert "is dead" in verdict(page.read()).reason
+    mirror.take(1, [told(CLEAN, 1, 1)])
+    assert verdict(page.read()).open
+
+
+def test_a_node_that_is_lost_with_an_order_is_not_whole_when_it_is_heard_again(
+    page: EnginePage, near: WorkerSlot
+) -> None:
+    mirror = Mirror(page)
+    mirror.take(1, [told(CLEAN, 1, 1)])
+    mirror.ordered(1, BOOT, 2)
+    mirror.lose(1)
+    mirror.take(1, [told(CLEAN, 1, 1)])
+    assert not verdict(page.read()).open
+
+
+def test_words_that_do_not_fit_are_refused_as_a_whole(page: EnginePage, near: WorkerSlot) -> None:
+    mirror = Mirror(page)
+    mirror.take(1, [told(CLEAN, 1, 1)])
+    for wrong, message in (
+        (told(CLEAN, 1, 1, rank=0), "nodes 0 and 1 both have a worker 0"),
+        (told(CLEAN, 1, 1, rank=2), "tells of worker 2, and there are 2 workers"),
+        (told(CLEAN, 1, 1, rank=1 << 31), "tells of worker"),
+        (told(CLEAN, 1, 1, boot=b"short"), "tells of worker 1"),
+    ):
+        with pytest.raises(MirrorError, match=message):
+            mirror.take(1, [told(NONE), wrong])
+        assert verdict(page.read()).open, "nothing of it was taken"
+    with pytest.raises(MirrorError, match="nodes 1 and 2 both have a worker 1"):
+        mirror.take(2, [told(CLEAN, 1, 1)])
+    with pytest.raises(MirrorError, match="no node has told of it"):
+        mirror.ordered(1, OTHER, 2)
+    mirror.take(1, [told(CLEAN, 1, None)])
+    assert not verdict(page.read()).open, "clean without an identity is not clean"
+
+
+def test_far_words_die_with_the_agent_that_wrote_them(page: EnginePage, near: WorkerSlot, tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = """
+import sys
+from pathlib import Path
+from ckpt_engine.agent.mirror import Mirror
+from ckpt_engine.install.state import EnginePage
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+identity = weights_pb2.Identity(lineage="run", version=1, root=bytes([1]) * 32)
+status = manager_pb2.WorkerStatus(rank=1, boot_id=b"b" * 16, state=manager_pb2.CLEAN, epoch=1, identity=identity)
+Mirror(EnginePage(Path(sys.argv[1]))).take(1, [status])
+print("written", flush=True)
+sys.stdin.read()
+"""
+    agent = subprocess.Popen(
+        [sys.executable, "-c", code, str(page.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == "written\n"
+        assert verdict(page.read()).open
+    finally:
+        agent.kill()
+        agent.wait(30)
+    assert "is dead" in verdict(page.read()).reason
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_page_is_never_better_than_the_far_worker(page: EnginePage, near: WorkerSlot, seed: int) -> None:
+    """A far worker, its node's reads of it, and messages that are late, lost or repeated, in any order that a
+    connection can make of them. The gate's word of it may be worse than the truth, never better."""
+    chance = random.Random(seed)
+    mirror = Mirror(page)
+    truth = told(CLEAN, 1, 1)
+    queue: list[tuple[int, manager_pb2.WorkerStatus]] = []  # in order: (epoch told as installed or 0, words)
+    order = 0  # handed out, not yet acted on
+    epoch = 1
+    mirror.take(1, [truth])
+
+    def tell(installed: int = 0) -> None:
+        copy = manager_pb2.WorkerStatus()
+        copy.CopyFrom(truth)
+        queue.append((installed, copy))
+
+    for _ in range(60):
+        match chance.choice(("tell", "hear", "hear", "lose", "order", "begin", "act", "refuse", "drop", "node")):
+            case "tell":
+                tell()
+            case "hear" if queue:
+                installed, words = queue.pop(0)
+                if installed:
+                    mirror.settled(1, BOOT, installed)
+                mirror.take(1, [words])
+            case "drop" if queue:
+                queue.pop(chance.randrange(len(queue)))
+            case "order" if not order:
+                epoch += 1
+                order = epoch
+                mirror.ordered(1, BOOT, epoch)
+            case "begin" if order:
+                truth = told(DIRTY, order)
+            case "act" if order:
+                truth = told(DIRTY, order) if chance.random() < 0.5 else told(CLEAN, order, order)
+                tell(order)
+                order = 0
+            case "refuse" if order and truth.epoch != order:
+                tell(order)
+                order = 0
+            case "node":
+                mirror.lose(1)
+        shown = page.read()[1]
+        if shown.alive and shown.state == CLEAN:
+            assert truth.state == CLEAN, f"seed {seed}: shown clean, is dirty"
+            assert shown.identity == truth.identity, f"seed {seed}"
