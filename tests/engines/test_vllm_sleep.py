@@ -118,27 +118,6 @@ def test_an_update_wakes_a_hybrid_replica_with_the_right_tokens(
             assert_serves(replica, model, version)
 
 
-def test_waking_goes_from_weights_to_caches_and_brings_the_old_version_back(
-    cluster: Cluster, replica: Replica, tmp_path: Path
-) -> None:
-    model = model_of(tmp_path, 50)
-    with Trainer(cluster.address, lineage="order") as trainer:
-        publish(trainer, model)
-        assert trainer.update_weights(version=1).ok
-        assert sleep(cluster, 1) == ""
-        assert "before kv_cache" in wake(cluster, "kv_cache")
-        assert "wake it before" in sleep(cluster, 2)
-        assert "no memory tag" in wake(cluster, "cuda_graph")
-        assert "cannot sleep at level 3" in sleep(cluster, 3)
-        assert wake(cluster, "weights") == ""
-        assert "not woken yet" in why_closed(replica)
-        assert wake(cluster, "kv_cache") == ""
-        assert_serves(replica, model, 1)
-        assert sleep(cluster, 1) == ""
-        assert wake(cluster) == ""
-        assert_serves(replica, model, 1)
-
-
 def test_discarded_weights_are_not_served_by_waking(cluster: Cluster, replica: Replica, tmp_path: Path) -> None:
     model = model_of(tmp_path, 51)
     with Trainer(cluster.address, lineage="discarded") as trainer:
