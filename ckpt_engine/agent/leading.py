@@ -77,7 +77,7 @@ class Followers:
 
     def open(self) -> None:
         """Listens. Raises CkptEngineError: the address or the token cannot be used."""
-        self._link = LeaderLink(self._settings.endpoint, self._settings.keys(), self._heard)
+        self._link = LeaderLink(self._settings.listening_endpoint(), self._settings.keys(), self._heard)
         self._link.open()
         self._beating = asyncio.create_task(self._beat(), name="nodes")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,8 +70,21 @@ class NodeSettings:
 
     @property
     def endpoint(self) -> str:
-        """The leader's ZeroMQ address."""
+        """The leader's ZeroMQ address, for those who dial it."""
         return f"tcp://{self.leader}"
+
+    def listening_endpoint(self) -> str:
+        """The same for the leader itself: names become addresses, of which ZeroMQ needs one to listen at.
+
+        Raises FAILED_PRECONDITION for a name that this host cannot resolve.
+        """
+        port = self.leader.rpartition(":")[2]
+        try:
+            found = socket.getaddrinfo(self.host, int(port), type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise precondition(f"--leader {self.leader} cannot be resolved on node 0: {error.strerror}") from error
+        address = str(found[0][4][0])
+        return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
     def keys(self) -> Keys | None:
         """Made of the token; None: there is none. Raises FAILED_PRECONDITION for a file that cannot be used."""

@@ -133,7 +133,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     async def start(lease: float = SECONDS) -> tuple[Leader, Follower]:
         token = tmp_path / "token"
         token.write_text("t" * 64)
-        settings = NodeSettings(2, 0, f"127.0.0.1:{free_port()}", token)
+        settings = NodeSettings(2, 0, f"localhost:{free_port()}", token)
         leader = Leader(tmp_path, settings, Deadlines().changed(f"lease={lease} heartbeat=0.1 engine_grace=0.2"))
         leader.followers.open()
         follower = Follower(settings)
@@ -289,6 +289,8 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             NodeSettings(*arguments)
+    with pytest.raises(CkptEngineError, match="cannot be resolved on node 0"):
+        NodeSettings(2, 0, "no-such-host.invalid:7100", tmp_path / "token").listening_endpoint()
     short = tmp_path / "short"
     short.write_text("secret\n")
     with pytest.raises(CkptEngineError, match="holds 6 bytes; it takes 32"):

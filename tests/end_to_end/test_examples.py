@@ -16,6 +16,8 @@ import typer
 import yaml
 
 from ckpt_engine.agent.adapter import load_adapter
+from ckpt_engine.agent.following import node_plan_of
+from ckpt_engine.agent.nodes import NodeSettings, Place
 from ckpt_engine.cli import app_for
 from ckpt_engine.install.gate import READY_ROUTE
 from tests.cluster import Cluster, generate, running_cluster
@@ -34,7 +36,13 @@ def parsed(command: Sequence[str]) -> dict[str, Any]:
     name, rest = context._protected_args[0], [*context._protected_args[1:], *context.args]
     found = dict(group.commands[name].make_context(name, rest, parent=context).params)
     if name == "replica":
-        plan = load_adapter(found["engine"]).launch_plan(found["arguments"] or (), found["port"] or 1, found["model"])
+        nodes = NodeSettings(found["nodes"], found["node_rank"], found["leader"], found["node_token"])
+        arguments, model = tuple(found["arguments"] or ()), found["model"]
+        if nodes.nodes == 1:
+            plan = load_adapter(found["engine"]).launch_plan(arguments, found["port"] or 1, model)
+        else:
+            place = Place(nodes.nodes, nodes.rank, nodes.host, 1)
+            plan = node_plan_of(found["engine"])(arguments, found["port"] or 1, model, place)
         assert plan.url.startswith("http://127.0.0.1:")
     return found
 
