@@ -197,6 +197,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         if route == "deaf":
             self.server.deaf = True
+        if route == "end":
+            os._exit(self.server.options.exit_status)
         if route == "prepare":
             self.server.prepare()
         if route == "install":
@@ -218,7 +220,6 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--healthy-after", type=float, default=0.0)
-    parser.add_argument("--exit-after", type=float, default=0.0)
     parser.add_argument("--exit-status", type=int, default=3)
     parser.add_argument("--unsupported", default="")
     parser.add_argument("--install-seconds", type=float, default=0.0)
@@ -230,10 +231,6 @@ def main() -> None:
 
     server = Server(options.port, directory, options)
     print(f"small engine with boot id {server.slot.boot_id.hex()}", flush=True)
-    if options.exit_after:
-        threading.Timer(
-            options.exit_after, lambda: (print("ending", flush=True), os._exit(options.exit_status))
-        ).start()
     server.serve_forever()
 
 

@@ -178,9 +178,18 @@ async def test_an_engine_that_does_not_become_healthy_in_time_is_ended(launch: L
         assert host.pid is None
 
 
+async def killed_once_ready(host: LaunchedEngine, events: Events, time: int) -> None:
+    """Kills the engine when it has become ready for the `time`-th time."""
+    await events.until(lambda: len(events.ready) == time)
+    assert host.pid is not None
+    os.kill(host.pid, signal.SIGKILL)
+
+
 async def test_never_means_never(launch: Launch, events: Events) -> None:
-    async with running(launch("--exit-after", "1", restart=Restart.NO)) as run:
-        with pytest.raises(EngineFailedError, match=r"(?s)exited with status 3.*ending"):
+    host = launch(restart=Restart.NO)
+    async with running(host) as run:
+        await killed_once_ready(host, events, 1)
+        with pytest.raises(EngineFailedError, match="was killed by SIGKILL"):
             await asyncio.wait_for(run, SECONDS)
     assert len(events.ready) == len(events.exits) == 1
 
@@ -194,8 +203,11 @@ async def test_always_is_also_for_an_engine_that_never_came_up_until_the_limit(l
 
 
 async def test_a_limit_ends_what_keeps_failing(launch: Launch, events: Events) -> None:
-    async with running(launch("--exit-after", "0.5", limit=1)) as run:
-        with pytest.raises(EngineFailedError, match=r"(?s)exited with status 3.*1 restarts in a row did not help"):
+    host = launch(limit=1)
+    async with running(host) as run:
+        await killed_once_ready(host, events, 1)
+        await killed_once_ready(host, events, 2)
+        with pytest.raises(EngineFailedError, match=r"(?s)was killed by SIGKILL.*1 restarts in a row did not help"):
             await asyncio.wait_for(run, SECONDS)
     assert len(events.ready) == len(events.exits) == 2
 
@@ -271,7 +283,11 @@ def test_a_reserved_port_is_nobody_elses_until_it_is_released(root: Path, monkey
 async def test_an_engine_that_ends_by_itself_is_started_again_also_with_status_0(
     launch: Launch, events: Events
 ) -> None:
-    async with running(launch("--exit-after", "1", "--exit-status", "0")):
+    async with running(launch("--exit-status", "0")):
+        await events.until(lambda: len(events.ready) == 1)
+        async with httpx.AsyncClient(base_url=events.ready[0].engine.url) as client:
+            with pytest.raises(httpx.RemoteProtocolError):
+                await client.post("/end")
         await events.until(lambda: len(events.ready) == 2)
     assert "exited with status 0" in events.exits[0]
 

@@ -301,6 +301,7 @@ async def test_an_engine_is_no_rank_of_the_training_run_that_started_its_agent(
         "NODE_RANK",
     ):
         monkeypatch.setenv(name, "1")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it when it compiles something
     show = "import os; print(' '.join(sorted(name for name in os.environ if 'RANK' in name or 'TORCH' in name)))"
     process = EngineProcess([sys.executable, "-c", show], {}, tmp_path / "log", without=torchrun_variables(os.environ))
     await process.start()

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens, regrets
+from tests.tiny_model import (
+    DECISIVE_GAP,
+    ROUNDING,
+    decisive_prompts,
+    make_tiny_qwen3,
+    named_weights,
+    reference_tokens,
+    regrets,
+)
 
 TOKENS = 32
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
@@ -81,10 +89,10 @@ BAD: dict[str, tuple[Change, str]] = {
 def of_one_version(models: Sequence[Any], prompt: Sequence[int], tokens: Sequence[int]) -> bool:
     """Whether one of the models makes all these tokens, up to rounding."""
     found = [regrets(model, list(prompt), list(tokens)) for model in models]
-    return min(max(each) for each in found) < DECISIVE_GAP
+    return min(max(each) for each in found) < ROUNDING
 
 
 def of_either_version(models: Sequence[Any], prompt: Sequence[int], tokens: Sequence[int]) -> bool:
     """Whether each token is what one of the models makes after those before it: so caches were computed anew."""
     found = [regrets(model, list(prompt), list(tokens)) for model in models]
-    return max(min(each) for each in zip(*found, strict=True)) < DECISIVE_GAP
+    return max(min(each) for each in zip(*found, strict=True)) < ROUNDING

@@ -27,14 +27,12 @@ from tests.engines.sglang_server import (
     streamed,
     tokens,
 )
-from tests.tiny_model import DECISIVE_GAP, make_tiny_qwen3, named_weights, regrets
+from tests.tiny_model import ROUNDING, make_tiny_qwen3, named_weights, regrets
 
 pytestmark = needs_sglang
 
 PROMPT = [3, 5, 7, 11, 13, 17]
 LONG = 160
-ROUNDING = 2 * DECISIVE_GAP
-"""Logits. Two ranks add up their halves in bfloat16, so more is rounded than on one."""
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 
 GENERATES = {

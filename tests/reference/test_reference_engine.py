@@ -15,7 +15,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.reference.conftest import PADDED_VOCABULARY, TOKENS, Version
 from tests.reference.engine_process import CALL_SECONDS, EngineProcess, events, generate
 from tests.reference.tiny_agent import RefusedError, TinyAgent
-from tests.tiny_model import DECISIVE_GAP, reference_tokens, regrets
+from tests.tiny_model import DECISIVE_GAP, ROUNDING, reference_tokens, regrets
 
 Versions = tuple[Version, Version]
 LONG = 200  # tokens; enough that a pause comes in the middle
@@ -152,8 +152,8 @@ async def test_keep_goes_on_with_new_weights_and_computes_its_cache_anew(
         {"version": old.number, "start": 0, "end": first},
         {"version": new.number, "start": first, "end": LONG},
     ]
-    assert max(regrets(old.model, old.prompt, output[:first])) < DECISIVE_GAP
-    assert max(regrets(new.model, old.prompt + output[:first], output[first:])) < DECISIVE_GAP
+    assert max(regrets(old.model, old.prompt, output[:first])) < ROUNDING
+    assert max(regrets(new.model, old.prompt + output[:first], output[first:])) < ROUNDING
 
 
 async def test_in_place_goes_on_with_new_weights_over_the_old_cache(
@@ -171,7 +171,7 @@ async def test_in_place_goes_on_with_new_weights_over_the_old_cache(
     # Neither version alone explains these tokens: the cache is of the old one, the weights are of the new one.
     tail = answer["output_ids"][first:]
     for version in versions:
-        assert max(regrets(version.model, old.prompt + answer["output_ids"][:first], tail)) > DECISIVE_GAP
+        assert max(regrets(version.model, old.prompt + answer["output_ids"][:first], tail)) > ROUNDING
 
 
 async def test_abort_ends_running_requests_with_what_they_have(one_worker: EngineProcess, versions: Versions) -> None:
@@ -182,7 +182,7 @@ async def test_abort_ends_running_requests_with_what_they_have(one_worker: Engin
         answer = await finished(running)
         assert answer["finish_reason"] == "abort"
         assert BEGUN <= len(answer["output_ids"]) < LONG
-        assert max(regrets(version.model, version.prompt, answer["output_ids"])) < DECISIVE_GAP
+        assert max(regrets(version.model, version.prompt, answer["output_ids"])) < ROUNDING
 
 
 async def test_wait_lets_running_requests_finish_with_old_weights_and_new_ones_wait(
@@ -237,7 +237,7 @@ async def test_discarded_weights_are_never_served(two_workers: EngineProcess, ve
         first = answer["weight_versions"][0]["end"]
         assert [span["version"] for span in answer["weight_versions"]] == [old.number, new.number]
         tail = answer["output_ids"][first:]
-        assert max(regrets(new.model, old.prompt + answer["output_ids"][:first], tail)) < DECISIVE_GAP
+        assert max(regrets(new.model, old.prompt + answer["output_ids"][:first], tail)) < ROUNDING
 
 
 async def test_sleep_that_keeps_weights_serves_them_again(one_worker: EngineProcess, versions: Versions) -> None:
@@ -249,7 +249,7 @@ async def test_sleep_that_keeps_weights_serves_them_again(one_worker: EngineProc
         assert (await client.post("/generate", json={"input_ids": [1]})).status_code == 503
         await agent.adapter.wake((), CALL_SECONDS)
         answer = await finished(running)
-        assert max(regrets(version.model, version.prompt, answer["output_ids"])) < DECISIVE_GAP
+        assert max(regrets(version.model, version.prompt, answer["output_ids"])) < ROUNDING
 
 
 async def test_weights_are_installed_into_a_paused_engine_only(one_worker: EngineProcess, versions: Versions) -> None:
@@ -322,7 +322,7 @@ async def test_an_install_that_outlives_its_call_never_hides_behind_the_old_vers
         answer = await finished(running)
     first = answer["weight_versions"][0]["end"]
     assert [span["version"] for span in answer["weight_versions"]] == [old.number, new.number]
-    assert max(regrets(old.model, old.prompt, answer["output_ids"][:first])) < DECISIVE_GAP
+    assert max(regrets(old.model, old.prompt, answer["output_ids"][:first])) < ROUNDING
 
 
 async def test_a_stamp_that_the_workers_do_not_bear_out_is_refused(
