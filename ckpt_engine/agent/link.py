@@ -22,6 +22,8 @@ from ckpt_engine.core.problems import precondition
 from ckpt_engine.v1 import worker_pb2
 
 HIGH_WATER_MARK = 1000
+LAST_WORDS_MILLISECONDS = 500
+"""For a follower that says, ending, that its part has ended; else its leader would wait a lease for that."""
 
 logger = logging.getLogger(__name__)
 
@@ -122,12 +124,12 @@ class FollowerLink:
         _send(self._socket, [message.SerializeToString()])
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """What was sent last gets a moment to leave. Safe to call twice."""
         if self._receiving is not None:
             self._receiving.cancel()
             self._receiving = None
         if self._socket is not None:
-            self._socket.close()
+            self._socket.close(linger=LAST_WORDS_MILLISECONDS)
             self._socket = None
         if self._context is not None:
             self._context.term()

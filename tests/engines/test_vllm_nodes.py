@@ -1,0 +1,72 @@
+"""One vLLM server on two nodes: two agents with runtime directories of their own on this host, over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from ckpt_engine import Trainer
+from tests.cluster import Cluster, Replica, eventually, running_cluster
+from tests.end_to_end.test_several_nodes import free_address
+from tests.engines.vllm_server import assert_serves, model_of, needs_vllm, publish, start_vllm
+
+pytestmark = [*needs_vllm, pytest.mark.timeout(900)]
+
+
+def start(cluster: Cluster, model: Path) -> None:
+    token = cluster.path / "node.token"
+    token.write_text("0123456789abcdef" * 4)
+    options = ["--nodes", "2", "--leader", free_address(), "--node-token", str(token), "--startup-timeout", "600"]
+    for rank, name in enumerate(("wide", "wide-node-1")):
+        runtime = cluster.path / f"n{rank}"
+        runtime.mkdir(mode=0o700)
+        environment = {"XDG_RUNTIME_DIR": str(runtime), "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        start_vllm(
+            cluster,
+            name,
+            model,
+            tensor_parallel=2,
+            options=[*options, "--node-rank", str(rank)],
+            environment=environment,
+        )
+
+
+def test_a_server_on_two_nodes_is_updated_and_ends_as_a_whole(tmp_path: Path) -> None:
+    first, second = model_of(tmp_path, 3), model_of(tmp_path, 4)
+    with running_cluster(tmp_path / "cluster") as cluster:
+        start(cluster, tmp_path / "3")
+        leader, follower = cluster.replicas
+        leader.registered(600)
+        assert httpx.get(f"{leader.url}/ckpt_engine/ready").status_code == 503
+        with Trainer(cluster.address, lineage="nodes") as trainer:
+            for version, model in enumerate((first, second)):
+                publish(trainer, model)
+                report = trainer.update_weights(version=version)
+                assert report.ok, report
+                (told,) = report.message.replicas
+                assert [worker.rank for worker in told.workers] == [0, 1]
+                assert_serves(leader, model, version)
+            trainer.sleep(level=2, replicas=["wide"])
+            status = leader.status
+            assert status is not None
+            assert [worker.state for worker in status.workers] == [1, 1], "NONE on both nodes before memory goes"
+            trainer.wake(replicas=["wide"])
+            eventually("it serves again after an update", 60, lambda: trainer.update_weights(version=2).ok)
+            assert_serves(leader, second, 2)
+            # A worker of the other node dies: the whole server ends, and no request is answered any more.
+            near, far = part(leader), part(follower)
+            far.kill()
+            eventually("the replica is closed", 60, lambda: (now := leader.status) and not now.serving)
+            with pytest.raises((httpx.TransportError, AssertionError)):
+                assert_serves(leader, second, 2)
+            near.wait(120)
+
+
+def part(replica: Replica) -> psutil.Process:
+    """The worker process of one node."""
+    children = psutil.Process(replica.process.pid).children(recursive=True)
+    (worker,) = [each for each in children if "VLLM::Worker" in (each.cmdline() or [""])[0]]
+    return worker
