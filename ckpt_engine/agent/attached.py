@@ -21,7 +21,8 @@ from ckpt_engine.agent.engine import (
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, precondition
 from ckpt_engine.install.directory import EngineDirectory
-from ckpt_engine.install.state import EnginePage
+from ckpt_engine.install.state import EnginePage, WorkerWord
+from ckpt_engine.v1 import manager_pb2
 
 
 class AttachedEngine:
@@ -97,6 +98,10 @@ class AttachedEngine:
 
     async def look(self, seconds: float) -> None:
         """Nothing: all of its workers are on this host."""
+
+    def status(self, word: WorkerWord) -> manager_pb2.WorkerStatus:
+        """See `EngineHost`."""
+        return word.status()
 
     async def _enter(self) -> None:
         """Makes the directory that the engine names now ours, unless it is already."""

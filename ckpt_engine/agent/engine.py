@@ -24,7 +24,7 @@ from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines.events import EngineReady
 from ckpt_engine.install.directory import EngineDirectory
 from ckpt_engine.install.gate import INFO_ROUTE
-from ckpt_engine.install.state import EnginePage
+from ckpt_engine.install.state import EnginePage, WorkerWord
 from ckpt_engine.v1 import manager_pb2
 
 
@@ -70,6 +70,10 @@ class EngineHost(Protocol):
 
     async def look(self, seconds: float) -> None:
         """Brings the words of workers on other nodes into `page` as they are now; takes at most `seconds`."""
+        ...
+
+    def status(self, word: WorkerWord) -> manager_pb2.WorkerStatus:
+        """A word of `page` as the manager is told it."""
         ...
 
     @property

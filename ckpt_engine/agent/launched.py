@@ -28,7 +28,8 @@ from ckpt_engine.agent.process import EngineProcess, EngineProcessError, LineSin
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines.events import EngineReady
 from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory, default_root
-from ckpt_engine.install.state import EnginePage
+from ckpt_engine.install.state import EnginePage, WorkerWord
+from ckpt_engine.v1 import manager_pb2
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 EVERYWHERE = frozenset({"", "0.0.0.0", "::"})
@@ -226,6 +227,10 @@ class LaunchedEngine:
         """See `EngineHost`."""
         if self._followers is not None:
             await self._followers.look(seconds)
+
+    def status(self, word: WorkerWord) -> manager_pb2.WorkerStatus:
+        """See `EngineHost`."""
+        return word.status() if self._followers is None else self._followers.status(word)
 
     def _plan(self, place: Place | None = None) -> LaunchPlan:
         """place: of an engine that spans nodes."""

@@ -20,8 +20,8 @@ from ckpt_engine.agent.mirror import Mirror, MirrorError
 from ckpt_engine.agent.nodes import NodeSettings, Place
 from ckpt_engine.agent.ports import ReservedPort
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.install.state import EnginePage
-from ckpt_engine.v1 import weights_pb2, worker_pb2
+from ckpt_engine.install.state import EnginePage, WorkerWord
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +138,10 @@ class Followers:
         if not await self._until(lambda: not late() or generation != self._generation, seconds):
             for rank in late():
                 self._mirror.lose(rank)
+
+    def status(self, word: WorkerWord) -> manager_pb2.WorkerStatus:
+        """A word of the page as the manager is told it."""
+        return word.status() if self._mirror is None else self._mirror.status(word)
 
     async def end(self) -> None:
         """Has all followers end their parts, and waits a while for that; what they hold counts no more."""

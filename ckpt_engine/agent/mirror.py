@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckpt_engine.install.state import CLEAN, DIRTY, MAX_WORKERS, EnginePage, WorkerSlot
+from ckpt_engine.install.state import CLEAN, DIRTY, MAX_WORKERS, EnginePage, WorkerSlot, WorkerWord
 from ckpt_engine.v1 import manager_pb2
 
 BOOT_ID_BYTES = 16
@@ -24,9 +24,10 @@ class MirrorError(Exception):
 
 @dataclass
 class _Far:
-    """A worker on another node. ordered: the epoch of an order that it has not accounted for; 0: none."""
+    """A worker on another node. pid: there. ordered: the epoch of an order that it has not accounted for; 0: none."""
 
     node: int
+    pid: int
     slot: WorkerSlot
     ordered: int = 0
 
@@ -73,6 +74,14 @@ class Mirror:
             if far.node == node:
                 far.slot.gone()
 
+    def status(self, word: WorkerWord) -> manager_pb2.WorkerStatus:
+        """A word of the page as the manager is told it: with node and process where the worker runs."""
+        status = word.status()
+        far = self._far.get(word.rank)
+        if far is not None:
+            status.node, status.pid = far.node, far.pid
+        return status
+
     def _check(self, node: int, status: manager_pb2.WorkerStatus, here: dict[int, bytes]) -> None:
         known = self._far.get(status.rank)
         if status.rank >= (len(here) or MAX_WORKERS) or len(status.boot_id) != BOOT_ID_BYTES:
@@ -85,7 +94,9 @@ class Mirror:
     def _take(self, node: int, status: manager_pb2.WorkerStatus) -> None:
         far = self._far.get(status.rank)
         if far is None or far.slot.boot_id != status.boot_id:
-            far = _Far(node, WorkerSlot(self._page, status.rank, status.boot_id))  # a new process has no order
+            far = _Far(
+                node, status.pid, WorkerSlot(self._page, status.rank, status.boot_id)
+            )  # a new process has no order
             self._far[status.rank] = far
         whole = status.state == CLEAN and status.HasField("identity")
         if far.ordered and not (whole and status.epoch == far.ordered):

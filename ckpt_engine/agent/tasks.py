@@ -108,7 +108,7 @@ class TaskRunner:
         page = self._host.page
         words = page.read() if page is not None else []
         found = verdict(words, page is not None and page.marked().own_weights)
-        return events.Words(tuple(word.status() for word in words), found.open, found.reason, found.identity)
+        return events.Words(tuple(self._host.status(word) for word in words), found.open, found.reason, found.identity)
 
     def _mark(self, task: events.MarkEngine) -> None:
         if self._host.page is None:

@@ -51,6 +51,7 @@ class Worker(BaseModel):
 
     rank: int
     pid: int
+    node: int
     boot_id: str
     state: str
     epoch: int
@@ -61,6 +62,7 @@ class Worker(BaseModel):
         return cls(
             rank=worker.rank,
             pid=worker.pid,
+            node=worker.node,
             boot_id=worker.boot_id.hex(),
             state=manager_pb2.WorkerState.Name(worker.state).lower(),
             epoch=worker.epoch,

@@ -222,20 +222,22 @@ class Goodbye(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("rank", "boot_id", "pid", "state", "epoch", "identity")
+    __slots__ = ("rank", "boot_id", "pid", "state", "epoch", "identity", "node")
     RANK_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
     rank: int
     boot_id: bytes
     pid: int
     state: WorkerState
     epoch: int
     identity: _weights_pb2.Identity
-    def __init__(self, rank: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., epoch: _Optional[int] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ...) -> None: ...
+    node: int
+    def __init__(self, rank: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., epoch: _Optional[int] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., node: _Optional[int] = ...) -> None: ...
 
 class Engine(_message.Message):
     __slots__ = ("kind", "version", "url", "pause_modes")

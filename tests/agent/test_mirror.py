@@ -52,6 +52,8 @@ def test_a_far_worker_counts_like_one_of_this_node(page: EnginePage, near: Worke
     assert "holds another version" in verdict(page.read()).reason
     mirror.take(1, [told(CLEAN, 1, 1)])
     assert verdict(page.read()).identity == identity(1)
+    here, there = map(mirror.status, page.read())
+    assert (here.node, there.node, there.pid) == (0, 1, 7)
 
 
 def test_an_order_closes_the_gate_before_it_leaves_and_old_words_do_not_open_it(

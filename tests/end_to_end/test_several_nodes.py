@@ -100,15 +100,16 @@ def check_serves(nodes: TwoNodes, model: Any) -> None:
 def test_one_replica_of_two_nodes_is_updated(nodes: TwoNodes, trainer: Trainer, tmp_path: Path) -> None:
     status = nodes.leader.status
     assert status is not None
-    assert [worker.rank for worker in status.workers] == [0, 1]
+    told = [(worker.rank, worker.node, worker.pid) for worker in status.workers]
+    assert told == [(0, 0, nodes.worker(0).pid), (1, 1, nodes.worker(1).pid)]
     assert len(nodes.cluster.status().replicas) == 1, "the follower is no replica of its own"
     for version, seed in enumerate((3, 4)):
         model = model_of(tmp_path, seed)
         trainer.publish(named_weights(model))
         report = trainer.update_weights(version=version)
         assert report.ok, report
-        (told,) = report.message.replicas
-        assert len(told.workers) == 2
+        (replica,) = report.message.replicas
+        assert len(replica.workers) == 2
         check_serves(nodes, model)
 
 
