@@ -218,4 +218,5 @@ def test_memory_that_is_lost_makes_the_worker_say_so_before(stories: dict[str, A
     assert told["saver False, backup False"] == calls("CLEAN")
     assert told["saver True, backup True"] == calls("CLEAN")
     assert told["saver True, backup False"] == calls("NONE")
+    assert told["after an order for another model"] == "CLEAN"
     assert told["after an order to discard"] == "NONE"
