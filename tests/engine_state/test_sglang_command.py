@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.agent.nodes import Place
 from ckpt_engine_adapters.sglang.command import LOADER, WRAPPER, check_options, command_options
-from ckpt_engine_adapters.sglang.driver import launch_plan
+from ckpt_engine_adapters.sglang.driver import launch_plan, node_plan
 
 WHOLE = ("env", "A=1", "/opt/python", "-m", "sglang.launch_server", "--tp", "2")
 
@@ -29,7 +30,7 @@ def test_options_alone_become_a_server_of_this_python() -> None:
 
 
 def test_a_whole_command_keeps_its_python_and_what_it_says() -> None:
-    arguments = ("--model", "mine", "--port=77", "--host", "0.0.0.0", "--nnodes", "2", "--node-rank", "0")
+    arguments = ("--model", "mine", "--port=77", "--host", "0.0.0.0", "--context-length", "99")
     plan = launch_plan([*WHOLE, *arguments, "--custom-weight-loader", "a.b"], 1234, "model")
     assert plan.argv[:7] == (*WHOLE[:4], WRAPPER, *WHOLE[5:])
     assert "--model-path" not in plan.argv
@@ -42,6 +43,7 @@ def test_a_whole_command_keeps_its_python_and_what_it_says() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
+        (["--nnodes", "2"], "replica --nodes"),
         (["--tokenizer-worker-num", "4"], "--tokenizer-worker-num 4"),
         (["--grpc-port=50051"], "gate does not see"),
         (["--use-ray"], "--use-ray"),
@@ -70,6 +72,18 @@ def test_what_cannot_be_kept_behind_the_gate_is_refused_by_name(arguments: list[
 )
 def test_harmless_values_pass(arguments: list[str]) -> None:
     launch_plan(arguments, 1, "model")
+
+
+def test_each_node_is_told_its_place() -> None:
+    plans = [node_plan(["--tp", "4"], 0, "model", Place(2, rank, "10.0.0.1", 29500)) for rank in (0, 1)]
+    for rank, plan in enumerate(plans):
+        options = command_options(plan.argv)
+        assert options["--nnodes"] == ("2",)
+        assert options["--node-rank"] == (str(rank),)
+        assert options["--dist-init-addr"] == ("10.0.0.1:29500",)
+        assert plan.workers == 4, "of the whole server"
+    with pytest.raises(ValueError, match="3 workers cannot be shared by 2 nodes"):
+        node_plan(["--tp", "3"], 0, "model", Place(2, 0, "10.0.0.1", 29500))
 
 
 def test_servers_that_the_environment_turns_into_others_are_refused() -> None:

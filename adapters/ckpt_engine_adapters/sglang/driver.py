@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ckpt_engine.agent.adapter import (
     LaunchPlan,
 )
 from ckpt_engine.agent.http import engine_call, engine_client
+from ckpt_engine.agent.nodes import Place
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.sglang.command import (
     LOADER,
@@ -60,6 +62,8 @@ _NEEDED = frozenset(
 _BEGIN, _END = "/begin_weight_update", "/end_weight_update"
 
 _MODES = (manager_pb2.KEEP, manager_pb2.ABORT, manager_pb2.IN_PLACE)
+
+_SET_BY_NODES = {"--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"}
 
 _MEMORY = {"weights": ("weights",), "kv_cache": ("kv_cache", "cuda_graph")}
 """Our tags to SGLang's. Graphs are of use only to who computes, and that needs caches."""
@@ -279,6 +283,10 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     given = wrapped(arguments)
     options = command_options(given)
     check_options(options, {})
+    if found := sorted(options.keys() & _SET_BY_NODES):
+        raise ValueError(
+            f"leave {', '.join(found)} out of the engine's arguments: `ckpt-engine replica --nodes` sets it"
+        )
     added: list[str] = []
     if model and "--model-path" not in options:
         added += ["--model-path", model]
@@ -301,6 +309,19 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
         # On a CPU there is nothing to give up.
         sleep_argument="--enable-memory-saver" if NVIDIA_DRIVER.exists() else "",
     )
+
+
+def node_plan(arguments: Sequence[str], port: int, model: str, place: Place) -> LaunchPlan:
+    """As `launch_plan`, for one node's part. All run the same command; SGLang serves HTTP on node 0 only.
+
+    Raises ValueError for options that say where parts run, or a number of workers that nodes cannot share evenly.
+    """
+    plan = launch_plan(arguments, port, model)
+    if plan.workers % place.nodes:
+        raise ValueError(f"{plan.workers} workers cannot be shared by {place.nodes} nodes")
+    meeting = f"{place.address}:{place.port}"
+    where = ("--nnodes", str(place.nodes), "--node-rank", str(place.rank), "--dist-init-addr", meeting)
+    return replace(plan, argv=(*plan.argv, *where))
 
 
 def availability() -> AdapterAvailability:
