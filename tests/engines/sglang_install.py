@@ -1,8 +1,10 @@
 """Run by SGLang's Python: installs into SGLang's own model classes, made by its own loader, without a server.
 
-`python -m tests.engines.sglang_install FOLDER...`: each folder holds one kind of model as it comes from a checkpoint,
-in `1` and `2`, two versions of it. A model with random weights is updated to both by our install, and compared with
-models that SGLang itself has loaded. Before the second update, checkpoints that lack something are offered.
+`python -m tests.engines.sglang_install RANK WORKERS FOLDER...`: one of so many tensor and expert parallel ranks, each
+in its own process; they meet in the file `group` beside the first folder. Each folder holds one kind of model as it
+comes from a checkpoint, in `1` and `2`, two versions of it. A model with random weights is updated to both by our
+install, and compared with models that SGLang itself has loaded. Before the second update, checkpoints that lack
+something are offered, and a torn one.
 Prints one JSON object a folder.
 """
 
@@ -10,9 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,10 @@ ARGUMENTS = (
 class Engine:
     """SGLang as far as it is needed to load models in this process."""
 
-    def __init__(self, folder: Path) -> None:
-        """folder: for a file in which the only process of the group meets itself."""
-        self._folder = folder
+    def __init__(self, rank: int, workers: int, group: Path) -> None:
+        """group: the file in which the processes of the group meet."""
+        self.rank, self._workers = rank, workers
+        self._group = group
         self._up = False
 
     def model(self, path: Path, load_format: str) -> tuple[nn.Module, Any]:
@@ -46,10 +47,11 @@ class Engine:
         from sglang.srt.model_loader.loader import get_model_loader
         from sglang.srt.server_args import prepare_server_args
 
-        arguments = prepare_server_args(["--model-path", str(path), *ARGUMENTS])
+        sizes = ("--tp-size", str(self._workers), "--ep-size", str(self._workers))
+        arguments = prepare_server_args(["--model-path", str(path), *ARGUMENTS, *sizes])
         load_config = LoadConfig(load_format=load_format)
         config = self._configure(arguments, ModelConfig)
-        config = adjust_config_with_unaligned_cpu_tp(config, load_config, 1)
+        config = adjust_config_with_unaligned_cpu_tp(config, load_config, self._workers)
         loader = get_model_loader(load_config, config)
         return loader.load_model(model_config=config, device_config=DeviceConfig("cpu")), config
 
@@ -58,10 +60,10 @@ class Engine:
         from sglang.srt.distributed import bootstrap
         from sglang.srt.runtime_context import SpawnRanks, publish
 
-        publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+        publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=self.rank, gpu_id=self.rank))
         config = kind.from_server_args(arguments)
         if not self._up:
-            distributed.bootstrap._resolve_dist_init_method = lambda **_: f"file://{self._folder}/group"
+            distributed.bootstrap._resolve_dist_init_method = lambda **_: f"file://{self._group}"
             bootstrap.init_parallel_runtime(server_args=arguments, device="cpu", dist_port=0)
             self._up = True
         bootstrap.init_layer_runtime(model_config=config)
@@ -97,6 +99,7 @@ def lacking(weights: Mapping[str, Tensor], leaves_out: Mapping[str, str]) -> Ite
 def play(engine: Engine, folder: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
+    from ckpt_engine.v1 import weights_pb2
     from ckpt_engine_adapters.sglang.target import SglangTarget
     from tests.install.install_world import Checkpoint, OneWorker
 
@@ -107,8 +110,8 @@ def play(engine: Engine, folder: Path) -> dict[str, Any]:
     target = SglangTarget(model, config.hf_text_config)
     addresses = {name: tensor.data_ptr() for name, tensor in tensors(model).items()}
     found: dict[str, Any] = {"staged": sorted(target.staged()), "differ": {}, "refused": {}, "beside": []}
-    page = folder / "page"
-    page.mkdir(exist_ok=True)
+    page = folder / f"page-{engine.rank}"
+    page.mkdir()
     one = OneWorker(target, page)
     for version in ("1", "2"):
         weights = load_file(folder / version / "model.safetensors")
@@ -127,6 +130,9 @@ def play(engine: Engine, folder: Path) -> dict[str, Any]:
         found["problem"] = report.problem.message
         found["verified"], found["as_loaded"] = report.verified, report.verified_as_loaded
         found["by_loader"] = list(report.by_loader)
+        recording = one.recording(Checkpoint(weights))
+        needs = weights_pb2.WorkerNeeds.FromString(recording.needs_bytes)
+        found["elsewhere"] = [recording.manifest.tensors[index].name for index in needs.elsewhere]
     found["moved"] = [name for name, tensor in tensors(model).items() if tensor.data_ptr() != addresses[name]]
     if story["scheduler"]:
         found["scheduler"] = sglang_scheduler.play(model, config, page)
@@ -191,21 +197,16 @@ def as_on_cuda() -> None:
     w8a8_int8._is_cpu = False
 
 
-def main(folders: list[Path]) -> None:
+def main(rank: int, workers: int, folders: list[Path]) -> None:
     from ckpt_engine_adapters.sglang.scheduler import hook
 
     hook()
-    scratch = Path(tempfile.mkdtemp())
-    engine = Engine(scratch)
-    try:
-        for folder in folders:
-            print(json.dumps({"kind": folder.name, **play(engine, folder)}), flush=True)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    sys.stdout.flush()
+    engine = Engine(rank, workers, folders[0].parent / "group")
+    for folder in folders:
+        print(json.dumps({"kind": folder.name, **play(engine, folder)}), flush=True)
     # A process group's threads do not end by themselves.
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main([Path(argument) for argument in sys.argv[1:]])
+    main(int(sys.argv[1]), int(sys.argv[2]), [Path(argument) for argument in sys.argv[3:]])

@@ -124,28 +124,48 @@ def write(kind: Kind, folder: Path) -> None:
     (folder / "story.json").write_text(json.dumps(story))
 
 
+def played(root: Path, kinds: dict[str, Kind], workers: int) -> list[dict[str, Any]]:
+    """What each worker tells of each kind."""
+    for name, kind in kinds.items():
+        write(kind, root / name)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{OVERLAY}:{STUBS}:{REPOSITORY}",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if workers > 1:
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
+    logs = [root / f"log-{rank}" for rank in range(workers)]
+    processes = []
+    try:
+        for rank, log in enumerate(logs):
+            command = [PYTHON, "-m", "tests.engines.sglang_install", str(rank), str(workers)]
+            with log.open("w") as output:
+                processes.append(
+                    subprocess.Popen(
+                        [*command, *(str(root / name) for name in kinds)],
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        env=environment,
+                    )
+                )
+        for process in processes:
+            process.wait(timeout=280)
+    finally:
+        for process in processes:
+            process.kill()
+    told = [[json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"kind"')] for log in logs]
+    for process, log in zip(processes, logs, strict=True):
+        assert process.returncode == 0, log.read_text()[-4000:]
+    return [{story["kind"]: story for story in of_worker} for of_worker in told]
+
+
 @pytest.fixture(scope="module")
 def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What became of each kind."""
-    root = tmp_path_factory.mktemp("models")
-    for name, kind in KINDS.items():
-        write(kind, root / name)
-    done = subprocess.run(
-        [PYTHON, "-m", "tests.engines.sglang_install", *(str(root / name) for name in KINDS)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{OVERLAY}:{STUBS}:{REPOSITORY}",
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "HF_HUB_OFFLINE": "1",
-        },
-        check=False,
-    )
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"kind"')]
-    assert done.returncode == 0, f"{done.stderr[-4000:]}\nafter {[story['kind'] for story in told]}"
-    return {story["kind"]: story for story in told}
+    """What became of each kind on a server of one worker."""
+    (told,) = played(tmp_path_factory.mktemp("models"), KINDS, 1)
+    return told
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -220,3 +240,17 @@ def test_memory_that_is_lost_makes_the_worker_say_so_before(stories: dict[str, A
     assert told["saver True, backup False"] == calls("NONE")
     assert told["after an order for another model"] == "CLEAN"
     assert told["after an order to discard"] == "NONE"
+
+
+def test_two_workers_load_their_slices_and_their_experts(tmp_path: Path) -> None:
+    name = "qwen3-experts"
+    workers = [told[name] for told in played(tmp_path, {name: KINDS[name]._replace(leaves_out=DENSE)}, 2)]
+    for story in workers:
+        assert story["problem"] == ""
+        assert story["differ"] == {"1": [], "2": []}
+        assert "come from nowhere" in story["refused"]["o_proj"]
+        assert story["touched"] == []
+    for rank, story in enumerate(workers):
+        others = [f".experts.{expert}." for expert in range(4) if expert // 2 != rank]
+        assert len(story["elsewhere"]) == 2 * 2 * 3  # layers, experts, projections
+        assert all(any(other in tensor for other in others) for tensor in story["elsewhere"])
