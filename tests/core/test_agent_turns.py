@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines import events
 from ckpt_engine.core.machines.agent import AgentMachine
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 CLUSTER = "cluster"
 IDENTITY = weights_pb2.Identity(lineage="run", version=1, root=bytes(32))
@@ -73,3 +73,29 @@ def test_a_refused_resume_is_not_repeated_in_the_same_moment() -> None:
     else:
         raise AssertionError("it went on without time passing")
     assert resumed == 1
+
+
+def test_an_engine_that_has_more_workers_than_it_says_is_told_and_breaks_nothing() -> None:
+    agent = Agent()
+    agent.welcome()
+    agent.engine_ready(paused=False)
+    fence = weights_pb2.Fence(cluster=CLUSTER, epoch=2)
+    prepare = manager_pb2.Prepare(fence=fence, manifest=manager_pb2.BlobRef(digest=b"m" * 32), deadline_seconds=60)
+    given = agent.tell(events.Message(agent.peer, prepare))
+    for _ in range(20):
+        runs = [command for command in given if isinstance(command, events.Run)]
+        given = []
+        for run in runs:
+            if isinstance(run.task, events.PrepareEngine):
+                for rank in (0, 1):
+                    prepared = worker_pb2.WorkerPrepared(fence=fence, needs=b"needs")
+                    request = worker_pb2.WorkerRequest(rank=rank, boot_id=bytes([rank]) * 16, prepared=prepared)
+                    agent.tell(events.WorkerAsked(rank, request))
+            results = {events.ReadWords: WORDS, events.FetchBlobs: (b"manifest",)}
+            given += agent.tell(events.Done(run.key, results.get(type(run.task))))
+    (answer,) = [
+        command.body
+        for command in agent.commands
+        if isinstance(command, events.Send) and isinstance(command.body, manager_pb2.Prepared)
+    ]
+    assert answer.problem.message == ("the engine says that it has 1 workers, but workers [1] recorded its loader")

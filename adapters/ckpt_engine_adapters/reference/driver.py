@@ -135,6 +135,9 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     for option in ("--port", *(["--model"] if model else [])):
         if _value(arguments, option) is not None:
             raise ValueError(f"leave {option} out of the engine's arguments: `ckpt-engine replica` sets it")
+    for option in ("--nnodes", "--node-rank", "--master-addr", "--master-port"):
+        if _value(arguments, option) is not None:
+            raise ValueError(f"leave {option} out of the engine's arguments: `ckpt-engine replica --nodes` sets it")
     if not model and _value(arguments, "--model") is None:
         raise ValueError("no model: give `ckpt-engine replica --model DIR`")
     workers = _value(arguments, "--tensor-parallel") or "1"
@@ -152,9 +155,6 @@ def node_plan(arguments: Sequence[str], port: int, model: str, place: Place) -> 
 
     Raises ValueError as `launch_plan` does, and if the workers cannot be shared by so many nodes.
     """
-    for option in ("--nnodes", "--node-rank", "--master-addr", "--master-port"):
-        if _value(arguments, option) is not None:
-            raise ValueError(f"leave {option} out of the engine's arguments: `ckpt-engine replica --nodes` sets it")
     plan = launch_plan(arguments, port, model)
     if plan.workers % place.nodes:
         raise ValueError(f"--tensor-parallel {plan.workers} cannot be shared by {place.nodes} nodes")

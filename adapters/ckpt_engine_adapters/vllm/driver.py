@@ -190,6 +190,10 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     if not given or given[0].startswith("-"):
         given = [sys.executable, "-m", MODULE, *given]
     options = command_options(given)
+    if found := sorted(options.keys() & _SET_BY_NODES):
+        raise ValueError(
+            f"leave {', '.join(found)} out of the engine's arguments: `ckpt-engine replica --nodes` sets it"
+        )
     added: list[str] = []
     if model and "--model" not in options:
         added += ["--model", model]
@@ -231,10 +235,6 @@ def node_plan(arguments: Sequence[str], port: int, model: str, place: Place) -> 
     """
     plan = launch_plan(arguments, port, model)
     options = command_options(plan.argv)
-    if found := sorted(options.keys() & _SET_BY_NODES):
-        raise ValueError(
-            f"leave {', '.join(found)} out of the engine's arguments: `ckpt-engine replica --nodes` sets it"
-        )
     if found := sorted(options.keys() & _OTHER_SERVERS):
         raise ValueError(f"{', '.join(found)}: on several --nodes only node 0 may have an API server")
     if plan.workers % place.nodes:

@@ -108,11 +108,15 @@ class Preparing(Operation):
         problems = [self._recorded[rank][1] for rank in sorted(self._recorded)]
         first = next((prepared.problem for prepared in problems if prepared.HasField("problem")), None)
         missing = [rank for rank in range(engine.world_size) if rank not in self._recorded]
+        unknown = sorted(rank for rank in self._recorded if rank >= engine.world_size)
         if first is not None:
             named = weights_pb2.Problem()
             named.CopyFrom(first)
             named.replica = self.replica.name
             self._answer(named)
+        elif unknown:
+            said = f"the engine says that it has {engine.world_size} workers, but workers {unknown} recorded its loader"
+            self._answer(self.replica.problem(Problem.INTERNAL, said))
         elif missing and done.problem is not None:
             self._answer(done.problem)
         elif missing:
