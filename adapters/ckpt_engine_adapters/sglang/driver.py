@@ -75,7 +75,7 @@ CAPABILITIES = Capabilities(
     sleep_levels=frozenset({1, 2}),
     wake_tags=frozenset(_MEMORY),
     layouts=("TP",),
-    versions=("0.5.23 on CPUs",),
+    versions=("0.5.16 and 0.5.23 on CPUs",),
     notes=(
         "keep retracts running requests and recomputes their caches with the new weights; in_place keeps the old ones, "
         "also for later requests with the same beginning.",
@@ -83,6 +83,7 @@ CAPABILITIES = Capabilities(
         "--enable-weights-cpu-backup besides; on a CPU it frees nothing.",
     ),
     cannot=(
+        "No GPU has run it yet: what is said here was seen on CPUs.",
         "SGLang has no way to wait for running requests to end before an update.",
         "Pipeline parallelism is refused: the stages would take new weights one after the other, with tokens between.",
         "Data parallelism within one server is refused, except for attention: start one replica for each copy.",
