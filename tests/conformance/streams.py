@@ -11,6 +11,7 @@ from ckpt_engine.v1 import manager_pb2
 from tests.cluster import Replica
 from tests.conformance.engines import Answer, Engine
 from tests.conformance.weights import of_either_version, of_one_version
+from tests.tiny_model import ROUNDING, regrets
 
 PROMPT = [3, 5, 7]
 COUNT = 200
@@ -106,9 +107,21 @@ def breaks(mode: manager_pb2.PauseMode, models: Sequence[Any], answer: Answer) -
         return ""  # ended before its first token
     match mode:
         case manager_pb2.ABORT | manager_pb2.WAIT:
-            return "" if of_one_version(models, PROMPT, answer.tokens) else "not of one version"
+            return (
+                "" if of_one_version(models, PROMPT, answer.tokens) else f"not of one version: {told(models, answer)}"
+            )
         case manager_pb2.KEEP:
-            return "" if of_either_version(models, PROMPT, answer.tokens) else "not of whole versions"
+            if of_either_version(models, PROMPT, answer.tokens):
+                return ""
+            return f"not of whole versions: {told(models, answer)}"
         case _:
             # Later tokens come from new weights over old caches, which no model can tell.
             return "" if of_one_version(models, PROMPT, answer.tokens[:1]) else "its first token is of no version"
+
+
+def told(models: Sequence[Any], answer: Answer) -> str:
+    """Which tokens none of the models makes, and how far each model is from making them."""
+    found = [regrets(model, PROMPT, list(answer.tokens)) for model in models]
+    wrong = [place for place, each in enumerate(zip(*found, strict=True)) if min(each) >= ROUNDING]
+    worst = [f"{max(each):.2f}" for each in found]
+    return f"tokens {wrong} of {len(answer.tokens)} are of neither; the models' largest regrets are {', '.join(worst)}"
