@@ -165,7 +165,7 @@ def _socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.MAXMSGSIZE, FRAME_LIMIT_BYTES)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     # What is queued for a leader that is away would be stale when it comes: only living connections take messages.
     socket.setsockopt(zmq.IMMEDIATE, 1)
     return socket

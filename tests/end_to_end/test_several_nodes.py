@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from ckpt_engine import Trainer
+from ckpt_engine import CkptEngineError, Trainer
 from ckpt_engine.v1 import manager_pb2
 from tests.cluster import (
     Cluster,
@@ -23,6 +25,7 @@ from tests.cluster import (
     outcomes,
     running_cluster,
 )
+from tests.faults.proxy import Loop, Proxy
 from tests.tiny_model import decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
 
 TOKENS = 8
@@ -37,11 +40,13 @@ def free_address() -> str:
 class TwoNodes:
     """The agents of one replica. Both processes are Replicas of the cluster, so that it ends them."""
 
-    def __init__(self, cluster: Cluster, model: Path, *, kind: str = "reference") -> None:
+    def __init__(self, cluster: Cluster, model: Path, loop: Loop) -> None:
         token = cluster.path / "node.token"
         token.write_text("0123456789abcdef" * 4)
-        self.cluster, self.model, self.kind = cluster, model, kind
-        self.options = ["--nodes", "2", "--leader", free_address(), "--node-token", str(token)]
+        self.cluster, self.model = cluster, model
+        leader = free_address()
+        self.link = Proxy(loop, ("127.0.0.1", int(leader.rpartition(":")[2])))
+        self.options = ["--nodes", "2", "--leader", leader, "--node-token", str(token)]
         self.options += [
             "--deadline",
             "engine_restart_first=0.2",
@@ -57,12 +62,13 @@ class TwoNodes:
         runtime = self.cluster.path / f"n{rank}"
         runtime.mkdir(exist_ok=True, mode=0o700)
         name = "wide" if rank == 0 else "wide-node-1"
+        dialled = [] if rank == 0 else ["--leader", self.link.address]  # the last one counts
         return self.cluster.replica(
             name,
-            self.kind,
+            "reference",
             self.model,
             *("--tensor-parallel", "2"),
-            options=[*self.options, "--node-rank", str(rank)],
+            options=[*self.options, *dialled, "--node-rank", str(rank)],
             environment={"XDG_RUNTIME_DIR": str(runtime)},
         )
 
@@ -77,9 +83,13 @@ class TwoNodes:
 def nodes(tmp_path_factory: pytest.TempPathFactory, bare_model: Path) -> Iterator[TwoNodes]:
     torch.set_num_threads(1)
     with running_cluster(tmp_path_factory.mktemp("nodes")) as cluster:
-        pair = TwoNodes(cluster, bare_model)
-        pair.leader.registered()
-        yield pair
+        pair = TwoNodes(cluster, bare_model, Loop())
+        try:
+            pair.leader.registered()
+            yield pair
+        finally:
+            cluster.close()
+            pair.link.close()
 
 
 @pytest.fixture(scope="module")
@@ -205,12 +215,42 @@ def test_a_worker_of_the_other_node_that_dies_ends_the_whole_engine(
     check_serves(nodes, model)
 
 
+def test_a_link_that_breaks_for_a_moment_costs_no_engine(nodes: TwoNodes, trainer: Trainer, tmp_path: Path) -> None:
+    """Cut again and again while updates run: each ends, nothing torn is served, and the engine is the same one."""
+    model = model_of(tmp_path, 9)
+    trainer.publish(named_weights(model))
+    before = boot_ids(nodes)
+    ended = threading.Event()
+
+    def cut() -> None:
+        while not ended.wait(0.8):
+            nodes.link.cut()
+
+    cutting = threading.Thread(target=cut)
+    cutting.start()
+    found: list[str] = []
+    try:
+        for version in range(35, 45):
+            time.sleep(0.3)  # so that cuts fall into different steps
+            try:
+                found += outcomes(trainer.update_weights(version=version, timeout=30)).values()
+            except CkptEngineError as error:
+                found.append(str(error))  # refused: no replica could be prepared while it was cut off
+    finally:
+        ended.set()
+        cutting.join(30)
+    assert len(found) == 10
+    eventually("an update", 60, lambda: trainer.update_weights(version=45).ok)
+    check_serves(nodes, model)
+    assert boot_ids(nodes) == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_agent_that_is_killed_takes_the_whole_engine_with_it(
     nodes: TwoNodes, trainer: Trainer, tmp_path: Path, rank: int
 ) -> None:
-    version = 40 + 10 * rank
+    version = 50 + 10 * rank
     model = model_of(tmp_path, 8)
     trainer.publish(named_weights(model))
     assert trainer.update_weights(version=version).ok
