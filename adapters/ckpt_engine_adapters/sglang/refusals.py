@@ -23,6 +23,6 @@ def refusals(arguments: Any) -> list[str]:
         found.append("it offloads weights to the host (--cpu-offload-gb, --offload-group-size)")
     if getattr(arguments, "enable_eplb", False):
         found.append("it moves experts between ranks while it runs (--enable-eplb)")
-    if getattr(arguments, "enable_lora", None):
-        found.append("it serves adapters (--enable-lora)")
+    if getattr(arguments, "enable_lora", None) or getattr(arguments, "lora_paths", None):
+        found.append("it serves adapters (--enable-lora, --lora-paths)")
     return found

@@ -18,12 +18,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from torch import Tensor, nn
 
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.install.beside import kept_beside
 from ckpt_engine.install.target import StagedLayer, Weights
-from ckpt_engine_adapters.sglang.forms import materialized, noted_forms, same_form
+from ckpt_engine_adapters.sglang.beside import Computed, made_while_loading
+from ckpt_engine_adapters.sglang.forms import materialized, noted_forms, same_form, storage_address
 from ckpt_engine_adapters.sglang.layout import Elsewhere
 from ckpt_engine_adapters.sglang.live import LiveLayer
 from ckpt_engine_adapters.sglang.residency import processing_method
@@ -53,7 +55,10 @@ class SglangTarget:
                 self._staged_layers[prefix] = layer
                 self._forms[prefix] = form
         self._refuse_shared()
+        self._computed = Computed(model, made_while_loading(model, {*self._staged_layers.values()}))
         self._derived = dict(_buffers_of_weights(model))
+        self._derived |= dict.fromkeys(self._computed.tensors, "computed of loaded weights by SGLang's post-load step")
+        self._refuse_post_load()
 
     def _refuse_changed(self, prefix: str, layer: nn.Module, form: Mapping[str, Tensor] | None) -> None:
         for name, parameter in layer._parameters.items():
@@ -63,6 +68,15 @@ class SglangTarget:
                 self._refused.append(
                     f"{prefix}.{name} is not in the form of SGLang's loader any more, and nobody knows what changed it"
                 )
+
+    def _refuse_post_load(self) -> None:
+        if not hasattr(self._model, "post_load_weights"):
+            self._refused += [f"nobody computes {name} of new weights" for name in self._computed.tensors]
+            return
+        # The step reads what the loader writes, and a staged layer has that form only while it is loaded.
+        for prefix, layer in self._staged_layers.items():
+            if not isinstance(layer, FusedMoE):
+                self._refused.append(f"{prefix} is quantised, and the model computes more of its weights")
 
     def _refuse_shared(self) -> None:
         """A staged layer's parameter that another layer has too would be processed in one, forgotten in the other."""
@@ -78,6 +92,7 @@ class SglangTarget:
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._model.named_parameters()
         yield from self._model.named_buffers()
+        yield from self._computed.named()
 
     def load_weights(self, weights: Weights) -> object:
         with self._without_post_load():
@@ -169,7 +184,9 @@ class SglangTarget:
         compute: Any = getattr(self._model, "post_load_weights", None)
         if compute is not None:
             with torch.no_grad(), next(self._model.parameters()).device:
+                self._computed.before()
                 compute()
+                self._computed.after()
 
 
 _OF_WEIGHTS = ("weight", "weights")
@@ -199,6 +216,6 @@ def _buffers_of_weights(model: nn.Module) -> Iterator[tuple[str, str]]:
             if buffer is None or not buffer.numel():
                 continue
             for owner, parameter in layer.named_parameters():
-                if parameter.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
+                if storage_address(parameter) == storage_address(buffer) != 0:
                     yield _join(prefix, name), f"shows the memory of {owner}"
                     break
