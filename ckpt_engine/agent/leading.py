@@ -222,7 +222,7 @@ class Followers:
             self._mirror.lose(rank)
             return
         node.looked = max(node.looked, message.looked)
-        if request is not None:
+        if request is not None and self._mirror.has(rank, request.rank, request.boot_id):
             self._ask(node, request)
 
     def _ask(self, node: _Node, request: worker_pb2.WorkerRequest) -> None:
@@ -232,6 +232,8 @@ class Followers:
         if request.sequence < sequence:
             return
         if request.sequence > sequence or reply is None:
+            for old in [each for each in node.conversations if each[0] == request.rank]:
+                del node.conversations[old]  # of this worker before, or of a process before it
             reply = asyncio.create_task(self._reply(request, self._generation))
             node.conversations[key] = (request.sequence, reply)
             reply.add_done_callback(lambda done: self._answered(node, request, done))

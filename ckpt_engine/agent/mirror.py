@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckpt_engine.install.state import CLEAN, DIRTY, MAX_WORKERS, EnginePage, WorkerSlot, WorkerWord
-from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.install.state import CLEAN, DIRTY, LINEAGE_BYTES, MAX_WORKERS, EnginePage, WorkerSlot, WorkerWord
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 BOOT_ID_BYTES = 16
+ROOT_BYTES = 32
 
 
 class MirrorError(Exception):
@@ -50,6 +51,11 @@ class Mirror:
             self._check(node, status, here)
         for status in theirs:
             self._take(node, status)
+
+    def has(self, node: int, rank: int, boot_id: bytes) -> bool:
+        """Whether this is a worker of which that node has told."""
+        far = self._far.get(rank)
+        return far is not None and far.node == node and far.slot.boot_id == boot_id
 
     def ordered(self, rank: int, boot_id: bytes, epoch: int) -> None:
         """Before an install order leaves for a far worker: from now on it may write at any time.
@@ -86,6 +92,8 @@ class Mirror:
         known = self._far.get(status.rank)
         if status.rank >= (len(here) or MAX_WORKERS) or len(status.boot_id) != BOOT_ID_BYTES:
             raise MirrorError(f"node {node} tells of worker {status.rank}, and there are {len(here)} workers")
+        if status.HasField("identity") and not _fits(status.identity):
+            raise MirrorError(f"node {node} tells that worker {status.rank} holds what no state word can hold")
         if known is not None and known.node != node:
             raise MirrorError(f"nodes {known.node} and {node} both have a worker {status.rank}")
         if here.get(status.rank) not in (None, b"", None if known is None else known.slot.boot_id):
@@ -108,3 +116,7 @@ class Mirror:
             far.slot.dirty(status.epoch)
         else:
             far.slot.none()
+
+
+def _fits(identity: weights_pb2.Identity) -> bool:
+    return len(identity.root) == ROOT_BYTES and len(identity.lineage.encode()) <= LINEAGE_BYTES

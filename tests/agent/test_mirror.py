@@ -126,6 +126,10 @@ def test_words_that_do_not_fit_are_refused_as_a_whole(page: EnginePage, near: Wo
         with pytest.raises(MirrorError, match=message):
             mirror.take(1, [told(NONE), wrong])
         assert verdict(page.read()).open, "nothing of it was taken"
+    odd = told(CLEAN, 1, 1)
+    odd.identity.root = b"short"
+    with pytest.raises(MirrorError, match="what no state word can hold"):
+        mirror.take(1, [odd])
     with pytest.raises(MirrorError, match="nodes 1 and 2 both have a worker 1"):
         mirror.take(2, [told(CLEAN, 1, 1)])
     with pytest.raises(MirrorError, match="no node has told of it"):

@@ -18,6 +18,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.fuzz.machines import agent, manager, trainer, worker_requests
 from tests.fuzz.mutation import mutated
+from tests.fuzz.nodes import MESSAGES, NODE_COMMANDS, follower, leader
 from tests.fuzz.readers import (
     SLOT,
     atoms,
@@ -98,6 +99,8 @@ TARGETS = [
         manager_pb2.TrainerCommand,
         20,
     ),
+    Target("node messages", MESSAGES, leader, worker_pb2.NodeMessage, 20),
+    Target("node commands", NODE_COMMANDS, follower, worker_pb2.NodeCommand, 20),
     Target("tables", [canonical(table())], tables, weights_pb2.SourceTable),
     Target("needs", [canonical(needs_seed())], worker_needs, weights_pb2.WorkerNeeds),
     Target(

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from tests.fuzz.nodes import MESSAGES
 from tests.fuzz.seeds import ARENA, SAID, install_order
 from tests.fuzz.targets import TARGETS, Target, inputs, refused
 
@@ -52,14 +53,18 @@ def test_any_bytes(target: Target) -> None:
 
 CROWD = manager_pb2.TrainerMessage(hello=SAID[manager_pb2.TrainerMessage][0].hello)
 CROWD.hello.world_size = (1 << 32) - 1
+ODD_ROOT = worker_pb2.NodeMessage.FromString(MESSAGES[0])
+ODD_ROOT.workers[0].identity.root = b"short"
 BROKE_ONCE = {
+    "node messages": ODD_ROOT.SerializeToString(),
     "trainer messages": CROWD.SerializeToString(),
     "regions": weights_pb2.Region(
         id=1, transport="file", size=9, locator=weights_pb2.FileLocator(path="a\0b").SerializeToString()
     ).SerializeToString(),
     "install orders": install_order().replace(ARENA.region(7).locator, b"\xff" * len(ARENA.region(7).locator)),
 }
-"""What fuzzing has found: a run of four billion ranks, a path with a zero byte, a locator that is no message."""
+"""What fuzzing has found: a run of four billion ranks, a path with a zero byte, a locator that is no message; and what
+reading has: a far worker's identity that no state word can hold."""
 
 
 @pytest.mark.parametrize("name", BROKE_ONCE)
