@@ -12,7 +12,7 @@ import httpx
 import pytest
 import torch
 
-from ckpt_engine import Trainer
+from ckpt_engine import CkptEngineError, Trainer
 from ckpt_engine.install.directory import TOKEN_HEADER, EngineDirectory
 from ckpt_engine_adapters.sglang.gate import MEMORY, RELEASE_ROUTE, RESUME_ROUTE, STATE_ROUTE, SglangGate
 from tests.cluster import Cluster, Replica, corrupt_after_sealing, outcomes, running_cluster
@@ -87,16 +87,16 @@ def load(live: Any, model: Any) -> None:
 
 
 class LongRequest(threading.Thread):
-    """One streamed request of `LONG` tokens; `begun` is set when it has some."""
+    """One streamed request of `count` tokens; `begun` is set when it has some."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, count: int = LONG) -> None:
         super().__init__(daemon=True)
-        self.begun, self.replica = threading.Event(), replica
+        self.begun, self.replica, self.count = threading.Event(), replica, count
         self.last: dict[str, Any] = {}
         self.start()
 
     def run(self) -> None:
-        for event in streamed(self.replica, PROMPT, LONG):
+        for event in streamed(self.replica, PROMPT, self.count):
             self.last = event
             if len(event["output_ids"]) >= 4:
                 self.begun.set()
@@ -196,22 +196,25 @@ def test_an_aborted_request_ends_with_what_it_has(cluster: Cluster, replica: Rep
         assert_serves(replica, model, 2)
 
 
-def test_an_update_waits_for_no_request(cluster: Cluster, replica: Replica, tmp_path: Path) -> None:
-    """Another manifest is prepared and installed while a request runs. SGLang, asked without a pause, would first wait
-    for its end."""
+def test_no_order_waits_for_a_request(cluster: Cluster, replica: Replica, tmp_path: Path) -> None:
+    """A manifest is prepared, and refused, and weights are installed, while one request runs. SGLang, asked without a
+    pause, would first wait for its end."""
     model = model_of(tmp_path, 23)
+    weights = dict(named_weights(model))
     with Trainer(cluster.address, lineage="unhurried") as trainer:
-        publish(trainer, model)
+        trainer.publish(weights)
         assert trainer.update_weights(version=1).ok
-        request = LongRequest(replica)
+        request = LongRequest(replica, 400)
         assert request.begun.wait(60)
-        weights = dict(named_weights(model))
-        with Trainer(cluster.address, lineage="other manifest") as other:
-            other.publish(dict(reversed(weights.items())))
-            assert other.update_weights(version=1, pause_mode="in_place").ok
+        trainer.publish({**weights, "extra.weight": torch.zeros(4, dtype=torch.bfloat16)})
+        with pytest.raises(CkptEngineError, match=r"extra\.weight"):
+            trainer.update_weights(version=2)
+        assert request.is_alive(), "it was refused before the request ended"
+        trainer.publish(weights)
+        assert trainer.update_weights(version=2, pause_mode="in_place").ok
         assert request.is_alive(), "the update was there before the request ended"
         told = request.end()
-        assert len(told["output_ids"]) == LONG
+        assert len(told["output_ids"]) == 400
         assert max(regrets(model, PROMPT, told["output_ids"])) < ROUNDING, "the same weights go on"
 
 
