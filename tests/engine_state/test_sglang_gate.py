@@ -73,12 +73,25 @@ async def test_the_agent_needs_no_key_of_the_server(directory: EngineDirectory) 
     """The token stands for it; who has none is refused before."""
     asked: list[Any] = []
     app: Any = application(asked)
+
+    @app.get("/server_info")
+    async def users(request: Request) -> None:
+        asked.append(("", b"", request.headers.get("authorization")))
+
+    async def admins(request: Request) -> None:
+        asked.append(("", b"", request.headers.get("authorization")))
+
+    admins._auth_level = "admin_optional"  # type: ignore[attr-defined]
+    app.add_api_route("/flush_cache", admins, methods=["PUT"])
     app.server_args = SimpleNamespace(api_key="for users", admin_api_key="for admins")
-    assert (await ask(app, directory.token(), "/update_weight_version")).status_code == 200
-    assert [key for _, _, key in asked] == ["Bearer for admins"]
+    assert (await ask(app, directory.token(), "/server_info", "GET")).status_code == 200
+    assert (await ask(app, directory.token(), "/flush_cache", "PUT")).status_code == 200
+    app.server_args = SimpleNamespace(api_key="for users", admin_api_key=None)
+    assert (await ask(app, directory.token(), "/flush_cache", "PUT")).status_code == 200
+    assert [key for _, _, key in asked] == ["Bearer for users", "Bearer for admins", "Bearer for users"]
     for route in (STATE_ROUTE, RELEASE_ROUTE, "/update_weights_from_disk", "/hicache/storage-backend/clear"):
         assert (await ask(app, "guessed", route)).status_code == 403
-    assert len(asked) == 1
+    assert len(asked) == 3
 
 
 async def test_it_generates_nothing_without_weights(directory: EngineDirectory) -> None:

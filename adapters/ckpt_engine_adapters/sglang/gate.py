@@ -127,13 +127,21 @@ class SglangGate(Gate):
 
 
 def _with_key(scope: Scope) -> Scope:
-    """The token is all that an agent has; where the server asks for a key of its own, it gets that one."""
-    arguments: Any = getattr(scope.get("app"), "server_args", None)
-    key = getattr(arguments, "admin_api_key", None) or getattr(arguments, "api_key", None)
-    if not key:
+    """The token is all that an agent has; where the server asks for a key of its own, it gets that one.
+
+    SGLang notes at an endpoint whether it takes the administrators' key, if there is one, or the users'.
+    """
+    app: Any = scope.get("app")
+    arguments: Any = getattr(app, "server_args", None)
+    users, admins = getattr(arguments, "api_key", None), getattr(arguments, "admin_api_key", None)
+    if not (users or admins):
         return scope
+    path = scope["path"].rstrip("/")
+    endpoints = [route.endpoint for route in app.routes if getattr(route, "path", "") == path]
+    privileged = any(getattr(endpoint, "_auth_level", "normal") != "normal" for endpoint in endpoints)
+    key = (privileged and admins) or users
     headers = [(name, value) for name, value in scope["headers"] if name != b"authorization"]
-    return {**scope, "headers": [*headers, (b"authorization", f"Bearer {key}".encode())]}
+    return {**scope, "headers": [*headers, (b"authorization", f"Bearer {key}".encode())]} if key else scope
 
 
 async def _passed(control: Any, scope: Scope, receive: Receive, send: Send) -> bool:

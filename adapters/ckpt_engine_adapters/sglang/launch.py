@@ -11,14 +11,32 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ckpt_engine_adapters.sglang.command import REFUSED, check_options, command_options, server_arguments
+from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.install.state import EnginePage
+from ckpt_engine_adapters.sglang.command import (
+    REFUSED,
+    WORKERS_VARIABLE,
+    check_options,
+    command_options,
+    server_arguments,
+    worker_count,
+)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Runs until the server ends. Exits with a sentence if the arguments contradict what an update needs."""
     # With it, /health is a request for a token: it takes a second, and fails while generation is paused.
     os.environ.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "false")
-    _check(command_options(arguments))
+    options = command_options(arguments)
+    _check(options)
+    os.environ.setdefault(WORKERS_VARIABLE, str(worker_count(options)))
+    directory = EngineDirectory.from_environment()
+    if directory is None:
+        # Here and not in the gate: the schedulers must know it too.
+        directory = EngineDirectory.create()
+        EnginePage(directory.page).close()
+        os.environ[ENVIRONMENT] = str(directory.path)
+        print(f"ckpt-engine: engine directory {directory.path}", flush=True)
 
     from sglang.srt.entrypoints import http_server
     from sglang.srt.plugins import load_plugins
