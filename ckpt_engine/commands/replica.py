@@ -33,7 +33,7 @@ _MODES = {
 
 def replica(
     manager: Annotated[str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="HOST:PORT of the manager.")],
-    engine: Annotated[str, typer.Option(help="Kind of the engine: reference, vllm.")],
+    engine: Annotated[str, typer.Option(help="Kind of the engine: reference, sglang, vllm.")],
     model: Annotated[str, typer.Option(help="Model directory for the engine; or name it in the arguments.")] = "",
     name: Annotated[str, typer.Option(help="Name of this replica. Default: host, engine and port.")] = "",
     mode: Annotated[str, typer.Option(help="standalone, hybrid or colocated: see docs/modes.md.")] = "standalone",
