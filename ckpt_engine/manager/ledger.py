@@ -80,8 +80,16 @@ class Record:
 
 
 def default_path() -> Path:
-    """Where the ledger lies when nobody says: below the XDG state directory of this user."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    """Where the ledger lies when nobody says: below the XDG state directory of this user.
+
+    Raises FAILED_PRECONDITION for a user who has no home, as in containers.
+    """
+    try:
+        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    except RuntimeError as error:
+        raise precondition(
+            f"user {os.getuid()} has no home directory to keep the ledger in: give --ledger FILE"
+        ) from error
     return Path(state) / "ckpt-engine" / "ledger.sqlite3"
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -57,17 +58,17 @@ def manager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-def update_in(manager: Cluster, environment: Mapping[str, str], name: str) -> None:
+def update_in(manager: Cluster, environment: Mapping[str, str], name: str, prefix: Sequence[str] = ()) -> None:
     """An agent and a trainer that have this environment and nothing else, and one update from one to the other."""
     log = manager.path / f"{name}.log"
     options = ["replica", "--manager", manager.address, "--engine", "small", "--name", name]
     with log.open("wb") as output:
         agent = subprocess.Popen(
-            [sys.executable, "-c", AGENT, *options], env=environment, cwd=ROOT, stdout=output, stderr=output
+            [*prefix, sys.executable, "-c", AGENT, *options], env=environment, cwd=ROOT, stdout=output, stderr=output
         )
         try:
             trainer = subprocess.run(
-                [sys.executable, "-c", TRAINER, manager.address, name],
+                [*prefix, sys.executable, "-c", TRAINER, manager.address, name],
                 env=environment,
                 cwd=ROOT,
                 capture_output=True,
@@ -92,3 +93,19 @@ def test_a_variable_that_is_missing_stops_nobody(manager: Cluster, missing: str)
 
 def test_variables_of_other_launchers_stop_nobody(manager: Cluster) -> None:
     update_in(manager, ODD, "odd")
+
+
+def test_a_user_whom_the_system_does_not_know_can_do_without_a_home(manager: Cluster, tmp_path: Path) -> None:
+    """As containers run under an arbitrary user id: no name, no home, no variables."""
+    unshare = shutil.which("unshare") or "unshare"
+    nobody = [unshare, "--user", "--map-user=54321"]
+    try:
+        subprocess.run([*nobody, "true"], check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no user namespaces here")
+    update_in(manager, {"XDG_RUNTIME_DIR": str(tmp_path)}, "nobody", nobody)
+    serve = [*nobody, sys.executable, "-m", "ckpt_engine", "serve", "--listen", "127.0.0.1:0", "--http", ""]
+    refused = subprocess.run(serve, env={}, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 1
+    assert "user 54321 has no home directory to keep the ledger in: give --ledger FILE" in refused.stderr
+    assert "Traceback" not in refused.stderr
