@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,22 +14,32 @@ from tests.conformance.engines import Answer, Engine
 from tests.conformance.weights import of_either_version, of_one_version
 from tests.tiny_model import ROUNDING, regrets
 
-PROMPT = [3, 5, 7]
-COUNT = 200
+COUNT = 120
 BEGUN = 5
 """Tokens after which a request counts as running."""
 
 
 class Updates:
-    """How many updates have been asked for; streams note it, so that it is known which one they lived through."""
+    """asked: how many updates have been asked for; streams note it, so that it is known which one they lived through.
 
-    asked = 0
+    Prompts are handed out here: no two have the same beginning, so none is answered from caches of another one. (Some
+    engines keep those over an update in place, and say so.)
+    """
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._numbers = itertools.count()
+
+    def prompt(self) -> tuple[int, ...]:
+        number = next(self._numbers)
+        return (1 + number % 500, 3, 5, 7)
 
 
 @dataclass(frozen=True)
 class Seen:
     """One answered request. crossed: an update was asked for after its first tokens and before its end."""
 
+    prompt: tuple[int, ...]
     answer: Answer
     crossed: bool
 
@@ -57,15 +68,16 @@ class Stream(threading.Thread):
 
     def _ask(self) -> None:
         begun: list[int] = []
+        prompt = self._updates.prompt()
 
         def told(count: int) -> None:
             if count >= BEGUN and not begun:
                 begun.append(self._updates.asked)
                 self.running = True
 
-        answer = self._engine.stream(self._replica, PROMPT, COUNT, told)
+        answer = self._engine.stream(self._replica, prompt, COUNT, told)
         self.running = False
-        self.seen.append(Seen(answer, bool(begun) and begun[0] < self._updates.asked))
+        self.seen.append(Seen(prompt, answer, bool(begun) and begun[0] < self._updates.asked))
         if answer.status != 200:
             self._ended.wait(0.1)
 
@@ -90,13 +102,14 @@ def shows(mode: manager_pb2.PauseMode, models: Sequence[Any], seen: Seen) -> boo
         case manager_pb2.WAIT:
             return len(tokens) == COUNT
         case manager_pb2.KEEP:
-            return not of_one_version(models, PROMPT, tokens)
+            return not of_one_version(models, seen.prompt, tokens)
         case _:
-            return not of_either_version(models, PROMPT, tokens)
+            return not of_either_version(models, seen.prompt, tokens)
 
 
-def breaks(mode: manager_pb2.PauseMode, models: Sequence[Any], answer: Answer) -> str:
+def breaks(mode: manager_pb2.PauseMode, models: Sequence[Any], seen: Seen) -> str:
     """Why this answer must never be given in this mode; empty: it may."""
+    prompt, answer = seen.prompt, seen.answer
     if answer.status == 503:
         return ""  # it came while the gate was closed
     if answer.status != 200:
@@ -108,20 +121,22 @@ def breaks(mode: manager_pb2.PauseMode, models: Sequence[Any], answer: Answer) -
     match mode:
         case manager_pb2.ABORT | manager_pb2.WAIT:
             return (
-                "" if of_one_version(models, PROMPT, answer.tokens) else f"not of one version: {told(models, answer)}"
+                ""
+                if of_one_version(models, prompt, answer.tokens)
+                else f"not of one version: {difference(models, seen)}"
             )
         case manager_pb2.KEEP:
-            if of_either_version(models, PROMPT, answer.tokens):
+            if of_either_version(models, prompt, answer.tokens):
                 return ""
-            return f"not of whole versions: {told(models, answer)}"
+            return f"not of whole versions: {difference(models, seen)}"
         case _:
             # Later tokens come from new weights over old caches, which no model can tell.
-            return "" if of_one_version(models, PROMPT, answer.tokens[:1]) else "its first token is of no version"
+            return "" if of_one_version(models, prompt, answer.tokens[:1]) else "its first token is of no version"
 
 
-def told(models: Sequence[Any], answer: Answer) -> str:
+def difference(models: Sequence[Any], seen: Seen) -> str:
     """Which tokens none of the models makes, and how far each model is from making them."""
-    found = [regrets(model, PROMPT, list(answer.tokens)) for model in models]
+    found = [regrets(model, list(seen.prompt), list(seen.answer.tokens)) for model in models]
     wrong = [place for place, each in enumerate(zip(*found, strict=True)) if min(each) >= ROUNDING]
-    worst = [f"{max(each):.2f}" for each in found]
-    return f"tokens {wrong} of {len(answer.tokens)} are of neither; the models' largest regrets are {', '.join(worst)}"
+    worst = ", ".join(f"{max(each):.2f}" for each in found)
+    return f"tokens {wrong} of {len(seen.answer.tokens)} are of neither; the models' largest regrets are {worst}"
