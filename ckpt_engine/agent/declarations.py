@@ -19,7 +19,8 @@ _INTRODUCTION = f"""\
 What each adapter declares of its engine. The conformance suite (`tests/conformance`) holds each engine to its column:
 what is declared must work, and what is not is refused in words before anything is paused.
 
-`{COMMAND}` writes this page from `CAPABILITIES` in each driver, and a test fails when it is out of date. Do not edit it.
+`{COMMAND}` writes this page from `CAPABILITIES` in each driver, and a test fails when it is out of date. \
+Do not edit it.
 """
 
 _MODES = {
