@@ -42,6 +42,8 @@ class Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # A job that a shell runs in the background ignores it, and so would the demo.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def processes(self) -> dict[int, str]:

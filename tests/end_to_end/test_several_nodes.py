@@ -199,6 +199,7 @@ def test_a_worker_of_the_other_node_that_stands_still_closes_the_replica(
     check_serves(nodes, model)
 
 
+@pytest.mark.slow
 def test_a_worker_of_the_other_node_that_dies_ends_the_whole_engine(
     nodes: TwoNodes, trainer: Trainer, tmp_path: Path
 ) -> None:
