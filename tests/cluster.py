@@ -61,7 +61,8 @@ class Replica:
         def look() -> bool:
             assert self.process.poll() is None, f"{self.name} ended:\n{self.tail()}"
             status = self.status
-            return bool(status and status.connected and status.engine.url and status.workers)
+            started = status and status.workers and all(worker.pid for worker in status.workers)
+            return bool(status and started and status.connected and status.engine.url)
 
         try:
             eventually(f"{self.name} registers", seconds, look)
