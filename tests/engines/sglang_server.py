@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from ckpt_engine import Trainer
 from tests.cluster import Cluster, Replica
-from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
+from tests.engines.serving import TOKENS, check_closed, check_serves
 
 PYTHON = os.environ.get("CKPT_ENGINE_SGLANG_PYTHON", "")
 OVERLAY = os.environ.get("CKPT_ENGINE_OVERLAY", "")
 STUBS = Path(__file__).parents[2] / "engines" / "sglang-stubs"
-TOKENS = 32
 
 ENVIRONMENT = {
     "PYTHONPATH": f"{OVERLAY}:{STUBS}",
@@ -106,34 +103,12 @@ def tokens(response: httpx.Response) -> list[int]:
     return found
 
 
-def model_of(path: Path, seed: int, **options: Any) -> Any:
-    return make_tiny_qwen3(path / str(seed), seed, weights=False, **options)
-
-
 def assert_serves(replica: Replica, model: Any, version: int) -> None:
-    """Greedy tokens are transformers', where rounding cannot decide; header and body tell the version."""
-    prompt = decisive_prompts(model, 1, TOKENS)[0]
-    expected = reference_tokens(model, prompt, TOKENS)
-    assert expected.gap > DECISIVE_GAP
-    response = complete(replica, prompt)
-    assert tokens(response) == expected.tokens
-    assert response.headers["x-ckpt-engine-version"] == str(version)
+    """See check_serves; here the body tells the version too."""
+    response = check_serves(complete, tokens, replica, model, version)
     assert response.json()["meta_info"]["weight_version"] == str(version)
-
-
-def publish(trainer: Trainer, model: Any) -> None:
-    trainer.publish(named_weights(model))
 
 
 def assert_closed(replica: Replica) -> None:
     """The server lives and answers no request."""
-    assert httpx.get(f"{replica.url}/health", timeout=30).status_code == 200
-    response = complete(replica, [1, 2, 3], 2)
-    assert response.status_code == 503, response.text
-
-
-def wait_until_open(replica: Replica, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while complete(replica, [1, 2, 3], 1).status_code == 503:
-        assert time.monotonic() < end, replica.tail()
-        time.sleep(0.2)
+    check_closed(complete, replica)

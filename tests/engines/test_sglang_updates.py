@@ -16,13 +16,12 @@ from ckpt_engine import CkptEngineError, Trainer
 from ckpt_engine.install.directory import TOKEN_HEADER, EngineDirectory
 from ckpt_engine_adapters.sglang.gate import MEMORY, RELEASE_ROUTE, RESUME_ROUTE, STATE_ROUTE, SglangGate
 from tests.cluster import Cluster, Replica, corrupt_after_sealing, outcomes, running_cluster
+from tests.engines.serving import model_of, publish
 from tests.engines.sglang_server import (
     assert_closed,
     assert_serves,
     complete,
-    model_of,
     needs_sglang,
-    publish,
     start_sglang,
     streamed,
     tokens,

@@ -9,36 +9,17 @@ import psutil
 import pytest
 
 from ckpt_engine import Trainer
-from tests.cluster import Cluster, Replica, eventually, running_cluster
-from tests.end_to_end.test_several_nodes import free_address
-from tests.engines.vllm_server import assert_serves, model_of, needs_vllm, publish, start_vllm
+from tests.cluster import Replica, eventually, running_cluster
+from tests.engines.serving import model_of, publish, start_on_two_nodes
+from tests.engines.vllm_server import assert_serves, needs_vllm, start_vllm
 
 pytestmark = [*needs_vllm, pytest.mark.timeout(900)]
-
-
-def start(cluster: Cluster, model: Path) -> None:
-    token = cluster.path / "node.token"
-    token.write_text("0123456789abcdef" * 4)
-    options = ["--nodes", "2", "--leader", free_address(), "--node-token", str(token), "--startup-timeout", "600"]
-    for rank, name in enumerate(("wide", "wide-node-1")):
-        runtime = cluster.path / f"n{rank}"
-        runtime.mkdir(mode=0o700)
-        environment = {"XDG_RUNTIME_DIR": str(runtime), "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-        start_vllm(
-            cluster,
-            name,
-            model,
-            tensor_parallel=2,
-            options=[*options, "--node-rank", str(rank)],
-            environment=environment,
-        )
 
 
 def test_a_server_on_two_nodes_is_updated_and_ends_as_a_whole(tmp_path: Path) -> None:
     first, second = model_of(tmp_path, 3), model_of(tmp_path, 4)
     with running_cluster(tmp_path / "cluster") as cluster:
-        start(cluster, tmp_path / "3")
-        leader, follower = cluster.replicas
+        leader, follower = start_on_two_nodes(start_vllm, cluster, tmp_path / "3", {"VLLM_HOST_IP": "127.0.0.1"})
         leader.registered(600)
         assert httpx.get(f"{leader.url}/ckpt_engine/ready").status_code == 503
         with Trainer(cluster.address, lineage="nodes") as trainer:

@@ -10,7 +10,8 @@ import torch
 
 from ckpt_engine import Trainer
 from tests.cluster import Cluster, corrupt_after_sealing, outcomes, running_cluster
-from tests.engines.vllm_server import assert_closed, assert_serves, model_of, needs_vllm, start_vllm
+from tests.engines.serving import model_of
+from tests.engines.vllm_server import assert_closed, assert_serves, needs_vllm, start_vllm
 from tests.tiny_model import make_tiny_qwen3, named_weights
 
 pytestmark = needs_vllm

@@ -17,14 +17,13 @@ from ckpt_engine import Trainer
 from ckpt_engine.install.directory import EngineDirectory
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
 from tests.cluster import Cluster, Replica, outcomes, running_cluster
+from tests.engines.serving import model_of, publish
 from tests.engines.vllm_server import (
     TOKENS,
     assert_closed,
     assert_serves,
     complete,
-    model_of,
     needs_vllm,
-    publish,
     start_vllm,
     tokens,
     wait_until_open,

@@ -12,7 +12,8 @@ import torch
 from ckpt_engine import Trainer
 from tests.cluster import Cluster, Stream, running_cluster
 from tests.conformance.weights import load, of_either_version
-from tests.engines.vllm_server import assert_serves, complete, model_of, needs_vllm, start_vllm, tokens
+from tests.engines.serving import model_of
+from tests.engines.vllm_server import assert_serves, complete, needs_vllm, start_vllm, tokens
 from tests.tiny_model import make_tiny_qwen3, reference_tokens
 
 pytestmark = needs_vllm

@@ -11,13 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from ckpt_engine import Trainer
 from tests.cluster import Cluster, Replica
-from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
+from tests.engines.serving import TOKENS, check_closed, check_serves
 
 PYTHON = os.environ.get("CKPT_ENGINE_VLLM_PYTHON", "")
 OVERLAY = os.environ.get("CKPT_ENGINE_OVERLAY", "")
-TOKENS = 32
 
 needs_vllm = [
     pytest.mark.engine,
@@ -74,29 +72,14 @@ def tokens(response: httpx.Response) -> list[int]:
     return found
 
 
-def model_of(path: Path, seed: int, **options: Any) -> Any:
-    return make_tiny_qwen3(path / str(seed), seed, weights=False, **options)
-
-
 def assert_serves(replica: Replica, model: Any, version: int) -> None:
-    """Greedy tokens are transformers', where rounding cannot decide; the header tells the version."""
-    prompt = decisive_prompts(model, 1, TOKENS)[0]
-    expected = reference_tokens(model, prompt, TOKENS)
-    assert expected.gap > DECISIVE_GAP
-    response = complete(replica, prompt)
-    assert tokens(response) == expected.tokens
-    assert response.headers["x-ckpt-engine-version"] == str(version)
-
-
-def publish(trainer: Trainer, model: Any) -> None:
-    trainer.publish(named_weights(model))
+    """See check_serves."""
+    check_serves(complete, tokens, replica, model, version)
 
 
 def assert_closed(replica: Replica) -> None:
     """The server lives and answers no request."""
-    assert httpx.get(f"{replica.url}/health", timeout=30).status_code == 200
-    response = complete(replica, [1, 2, 3], 2)
-    assert response.status_code == 503, response.text
+    check_closed(complete, replica)
 
 
 def wait_until_open(replica: Replica, seconds: float) -> None:

@@ -17,14 +17,9 @@ import torch
 
 from ckpt_engine import Trainer
 from tests.cluster import Replica, Stream, corrupt_after_sealing, outcomes
+from tests.engines.serving import model_of
 from tests.engines.test_vllm_models import build, qwen3_mixture
-from tests.engines.vllm_server import (
-    TOKENS,
-    assert_closed,
-    complete,
-    model_of,
-    tokens,
-)
+from tests.engines.vllm_server import TOKENS, assert_closed, complete, tokens
 from tests.gpu.gpu_server import KV_BYTES, Fleet, free_bytes, needs_gpu_vllm, plain_vllm, sleep, wait_for_plain
 from tests.tiny_model import make_tiny_qwen3, regrets
 
