@@ -12,7 +12,7 @@ import httpx
 from ckpt_engine.demo import task
 
 ANSWER_SECONDS = 60.0
-VERSION_HEADER = "x-ckpt-engine-version"
+VERSION_HEADER = "x-ckpt-engine-admitted-version"
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Recital:
 
     replica: str
     version: int
-    """That the replica says it serves."""
+    """That the replica let the request in under; no update is made while it recites, so it is that of the answer."""
     continuation: bytes
     matching: int
     """How many of the first bytes are the text's."""

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from ckpt_engine.core.problems import CkptEngineError, precondition
+from ckpt_engine.install.reserve import room_for
 
 ENVIRONMENT = "CKPT_ENGINE_DIRECTORY"
 """Tells a launched engine where its directory is."""
@@ -27,6 +28,9 @@ TOKEN_HEADER = "x-ckpt-engine-token"
 _SOCKET_PATH_BYTES = 107  # sun_path of unix(7) is 108 bytes with its final zero
 _STALE_SECONDS = 3600.0
 _TOKEN_CHARACTERS = 32
+_TOKEN_BYTES = 64
+_NUMBER_BYTES = 20
+"""At most, of a pid or a count of agents."""
 
 
 def default_root() -> Path:
@@ -73,14 +77,26 @@ class EngineDirectory:
 
     @classmethod
     def create(cls, root: Path | None = None) -> EngineDirectory:
-        """A new directory with a token, below ``root`` (default: :func:`default_root`)."""
+        """A new directory with a page and a token, below ``root`` (default: :func:`default_root`).
+
+        Raises:
+            CkptEngineError: there is no room for it; then nothing is left of it.
+        """
+        from ckpt_engine.install.state import EnginePage
+
         root = default_root() if root is None else root
         _remove_stale(root)
         directory = cls(root / secrets.token_hex(4))
-        directory.path.mkdir(mode=0o700)
-        descriptor = os.open(directory._token_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(32))
+        try:
+            with room_for(_TOKEN_BYTES, root):
+                directory.path.mkdir(mode=0o700)
+                descriptor = os.open(directory._token_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                with os.fdopen(descriptor, "w") as file:
+                    file.write(secrets.token_hex(_TOKEN_BYTES // 2))
+            EnginePage(directory.page).close()
+        except BaseException:
+            directory.remove()
+            raise
         return directory
 
     @classmethod
@@ -112,7 +128,7 @@ class EngineDirectory:
         """Makes the caller this engine's only agent until it exits or calls :meth:`unlock`.
 
         Raises:
-            CkptEngineError: another agent holds the lock; the message names its pid.
+            CkptEngineError: another agent holds the lock; the message names its pid. Or there is no room for its file.
         """
         descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -125,8 +141,13 @@ class EngineDirectory:
             raise precondition(
                 f"the engine at {self.path} already has an agent (pid {holder}); stop that one first"
             ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        try:
+            with room_for(_NUMBER_BYTES, self.path):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
         self._lock_descriptor = descriptor
 
     def unlock(self) -> None:
@@ -136,14 +157,19 @@ class EngineDirectory:
             self._lock_descriptor = None
 
     def next_agent_epoch(self) -> int:
-        """Counts the agents of this engine, from 1. Call it once a start, with the lock held."""
+        """Counts the agents of this engine, from 1. Call it once a start, with the lock held.
+
+        Raises:
+            CkptEngineError: there is no room for the count.
+        """
         try:
             epoch = int(self._epoch_path.read_text()) + 1
         except FileNotFoundError:
             epoch = 1
         new = self._epoch_path.with_suffix(".new")
-        new.write_text(str(epoch))
-        new.rename(self._epoch_path)
+        with room_for(_NUMBER_BYTES, self.path):
+            new.write_text(str(epoch))
+            new.rename(self._epoch_path)
         return epoch
 
     def remove(self) -> None:
@@ -154,8 +180,6 @@ class EngineDirectory:
 
 def _remove_stale(root: Path) -> None:
     """Deletes directories that killed agents left: old ones whose lock is free and whose workers are dead."""
-    from ckpt_engine.install.state import EnginePage
-
     for path in root.iterdir():
         try:
             if not (path / "token").exists() or time.time() - path.stat().st_mtime < _STALE_SECONDS:
@@ -164,12 +188,20 @@ def _remove_stale(root: Path) -> None:
             directory.lock()
         except (OSError, CkptEngineError):
             continue  # in use, vanished or not ours
-        page = EnginePage(directory.page)
-        try:
-            in_use = any(word.alive for word in page.read())
-        finally:
-            page.close()
-        if in_use:
+        if _is_in_use(directory):
             directory.unlock()
         else:
             directory.remove()
+
+
+def _is_in_use(directory: EngineDirectory) -> bool:
+    from ckpt_engine.install.state import EnginePage
+
+    try:
+        page = EnginePage(directory.page)
+    except CkptEngineError:
+        return False  # no room for a page that is not there: no worker has ever claimed a slot
+    try:
+        return any(word.alive for word in page.read())
+    finally:
+        page.close()

@@ -26,8 +26,11 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-VERSION_HEADER = b"x-ckpt-engine-version"
-ROOT_HEADER = b"x-ckpt-engine-root"
+ADMITTED_VERSION_HEADER = b"x-ckpt-engine-admitted-version"
+ADMITTED_ROOT_HEADER = b"x-ckpt-engine-admitted-root"
+"""What the workers held when the request was let in. Its tokens may be of a later version: a request that waits, or
+whose body comes slowly, is computed with what is there then. Only the body can say which version made them."""
+
 INFO_ROUTE = "/ckpt_engine/info"
 READY_ROUTE = "/ckpt_engine/ready"
 """For load balancers and probes, from anywhere: 200 while the gate is open, 503 with the reason while it is not."""
@@ -62,8 +65,9 @@ class StateReader:
 
 
 class Gate:
-    """Answers 503 while asleep, and unless all workers are clean with one root; adds the version to every answer that
-    it lets out. An engine that is marked as having weights of its own is open while it is awake, without a version.
+    """Answers 503 while asleep, and unless all workers are clean with one root; tells with each answer under which
+    version its request was let in. An engine that is marked as having weights of its own is open while it is awake, and
+    names none.
 
     Raises at construction (so that the server does not start) when the engine's directory cannot be opened, or its
     token is none. How routes are written is said in routes.py; one in none of the three sets is refused without the
@@ -164,8 +168,8 @@ class Gate:
 def _with_version(send: Send, state: Verdict) -> Send:
     assert state.identity is not None
     headers = [
-        (VERSION_HEADER, str(state.identity.version).encode()),
-        (ROOT_HEADER, state.identity.root.hex().encode()),
+        (ADMITTED_VERSION_HEADER, str(state.identity.version).encode()),
+        (ADMITTED_ROOT_HEADER, state.identity.root.hex().encode()),
     ]
 
     async def send_with_version(message: Message) -> None:

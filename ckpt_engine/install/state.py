@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_engine.core.sleeping import AWAKE, KV_CACHE, WEIGHTS, Sleeping
+from ckpt_engine.install.reserve import reserve
 from ckpt_engine.transport.host import process_start_time
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -184,11 +185,14 @@ class EnginePage:
     """One engine's page, mapped. Any process of the host may read; workers write through :class:`WorkerSlot`."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the page at ``path``, making it if it is not there: a page of zeros says that no worker started."""
+        """Opens the page at ``path``, making it if it is not there: a page of zeros says that no worker started.
+
+        Raises:
+            CkptEngineError: there is no room for it.
+        """
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            if os.fstat(descriptor).st_size < _PAGE_BYTES:
-                os.ftruncate(descriptor, _PAGE_BYTES)
+            reserve(descriptor, path, _PAGE_BYTES)
             self._map = mmap.mmap(descriptor, _PAGE_BYTES)
         finally:
             os.close(descriptor)

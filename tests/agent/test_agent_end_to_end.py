@@ -156,7 +156,7 @@ class World:
         assert answer is not None
         assert answer.status_code == 200, answer.text
         assert answer.json()["output_ids"] == reference_tokens(self.model, prompt, TOKENS).tokens
-        assert answer.headers["x-ckpt-engine-version"] == str(self.version)
+        assert answer.headers["x-ckpt-engine-admitted-version"] == str(self.version)
 
     def close(self) -> None:
         if self.trainer is not None:
@@ -220,7 +220,7 @@ def test_a_killed_engine_comes_back_closed_and_is_caught_up(world: World) -> Non
         if answer is not None:
             codes.add(answer.status_code)
             if answer.status_code == 200:
-                assert answer.headers["x-ckpt-engine-version"] == str(world.version)
+                assert answer.headers["x-ckpt-engine-admitted-version"] == str(world.version)
         return answer is not None and answer.status_code == 200
 
     eventually("the engine is restarted and caught up", serves_again)

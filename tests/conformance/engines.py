@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import httpx
 import psutil
@@ -32,17 +32,27 @@ OTHER_VERSION = Path(__file__).parent / "other_version"
 CALL_SECONDS = 120.0
 
 
+class Span(NamedTuple):
+    """Output tokens [start, end) and the version that made them, as the answer's body says."""
+
+    version: int
+    start: int
+    end: int
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a request came to. status: of HTTP, 0 if the server was not there. tokens: ids that were generated.
 
-    ended: the engine's own word, "length" or "abort". version, root: of the gate's headers. detail: of a refusal.
+    ended: the engine's own word, "length" or "abort". spans: what the body says of versions, empty if it says nothing.
+    admitted, root: of the gate's headers. detail: of a refusal.
     """
 
     status: int
     tokens: tuple[int, ...] = ()
     ended: str = ""
-    version: str = ""
+    spans: tuple[Span, ...] = ()
+    admitted: str = ""
     root: str = ""
     detail: str = ""
 
@@ -54,6 +64,8 @@ class Engine(ABC):
     gate: ClassVar[type[Gate]]
     start_seconds: ClassVar[float] = 400.0
     """The longest that a server takes to be there on a busy machine of two cores."""
+    tells_versions: ClassVar[bool] = False
+    """Whether a whole answer says in its body which version made which token; then `spans` reads it."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -89,6 +101,10 @@ class Engine(ABC):
     def read_event(self, event: Any, before: int) -> tuple[Sequence[int], str]:
         """The new token ids and why it ended (empty: it has not), of an event of a stream that had `before` tokens."""
 
+    def spans(self, body: Any) -> Sequence[Span]:
+        """Of a whole answer, or of the last event of a stream."""
+        return ()
+
     def complete(self, replica: Replica, prompt: Sequence[int], count: int) -> Answer:
         """One request, answered whole."""
         route, body = self.request(prompt, count, stream=False)
@@ -98,14 +114,16 @@ class Engine(ABC):
             return Answer(0, detail=str(error))
         if response.status_code != 200:
             return _refused(response)
-        tokens, ended = self.read(response.json())
-        return _answer(response, tokens, ended)
+        body = response.json()
+        tokens, ended = self.read(body)
+        return _answer(response, tokens, ended, self.spans(body))
 
     def stream(self, replica: Replica, prompt: Sequence[int], count: int, told: Callable[[int], None]) -> Answer:
         """One request, answered token by token. told: called with how many there are, after each event."""
         route, body = self.request(prompt, count, stream=True)
         tokens: list[int] = []
         ended = ""
+        spans: Sequence[Span] = ()
         try:
             with httpx.stream("POST", replica.url + route, json=body, timeout=CALL_SECONDS) as response:
                 if response.status_code != 200:
@@ -115,11 +133,13 @@ class Engine(ABC):
                     data = line.removeprefix("data:").strip()
                     if not data or data == "[DONE]":
                         continue
-                    fresh, why = self.read_event(json.loads(data), len(tokens))
+                    event = json.loads(data)
+                    fresh, why = self.read_event(event, len(tokens))
                     tokens += fresh
+                    spans = self.spans(event) if why else spans
                     ended = why or ended
                     told(len(tokens))
-                return _answer(response, tokens, ended)
+                return _answer(response, tokens, ended, spans)
         except httpx.HTTPError as error:
             return Answer(0, tuple(tokens), detail=str(error))
 
@@ -141,6 +161,7 @@ class Reference(Engine):
 
     kind = "reference"
     gate = ReferenceGate
+    tells_versions = True
 
     def start(
         self, cluster: Cluster, name: str, model: Path, options: Sequence[str], environment: Mapping[str, str]
@@ -172,6 +193,9 @@ class Reference(Engine):
     def read_event(self, event: Any, before: int) -> tuple[Sequence[int], str]:
         """The last event repeats the whole answer."""
         return ([event["token"]], "") if "token" in event else ([], event["finish_reason"])
+
+    def spans(self, body: Any) -> Sequence[Span]:
+        return [Span(**each) for each in body["weight_versions"]]
 
 
 class Vllm(Engine):
@@ -211,6 +235,7 @@ class Sglang(Engine):
 
     kind = "sglang"
     gate = SglangGate
+    tells_versions = True
 
     def why_not_here(self) -> str:
         return "" if sglang_server.PYTHON else "CKPT_ENGINE_SGLANG_PYTHON is not set; `make test-engines` sets it"
@@ -234,6 +259,10 @@ class Sglang(Engine):
         reason = event["meta_info"]["finish_reason"]
         return event["output_ids"][before:], reason["type"] if reason else ""
 
+    def spans(self, body: Any) -> Sequence[Span]:
+        told = body["meta_info"].get("weight_versions") or ()
+        return [Span(int(each["version"]), each["start"], each["end"]) for each in told]
+
 
 def other_version(module: str, path: str) -> dict[str, str]:
     """The environment in which an engine that keeps its version in `module` says 99.1.0. path: its PYTHONPATH."""
@@ -251,13 +280,14 @@ def _refused(response: httpx.Response) -> Answer:
     return Answer(response.status_code, detail=detail, **_headers(response))
 
 
-def _answer(response: httpx.Response, tokens: Sequence[int], ended: str) -> Answer:
-    return Answer(200, tuple(tokens), ended, **_headers(response))
+def _answer(response: httpx.Response, tokens: Sequence[int], ended: str, spans: Sequence[Span]) -> Answer:
+    return Answer(200, tuple(tokens), ended, tuple(spans), **_headers(response))
 
 
 def _headers(response: httpx.Response) -> dict[str, str]:
     headers = response.headers
-    return {"version": headers.get("x-ckpt-engine-version", ""), "root": headers.get("x-ckpt-engine-root", "")}
+    named = {"admitted": "x-ckpt-engine-admitted-version", "root": "x-ckpt-engine-admitted-root"}
+    return {field: headers.get(header, "") for field, header in named.items()}
 
 
 ENGINES: tuple[Engine, ...] = (Reference(), Vllm(), Sglang())

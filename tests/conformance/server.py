@@ -10,7 +10,7 @@ import httpx
 from ckpt_engine import Trainer
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
 from tests.cluster import Cluster, Replica
-from tests.conformance.engines import Engine
+from tests.conformance.engines import Engine, Span
 from tests.conformance.weights import TOKENS, Models
 from tests.faults.listener import Listener
 
@@ -31,12 +31,14 @@ class Server:
         return Trainer(self.cluster.address, lineage=f"{lineage}-{self.engine.kind}")
 
     def assert_serves(self, seed: int, version: int) -> None:
-        """A new request gets transformers' tokens, under the right version."""
+        """A new request gets transformers' tokens, under the right version, says the gate, and the body if it tells."""
         prompt, tokens = self.models.expected(seed)
         answer = self.engine.complete(self.replica, prompt, TOKENS)
         assert answer.status == 200, f"{answer}\n{self.replica.tail()}"
         assert list(answer.tokens) == tokens, f"{answer}\n{self.replica.tail()}"
-        assert answer.version == str(version)
+        assert answer.admitted == str(version)
+        if self.engine.tells_versions:
+            assert answer.spans == (Span(version, 0, TOKENS),)
 
     def why_closed(self) -> str:
         """The server lives, and answers no request, for this reason."""

@@ -118,6 +118,8 @@ def breaks(mode: manager_pb2.PauseMode, models: Sequence[Any], seen: Seen) -> st
         return f"a request that was let in ended after {len(answer.tokens)} tokens of {COUNT}: {answer.ended}"
     if not answer.tokens:
         return ""  # ended before its first token
+    if wrong := misnamed(mode, models, seen):
+        return wrong
     match mode:
         case manager_pb2.ABORT | manager_pb2.WAIT:
             return (
@@ -132,6 +134,27 @@ def breaks(mode: manager_pb2.PauseMode, models: Sequence[Any], seen: Seen) -> st
         case _:
             # Later tokens come from new weights over old caches, which no model can tell.
             return "" if of_one_version(models, prompt, answer.tokens[:1]) else "its first token is of no version"
+
+
+def misnamed(mode: manager_pb2.PauseMode, models: Sequence[Any], seen: Seen) -> str:
+    """Which tokens the answer's body calls those of a version that did not make them; empty: none, or it says nothing.
+
+    models: version `v` is that of `models[v % len(models)]`.
+    """
+    tokens, spans = list(seen.answer.tokens), seen.answer.spans
+    if not spans:
+        return ""
+    if [each.start for each in spans] != [0, *(each.end for each in spans[:-1])] or spans[-1].end != len(tokens):
+        return f"does not say of each of {len(tokens)} tokens which version made it: {spans}"
+    if int(seen.answer.admitted) > spans[0].version:
+        return f"was let in under version {seen.answer.admitted}, and its first token is of version {spans[0].version}"
+    # Over caches of older weights no model can tell what comes next.
+    known = spans[:1] if mode == manager_pb2.IN_PLACE else spans
+    for version, start, end in known:
+        model = models[version % len(models)]
+        if max(regrets(model, [*seen.prompt, *tokens[:start]], tokens[start:end])) >= ROUNDING:
+            return f"tokens {start} to {end} are called those of version {version}: {difference(models, seen)}"
+    return ""
 
 
 def difference(models: Sequence[Any], seen: Seen) -> str:

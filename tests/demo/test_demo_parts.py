@@ -60,7 +60,7 @@ class _Engine(BaseHTTPRequestHandler):
         spoken = [*EXPECTED[: self.right], *[0] * (len(EXPECTED) - self.right)]
         body = json.dumps({"output_ids": spoken}).encode()
         self.send_response(self.status)
-        self.send_header("x-ckpt-engine-version", "48")
+        self.send_header("x-ckpt-engine-admitted-version", "48")
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

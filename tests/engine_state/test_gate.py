@@ -72,8 +72,8 @@ def test_requests_follow_the_state_words(engine):
     slot.clean(1, IDENTITY)
     served = client.post("/generate")
     assert served.status_code == 200
-    assert served.headers["x-ckpt-engine-version"] == "12"
-    assert served.headers["x-ckpt-engine-root"] == "05" * 32
+    assert served.headers["x-ckpt-engine-admitted-version"] == "12"
+    assert served.headers["x-ckpt-engine-admitted-root"] == "05" * 32
     slot.dirty(2)
     assert "epoch 2" in client.post("/generate").json()["detail"]
 
@@ -155,7 +155,7 @@ def test_probes_learn_whether_it_serves(engine):
     slot.clean(3, IDENTITY)
     served = client.get("/ckpt_engine/ready")
     assert (served.status_code, served.json()) == (200, {"ready": True, "version": 12})
-    assert served.headers["x-ckpt-engine-version"] == "12"
+    assert served.headers["x-ckpt-engine-admitted-version"] == "12"
     slot.dirty(4)
     assert client.get("/ckpt_engine/ready").status_code == 503
     assert client.get("/ckpt_engine/ready/x").status_code == 403, "what lies below it is the agent's"
@@ -177,7 +177,7 @@ def test_nobody_is_let_in_while_memory_is_given_up(engine):
         assert refused.status_code == 503
         assert said in refused.json()["detail"]
     page.mark(EngineMark())
-    assert client.post("/generate").headers["x-ckpt-engine-version"] == "12"
+    assert client.post("/generate").headers["x-ckpt-engine-admitted-version"] == "12"
 
 
 def test_an_engine_with_weights_of_its_own_is_open_while_it_is_awake_and_whole(engine):
@@ -187,7 +187,7 @@ def test_an_engine_with_weights_of_its_own_is_open_while_it_is_awake_and_whole(e
     page.mark(EngineMark(own_weights=True))
     answer = client.post("/generate")
     assert answer.status_code == 200
-    assert "x-ckpt-engine-version" not in answer.headers
+    assert "x-ckpt-engine-admitted-version" not in answer.headers
     slot = page.claim(0, 1)
     assert page.marked().own_weights
     assert client.post("/generate").status_code == 200

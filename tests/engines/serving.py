@@ -40,7 +40,7 @@ def check_serves(
     assert expected.gap > DECISIVE_GAP
     response = complete(replica, prompt)
     assert tokens(response) == expected.tokens
-    assert response.headers["x-ckpt-engine-version"] == str(version)
+    assert response.headers["x-ckpt-engine-admitted-version"] == str(version)
     return response
 
 

@@ -177,5 +177,5 @@ def test_a_colocated_judge_serves_its_own_weights_and_no_update_touches_it(tmp_p
         assert wake(running, "kv_cache") == ""
         answer = complete(judge, prompt)
         assert tokens(answer) == expected.tokens
-        assert "x-ckpt-engine-version" not in answer.headers
+        assert "x-ckpt-engine-admitted-version" not in answer.headers
         assert states(judge) == [NONE]

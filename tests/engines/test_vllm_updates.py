@@ -16,7 +16,7 @@ from tests.cluster import Cluster, Stream, running_cluster
 from tests.conformance.weights import load, of_either_version
 from tests.engines.serving import check_routes, model_of
 from tests.engines.vllm_server import assert_serves, complete, needs_vllm, start_vllm, tokens
-from tests.tiny_model import make_tiny_qwen3, reference_tokens
+from tests.tiny_model import ROUNDING, make_tiny_qwen3, reference_tokens, regrets
 
 pytestmark = needs_vllm
 
@@ -30,7 +30,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     torch.set_num_threads(1)
     make_tiny_qwen3(path / "bare", weights=False)
     with running_cluster(path) as running:
-        start_vllm(running, "vllm", path / "bare", "--root-path", ROOT).registered(400)
+        started = start_vllm(running, "vllm", path / "bare", "--root-path", ROOT, "--enable-scale-out")
+        started.registered(400)
         yield running
 
 
@@ -77,3 +78,42 @@ def test_fifty_updates_while_twenty_streams_generate(cluster: Cluster, tmp_path:
         strange = reference_tokens(model_of(tmp_path, 82), PROMPT, 60).tokens
         assert not of_either_version(models, PROMPT, strange), "the judge would let other weights pass"
         assert_serves(replica, models[0], 50)
+
+
+def test_an_answer_tells_which_version_made_which_token(cluster: Cluster, tmp_path: Path) -> None:
+    """Under the route whose answers say it, while updates are made; the gate's header says what was there before."""
+    (replica,) = cluster.replicas
+    models = [model_of(tmp_path, seed) for seed in (83, 84)]
+    live = model_of(tmp_path, 98)
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 60, "temperature": 0, "ignore_eos": True}}
+
+    def ask() -> tuple[int, dict[str, Any]] | None:
+        response = httpx.post(f"{replica.url}/inference/v1/generate", json=body, timeout=120)
+        if response.status_code == 503:
+            return None
+        assert response.status_code == 200, response.text
+        return int(response.headers["x-ckpt-engine-admitted-version"]), response.json()["choices"][0]
+
+    with Trainer(cluster.address, lineage="told") as trainer:
+        trainer.publish(live)
+        load(live, models[0])
+        assert trainer.update_weights(version=0).ok
+        streams = [Stream(ask) for _ in range(4)]
+        try:
+            for version in range(1, 9):
+                load(live, models[version % 2])
+                assert trainer.update_weights(version=version, pause_mode="keep").ok
+        finally:
+            answers: list[Any] = [answer for stream in streams for answer in stream.end() if answer is not None]
+    crossed = 0
+    for admitted, choice in answers:
+        output, spans = choice["token_ids"], choice["weight_versions"]
+        assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
+        assert spans[-1]["end"] == len(output) == 60
+        assert admitted <= int(spans[0]["version"])
+        for span in spans:
+            made = output[span["start"] : span["end"]]
+            model = models[int(span["version"]) % 2]
+            assert max(regrets(model, PROMPT + output[: span["start"]], made)) < ROUNDING, (admitted, spans)
+        crossed += admitted != int(spans[-1]["version"])
+    assert crossed, "no request lived through an update"

@@ -83,7 +83,7 @@ def assert_right(replica: Replica, model: Any, prompt: list[int], version: int) 
     regret = regrets(model, prompt, found)
     assert len(found) == TOKENS
     assert max(regret) < ROUNDING, f"version {version}: logits lost with each token: {[round(r, 2) for r in regret]}"
-    assert response.headers["x-ckpt-engine-version"] == str(version)
+    assert response.headers["x-ckpt-engine-admitted-version"] == str(version)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -121,7 +122,7 @@ async def test_logprobs_are_those_of_the_model(one_worker: EngineProcess, versio
     assert answer["logprobs"] == pytest.approx(expected.tolist(), abs=0.25)  # bfloat16, a pass at once or step by step
 
 
-async def test_the_version_is_in_a_header_and_a_stop_token_ends_the_output(
+async def test_the_admitted_version_is_in_a_header_and_a_stop_token_ends_the_output(
     one_worker: EngineProcess, versions: Versions
 ) -> None:
     version = versions[1]
@@ -130,10 +131,41 @@ async def test_the_version_is_in_a_header_and_a_stop_token_ends_the_output(
     async with serving(one_worker, version) as (agent, client):
         body = {"input_ids": version.prompt, "max_tokens": TOKENS, "stop_token_ids": [stop]}
         answer = await client.post("/generate", json=body)
-    assert answer.headers["x-ckpt-engine-version"] == str(version.number)
-    assert answer.headers["x-ckpt-engine-root"] == agent.root.hex()
+    assert answer.headers["x-ckpt-engine-admitted-version"] == str(version.number)
+    assert answer.headers["x-ckpt-engine-admitted-root"] == agent.root.hex()
     assert answer.json()["output_ids"] == expected[: expected.index(stop) + 1]
     assert answer.json()["finish_reason"] == "stop"
+
+
+async def test_a_body_that_comes_slowly_is_admitted_under_one_version_and_answered_by_another(
+    one_worker: EngineProcess, versions: Versions
+) -> None:
+    """The gate has let the request in before the engine has read it; the header says just that, the body the rest."""
+    old, new = versions
+    begun, installed = asyncio.Event(), asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        body = json.dumps({"input_ids": new.prompt, "max_tokens": TOKENS}).encode()
+        yield body[:5]
+        begun.set()
+        await installed.wait()
+        yield body[5:]
+
+    async with serving(one_worker, old) as (agent, client):
+        admitted = agent.root.hex()
+        sent = client.post("/generate", content=slowly(), headers={"content-type": "application/json"})
+        request = asyncio.create_task(sent)
+        await begun.wait()
+        await agent.adapter.pause(ABORT, CALL_SECONDS)
+        await agent.install(new.model, new.number)
+        await agent.adapter.resume(CALL_SECONDS)
+        installed.set()
+        async with asyncio.timeout(CALL_SECONDS):
+            answer = await request
+    assert answer.json()["output_ids"] == reference_tokens(new.model, new.prompt, TOKENS).tokens
+    assert answer.json()["weight_versions"] == [{"version": new.number, "start": 0, "end": TOKENS}]
+    said = {name: value for name, value in answer.headers.items() if name.startswith("x-ckpt-engine")}
+    assert said == {"x-ckpt-engine-admitted-version": str(old.number), "x-ckpt-engine-admitted-root": admitted}
 
 
 async def test_keep_goes_on_with_new_weights_and_computes_its_cache_anew(

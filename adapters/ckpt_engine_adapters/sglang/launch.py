@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
-from ckpt_engine.install.state import EnginePage
 from ckpt_engine_adapters.sglang.command import (
     REFUSED,
     WORKERS_VARIABLE,
@@ -34,7 +33,6 @@ def main(arguments: Sequence[str]) -> None:
     if directory is None:
         # Here and not in the gate: the schedulers must know it too.
         directory = EngineDirectory.create()
-        EnginePage(directory.page).close()
         os.environ[ENVIRONMENT] = str(directory.path)
         print(f"ckpt-engine: engine directory {directory.path}", flush=True)
 
