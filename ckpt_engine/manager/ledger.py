@@ -190,7 +190,7 @@ class Ledger:
 
     async def history(self, before: int | None = None, limit: int = 50) -> list[Record]:
         """Updates, newest first; ``before`` is the lowest epoch of the page before this one."""
-        return await self._records("WHERE i.epoch < ?", before if before is not None else 1 << 62, limit)
+        return await self._records("WHERE i.epoch < ?", before if before is not None else (1 << 63) - 1, limit)
 
     async def record(self, epoch: int) -> Record | None:
         """One update of the history, or None."""

@@ -139,7 +139,7 @@ class ManagerMachine:
                     self._update.member_back(member, now)
             case manager_pb2.ReplicaHeartbeat() if isinstance(member, Replica):
                 member.workers = tuple(body.workers)
-                if self._recovery.learn_epochs(body.workers) and self._update is not None:
+                if self._recovery.learn_epochs(member) and self._update is not None:
                     self._update.outrun()
                 member.serving, member.asleep = body.serving, body.asleep
                 member.closed_reason = body.closed_reason
