@@ -11,7 +11,7 @@ Decides who may join, which call begins an update, and what waits for what:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines.catch_up import CATCH_UP, CatchUp
@@ -42,6 +42,7 @@ from ckpt_engine.core.machines.recovery import Recovery
 from ckpt_engine.core.machines.sleepers import Sleepers
 from ckpt_engine.core.machines.status import blobs_in_use, status_of
 from ckpt_engine.core.machines.update import Update
+from ckpt_engine.core.machines.versions import Intended, Meant
 from ckpt_engine.core.problems import CkptEngineError, aborted, unavailable
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -51,22 +52,22 @@ SETTLE: Key = ("settle",)
 class ManagerMachine:
     """Decides everything that the manager does.
 
-    cluster, epoch: from the ledger. intents: the latest identity of each lineage, oldest first (Ledger.last_intents).
-    selection: the replicas that the last of them was for; none: all.
+    cluster, epoch: from the ledger, as are intents, the last one of each lineage (Ledger.last_intents), and meant, the
+    last update that was for each replica (Ledger.meant).
     """
 
     def __init__(
         self,
         cluster: str,
         epoch: int,
-        intents: Sequence[weights_pb2.Identity] = (),
+        intents: Sequence[Intended] = (),
         deadlines: Deadlines | None = None,
         software_version: str = "",
-        selection: Sequence[str] = (),
+        meant: Mapping[str, Meant] | None = None,
     ) -> None:
         self._deadlines = deadlines or Deadlines()
         self._software_version = software_version
-        self._state = State.from_ledger(cluster, epoch, intents, self._deadlines, selection)
+        self._state = State.from_ledger(cluster, epoch, intents, self._deadlines, meant)
         self._members = self._state.members
         self._publications = Publications(self._state)
         self._catch_up = CatchUp(self._state, self._publications)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ckpt_engine.core.machines.manager_state import Latest, State, describe
+from ckpt_engine.core.machines.manager_state import State, describe
 from ckpt_engine.core.machines.members import Replica
 from ckpt_engine.core.problems import unavailable
 from ckpt_engine.v1 import manager_pb2
@@ -73,7 +73,7 @@ class Recovery:
         if ours and isinstance(hello, manager_pb2.ReplicaHello):
             for worker in hello.workers:
                 if worker.state == manager_pb2.CLEAN:
-                    self._learn_version(worker)
+                    self._learn_version(hello.name, worker)
         return skipped
 
     def learn_epochs(self, replica: Replica) -> bool:
@@ -117,16 +117,13 @@ class Recovery:
             )
         return said
 
-    def _learn_version(self, worker: manager_pb2.WorkerStatus) -> None:
+    def _learn_version(self, name: str, worker: manager_pb2.WorkerStatus) -> None:
         state, identity = self.state, worker.identity
         known = state.last.get(identity.lineage)
         if known is None or known.version < identity.version:
             state.last[identity.lineage] = identity
             self.rolled_back = f"the ledger was rolled back: a replica holds {describe(identity)}, which it lacks"
-        if worker.epoch > state.latest_epoch:
-            state.latest_epoch = worker.epoch
-            if state.latest is None or state.latest.identity != identity:
-                state.latest = Latest(identity)
+        state.versions.learn(name, identity, worker.epoch)
 
     def _highest(self, hello: Hello) -> int:
         ours = hello.cluster == self.state.members.cluster
