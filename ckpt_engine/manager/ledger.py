@@ -1,8 +1,8 @@
 """What must survive a manager: which cluster this is, which epochs are spent, what was about to happen and what did.
 
 An SQLite file (WAL, ``synchronous=FULL``, mode 0600) that one manager holds alone for its whole life. It stores
-intents and reports; what replicas hold is never in here, only the workers know that. All statements run on one
-thread of the ledger's own, in the order of the calls, so the event loop never waits for a disk.
+intents, reports and which update was for whom; what replicas hold is never in here, only the workers know that. All
+statements run on one thread of the ledger's own, in the order of the calls, so the event loop never waits for a disk.
 
 Its size is bounded: it keeps the newest ``KEPT_REPORTS`` reports with their intents, and of what is older the last
 intent of each lineage.
@@ -27,13 +27,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from ckpt_engine.core.machines.versions import Intended, Meant
 from ckpt_engine.core.problems import CkptEngineError, precondition
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 APPLICATION_ID = 0x636B7074  # "ckpt", so that `file` and we recognise it
 
-_SCHEMA = """
+_MEANT = "CREATE TABLE meant (replica TEXT PRIMARY KEY, epoch INTEGER NOT NULL, lineage TEXT NOT NULL) STRICT;"
+_SCHEMA = f"""
 CREATE TABLE cluster (
     id TEXT NOT NULL, made REAL NOT NULL, epoch INTEGER NOT NULL, generation INTEGER NOT NULL DEFAULT 0
 ) STRICT;
@@ -42,6 +44,7 @@ CREATE TABLE intents (
     selection TEXT NOT NULL DEFAULT '[]'
 ) STRICT;
 CREATE TABLE outcomes (epoch INTEGER PRIMARY KEY, report BLOB NOT NULL, time REAL NOT NULL) STRICT;
+{_MEANT}
 """
 
 KEPT_REPORTS = 1000
@@ -50,23 +53,13 @@ KEPT_REPORTS = 1000
 _MIGRATIONS = {
     1: "ALTER TABLE cluster ADD COLUMN generation INTEGER NOT NULL DEFAULT 0;",
     2: "ALTER TABLE intents ADD COLUMN selection TEXT NOT NULL DEFAULT '[]';",
+    3: _MEANT
+    + "INSERT INTO meant SELECT name.value, max(epoch), lineage FROM intents, "
+    + """json_each(CASE selection WHEN '[]' THEN '[""]' ELSE selection END) AS name GROUP BY name.value;""",
 }
 """From a schema to the next one."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Intent:
-    """An install that was about to begin: its fence's epoch, the weights' identity, and when (Unix seconds).
-
-    selection: the replicas that it was for; none: all that receive weights.
-    """
-
-    epoch: int
-    identity: weights_pb2.Identity
-    time: float
-    selection: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -145,8 +138,14 @@ class Ledger:
 
         await self._run(statements)
 
-    async def record_intent(self, epoch: int, identity: weights_pb2.Identity, selection: Sequence[str] = ()) -> None:
-        """Stores what is about to be installed, and spends its epoch."""
+    async def record_intent(
+        self,
+        epoch: int,
+        identity: weights_pb2.Identity,
+        selection: Sequence[str] = (),
+        meant: Sequence[str] = (),
+    ) -> None:
+        """Stores what is about to be installed, and spends its epoch. selection, meant: see events.RecordIntent."""
 
         def statements() -> None:
             with self._connection:
@@ -154,6 +153,10 @@ class Ledger:
                 self._connection.execute(
                     "INSERT OR REPLACE INTO intents VALUES (?, ?, ?, ?, ?, ?)",
                     (epoch, identity.lineage, identity.version, identity.root, time.time(), json.dumps(selection)),
+                )
+                self._connection.executemany(
+                    "INSERT OR REPLACE INTO meant VALUES (?, ?, ?)",
+                    [(replica, epoch, identity.lineage) for replica in meant],
                 )
 
         await self._run(statements)
@@ -170,27 +173,30 @@ class Ledger:
 
         await self._run(statements)
 
-    async def last_intents(self) -> list[Intent]:
+    async def last_intents(self) -> list[Intended]:
         """The latest intent of each lineage, oldest first."""
         rows = await self._run(
             lambda: self._connection.execute(
-                "SELECT max(epoch), lineage, version, root, time, selection FROM intents "
-                "GROUP BY lineage ORDER BY max(epoch)"
+                "SELECT max(epoch), lineage, version, root, selection FROM intents GROUP BY lineage ORDER BY max(epoch)"
             ).fetchall()
         )
         return [
-            Intent(
+            Intended(
                 epoch,
                 weights_pb2.Identity(lineage=lineage, version=version, root=root),
-                moment,
                 tuple(json.loads(selection)),
             )
-            for epoch, lineage, version, root, moment, selection in rows
+            for epoch, lineage, version, root, selection in rows
         ]
+
+    async def meant(self) -> dict[str, Meant]:
+        """The last update that was for each replica; versions.EVERYBODY: that was for all."""
+        rows = await self._run(lambda: self._connection.execute("SELECT replica, epoch, lineage FROM meant").fetchall())
+        return {replica: (epoch, lineage) for replica, epoch, lineage in rows}
 
     async def history(self, before: int | None = None, limit: int = 50) -> list[Record]:
         """Updates, newest first; ``before`` is the lowest epoch of the page before this one."""
-        return await self._records("WHERE i.epoch < ?", before if before is not None else 1 << 62, limit)
+        return await self._records("WHERE i.epoch < ?", before if before is not None else (1 << 63) - 1, limit)
 
     async def record(self, epoch: int) -> Record | None:
         """One update of the history, or None."""

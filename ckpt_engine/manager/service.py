@@ -128,14 +128,13 @@ class ManagerServer:
         self.metrics = Metrics(self.status, blobs)
         tasks = Tasks(self.ledger, Compiler(blobs), self.metrics)
         self._undo.callback(tasks.close)
-        intents = await self.ledger.last_intents()
         machine = ManagerMachine(
             self.ledger.cluster,
             self.ledger.epoch,
-            [intent.identity for intent in intents],
+            await self.ledger.last_intents(),
             config.deadlines,
             software_version(),
-            intents[-1].selection if intents else (),
+            await self.ledger.meant(),
         )
         self._shell = Shell(machine, tasks, blobs, self.metrics)
         self.http_address = await self._start_http() if config.http else ""

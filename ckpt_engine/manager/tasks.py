@@ -68,8 +68,8 @@ class Tasks:
                 return await loop.run_in_executor(self._thread, self._compiler.combine, task)
             case events.SpendEpoch(epoch):
                 await self._ledger.spend_epoch(epoch)
-            case events.RecordIntent(epoch, identity, _, selection):
-                await self._ledger.record_intent(epoch, identity, selection)
+            case events.RecordIntent(epoch, identity, _, selection, meant):
+                await self._ledger.record_intent(epoch, identity, selection, meant)
             case events.RecordOutcome(report):
                 log.info(
                     "update ended epoch=%d lineage=%r version=%d ok=%s replicas=%d bytes=%d seconds=%.3f",

@@ -111,7 +111,7 @@ class CheckpointEngineManagerServicer(object):
     def UpdateWeights(self, request, context):
         """Brings every replica to the caller's weights. Each trainer rank calls it once its weights are ready and
         must not change them until it returns. All ranks receive the same events; the last one is the report.
-        INVALID_ARGUMENT, FAILED_PRECONDITION: refused, no replica was touched. ABORTED: another update runs.
+        INVALID_ARGUMENT, FAILED_PRECONDITION: refused, no replica was touched. ABORTED: this lineage is being updated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -13,6 +13,7 @@ import pytest
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines.manager_state import State
+from ckpt_engine.core.machines.versions import EVERYBODY
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.manager.ledger import APPLICATION_ID, SCHEMA_VERSION, Ledger, default_path
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -220,13 +221,29 @@ async def test_a_ledger_of_the_schema_before_is_taken_over(tmp_path: Path) -> No
     with sqlite3.connect(path) as connection:
         connection.executescript(
             "ALTER TABLE cluster DROP COLUMN generation; ALTER TABLE intents DROP COLUMN selection; "
-            "PRAGMA user_version = 1;"
+            "DROP TABLE meant; PRAGMA user_version = 1;"
         )
     connection.close()
     again = await Ledger.open(path)
     assert (again.cluster, again.epoch) == (ledger.cluster, 7)
     assert [(intent.epoch, intent.selection) for intent in await again.last_intents()] == [(7, ())]
+    assert await again.meant() == {EVERYBODY: (7, "run")}
     await again.spend_epoch(8)
+    await again.close()
+
+
+async def test_a_ledger_of_schema_3_knows_whom_updates_were_for(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite3"
+    ledger = await Ledger.open(path)
+    await ledger.record_intent(1, identity(1, "all"))
+    await ledger.record_intent(2, identity(2, "some"), ("a", "b"))
+    await ledger.record_intent(3, identity(1, "one"), ("b",))
+    await ledger.close()
+    connection = sqlite3.connect(path)
+    connection.executescript("DROP TABLE meant; PRAGMA user_version = 3;")
+    connection.close()
+    again = await Ledger.open(path)
+    assert await again.meant() == {EVERYBODY: (1, "all"), "a": (2, "some"), "b": (3, "one")}
     await again.close()
 
 
@@ -234,17 +251,16 @@ async def test_what_a_version_was_for_outlives_the_manager(tmp_path: Path) -> No
     """Else a restarted manager would bring it to replicas that its update had left out."""
     path = tmp_path / "ledger.sqlite3"
     ledger = await Ledger.open(path)
-    await ledger.record_intent(1, identity(1))
-    await ledger.record_intent(2, identity(2), ("a", "b"))
+    await ledger.record_intent(1, identity(1, "all"), (), (EVERYBODY,))
+    await ledger.record_intent(2, identity(2), ("a", "b"), ("a", "b"))
+    await ledger.record_intent(3, identity(1, "other"), ("b",), ("b",))
+    await ledger.record_intent(4, identity(2), ("a", "b"), ())  # a late replica
     await ledger.close()
     again = await Ledger.open(path)
-    (intent,) = await again.last_intents()
+    versions = State.from_ledger("", 4, await again.last_intents(), Deadlines(), await again.meant()).versions
     await again.close()
-    assert intent.selection == ("a", "b")
-    state = State.from_ledger(again.cluster, again.epoch, [intent.identity], Deadlines(), intent.selection)
-    assert state.latest is not None
-    assert state.latest.selection == {"a", "b"}
-    assert State.from_ledger(again.cluster, again.epoch, [intent.identity], Deadlines()).latest.selection is None  # type: ignore[union-attr]
+    held = {name: latest.identity.lineage for name in ("a", "b", "c") if (latest := versions.of(name))}
+    assert held == {"a": "run", "b": "other", "c": "all"}
 
 
 def report_of(epoch: int) -> manager_pb2.UpdateReport:

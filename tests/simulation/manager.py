@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines import events
 from ckpt_engine.core.machines.events import Call, Peer
 from ckpt_engine.core.machines.manager import ManagerMachine
+from ckpt_engine.core.machines.versions import Intended, Meant
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.shell import Faults, Shell, Stream
@@ -36,6 +37,8 @@ class Ledger:
     generation: int = 0
     refuses: str = ""
     intents: dict[int, weights_pb2.Identity] = field(default_factory=dict)
+    selections: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    meant: dict[str, Meant] = field(default_factory=dict)
     reports: dict[int, manager_pb2.UpdateReport] = field(default_factory=dict)
 
     def open(self) -> int:
@@ -53,16 +56,21 @@ class Ledger:
 
     def copied(self) -> Ledger:
         """A copy as an operator makes it, to be put back some day."""
-        return Ledger(self.cluster, self.epoch, self.generation, "", dict(self.intents), dict(self.reports))
+        return replace(
+            self,
+            refuses="",
+            intents=dict(self.intents),
+            selections=dict(self.selections),
+            meant=dict(self.meant),
+            reports=dict(self.reports),
+        )
 
-    def last_intents(self) -> list[weights_pb2.Identity]:
-        """The latest identity of each lineage, oldest first."""
-        last: dict[str, weights_pb2.Identity] = {}
+    def last_intents(self) -> list[Intended]:
+        """The last one of each lineage, oldest first."""
+        last: dict[str, int] = {}
         for epoch in sorted(self.intents):
-            identity = self.intents[epoch]
-            last.pop(identity.lineage, None)
-            last[identity.lineage] = identity
-        return list(last.values())
+            last[self.intents[epoch].lineage] = epoch
+        return [Intended(epoch, self.intents[epoch], self.selections[epoch]) for epoch in sorted(last.values())]
 
 
 @dataclass
@@ -89,7 +97,7 @@ class ManagerShell(Shell):
         machine: type[ManagerMachine] = ManagerMachine,
     ) -> None:
         self.generation = ledger.open()
-        made = machine(ledger.cluster, ledger.epoch, ledger.last_intents(), deadlines)
+        made = machine(ledger.cluster, ledger.epoch, ledger.last_intents(), deadlines, meant=ledger.meant)
         super().__init__(world, faults, "manager", made)
         self.machine: ManagerMachine
         self.truth, self.ledger, self.watch = truth, ledger, watch
@@ -183,9 +191,11 @@ class ManagerShell(Shell):
             case events.SpendEpoch(epoch):
                 yield from self._written()
                 self.ledger.epoch = max(self.ledger.epoch, epoch)
-            case events.RecordIntent(epoch, identity):
+            case events.RecordIntent(epoch, identity, _, selection, meant):
                 yield from self._written()
                 self.ledger.intents[epoch] = identity
+                self.ledger.selections[epoch] = selection
+                self.ledger.meant |= dict.fromkeys(meant, (epoch, identity.lineage))
                 self.truth.recorded.setdefault((self.ledger.cluster, epoch), []).append(identity)
                 self.ledger.epoch = max(self.ledger.epoch, epoch)
             case events.RecordOutcome(report):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_engine.core.machines.recovery import HIGHEST_EPOCH
+from ckpt_engine.core.machines.recovery import MOST_SKIPPED, Recovery
 from tests.simulation.manager import Ledger, ManagerShell
-from tests.simulation.members import AgentShell
 from tests.simulation.story import NEW, Problem, Story, outcomes, refused
 
 
@@ -177,11 +176,66 @@ def test_a_table_that_another_manager_stored_is_stored_again(story: Story, monke
     assert story.update(group).ok
 
 
-def test_an_epoch_that_cannot_be_is_refused(story: Story) -> None:
-    agent: AgentShell = story.replica()
-    agent.machine._highest = HIGHEST_EPOCH
+def restart_manager(story: Story) -> None:
+    manager_of(story).crash()
+    story.start_manager()
+    story.wait(6.0)
+
+
+def test_a_hello_with_an_epoch_that_cannot_be_spoils_nothing(story: Story) -> None:
+    """It is named, and nobody ends: not its sender, and after a restart of the manager nobody else."""
+    good, liar = story.replica(), story.replica()
+    group = story.ranks()
+    honest, liar.machine._highest = liar.machine._highest, 1 << 62
+    liar.break_streams()
+    story.wait(3.0)
+    for word in (liar.name, str(1 << 62), "not believed"):
+        assert word in warnings(story)
+    assert manager_of(story).machine.status().fence.epoch < 10
+    assert outcomes(story.update(group, replicas=[good.name])) == {good.name: NEW}
+    restart_manager(story)
+    assert good.ended is None
+    assert liar.ended is None
+    group.train()
+    assert outcomes(story.update(group, replicas=[good.name])) == {good.name: NEW}
+    liar.machine._highest = honest
+    story.wait(3.0)
+    assert not warnings(story)
+    group.train()
+    assert outcomes(story.update(group)) == {good.name: NEW, liar.name: NEW}
+
+
+def test_a_rank_that_says_an_epoch_that_cannot_be_is_not_let_in(story: Story) -> None:
+    agent, group = story.replica(), story.ranks()
+    trainer = group.trainers[0]
+    trainer.machine._epoch = 1 << 62  # type: ignore[attr-defined]
+    trainer.break_streams()
+    story.wait(3.0)
+    assert "rank 0 of lineage 'run': not believed" in warnings(story)
+    restart_manager(story)
+    assert agent.ended is None
+    assert manager_of(story).machine.status().fence.epoch < 10
+    assert story.update(story.ranks("another run")).ok
+
+
+def test_the_word_of_an_engine_that_comes_later_is_bounded_too(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = story.replica()
+    assert agent.engine is not None
+    agent.engine.workers[0].epoch = 1 << 62
+    story.wait(3.0)
+    assert f"{agent.name!r}: not believed" in warnings(story)
+    assert agent.ended is None
+    assert manager_of(story).machine.status().fence.epoch < 10
+    monkeypatch.setattr(Recovery, "_believed", lambda self, epoch, name: True)
+    story.wait(3.0)
+    assert manager_of(story).machine.status().fence.epoch >= 1 << 62
+
+
+def test_a_ledger_may_have_forgotten_very_many_epochs(story: Story) -> None:
+    agent, group = story.replica(), story.ranks()
+    agent.machine._highest = MOST_SKIPPED
     agent.break_streams()
     story.wait(3.0)
-    assert agent.ended is not None
-    refused(agent.ended, Problem.INVALID_ARGUMENT, "cannot be")
-    assert manager_of(story).machine.status().fence.epoch < 10
+    report = story.update(group)
+    assert outcomes(report) == {agent.name: NEW}
+    assert report.fence.epoch > MOST_SKIPPED

@@ -226,6 +226,83 @@ def test_a_late_replica_is_brought_up_after_the_manager_was_restarted(story: Sto
     assert late.engine.words().identity == identity
 
 
+def another_engine(story: Story, agent: AgentShell) -> None:
+    """Its engine ends, and another one comes up that holds nothing."""
+    assert agent.engine is not None
+    agent.engine.kill()
+    agent.engine_died()
+    story.start_engine(agent)
+    story.wait(2.1)
+    assert agent.engine is not None
+    agent.engine.models = {"model A", "model B"}
+
+
+def lineage_of(agent: AgentShell) -> str:
+    assert agent.engine is not None
+    identity = agent.engine.words().identity
+    return "nothing" if identity is None else identity.lineage
+
+
+def restart_manager(story: Story) -> None:
+    assert story.cluster.manager is not None
+    story.cluster.manager.crash()
+    story.start_manager()
+    story.wait(6.0)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_late_replicas_of_two_runs_each_get_their_own(story: Story, restarted: bool) -> None:
+    first, second, neither = story.replica(), story.replica(), story.replica()
+    runs = {first: story.ranks("one", kind="snapshot"), second: story.ranks("two", kind="snapshot")}
+    for agent, group in runs.items():
+        assert outcomes(story.update(group, replicas=[agent.name])) == {agent.name: NEW}
+    if restarted:
+        restart_manager(story)
+    for agent in runs:
+        another_engine(story, agent)
+    story.wait(6.0)
+    assert {agent: lineage_of(agent) for agent in runs} == {first: "one", second: "two"}
+    assert lineage_of(neither) == "nothing"
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_replica_belongs_to_the_run_whose_update_was_for_it_last(story: Story, restarted: bool) -> None:
+    taken, kept = story.replica(), story.replica()
+    one, two = story.ranks("one", kind="snapshot"), story.ranks("two", kind="snapshot", model="model B")
+    assert story.update(one).ok
+    assert story.update(two, replicas=[taken.name]).ok
+    another_engine(story, kept)  # a late replica of the first run changes nothing for the other one
+    story.wait(4.0)
+    if restarted:
+        restart_manager(story)
+    another_engine(story, taken)
+    another_engine(story, kept)
+    late = story.replica()
+    story.wait(8.0)
+    assert [lineage_of(agent) for agent in (taken, kept, late)] == ["two", "one", "one"]
+    one.train()
+    assert story.update(one).ok
+    another_engine(story, taken)
+    story.wait(4.0)
+    assert lineage_of(taken) == "one"
+
+
+def test_a_replica_that_its_run_left_out_waits_for_the_next_update(story: Story) -> None:
+    left, chosen = story.replica(), story.replica()
+    run, before = story.ranks("one", kind="snapshot"), story.ranks("zero", kind="snapshot", model="model B")
+    assert story.update(before).ok
+    assert story.update(run).ok
+    run.train()
+    version = story.update(run, replicas=[chosen.name]).identity.version
+    another_engine(story, left)
+    story.wait(5.0)
+    assert lineage_of(left) == "nothing"
+    assert outcomes(story.update(run, version=version, replicas=[left.name])) == {left.name: NEW}
+    another_engine(story, chosen)  # the very version was for it before
+    story.wait(5.0)
+    assert lineage_of(chosen) == "one"
+
+
 def test_an_update_cuts_bringing_up_short(story: Story) -> None:
     story.replica()
     group = story.ranks(kind="snapshot")

@@ -1,7 +1,8 @@
-"""Which replica is to be brought to the latest version, and when it is tried again.
+"""Which replica is to be brought to the latest version of its lineage, and when it is tried again.
 
-A replica that came late, was restarted or was quarantined does not hold the latest version. If all of that version's
-sources stay sealed, it is brought up alone, without a caller. Decides nothing about how: that is an update.
+A replica that came late, was restarted or was quarantined does not hold what it is to hold (`versions`). If all
+sources of that version stay sealed, it is brought up alone, without a caller. Decides nothing about how: that is an
+update.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from ckpt_engine.core.machines.manager_state import State, describe
 from ckpt_engine.core.machines.members import Replica
 from ckpt_engine.core.machines.order import Order
 from ckpt_engine.core.machines.publications import Publications
+from ckpt_engine.core.machines.versions import Latest
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.v1 import manager_pb2
 
@@ -40,15 +42,16 @@ class CatchUp:
 
     def order(self, now: float) -> Order | None:
         """The next replica's turn, if there is one; sets a timer for the next one that must wait."""
-        latest, published = self.state.latest, self._published()
-        if latest is None or published is None:
-            return None
         waits = []
         for replica in self.state.members.receivers():
-            if not self._lacks(replica):
+            latest = self.state.versions.of(replica.name)
+            if latest is None or not _lacks(replica, latest):
                 self.attempts.pop(replica.name, None)
                 continue
-            attempts = self._attempts(replica)
+            published = self._published(latest)
+            if published is None:
+                continue
+            attempts = self._attempts(replica, latest)
             if attempts.count >= CATCH_UP_ATTEMPTS:
                 continue
             if attempts.next > now:
@@ -77,19 +80,22 @@ class CatchUp:
 
         Raises FAILED_PRECONDITION, saying why that cannot work.
         """
-        latest = self.state.latest
+        latest = self.state.versions.of(replica.name)
         if latest is None:
-            raise precondition("no version was sealed yet: the first update brings it weights", replica=replica.name)
+            raise precondition(
+                "no version was sealed that is meant for it: the next update that is for it brings it weights",
+                replica=replica.name,
+            )
         version = describe(latest.identity)
         if replica.workers and replica.holds(latest.identity):
             if replica.serving:
                 return f"nothing is to be done: it serves {version}"
             reason = f"it holds {version} and is closed because {replica.closed_reason or 'its engine does not serve'}"
             raise precondition(f"{reason}: bringing weights would not help", replica=replica.name)
-        if not self._lacks(replica):
-            why = "asleep" if replica.asleep else "without workers" if not replica.workers else "not meant to have it"
+        if not _lacks(replica, latest):
+            why = "asleep" if replica.asleep else "without workers"
             raise precondition(f"it is {why}, so it is not brought to {version}", replica=replica.name)
-        if self._published() is None:
+        if self._published(latest) is None:
             raise precondition(
                 f"no source of {version} stays sealed, so nothing can be read now; the next update repairs it",
                 replica=replica.name,
@@ -104,26 +110,20 @@ class CatchUp:
             attempts.count -= 1
             attempts.next = 0.0
 
-    def _published(self) -> Published | None:
-        """Where the latest version's bytes lie, if they stay there."""
-        latest = self.state.latest
-        if latest is None:
-            return None
+    def _published(self, latest: Latest) -> Published | None:
+        """Where a version's bytes lie, if they stay there."""
         published = latest.published or self.publications.get(latest.identity.lineage).published
         if published is None or not all(source.stays_sealed for source in published.sources):
             return None
         return published
 
-    def _lacks(self, replica: Replica) -> bool:
-        latest = self.state.latest
-        assert latest is not None
-        wanted = latest.selection is None or replica.name in latest.selection
-        return wanted and bool(replica.workers) and not replica.asleep and not replica.holds(latest.identity)
-
-    def _attempts(self, replica: Replica) -> Attempts:
-        assert self.state.latest is not None
-        workers, identity = replica.boot_ids(), self.state.latest.identity.SerializeToString(deterministic=True)
+    def _attempts(self, replica: Replica, latest: Latest) -> Attempts:
+        workers, identity = replica.boot_ids(), latest.identity.SerializeToString(deterministic=True)
         known = self.attempts.get(replica.name)
         if known is None or known.workers != workers or known.identity != identity:
             known = self.attempts[replica.name] = Attempts(workers, identity)
         return known
+
+
+def _lacks(replica: Replica, latest: Latest) -> bool:
+    return bool(replica.workers) and not replica.asleep and not replica.holds(latest.identity)

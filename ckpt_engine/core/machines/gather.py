@@ -1,7 +1,7 @@
-"""The ranks' calls of one update, from the first to the last.
+"""The ranks' calls of one lineage's update, from the first to the last.
 
 Decides which calls belong together, when all are there, which version they mean and which replicas it is for. Changes
-nothing: what comes out is an Order, a Problem, or the wish to wait.
+nothing: what comes out is an Order, a Problem, or the wish to wait. Whose turn it is, is decided in `gathers`.
 """
 
 from __future__ import annotations
@@ -9,15 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ckpt_engine.core.machines.events import Call, Key
+from ckpt_engine.core.machines.events import Call
 from ckpt_engine.core.machines.manager_state import State, describe
+from ckpt_engine.core.machines.naming import ranks_named
 from ckpt_engine.core.machines.order import Order
 from ckpt_engine.core.machines.publications import Publications
 from ckpt_engine.core.pausing import check_pause_mode
-from ckpt_engine.core.problems import CkptEngineError, aborted, invalid, not_found, precondition
+from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invalid, not_found, precondition
 from ckpt_engine.v1 import manager_pb2
 
-GATHER: Key = ("gather",)
+HIGHEST_VERSION = (1 << 63) - 1
+"""What the wire and the state words hold."""
+
+MOST_NAMED = 8
+"""Versions that the ranks ask for, if each asks for another one."""
 
 
 @dataclass
@@ -35,8 +40,6 @@ class Gather:
     def join(self, call: Call, request: manager_pb2.UpdateWeightsRequest, now: float) -> None:
         """Takes a rank's call in. Raises ABORTED (for this call alone) if it cannot be part of this update."""
         rank = request.rank
-        if request.lineage != self.lineage:
-            raise aborted(f"another update runs: {self.describe()}")
         if rank in self.calls:
             raise aborted(f"rank {rank} of lineage {self.lineage!r} has called already", ranks=(rank,))
         trainer = self.state.members.trainers.get((self.lineage, rank))
@@ -48,9 +51,11 @@ class Gather:
         self.calls[rank] = call
         self.requests[rank] = request
         self.end = min(self.end, now + (request.timeout_seconds or self.state.deadlines.update))
-        self.state.set_timer(
-            GATHER, min(self.started + self.state.deadlines.gather, self.end - self.state.deadlines.report) - now
-        )
+
+    def seconds(self, now: float) -> float:
+        """How long it may go on: all calls must be there in time, and then its turn must come in the callers' time."""
+        begun_by = self.end - self.state.deadlines.report
+        return (begun_by if self.complete() else min(self.started + self.state.deadlines.gather, begun_by)) - now
 
     def leave(self, rank: int) -> None:
         """A rank's call was cancelled; it may call again."""
@@ -59,16 +64,41 @@ class Gather:
 
     def describe(self) -> str:
         """What is going on, for who must wait for it."""
-        return f"gathering ranks of lineage {self.lineage!r}: {', '.join(self._missing()) or 'all are there'}"
+        return f"gathering ranks of lineage {self.lineage!r}: {'; '.join(self._missing()) or 'all are there'}"
+
+    def known(self) -> bool:
+        """Whether any rank has ever said hello and not left."""
+        return any(lineage == self.lineage for lineage, _ in self.state.members.trainers)
+
+    def connected(self) -> bool:
+        """Whether any rank has a session now."""
+        return any(trainer.peer is not None for trainer in self.state.members.ranks(self.lineage).values())
+
+    def nobody(self) -> CkptEngineError:
+        """The refusal of a call for a lineage that nobody could update."""
+        return precondition(
+            f"no rank of lineage {self.lineage!r} has a session with this manager: a rank calls once it was welcomed, "
+            "under the lineage that it said hello with",
+            ranks=sorted(self.calls),
+        )
+
+    def complete(self) -> bool:
+        """Whether every rank has a session, has published and has called, and the tables are merged or refused."""
+        ranks = self.state.members.ranks(self.lineage)
+        if not ranks or len(self.calls) < next(iter(ranks.values())).world_size:
+            return False
+        publication = self.publications.get(self.lineage)
+        return (publication.published or publication.problem) is not None and not self._missing_ranks()
 
     def order(self) -> Order | None:
         """What the ranks want, once all are there; None: wait. Raises CkptEngineError if it must be refused."""
         self._check_agreement()
-        publication = self.publications.get(self.lineage)
-        if not self._missing() and publication.problem is not None:
-            raise CkptEngineError(publication.problem)
-        if self._missing() or publication.published is None:
+        if not self.complete():
             return None
+        publication = self.publications.get(self.lineage)
+        if publication.problem is not None:
+            raise CkptEngineError(publication.problem)
+        assert publication.published is not None
         request = self.requests[min(self.requests)]
         min_replicas = request.min_replicas if request.HasField("min_replicas") else 1
         return Order(
@@ -84,10 +114,11 @@ class Gather:
         )
 
     def overdue(self) -> CkptEngineError:
-        """The refusal when ranks did not come in time; names them, and tables that do not agree."""
-        publication = self.publications.get(self.lineage)
-        if not self._missing() and publication.problem is not None:
-            return CkptEngineError(publication.problem)
+        """The refusal when ranks did not come in time; names them."""
+        if self.complete():
+            return deadline(
+                f"the turn of lineage {self.lineage!r} did not come in its callers' time: others went first"
+            )
         missing = self._missing()
         reason = "; ".join(missing) if missing else "the tables of its ranks are still being merged"
         return precondition(
@@ -95,20 +126,28 @@ class Gather:
         )
 
     def _missing(self) -> list[str]:
-        """What is missing of which rank."""
+        """What is missing of which ranks."""
         ranks = self.state.members.ranks(self.lineage)
         if not ranks:
             return ["no rank has a session"]
-        missing = []
-        for rank in range(next(iter(ranks.values())).world_size):
+        absent, unpublished, silent = [], [], []
+        for rank in self._missing_ranks():
             trainer = ranks.get(rank)
             if trainer is None or trainer.peer is None:
-                missing.append(f"rank {rank} has no session")
+                absent.append(rank)
             elif trainer.table is None:
-                missing.append(f"rank {rank} has not published")
-            elif rank not in self.calls:
-                missing.append(f"rank {rank} has not called update_weights")
-        return missing
+                unpublished.append(rank)
+            else:
+                silent.append(rank)
+        return [
+            f"{ranks_named(found)} {'has' if len(found) == 1 else 'have'} {what}"
+            for found, what in (
+                (absent, "no session"),
+                (unpublished, "not published"),
+                (silent, "not called update_weights"),
+            )
+            if found
+        ]
 
     def _missing_ranks(self) -> Sequence[int]:
         ranks = self.state.members.ranks(self.lineage)
@@ -123,7 +162,10 @@ class Gather:
         """All ranks must ask for the same; else nobody knows what was meant."""
         versions = {rank: self._meant(request) for rank, request in self.requests.items()}
         if len(set(versions.values())) > 1:
-            said = ", ".join(f"rank {rank}: {versions[rank]}" for rank in sorted(versions))
+            asking: dict[int, list[int]] = {}
+            for rank in sorted(versions):
+                asking.setdefault(versions[rank], []).append(rank)
+            said = ", ".join(f"{ranks_named(asking[version])}: {version}" for version in sorted(asking)[:MOST_NAMED])
             raise invalid(f"the ranks ask for different versions: {said}", ranks=sorted(versions))
         wishes = {
             rank: (request.pause_mode, request.min_replicas, tuple(sorted(request.replicas)))
@@ -137,6 +179,8 @@ class Gather:
         if request.HasField("version"):
             return request.version
         last = self.state.last.get(self.lineage)
+        if last is not None and last.version >= HIGHEST_VERSION:
+            raise precondition(f"no number is left above {describe(last)}: start a new lineage")
         return 0 if last is None else last.version + 1
 
     def _version(self) -> int:

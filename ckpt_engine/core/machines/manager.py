@@ -1,16 +1,17 @@
 """The manager's machine: who is there, and one thing at a time for all of them.
 
 Decides who may join, which call begins an update, and what waits for what:
-- One update runs at a time. Calls of its other ranks join while it gathers; any other call is ABORTED, naming it.
+- One update runs at a time. Meanwhile the ranks of other lineages gather, side by side, and take turns (`gathers`);
+  another call of the lineage that is being updated is ABORTED, naming the update.
 - Sleep and Wake run alone too; an update that was gathered meanwhile waits for their end.
-- When nothing else is to be done, late replicas are brought up, one after the other. A call cuts that short: before
-  its install begins at once, afterwards when the replica's outcome has come.
+- When nothing else can be done, late replicas are brought up, one after the other. An update whose turn has come cuts
+  that short: before its install begins at once, afterwards when the replica's outcome has come.
 - A manager that was restarted waits a moment before its first update, so that all members can dial in again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines.catch_up import CATCH_UP, CatchUp
@@ -19,7 +20,6 @@ from ckpt_engine.core.machines.events import (
     CallCancelled,
     ClosePeer,
     Done,
-    FinishCall,
     Key,
     ManagerCommand,
     ManagerEvent,
@@ -32,7 +32,7 @@ from ckpt_engine.core.machines.events import (
     UpdateCall,
     WakeCall,
 )
-from ckpt_engine.core.machines.gather import GATHER, Gather
+from ckpt_engine.core.machines.gathers import Gathers
 from ckpt_engine.core.machines.manager_state import SPEND, State
 from ckpt_engine.core.machines.members import Replica, Trainer
 from ckpt_engine.core.machines.operators import operate
@@ -42,6 +42,7 @@ from ckpt_engine.core.machines.recovery import Recovery
 from ckpt_engine.core.machines.sleepers import Sleepers
 from ckpt_engine.core.machines.status import blobs_in_use, status_of
 from ckpt_engine.core.machines.update import Update
+from ckpt_engine.core.machines.versions import Intended, Meant
 from ckpt_engine.core.problems import CkptEngineError, aborted, unavailable
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -51,27 +52,27 @@ SETTLE: Key = ("settle",)
 class ManagerMachine:
     """Decides everything that the manager does.
 
-    cluster, epoch: from the ledger. intents: the latest identity of each lineage, oldest first (Ledger.last_intents).
-    selection: the replicas that the last of them was for; none: all.
+    cluster, epoch: from the ledger, as are intents, the last one of each lineage (Ledger.last_intents), and meant, the
+    last update that was for each replica (Ledger.meant).
     """
 
     def __init__(
         self,
         cluster: str,
         epoch: int,
-        intents: Sequence[weights_pb2.Identity] = (),
+        intents: Sequence[Intended] = (),
         deadlines: Deadlines | None = None,
         software_version: str = "",
-        selection: Sequence[str] = (),
+        meant: Mapping[str, Meant] | None = None,
     ) -> None:
         self._deadlines = deadlines or Deadlines()
         self._software_version = software_version
-        self._state = State.from_ledger(cluster, epoch, intents, self._deadlines, selection)
+        self._state = State.from_ledger(cluster, epoch, intents, self._deadlines, meant)
         self._members = self._state.members
         self._publications = Publications(self._state)
         self._catch_up = CatchUp(self._state, self._publications)
         self._recovery = Recovery(self._state)
-        self._gather: Gather | None = None
+        self._gathers = Gathers(self._state, self._publications)
         self._update: Update | None = None
         self._sleepers: Sleepers | None = None
         self._restarted = epoch > 0
@@ -99,7 +100,8 @@ class ManagerMachine:
                 self._operator_call(event, now)
             case CallCancelled(call):
                 self._cancelled(call, now)
-        self._next(now)
+        if not _is_beat(event):
+            self._next(now)
         out = self._state.out[:]
         self._state.out.clear()
         return out
@@ -113,10 +115,8 @@ class ManagerMachine:
         return blobs_in_use(self._state, self._publications, self._update)
 
     def _phase(self) -> str:
-        for running in (self._update, self._sleepers, self._gather):
-            if running is not None:
-                return running.describe()
-        return "idle"
+        running = self._update or self._sleepers or self._gathers
+        return running.describe() or "idle"
 
     # -- members
 
@@ -140,7 +140,7 @@ class ManagerMachine:
                     self._update.member_back(member, now)
             case manager_pb2.ReplicaHeartbeat() if isinstance(member, Replica):
                 member.workers = tuple(body.workers)
-                if self._recovery.learn_epochs(body.workers) and self._update is not None:
+                if self._recovery.learn_epochs(member) and self._update is not None:
                     self._update.outrun()
                 member.serving, member.asleep = body.serving, body.asleep
                 member.closed_reason = body.closed_reason
@@ -244,23 +244,18 @@ class ManagerMachine:
 
     def _update_call(self, call: Call, request: manager_pb2.UpdateWeightsRequest, now: float) -> None:
         try:
-            if self._update is not None and self._update.order.late is None:
-                raise aborted(f"another update runs: {self._update.describe()}")
-            if self._gather is None:
-                gather = Gather(self._state, self._publications, request.lineage, now)
-                gather.join(call, request, now)
-                self._gather = gather
-            else:
-                self._gather.join(call, request, now)
+            running = self._update
+            if running is not None and running.order.late is None and running.order.lineage == request.lineage:
+                raise aborted(f"another update runs: {running.describe()}")
+            self._gathers.join(call, request, now)
         except CkptEngineError as error:
             self._state.finish(call, error.problem)
 
     def _sleep_call(self, event: SleepCall | WakeCall, now: float) -> None:
         try:
-            busy = self._update or self._sleepers or self._gather
             if self._update is not None and self._update.order.late is not None:
                 self._cut_short("a call to sleep or wake came", now)
-                busy = self._update or self._sleepers or self._gather
+            busy = self._update or self._sleepers or (self._gathers if self._gathers.next() is not None else None)
             if busy is not None:
                 raise aborted(f"replicas are in use: {busy.describe()}")
             self._state.check_ledger()
@@ -277,11 +272,7 @@ class ManagerMachine:
     def _cancelled(self, call: Call, now: float) -> None:
         if self._sleepers is not None and self._sleepers.call == call:
             self._sleepers.call = None
-        if self._gather is not None:
-            for rank in [rank for rank, other in self._gather.calls.items() if other == call]:
-                self._gather.leave(rank)
-            if not self._gather.calls:
-                self._end_gather()
+        self._gathers.cancelled(call)
         if self._update is not None:
             for rank in [rank for rank, other in self._update.order.calls.items() if other == call]:
                 self._update.caller_left(rank)
@@ -302,34 +293,18 @@ class ManagerMachine:
             self._sleepers = None
         if self._sleepers is not None:
             self._sleepers.start(now)
-        if self._gather is not None:
-            self._try_gathered(now)
-        if (
-            self._gather is None
-            and self._update is None
-            and self._sleepers is None
-            and self._settled
-            and self._state.epoch_ready()
-            and self._state.ledger_problem is None
-        ):
+        self._gathers.look(self._settled, now)
+        lineage = self._gathers.next()
+        if lineage is not None and self._update is not None:
+            self._cut_short(f"an update of lineage {lineage!r} came", now)
+        if self._update is not None or self._sleepers is not None or not self._state.epoch_ready():
+            return
+        if lineage is not None:
+            self._start(self._gathers.begin(lineage), now)
+        elif self._settled and self._state.ledger_problem is None:
             order = self._catch_up.order(now)
             if order is not None:
                 self._start(order, now)
-
-    def _try_gathered(self, now: float) -> None:
-        assert self._gather is not None
-        try:
-            self._state.check_ledger()
-            order = self._gather.order() if self._settled else None
-        except CkptEngineError as error:
-            self._refuse_gathered(error.problem)
-            return
-        if self._update is not None:
-            self._cut_short(f"an update of lineage {self._gather.lineage!r} came", now)
-        if order is None or self._update is not None or self._sleepers is not None or not self._state.epoch_ready():
-            return
-        self._end_gather()
-        self._start(order, now)
 
     def _start(self, order: Order, now: float) -> None:
         self._update = Update(self._state, order, self._over)
@@ -344,16 +319,6 @@ class ManagerMachine:
             self._catch_up.cut_short(update.order.replicas[0])
             update.cut_short(reason, now)
 
-    def _end_gather(self) -> None:
-        self._gather = None
-        self._state.cancel_timer(GATHER)
-
-    def _refuse_gathered(self, problem: weights_pb2.Problem) -> None:
-        assert self._gather is not None
-        for call in self._gather.calls.values():
-            self._state.out.append(FinishCall(call, problem))
-        self._end_gather()
-
     # -- timers and tasks
 
     def _timer(self, key: Key, now: float) -> None:
@@ -366,9 +331,8 @@ class ManagerMachine:
             case ("sleepers", int() as epoch, str() as step):
                 if self._sleepers is not None and self._sleepers.fence.epoch == epoch:
                     self._sleepers.timer(step, now)
-            case ("gather",):
-                if self._gather is not None:
-                    self._refuse_gathered(self._gather.overdue().problem)
+            case ("gather", str() as step, str() as lineage):
+                self._gathers.timer(step, lineage, now)
             case ("settle",):
                 self._settled = True
             case ("spend again",):
@@ -387,3 +351,8 @@ class ManagerMachine:
                 self._state.spend_ended(done.problem)
             case _:
                 assert done.key == SPEND
+
+
+def _is_beat(event: ManagerEvent) -> bool:
+    """Trainers' heartbeats are nearly all events of a large run, and begin nothing."""
+    return isinstance(event, Message) and isinstance(event.body, manager_pb2.Heartbeat)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from google.protobuf.message import Message as ProtobufMessage
@@ -16,13 +16,13 @@ from ckpt_engine.core.machines.events import (
     Key,
     ManagerCommand,
     ManagerTask,
-    Published,
     Run,
     Send,
     SetTimer,
     SpendEpoch,
 )
 from ckpt_engine.core.machines.members import Members, Replica, Trainer
+from ckpt_engine.core.machines.versions import Intended, Meant, Versions
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -32,25 +32,12 @@ SHORTEST_SECONDS = 0.001
 
 
 @dataclass
-class Latest:
-    """The last version that was sealed and meant for installing.
-
-    published: where its bytes lie; None after a restart of the manager, until its ranks have published again.
-    selection: the replicas that it is for; None: all that receive weights.
-    """
-
-    identity: weights_pb2.Identity
-    published: Published | None = None
-    selection: frozenset[str] | None = None
-
-
-@dataclass
 class State:
     """Shared by the manager's parts; each changes only what it is about.
 
     epoch: the last one that was given out. spent: up to which the ledger will never give one out again; one epoch is
     spent ahead, so that an update need not wait for the disk. spending: the one that is being spent, 0 if none is.
-    last: each lineage's last identity. latest_epoch: the highest that anybody may have installed `latest` with.
+    last: each lineage's last identity. versions: who is to hold what.
     ledger_problem: why the ledger could not be written when that was tried last; None if it could.
     """
 
@@ -60,8 +47,7 @@ class State:
     epoch: int
     spent: int
     last: dict[str, weights_pb2.Identity] = field(default_factory=dict)
-    latest: Latest | None = None
-    latest_epoch: int = 0
+    versions: Versions = field(default_factory=Versions)
     spending: int = 0
     ledger_problem: weights_pb2.Problem | None = None
 
@@ -70,15 +56,14 @@ class State:
         cls,
         cluster: str,
         epoch: int,
-        intents: Sequence[weights_pb2.Identity],
+        intents: Sequence[Intended],
         deadlines: Deadlines,
-        selection: Sequence[str] = (),
+        meant: Mapping[str, Meant] | None = None,
     ) -> State:
         """As a manager begins."""
-        state = cls(Members(cluster), deadlines, [], epoch, epoch, latest_epoch=epoch)
-        for identity in intents:
-            state.last[identity.lineage] = identity
-            state.latest = Latest(identity, selection=frozenset(selection) or None)
+        state = cls(Members(cluster), deadlines, [], epoch, epoch)
+        state.last = {intent.identity.lineage: intent.identity for intent in intents}
+        state.versions = Versions.from_ledger(epoch, intents, meant or {})
         return state
 
     # -- epochs

@@ -4,22 +4,25 @@
   epochs and versions than it knows. The manager goes on above them, so that no epoch is given out twice to anybody.
 - Lost, with another cluster's id now: members of the old cluster are refused, stay as they are and ask again. Only an
   operator knows whether the old ledger is gone, so it is said who they are and what brings them back.
+- Members that have seen far higher epochs than any ledger could have forgotten: they are not believed and not let in,
+  since one wrong hello would spend all epochs, for ever and for everybody. They stay as they are and ask again.
 - Not to be written: nothing is begun that would need it, and no replica is touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ckpt_engine.core.machines.manager_state import Latest, State, describe
-from ckpt_engine.core.problems import invalid
+from ckpt_engine.core.machines.manager_state import State, describe
+from ckpt_engine.core.machines.members import Replica
+from ckpt_engine.core.problems import unavailable
 from ckpt_engine.v1 import manager_pb2
 
 Hello = manager_pb2.TrainerHello | manager_pb2.ReplicaHello
 
-HIGHEST_EPOCH = 1 << 62
-"""No ledger gets there by counting; a member that says so is wrong, and must not use all epochs up."""
+MOST_SKIPPED = 1 << 32
+"""Epochs that a ledger is believed to have forgotten: what an update a second spends in 136 years. A ledger that was
+lost and made anew under its cluster's id has forgotten all of them."""
 
 NAMED = 8
 """Clusters, and members of each, that are named at most: names come from outside."""
@@ -27,20 +30,27 @@ NAMED = 8
 
 @dataclass
 class Recovery:
-    """strangers: by their cluster, members that were refused since they belong to it."""
+    """strangers: by their cluster, members that were refused since they belong to it. unbelieved: by their names, the
+    epochs of members that cannot be."""
 
     state: State
     rolled_back: str = ""
     strangers: dict[str, list[str]] = field(default_factory=dict)
+    unbelieved: dict[str, int] = field(default_factory=dict)
 
     def check(self, hello: Hello) -> None:
-        """Raises INVALID_ARGUMENT for an epoch that cannot be; remembers members of other clusters."""
-        if self._highest(hello) >= HIGHEST_EPOCH:
-            raise invalid(f"epoch {self._highest(hello)} cannot be: no manager counts up to {HIGHEST_EPOCH}")
+        """Raises UNAVAILABLE for an epoch that is not believed; remembers members of other clusters."""
+        highest, name = self._highest(hello), _name(hello)
+        if not self._believed(highest, name):
+            raise unavailable(
+                f"{name} has seen epoch {highest}, this manager's ledger knows of {self.state.epoch}: no ledger is so "
+                f"far behind (more than {MOST_SKIPPED}), so one of the two is wrong. It is not let in, goes on as it "
+                "is and asks again: start it anew (a replica with its engine), or give this manager the right ledger",
+                replica=hello.name if isinstance(hello, manager_pb2.ReplicaHello) else "",
+            )
         cluster = self.state.members.cluster
         if hello.cluster and hello.cluster != cluster and len(self.strangers) < NAMED:
             names = self.strangers.setdefault(hello.cluster, [])
-            name = _name(hello)
             if name not in names and len(names) < NAMED:
                 names.append(name)
 
@@ -63,16 +73,24 @@ class Recovery:
         if ours and isinstance(hello, manager_pb2.ReplicaHello):
             for worker in hello.workers:
                 if worker.state == manager_pb2.CLEAN:
-                    self._learn_version(worker)
+                    self._learn_version(hello.name, worker)
         return skipped
 
-    def learn_epochs(self, workers: Iterable[manager_pb2.WorkerStatus]) -> bool:
+    def learn_epochs(self, replica: Replica) -> bool:
         """The same from a heartbeat: an agent may say hello before its engine is there. Whether epochs were skipped."""
-        highest = max((worker.epoch for worker in workers), default=0)
-        skipped = self.state.epoch < highest < HIGHEST_EPOCH
+        highest = max((worker.epoch for worker in replica.workers), default=0)
+        skipped = highest > self.state.epoch and self._believed(highest, f"replica {replica.name!r}")
         if skipped:
             self._skip(highest)
         return skipped
+
+    def _believed(self, epoch: int, name: str) -> bool:
+        if epoch <= self.state.epoch + MOST_SKIPPED:
+            self.unbelieved.pop(name, None)
+            return True
+        if name in self.unbelieved or len(self.unbelieved) < NAMED:
+            self.unbelieved[name] = epoch
+        return False
 
     def _skip(self, epoch: int) -> None:
         self.state.epoch = epoch
@@ -85,6 +103,12 @@ class Recovery:
         )
         if self.rolled_back:
             said.append(self.rolled_back)
+        for name, epoch in self.unbelieved.items():
+            said.append(
+                f"{name}: not believed, since it has seen epoch {epoch} and this manager's ledger knows of "
+                f"{self.state.epoch} only. Start it anew (a replica with its engine), or give this manager the right "
+                "ledger"
+            )
         for cluster, names in self.strangers.items():
             said.append(
                 f"{', '.join(names)}: refused, since it served cluster {cluster} and this manager's ledger is of "
@@ -93,16 +117,13 @@ class Recovery:
             )
         return said
 
-    def _learn_version(self, worker: manager_pb2.WorkerStatus) -> None:
+    def _learn_version(self, name: str, worker: manager_pb2.WorkerStatus) -> None:
         state, identity = self.state, worker.identity
         known = state.last.get(identity.lineage)
         if known is None or known.version < identity.version:
             state.last[identity.lineage] = identity
             self.rolled_back = f"the ledger was rolled back: a replica holds {describe(identity)}, which it lacks"
-        if worker.epoch > state.latest_epoch:
-            state.latest_epoch = worker.epoch
-            if state.latest is None or state.latest.identity != identity:
-                state.latest = Latest(identity)
+        state.versions.learn(name, identity, worker.epoch)
 
     def _highest(self, hello: Hello) -> int:
         ours = hello.cluster == self.state.members.cluster

@@ -15,10 +15,11 @@ def status_of(
     state: State, phase: str, software_version: str, warnings: Sequence[str]
 ) -> manager_pb2.GetStatusResponse:
     """All members by name, the last sealed version, what goes on, and what an operator should know of."""
+    newest = state.versions.newest()
     answer = manager_pb2.GetStatusResponse(
         fence=state.fence(),
         phase=phase,
-        latest=None if state.latest is None else state.latest.identity,
+        latest=None if newest is None else newest.identity,
         software_version=software_version,
         warnings=warnings,
     )
@@ -50,9 +51,10 @@ def blobs_in_use(
             used[f"rank {trainer.rank} of {trainer.lineage}"] = [trainer.table]
     for replica in state.members.replicas.values():
         used[f"replica {replica.name}"] = [prepared.needs for prepared in replica.prepared.values()]
-    latest = state.latest
-    if latest is not None and latest.published is not None:
-        used["latest"] = [latest.published.manifest, *(source.table for source in latest.published.sources)]
+    for lineage, latest in state.versions.latest.items():
+        if latest.published is not None:
+            tables = [source.table for source in latest.published.sources]
+            used[f"version {latest.identity.version} of {lineage}"] = [latest.published.manifest, *tables]
     if update is not None:
         used["update"] = update.blobs()
     return used

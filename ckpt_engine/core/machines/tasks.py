@@ -113,12 +113,17 @@ class SpendEpoch:
 
 @dataclass(frozen=True)
 class RecordIntent:
-    """Ledger.record_intent. Result: None, once it is on the disk. selection: the replicas it is for; none: all."""
+    """Ledger.record_intent. Result: None, once it is on the disk.
+
+    selection: the replicas that the version is for; none: all. meant: those that this update is for (versions.EVERYBODY
+    for all), and none if it brings up a late one.
+    """
 
     epoch: int
     identity: weights_pb2.Identity
     seconds: float
     selection: tuple[str, ...] = ()
+    meant: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ckpt_engine.core.machines.events import (
     RecordIntent,
     RecordOutcome,
 )
-from ckpt_engine.core.machines.manager_state import SHORTEST_SECONDS, Latest, State, describe
+from ckpt_engine.core.machines.manager_state import SHORTEST_SECONDS, State, describe
 from ckpt_engine.core.machines.members import Replica, Trainer, absence
 from ckpt_engine.core.machines.order import Order
 from ckpt_engine.core.machines.report import build_report
@@ -289,17 +289,15 @@ class Update:
             self._identity = identity
             self._targets.skip_holders(identity)
             self._begin_phase("recording", self.state.deadlines.ledger, now)
-            asked = self.state.latest if order.late is not None and self.state.latest is not None else order
-            task = RecordIntent(self.fence.epoch, identity, self._left(now), tuple(sorted(asked.selection or ())))
-            self._run("intent", task)
+            late, versions = order.late is not None, self.state.versions
+            self._run("intent", versions.intent(self.fence.epoch, identity, order.selection, late, self._left(now)))
 
     def _install(self, now: float) -> None:
         """The intent is on the disk: from here on there is no refusing."""
         assert self._identity is not None
         self.state.last[self.order.lineage] = self._identity
         if self.order.late is None:
-            self.state.latest = Latest(self._identity, self.order.published, self.order.selection)
-            self.state.latest_epoch = self.fence.epoch
+            self.state.versions.begin(self._identity, self.fence.epoch, self.order.published, self.order.selection)
         self._install_started = now
         for name in self._targets.waiting_for():
             replica = self.state.members.replicas.get(name)
