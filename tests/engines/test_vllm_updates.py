@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
 from ckpt_engine import Trainer
 from tests.cluster import Cluster, Stream, running_cluster
 from tests.conformance.weights import load, of_either_version
-from tests.engines.serving import model_of
+from tests.engines.serving import label_of, model_of, publish
 from tests.engines.vllm_server import assert_serves, complete, needs_vllm, start_vllm, tokens
 from tests.tiny_model import make_tiny_qwen3, reference_tokens
 
@@ -27,7 +28,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     torch.set_num_threads(1)
     make_tiny_qwen3(path / "bare", weights=False)
     with running_cluster(path) as running:
-        start_vllm(running, "vllm", path / "bare").registered(400)
+        start_vllm(running, "vllm", path / "bare", "--enable-scale-out").registered(400)
         yield running
 
 
@@ -64,3 +65,21 @@ def test_fifty_updates_while_twenty_streams_generate(cluster: Cluster, tmp_path:
         strange = reference_tokens(model_of(tmp_path, 82), PROMPT, 60).tokens
         assert not of_either_version(models, PROMPT, strange), "the judge would let other weights pass"
         assert_serves(replica, models[0], 50)
+
+
+def test_tokens_are_called_by_lineage_version_and_root(cluster: Cluster, tmp_path: Path) -> None:
+    """vLLM itself says so where it tells of weights at all: /inference/v1/generate, with --enable-scale-out."""
+    (replica,) = cluster.replicas
+    model = model_of(tmp_path, 83)
+    for lineage in ("first-run", "second-run"):
+        with Trainer(cluster.address, lineage=lineage) as trainer:
+            publish(trainer, model)
+            assert trainer.update_weights(version=7).ok
+        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "temperature": 0, "ignore_eos": True}}
+        answer = httpx.post(f"{replica.url}/inference/v1/generate", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        label = label_of(replica)
+        assert label.startswith("7:")
+        assert label.endswith(f":{lineage}")
+        assert choice["weight_versions"] == [{"version": label, "start": 0, "end": 4}]
