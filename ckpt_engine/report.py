@@ -58,6 +58,11 @@ class ReplicaReport:
         return self.message.problem.message
 
     @property
+    def label_problem(self) -> str:
+        """Why the version that the engine itself names with its tokens may be wrong; empty if it is right."""
+        return self.message.label_problem
+
+    @property
     def bytes(self) -> int:
         """Read from the trainer by all its workers."""
         return self.message.bytes
@@ -102,6 +107,7 @@ class ReplicaReport:
             "name": self.name,
             "outcome": self.outcome,
             "problem": self.problem,
+            "label_problem": self.label_problem,
             "verified": self.verified,
             "bytes": self.bytes,
             "pause_seconds": self.pause_seconds,
@@ -207,7 +213,12 @@ class UpdateReport:
             )
             for replica in self.replicas
         ]
-        problems = [f"{replica.name}: {replica.problem}" for replica in self.replicas if replica.problem]
+        problems = [
+            f"{replica.name}: {problem}"
+            for replica in self.replicas
+            for problem in (replica.problem, replica.label_problem)
+            if problem
+        ]
         return "\n".join([head, *_columns([titles, *rows]), *problems])
 
 

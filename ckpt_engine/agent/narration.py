@@ -50,6 +50,8 @@ def _outcome(outcome: manager_pb2.ReplicaOutcome) -> str:
     parts.append(f"sync {seconds(outcome.sync_seconds)}")
     if outcome.HasField("problem"):
         parts.append(outcome.problem.message)
+    if outcome.label_problem:
+        parts.append(outcome.label_problem)
     return ", ".join(parts)
 
 

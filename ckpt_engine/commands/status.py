@@ -154,7 +154,7 @@ def _replicas(answer: manager_pb2.GetStatusResponse) -> Table:
             str(len(replica.workers)),
             f"{outcome.sync_seconds:.3f} s" if outcome else "",
             f"{outcome.pause_seconds:.3f} s" if outcome else "",
-            Text(replica.closed_reason, style="red"),
+            Text(replica.closed_reason or replica.label_problem, style="red" if replica.closed_reason else "yellow"),
         )
     if not answer.replicas:
         table.add_row(Text("none", style="dim"))

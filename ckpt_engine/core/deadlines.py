@@ -31,7 +31,8 @@ class Deadlines:
     plan: compiling transfer plans, and combining digests.
     seal: one rank's snapshot and digests.
     quiesce: pausing an engine.
-    resume: resuming an engine; also what an install keeps back for it.
+    resume: resuming an engine; also what an install keeps back for it, and how long an engine that did not take its
+        version is left alone before it is told again.
     report: what an update keeps back of its deadline for outcomes to travel and the report to be stored.
     update: a whole update, when the caller sets no timeout.
     catch_up: bringing one late replica to the latest version.

@@ -103,6 +103,7 @@ class ReplicaOutcome(BaseModel):
     epoch: int
     outcome: str
     problem: Problem | None
+    label_problem: str
     before: Identity | None
     after: Identity | None
     bytes: int
@@ -119,6 +120,7 @@ class ReplicaOutcome(BaseModel):
             epoch=outcome.fence.epoch,
             outcome=manager_pb2.Outcome.Name(outcome.outcome).lower(),
             problem=_problem(outcome),
+            label_problem=outcome.label_problem,
             before=Identity.of(outcome.before) if outcome.HasField("before") else None,
             after=Identity.of(outcome.after) if outcome.HasField("after") else None,
             bytes=outcome.bytes,
@@ -165,6 +167,7 @@ class Replica(BaseModel):
     mode: str
     host: str
     closed_reason: str
+    label_problem: str = Field(description="why the version that the engine itself names may be wrong; else empty")
     identity: Identity | None = Field(description="set when all workers agree")
     workers: list[Worker]
     last_outcome: ReplicaOutcome | None
@@ -180,6 +183,7 @@ class Replica(BaseModel):
             mode=manager_pb2.Mode.Name(replica.mode).lower(),
             host=replica.host.name,
             closed_reason=replica.closed_reason,
+            label_problem=replica.label_problem,
             identity=Identity.of(replica.identity) if replica.HasField("identity") else None,
             workers=[Worker.of(worker) for worker in replica.workers],
             last_outcome=ReplicaOutcome.of(replica.last_outcome) if replica.HasField("last_outcome") else None,

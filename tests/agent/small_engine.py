@@ -32,6 +32,7 @@ from ckpt_engine.agent.adapter import (
     LaunchPlan,
 )
 from ckpt_engine.agent.http import engine_client
+from ckpt_engine.core.labels import version_label
 from ckpt_engine.install.channel import WorkerChannel
 from ckpt_engine.install.directory import EngineDirectory
 from ckpt_engine.install.state import EnginePage
@@ -82,14 +83,20 @@ class SmallAdapter:
         await self._call("wake", seconds)
 
     async def stamp(self, identity: weights_pb2.Identity, seconds: float) -> None:
-        await self._call("stamp", seconds)
+        await self._call("stamp", seconds, version_label(identity))
+
+    async def calls(self) -> list[str]:
+        """What the engine was asked to do so far, oldest first."""
+        calls = (await self._call("probe", 5))["calls"]
+        assert isinstance(calls, list)
+        return calls
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _call(self, route: str, seconds: float) -> dict[str, object]:
+    async def _call(self, route: str, seconds: float, content: str = "") -> dict[str, object]:
         try:
-            response = await self._client.post(f"/{route}", timeout=seconds)
+            response = await self._client.post(f"/{route}", content=content, timeout=seconds)
         except httpx.HTTPError as error:
             raise EngineCallError(f"{route}: {error or type(error).__name__}", answered=False) from error
         if response.status_code != 200:
@@ -136,7 +143,7 @@ async def answers(port: int) -> None:
 
 
 class Server(ThreadingHTTPServer):
-    """The engine: `paused` is all the state it has beside its state word."""
+    """The engine: `paused` is all the state it has beside its state word. calls: what it was asked to do."""
 
     daemon_threads = True
 
@@ -148,6 +155,7 @@ class Server(ThreadingHTTPServer):
         self.channel = WorkerChannel(directory.endpoint, 0, self.slot.boot_id)
         self.paused = options.paused
         self.deaf = False
+        self.calls: list[str] = []
         self.started = time.monotonic()
 
     def prepare(self) -> None:
@@ -193,7 +201,14 @@ class Handler(BaseHTTPRequestHandler):
         route = self.path.strip("/")
         if route == "probe":
             reason = self.server.options.unsupported
-            self._answer(200, supported=not reason, reason=reason, paused=self.server.paused)
+            calls = self.server.calls
+            self._answer(200, supported=not reason, reason=reason, paused=self.server.paused, calls=calls)
+            return
+        content = self.rfile.read(int(self.headers.get("content-length", 0))).decode()
+        self.server.calls.append(" ".join(filter(None, (route, content))))
+        stamps = sum(call.startswith("stamp") for call in self.server.calls)
+        if route == "stamp" and stamps <= self.server.options.refused_stamps:
+            self._answer(500, detail="no label today")
             return
         if route == "deaf":
             self.server.deaf = True
@@ -225,6 +240,7 @@ def main() -> None:
     parser.add_argument("--install-seconds", type=float, default=0.0)
     parser.add_argument("--install-hangs", action="store_true")
     parser.add_argument("--paused", action="store_true")
+    parser.add_argument("--refused-stamps", type=int, default=0)
     parser.add_argument("--root", type=Path)
     options = parser.parse_args()
     directory = EngineDirectory.from_environment() or EngineDirectory.create(options.root)

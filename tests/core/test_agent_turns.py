@@ -99,3 +99,25 @@ def test_an_engine_that_has_more_workers_than_it_says_is_told_and_breaks_nothing
         if isinstance(command, events.Send) and isinstance(command.body, manager_pb2.Prepared)
     ]
     assert answer.problem.message == ("the engine says that it has 1 workers, but workers [1] recorded its loader")
+
+
+def test_an_install_whose_time_is_over_before_it_begins_goes_back() -> None:
+    """The agent was stopped for longer than its deadline while it read the words."""
+    agent = Agent()
+    agent.welcome()
+    agent.engine_ready(paused=False)
+    fence = weights_pb2.Fence(cluster=CLUSTER, epoch=2)
+    install = manager_pb2.Install(
+        fence=fence, identity=IDENTITY, workers=[manager_pb2.WorkerInstall(rank=0)], deadline_seconds=8
+    )
+    given = agent.tell(events.Message(agent.peer, install))
+    (run,) = [command for command in given if isinstance(command, events.Run)]
+    given = agent.tell(events.Done(run.key, WORDS), now=9.0)
+    assert not [run for run in given if isinstance(run, events.Run) and isinstance(run.task, events.FetchBlobs)]
+    (outcome,) = [
+        command.body
+        for command in given
+        if isinstance(command, events.Send) and isinstance(command.body, manager_pb2.ReplicaOutcome)
+    ]
+    assert outcome.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
+    assert outcome.after == IDENTITY

@@ -44,6 +44,12 @@ def check_serves(
     return response
 
 
+def label_of(replica: Replica) -> str:
+    """What its engine is to call its tokens by, made of what its gate says that the workers hold."""
+    held = httpx.get(f"{replica.url}/ckpt_engine/info", timeout=30).json()
+    return f"{held['version']}:{held['root'][:8]}:{held['lineage']}"
+
+
 def check_closed(complete: Complete, replica: Replica) -> None:
     """The server lives and answers no request."""
     assert httpx.get(f"{replica.url}/health", timeout=30).status_code == 200

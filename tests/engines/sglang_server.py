@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.cluster import Cluster, Replica
-from tests.engines.serving import TOKENS, check_closed, check_serves
+from tests.engines.serving import TOKENS, check_closed, check_serves, label_of
 
 PYTHON = os.environ.get("CKPT_ENGINE_SGLANG_PYTHON", "")
 OVERLAY = os.environ.get("CKPT_ENGINE_OVERLAY", "")
@@ -106,7 +106,7 @@ def tokens(response: httpx.Response) -> list[int]:
 def assert_serves(replica: Replica, model: Any, version: int) -> None:
     """See check_serves; here the body tells the version too."""
     response = check_serves(complete, tokens, replica, model, version)
-    assert response.json()["meta_info"]["weight_version"] == str(version)
+    assert response.json()["meta_info"]["weight_version"] == label_of(replica)
 
 
 def assert_closed(replica: Replica) -> None:

@@ -14,7 +14,7 @@ from ckpt_engine import Trainer
 from ckpt_engine_adapters.vllm.gate import VllmGate
 from tests.cluster import Cluster, Stream, running_cluster
 from tests.conformance.weights import load, of_either_version
-from tests.engines.serving import check_routes, model_of
+from tests.engines.serving import check_routes, label_of, model_of, publish
 from tests.engines.vllm_server import assert_serves, complete, needs_vllm, start_vllm, tokens
 from tests.tiny_model import ROUNDING, make_tiny_qwen3, reference_tokens, regrets
 
@@ -30,8 +30,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     torch.set_num_threads(1)
     make_tiny_qwen3(path / "bare", weights=False)
     with running_cluster(path) as running:
-        started = start_vllm(running, "vllm", path / "bare", "--root-path", ROOT, "--enable-scale-out")
-        started.registered(400)
+        start_vllm(running, "vllm", path / "bare", "--root-path", ROOT, "--enable-scale-out").registered(400)
         yield running
 
 
@@ -80,6 +79,11 @@ def test_fifty_updates_while_twenty_streams_generate(cluster: Cluster, tmp_path:
         assert_serves(replica, models[0], 50)
 
 
+def number_of(span: dict[str, Any]) -> int:
+    """The version in a span's label, VERSION:ROOT:LINEAGE."""
+    return int(span["version"].split(":")[0])
+
+
 def test_an_answer_tells_which_version_made_which_token(cluster: Cluster, tmp_path: Path) -> None:
     """Under the route whose answers say it, while updates are made; the gate's header says what was there before."""
     (replica,) = cluster.replicas
@@ -110,10 +114,28 @@ def test_an_answer_tells_which_version_made_which_token(cluster: Cluster, tmp_pa
         output, spans = choice["token_ids"], choice["weight_versions"]
         assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
         assert spans[-1]["end"] == len(output) == 60
-        assert admitted <= int(spans[0]["version"])
+        assert admitted <= number_of(spans[0])
         for span in spans:
             made = output[span["start"] : span["end"]]
-            model = models[int(span["version"]) % 2]
+            model = models[number_of(span) % 2]
             assert max(regrets(model, PROMPT + output[: span["start"]], made)) < ROUNDING, (admitted, spans)
-        crossed += admitted != int(spans[-1]["version"])
+        crossed += admitted != number_of(spans[-1])
     assert crossed, "no request lived through an update"
+
+
+def test_tokens_are_called_by_lineage_version_and_root(cluster: Cluster, tmp_path: Path) -> None:
+    """vLLM itself says so where it tells of weights at all: /inference/v1/generate, with --enable-scale-out."""
+    (replica,) = cluster.replicas
+    model = model_of(tmp_path, 83)
+    for lineage in ("first-run", "second-run"):
+        with Trainer(cluster.address, lineage=lineage) as trainer:
+            publish(trainer, model)
+            assert trainer.update_weights(version=7).ok
+        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "temperature": 0, "ignore_eos": True}}
+        answer = httpx.post(f"{replica.url}/inference/v1/generate", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        label = label_of(replica)
+        assert label.startswith("7:")
+        assert label.endswith(f":{lineage}")
+        assert choice["weight_versions"] == [{"version": label, "start": 0, "end": 4}]

@@ -69,6 +69,7 @@ class Engine:
         self.paused = False
         self.asleep: set[str] = set()
         self.mark = events.MarkEngine(False, AWAKE)  # what its page says, and so its gate
+        self.label: weights_pb2.Identity | None = None  # what it calls its tokens by
         self.inside = self.discarded = False  # requests that may be there; weights that are not
         self.alive = True
         self.in_order = world.chance(0.5)
@@ -107,6 +108,11 @@ class Engine:
         return self._judged[1]
 
     @property
+    def computing(self) -> weights_pb2.Identity | None:
+        """The version that its tokens are of, if it may be making any and they are of a version."""
+        return self.words().identity if self.gate_open and not self.paused else None
+
+    @property
     def gate_open(self) -> bool:
         """Whether requests are let in; the rule is that of install/state.py."""
         return self.alive and not self.mark.sleeping and self.words().open
@@ -115,7 +121,8 @@ class Engine:
         """The caller's side of an HTTP call; raises CkptEngineError."""
         if not self.alive:
             raise unavailable("the engine does not answer")
-        if self.world.chance(self.faults.engine_no):
+        stamp_no = self.faults.stamp_no if isinstance(task, events.StampEngine) else 0.0
+        if self.world.chance(self.faults.engine_no) or self.world.chance(stamp_no):
             yield self.world.between(0.0, 0.05)
             raise internal("the simulated engine says no")
         if self.in_order or not isinstance(task, events.PauseEngine | events.ResumeEngine | events.StampEngine):
@@ -142,6 +149,8 @@ class Engine:
                     self.inside = False
             case events.ResumeEngine():
                 self.paused = False
+            case events.StampEngine(identity):
+                self.label = identity
             case events.DiscardEngine():
                 self._discard()
             case events.SleepEngine(level):

@@ -79,6 +79,8 @@ class Healed:
             reason = agent.machine.replica.closed_reason()
             if engine.paused or reason:
                 raise BrokenPromiseError(f"{agent.name} holds a whole version, but does not serve: {reason}")
+            if engine.words().identity not in (None, engine.label):
+                raise BrokenPromiseError(f"{agent.name} goes on calling its tokens by {engine.label}")
 
     def _must_succeed(self) -> None:
         """A new run updates every replica that lives."""

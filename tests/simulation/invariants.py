@@ -4,7 +4,8 @@
    names; the gate is open if and only if all workers live and do so with one identity; and while a worker holds half of
    a version its engine is paused.
 2. Every update ends: calls and installs by their deadline; an agent that says NEW or OLD SERVING is serving that; an
-   engine that is paused is known to be by its agent. Epochs only rise, at the manager, at every member and in every
+   engine that is paused is known to be by its agent, and so is one that calls its tokens by another version than that
+   of their weights. Epochs only rise, at the manager, at every member and in every
    worker; they are spent before they are used, and nothing is installed whose intent is not on the disk.
 
 A process that was stopped (SIGSTOP) is excused for being late until it has gone on for a moment; nothing else is.
@@ -45,6 +46,7 @@ class Invariants:
         self._worker_epochs: dict[bytes, int] = {}
         self._begun: dict[AgentShell, Operation] = {}
         self._seen: dict[str, object] = {}
+        self._mislabelled: dict[Engine, int] = {}
 
     def check(self) -> None:
         """After every event."""
@@ -52,6 +54,7 @@ class Invariants:
             if agent.engine is not None and agent.engine.alive:
                 self._whole(agent.engine)
                 self._awake(agent.engine)
+                self._labelled(agent.engine)
             if agent.alive:
                 self._agent(name, agent)
         manager = self.scenario.cluster.manager
@@ -105,11 +108,21 @@ class Invariants:
         elif engine.discarded and engine.inside and not engine.paused and not engine.asleep and not engine.words().open:
             raise BrokenPromiseError(f"{engine.name} computes with weights that were discarded")
 
+    def _labelled(self, engine: Engine) -> None:
+        """Remembers of which install an engine made tokens that it called by another version."""
+        made = engine.computing
+        if made is not None and engine.label != made:
+            self._mislabelled[engine] = engine.workers[0].epoch
+
     def _agent(self, name: str, agent: AgentShell) -> None:
         replica = agent.machine.replica
         engine = agent.engine
         if engine is not None and engine.paused and replica.paused is False:
             raise BrokenPromiseError(f"{name} is paused, and its agent thinks that it is not")
+        if engine is not None and not agent.stopped and replica.labelled not in (None, engine.label):
+            raise BrokenPromiseError(
+                f"{name} calls its tokens by {engine.label}, its agent thinks by {replica.labelled}"
+            )
         outcome = replica.last_outcome
         if outcome is not None and outcome is not self._seen.get(name):
             self._seen[name] = outcome
@@ -148,6 +161,11 @@ class Invariants:
             wanted = self._recorded(outcome.fence)
             if outcome.after not in wanted:
                 raise BrokenPromiseError(f"{name} says NEW_SERVING of {wanted}, but it holds {outcome.after}")
+        if not outcome.label_problem and outcome.after.lineage:
+            if engine.label != outcome.after:
+                raise BrokenPromiseError(f"{name} calls its tokens by {engine.label}, and does not say so")
+            if kind == "NEW_SERVING" and self._mislabelled.get(engine) == outcome.fence.epoch:
+                raise BrokenPromiseError(f"{name} made tokens before it was told their version, and does not say so")
         if words.identity != outcome.after:
             raise BrokenPromiseError(f"{name} says that it holds {outcome.after}, but it holds {words.identity}")
 

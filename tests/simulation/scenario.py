@@ -172,6 +172,7 @@ class Scenario:
             half_open=some(0.5),
             read_late=some(0.05),
             write_late=some(0.05),
+            stamp_no=some(0.6),
             drift=some(0.03) if self.crashes else 0.0,
         )
         for name in self.slant.without & vars(faults).keys():

@@ -28,10 +28,10 @@ class Faults:
     overtake each other). task: that a task fails. slow: that a task or a worker takes longer than it may. engine_no,
     engine_hang, engine_lies: that an engine call is refused, does what it should much later, or says that all is done
     although its workers were not called. worker_early, worker_late: that a worker fails before or after its first byte.
-    half_open: that one end of a broken stream hears nothing of it. read_late, write_late: that a worker is stopped
-    between looking at the clock and reading, or before its first byte. drift: how much faster or slower than time a
-    process's clock may go, as a share of it. cuts: (member, whether towards the manager) for each way on which nothing
-    gets through.
+    stamp_no: that an engine does not take the version that it is told. half_open: that one end of a broken stream hears
+    nothing of it. read_late, write_late: that a worker is stopped between looking at the clock and reading, or before
+    its first byte. drift: how much faster or slower than time a process's clock may go, as a share of it. cuts:
+    (member, whether towards the manager) for each way on which nothing gets through.
     """
 
     loss: float = 0.0
@@ -42,6 +42,7 @@ class Faults:
     engine_no: float = 0.0
     engine_hang: float = 0.0
     engine_lies: float = 0.0
+    stamp_no: float = 0.0
     worker_early: float = 0.0
     worker_late: float = 0.0
     half_open: float = 0.0

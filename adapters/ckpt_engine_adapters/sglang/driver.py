@@ -26,6 +26,7 @@ from ckpt_engine.agent.adapter import (
 )
 from ckpt_engine.agent.http import engine_call, engine_client
 from ckpt_engine.agent.nodes import Place
+from ckpt_engine.core.labels import version_label
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.sglang.command import (
     LOADER,
@@ -208,7 +209,9 @@ class SglangAdapter:
             await self.resume(end - time.monotonic())
 
     async def stamp(self, identity: weights_pb2.Identity, seconds: float) -> None:
-        await self._post("/update_weight_version", seconds, new_version=str(identity.version), abort_all_requests=False)
+        await self._post(
+            "/update_weight_version", seconds, new_version=version_label(identity), abort_all_requests=False
+        )
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -26,6 +26,7 @@ from ckpt_engine.agent.adapter import (
 )
 from ckpt_engine.agent.http import engine_call, engine_client
 from ckpt_engine.agent.nodes import Place
+from ckpt_engine.core.labels import version_label
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, check_command, command_options, worker_count
 from ckpt_engine_adapters.vllm.gate import PAUSE_ROUTE
@@ -171,7 +172,7 @@ class VllmAdapter:
     async def stamp(self, identity: weights_pb2.Identity, seconds: float) -> None:
         """Newer servers report a version with generated tokens; older ones have no route for it."""
         if "/update_weight_version" in self._routes:
-            await self._post("/update_weight_version", seconds, new_version=str(identity.version))
+            await self._post("/update_weight_version", seconds, new_version=version_label(identity))
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -12,6 +12,7 @@ from typing import cast
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines.agent_install import Installing, no_order
+from ckpt_engine.core.machines.agent_label import Stamping
 from ckpt_engine.core.machines.agent_operations import Preparing, Resuming
 from ckpt_engine.core.machines.agent_sleep import SleepingOrWaking
 from ckpt_engine.core.machines.agent_state import NO_WORDS, Operation, Replica, acknowledged
@@ -158,12 +159,14 @@ class AgentMachine:
             serving=replica.serving(),
             asleep=replica.asleep,
             closed_reason=replica.closed_reason(),
+            label_problem=replica.label_problem(),
         )
 
     def _tell_changes(self) -> None:
         """What changed is told at once: a late replica need not wait for a heartbeat to be brought up."""
         replica = self.replica
-        state = (replica.words.workers, replica.serving(), replica.asleep, replica.engine is None)
+        words, label = replica.words.workers, replica.label_problem()
+        state = (words, replica.serving(), replica.asleep, replica.engine is None, label)
         if state != self._told and self._session.welcomed:
             self._told = state
             self._session.beat_now()
@@ -225,7 +228,7 @@ class AgentMachine:
         elif isinstance(operation, (Preparing, SleepingOrWaking)) and operation.answer is not None:
             self._answers[operation.kind] = operation.answer
             self._session.send(operation.answer)
-        if not isinstance(operation, Resuming):  # a refused resume is tried at the next look: others want a turn
+        if not isinstance(operation, Resuming | Stamping):  # what was refused waits for a look: others want a turn
             self._reconcile(now)
 
     def _send_outcome(self) -> None:
@@ -240,6 +243,7 @@ class AgentMachine:
             self._engine_exited("it was started again", now)
         self.replica.engine = event
         self.replica.engine_reason = ""
+        self.replica.labelled, self.replica.label_reason, self.replica.label_again = None, "", now
         # Also an engine that runs may still have a pause before it, which an earlier agent asked for. But that agent
         # gave no orders yet: those go out only after a pause has been answered.
         self.replica.paused = True if event.paused else None
@@ -271,17 +275,19 @@ class AgentMachine:
 
     def _reconcile(self, now: float) -> None:
         """An engine whose workers are whole, and none of which may begin to write, has no reason to be paused, or to be
-        half asleep if it is to be awake."""
+        half asleep if it is to be awake. And it is to name its version as the workers do."""
         replica = self.replica
+        if replica.operation is not None or replica.engine is None:
+            return
         if (
-            replica.operation is None
-            and replica.engine is not None
-            and (replica.paused is not False or replica.sleeping)
+            (replica.paused is not False or replica.sleeping)
             and not replica.asleep
             and replica.words.open
             and not replica.orders
         ):
             replica.begin(Resuming(replica, weights_pb2.Fence()), now)
+        elif replica.mislabelled and now >= replica.label_again:
+            replica.begin(Stamping(replica, weights_pb2.Fence()), now)
 
     def _asked(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
         replica = self.replica

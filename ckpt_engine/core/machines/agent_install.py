@@ -16,7 +16,8 @@ from __future__ import annotations
 from typing import ClassVar, cast
 
 from ckpt_engine.core.machines.agent_account import Account
-from ckpt_engine.core.machines.agent_state import CLEAN, Operation, Order, Replica, acknowledged, refusal
+from ckpt_engine.core.machines.agent_label import RETRY_SECONDS, LabellingOperation
+from ckpt_engine.core.machines.agent_state import CLEAN, Order, Replica, acknowledged, refusal
 from ckpt_engine.core.machines.events import (
     Done,
     FetchBlobs,
@@ -24,7 +25,6 @@ from ckpt_engine.core.machines.events import (
     PauseEngine,
     ReadWords,
     ResumeEngine,
-    StampEngine,
     WakeEngine,
     Words,
 )
@@ -35,11 +35,8 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 Problem = weights_pb2.Problem
 
-RETRY_SECONDS = 0.2
-"""Before an engine that refused to resume is asked again."""
 
-
-class Installing(Operation):
+class Installing(LabellingOperation):
     """Ends with a ReplicaOutcome in `replica.last_outcome`."""
 
     kind: ClassVar[str] = "install"
@@ -55,7 +52,6 @@ class Installing(Operation):
         self._before = replica.words
         self._steps: tuple[Step, ...] = ()
         self._marking = replica.sleeping
-        self._stamped = False
         self._end = self._reserve = 0.0
 
     # -- steps
@@ -92,7 +88,10 @@ class Installing(Operation):
             case "judge":
                 self._judge(now)
             case "stamp":
-                self._resume(now)
+                if self.labelled(done, now):
+                    self._resume(now)
+                else:
+                    self.set_timer("retry", RETRY_SECONDS)
             case "rouse":
                 self._roused(done, now)
             case "rouse marked":
@@ -103,13 +102,15 @@ class Installing(Operation):
                 self._conclude_serving(now)
 
     def timer(self, step: str, now: float) -> None:
-        """The engine refused to resume, or to wake its caches, a moment ago."""
+        """The engine refused its label, to wake its caches or to resume a moment ago."""
         self._resume(now)
 
     def _fetch(self, now: float) -> None:
         problem = self._cannot_begin()
         if problem is not None:
             self._fail(problem)
+        elif self._left(now) <= 0:
+            self._fail(self._issue(Problem.DEADLINE_EXCEEDED, "the agent was late: there was no time left to begin"))
         if self._going_back:
             self._conclude_untouched(now)
             return
@@ -228,16 +229,19 @@ class Installing(Operation):
         )
 
     def _resume(self, now: float) -> None:
-        """Caches, label, resume; called again until each has been done or there is no time left."""
+        """Label, caches, resume; called again until each has been done or there is no time left.
+
+        The label comes first, since some engines compute as soon as they are awake. An engine that does not take it is
+        resumed all the same: then the outcome says so.
+        """
         left = self._end - now
         if left <= 0:
             self._quarantine("the engine could not be resumed in time; it is asked again", now)
+        elif self.label(self._reserve, left):
+            return
         elif self.replica.sleeping:
             self.replica.paused = None  # some engines resume by being woken
             self.run("rouse", WakeEngine((KV_CACHE,), left))
-        elif not self._stamped and self._all_new():
-            self._stamped = True
-            self.run("stamp", StampEngine(self.install.identity, self._reserve / 4))
         else:
             self.run("resume", ResumeEngine(min(self.replica.deadlines.resume, left)))
 
@@ -345,6 +349,8 @@ class Installing(Operation):
         answer.replica = self.replica.name
         answer.fence.CopyFrom(self.fence)
         answer.outcome = outcome
+        if outcome != manager_pb2.QUARANTINED:
+            answer.label_problem = self.replica.label_problem()
         if self._problem is not None and not new:
             answer.problem.CopyFrom(self._problem)
         if self._before.identity is not None:

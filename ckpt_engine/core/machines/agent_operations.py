@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, cast
 
+from ckpt_engine.core.machines.agent_label import RETRY_SECONDS, LabellingOperation
 from ckpt_engine.core.machines.agent_state import Operation, Replica, acknowledged
 from ckpt_engine.core.machines.events import (
     Done,
@@ -156,7 +157,7 @@ class Preparing(Operation):
         return max(0.001, min(self.replica.deadlines.blobs, self._end - now))
 
 
-class Resuming(Operation):
+class Resuming(LabellingOperation):
     """The engine is, or may be, paused or half asleep although its workers are whole: resume it. Asks again at the next
     look.
 
@@ -174,6 +175,12 @@ class Resuming(Operation):
         """Goes on if that is still right; then it runs, or it is tried again later."""
         replica = self.replica
         quiesce = replica.deadlines.quiesce
+        if step == "stamp":
+            if self.labelled(done, now):
+                self._resume()
+            else:
+                self.set_timer("retry", RETRY_SECONDS)
+            return
         if done.problem is None:
             match step:
                 case "look":
@@ -204,13 +211,21 @@ class Resuming(Operation):
                     replica.paused = False
         replica.end()
 
+    def timer(self, step: str, now: float) -> None:
+        """The engine refused its label a moment ago."""
+        self._resume()
+
     def _resume(self) -> None:
+        """Label, caches, resume: as after an install."""
         replica = self.replica
+        reserve = replica.deadlines.resume
+        if self.label(reserve, reserve):
+            return
         if replica.sleeping:
             replica.paused = None  # some engines resume by being woken
-            self.run("rouse", WakeEngine(tuple(replica.sleeping.tags), replica.deadlines.resume))
+            self.run("rouse", WakeEngine(tuple(replica.sleeping.tags), reserve))
         else:
-            self.run("resume", ResumeEngine(replica.deadlines.resume))
+            self.run("resume", ResumeEngine(reserve))
 
     def engine_exited(self, reason: str, now: float) -> None:
         """Nothing left to resume."""

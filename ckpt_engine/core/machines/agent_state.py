@@ -47,6 +47,8 @@ class Replica:
     what the gate believes. orders: by worker rank, see Order.
     settled: False: an agent before this one may have given out orders that no worker has accounted for.
     prepared, needs: what the workers last recorded, and the blobs of it, by rank.
+    labelled: what the engine has agreed to call its tokens by; None: nobody knows. label_reason: why it did not agree
+    when it was told last; label_again: when it is told again while nothing else goes on.
     """
 
     name: str
@@ -64,6 +66,9 @@ class Replica:
     prepared: dict[int, manager_pb2.PreparedWorker] = field(default_factory=dict)
     needs: dict[int, bytes] = field(default_factory=dict)
     last_outcome: manager_pb2.ReplicaOutcome | None = None
+    labelled: weights_pb2.Identity | None = None
+    label_reason: str = ""
+    label_again: float = 0.0
     operation: Operation | None = None
     operations: int = 0
     ended: list[Operation] = field(default_factory=list)
@@ -130,6 +135,22 @@ class Replica:
         if self.paused is not False:
             return "paused"
         return ""
+
+    @property
+    def mislabelled(self) -> bool:
+        """Whether the engine would, or may, call its tokens by another version than its workers hold."""
+        return self.engine is not None and self.words.identity not in (None, self.labelled)
+
+    def label_problem(self) -> str:
+        """Why tokens made now may be called by another version than that of their weights; empty: they are not."""
+        held = self.words.identity
+        if held is None or not self.mislabelled or not self.serving():
+            return ""
+        reason = self.label_reason or "it has not been told yet"
+        return (
+            f"do not trust the version that the engine itself names: it holds version {held.version} of "
+            f"{held.lineage}, and whether it calls its tokens so is unknown ({reason})"
+        )
 
     def problem(self, code: weights_pb2.Problem.Code, message: str) -> weights_pb2.Problem:
         """A problem of this replica."""

@@ -143,7 +143,7 @@ class ManagerMachine:
                 if self._recovery.learn_epochs(member) and self._update is not None:
                     self._update.outrun()
                 member.serving, member.asleep = body.serving, body.asleep
-                member.closed_reason = body.closed_reason
+                member.closed_reason, member.label_problem = body.closed_reason, body.label_problem
                 self._state.send(member, manager_pb2.Heartbeat(sequence=body.sequence))
             case manager_pb2.ReplicaOutcome() if isinstance(member, Replica):
                 self._outcome(member, body, now)

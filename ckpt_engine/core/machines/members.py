@@ -55,6 +55,7 @@ class Replica:
     serving: bool = False
     asleep: bool = False
     closed_reason: str = ""
+    label_problem: str = ""
     last_outcome: manager_pb2.ReplicaOutcome | None = None
 
     @property
@@ -219,6 +220,7 @@ class Members:
                 self.by_peer.pop(before, None)
             if before == peer:
                 replica.serving, replica.closed_reason = old.serving, old.closed_reason
+                replica.label_problem = old.label_problem
         if hello.HasField("last_outcome"):
             replica.last_outcome = hello.last_outcome
         self.replicas[hello.name] = replica

@@ -69,6 +69,7 @@ def _replica(replica: Replica) -> manager_pb2.ReplicaStatus:
         serving=replica.serving,
         asleep=replica.asleep,
         closed_reason=replica.closed_reason,
+        label_problem=replica.label_problem,
         workers=replica.workers,
         identity=replica.identity(),
         last_outcome=replica.last_outcome,

@@ -215,7 +215,7 @@ class InstallEngine:
 
 @dataclass(frozen=True)
 class StampEngine:
-    """adapter.stamp(identity, seconds). Result: None. Its failure is logged and changes no outcome."""
+    """adapter.stamp(identity, seconds). Result: None. Its failure changes no outcome, which says that it failed."""
 
     identity: weights_pb2.Identity
     seconds: float
