@@ -57,16 +57,19 @@ def compile_plans(
     table_digests: Sequence[bytes],
     workers: Sequence[PlanRequest],
     choose: Choose = choose_transport,
+    along: Sequence[Sequence[Box]] = (),
 ) -> Plans:
     """Plans for all workers of an update, and the atoms of every source.
 
+    along: for each tensor, boxes that cells are cut along too (those of a sealed record).
     Raises INVALID_ARGUMENT for a need that does not fit the manifest, FAILED_PRECONDITION for needs of another manifest
     or tables that are not the publication's, and what `choose` raises if no holder of a needed part can be reached.
     """
     if tuple(table_digests) != publication.table_digests:
         raise precondition("the tables have changed since they were merged; merge them again")
     compiled = _compile(publication, workers, choose)
-    cells = cut(publication, [each.wanted for each in compiled])
+    boxes = [(tensor, box) for tensor, boxes in enumerate(along) for box in boxes]
+    cells = cut(publication, [*(each.wanted for each in compiled), boxes])
     return _plans(publication, compiled, cells)
 
 

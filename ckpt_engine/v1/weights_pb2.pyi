@@ -372,6 +372,25 @@ class Atoms(_message.Message):
     atoms: _containers.RepeatedCompositeFieldContainer[Atom]
     def __init__(self, table_digest: _Optional[bytes] = ..., atoms: _Optional[_Iterable[_Union[Atom, _Mapping]]] = ...) -> None: ...
 
+class SealedRecord(_message.Message):
+    __slots__ = ("manifest", "cells", "digests")
+    class Cell(_message.Message):
+        __slots__ = ("tensor", "start", "stop")
+        TENSOR_FIELD_NUMBER: _ClassVar[int]
+        START_FIELD_NUMBER: _ClassVar[int]
+        STOP_FIELD_NUMBER: _ClassVar[int]
+        tensor: int
+        start: _containers.RepeatedScalarFieldContainer[int]
+        stop: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, tensor: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ...) -> None: ...
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    manifest: Manifest
+    cells: _containers.RepeatedCompositeFieldContainer[SealedRecord.Cell]
+    digests: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., cells: _Optional[_Iterable[_Union[SealedRecord.Cell, _Mapping]]] = ..., digests: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class Digests(_message.Message):
     __slots__ = ("values",)
     VALUES_FIELD_NUMBER: _ClassVar[int]
