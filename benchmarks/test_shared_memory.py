@@ -24,12 +24,13 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from ckpt_engine.core.boxes import Box, intersect, whole
 from ckpt_engine.core.digest import digest_boxes
+from ckpt_engine.core.offers import by_transport
 from ckpt_engine.source.held import Held
 from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.transport.base import Move
 from ckpt_engine.transport.host import this_host
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
-from ckpt_engine.v1.weights_pb2 import SourceTable
+from ckpt_engine.v1.weights_pb2 import Region, SourceTable
 
 LAYERS = 50
 RANKS = 2
@@ -101,12 +102,16 @@ def moves_to(destinations: dict[str, torch.Tensor], boxes: dict[str, Box], table
                 continue
             skipped = sum((a - b) * s for a, b, s in zip(box.start, shard.start, shard.stride, strict=True))
             part = tuple(slice(a - t, b - t) for a, b, t in zip(box.start, box.stop, target.start, strict=True))
-            region = table.regions[shard.region]
+            region = _regions(table)[shard.region]
             destination = destinations[spec.name][part]
             moves.append(
                 Move(region, shard.offset + 2 * skipped, box.shape, tuple(shard.stride), spec.dtype, destination)
             )
     return moves
+
+
+def _regions(table: SourceTable) -> list[Region]:
+    return [by_transport(region)["shared_memory"] for region in table.regions]
 
 
 def read(worker: int, workers: int, threads: int) -> None:
@@ -116,7 +121,7 @@ def read(worker: int, workers: int, threads: int) -> None:
     boxes = {name: needed(name, shape, worker, workers) for name, shape in SHAPES.items()}
     destinations = {name: torch.zeros(box.shape, dtype=torch.bfloat16) for name, box in boxes.items()}
     transport = SharedMemoryTransport()
-    opened = transport.open(list(chain.from_iterable(table.regions for table in tables)))
+    opened = transport.open(list(chain.from_iterable(map(_regions, tables))))
     moves = moves_to(destinations, boxes, tables)
     began = time.perf_counter()
     prepared = opened.prepare(moves)

@@ -15,14 +15,14 @@ from ckpt_engine.v1 import manager_pb2
 
 @dataclass(frozen=True)
 class TransportUse:
-    """One transport between the trainer ranks and one replica."""
+    """One transport between the sources and one replica."""
 
     transport: str
     reason: str
     """Why it was chosen."""
     bytes: int
     edges: int
-    """How many pairs of trainer rank and worker used it."""
+    """How many pairs of source and worker used it."""
 
 
 @dataclass(frozen=True)

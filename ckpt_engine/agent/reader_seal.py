@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
+from ckpt_engine.core.offers import by_transport
 from ckpt_engine.core.problems import deadline, invalid, precondition, unavailable
 from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.transport.base import OpenedRegions, Transport
@@ -38,29 +39,40 @@ def digest_for_readers(
     opened: dict[str, OpenedRegions] = {}
     digests = weights_pb2.Digests()
     try:
-        for name in sorted({region.transport for region in table.regions}):
-            if name not in transports:
-                raise unavailable(f"the source needs transport {name!r}, which is off here; see `ckpt-engine doctor`")
-            opened[name] = transports[name].open([region for region in table.regions if region.transport == name])
+        regions = {offer.id: _usable(offer, transports) for offer in table.regions}
+        for name in sorted({region.transport for region in regions.values()}):
+            opened[name] = transports[name].open([each for each in regions.values() if each.transport == name])
             opened[name].check()
-        shards = _shards(table, opened)
+        shards = _shards(table, regions, opened)
         for first in range(0, len(atoms.atoms), ATOMS_AT_ONCE):
             if time.monotonic() > until:
                 raise deadline(f"digested {first} of {len(atoms.atoms)} atoms in {seconds:g} s")
             group = atoms.atoms[first : first + ATOMS_AT_ONCE]
             part = weights_pb2.Atoms(table_digest=atoms.table_digest, atoms=group)
             digests.values.extend(digest_atoms(table, shards, part))
-        for regions in opened.values():
-            regions.check()  # a file that was replaced meanwhile: what was digested is not what is there
+        for each in opened.values():
+            each.check()  # a file that was replaced meanwhile: what was digested is not what is there
     finally:
-        for regions in opened.values():
-            regions.close()
+        for each in opened.values():
+            each.close()
     return digests
 
 
-def _shards(table: weights_pb2.SourceTable, opened: Mapping[str, OpenedRegions]) -> list[torch.Tensor]:
+def _usable(region: weights_pb2.OfferedRegion, transports: Mapping[str, Transport]) -> weights_pb2.Region:
+    """The first way into a region that this process has a transport for."""
+    ways = by_transport(region)
+    for name, way in ways.items():
+        if name in transports:
+            return way
+    raise unavailable(f"the source needs transport {' or '.join(ways)}, which is off here; see `ckpt-engine doctor`")
+
+
+def _shards(
+    table: weights_pb2.SourceTable,
+    regions: Mapping[int, weights_pb2.Region],
+    opened: Mapping[str, OpenedRegions],
+) -> list[torch.Tensor]:
     """The memory of each shard, as a tensor of the shard's shape. Nothing is read."""
-    regions = {region.id: region for region in table.regions}
     shards = []
     for shard in table.shards:
         spec = table.tensors[shard.tensor]

@@ -130,3 +130,23 @@ def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
                 return min(other, index), max(other, index)
         active.append(index)
     return None
+
+
+def refine(boxes: Iterable[Box]) -> list[Box]:
+    """The common refinement of boxes of one tensor: disjoint, sorted, and each of ``boxes`` is a union of some.
+
+    Boxes that are equal or disjoint come back as they are, each once. Boxes without elements are left out.
+    """
+    found: list[Box] = []
+    for box in sorted(set(boxes)):
+        rest = [box] if box.volume else []
+        parts: list[Box] = []
+        for known in found:
+            common = intersect(known, box)
+            if common is None:
+                parts.append(known)
+                continue
+            parts += [common, *remove(known, common)]
+            rest = [part for each in rest for part in remove(each, common)]
+        found = parts + rest
+    return sorted(found)

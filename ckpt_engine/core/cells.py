@@ -1,8 +1,8 @@
 """Cells: the pieces of the weights that get a digest of their own. Pure.
 
-Each part of a tensor (core/manifest.py) is cut where a worker's need begins or ends, so that every need is a union of
-whole cells and its digest the sum of theirs. Replicas of a part have the same cells. What a source digests, its atoms,
-are the cells of its shards, all of them: also those that nobody reads, because the root is over everything.
+Each part of a tensor (core/publication.py) is cut where a worker's need begins or ends, so that every need is a union
+of whole cells and its digest the sum of theirs. All who hold a part have the same cells. What a source digests, its
+atoms, are the cells of its shards, all of them: also those that nobody reads, because the root is over everything.
 
 Cells are numbered through all tensors, and who has what is kept in index arrays, so that the sums of an update cost
 milliseconds.
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ckpt_engine.core.boxes import Box
 from ckpt_engine.core.layout import Tiling
-from ckpt_engine.core.manifest import Publication
+from ckpt_engine.core.publication import Publication
 from ckpt_engine.v1.weights_pb2 import Atom, Atoms
 
 Indices = npt.NDArray[np.int64]
@@ -88,7 +88,7 @@ def cut(publication: Publication, needed: Iterable[Wanted]) -> Cells:
     held: dict[int, list[tuple[int, int, tuple[Box, ...]]]] = {source: [] for source in range(len(publication.tables))}
     for tensor, (parts, tiling) in enumerate(zip(publication.parts, tilings, strict=True)):
         for part, begin, cells in zip(parts, tiling.first, tiling.parts, strict=False):
-            for source, shard in part.holders:
+            for source, shard, _ in part.holders:
                 held[source].append((shard, first[tensor] + begin, cells))
     atoms: dict[int, Atoms] = {}
     of_atom: dict[int, Indices] = {}

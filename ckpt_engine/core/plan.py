@@ -13,11 +13,13 @@ from operator import mul
 
 import numpy as np
 
-from ckpt_engine.core.boxes import Box
+from ckpt_engine.core.boxes import Box, uncovered
 from ckpt_engine.core.cells import Cells, NeedMap, Wanted, cut
 from ckpt_engine.core.dtypes import itemsize
-from ckpt_engine.core.manifest import Part, Place, Publication, blob_digest, canonical
+from ckpt_engine.core.manifest import blob_digest, canonical
+from ckpt_engine.core.offers import by_transport, labels, ranks_of
 from ckpt_engine.core.problems import CkptEngineError, error, internal, invalid, precondition
+from ckpt_engine.core.publication import Holder, Part, Place, Publication
 from ckpt_engine.core.topology import Choice, choose_transport
 from ckpt_engine.v1.weights_pb2 import Atoms, Host, Piece, PlanSource, WorkerNeeds, WorkerPlan
 
@@ -55,16 +57,19 @@ def compile_plans(
     table_digests: Sequence[bytes],
     workers: Sequence[PlanRequest],
     choose: Choose = choose_transport,
+    along: Sequence[Sequence[Box]] = (),
 ) -> Plans:
     """Plans for all workers of an update, and the atoms of every source.
 
+    along: for each tensor, boxes that cells are cut along too (those of a sealed record).
     Raises INVALID_ARGUMENT for a need that does not fit the manifest, FAILED_PRECONDITION for needs of another manifest
     or tables that are not the publication's, and what `choose` raises if no holder of a needed part can be reached.
     """
     if tuple(table_digests) != publication.table_digests:
         raise precondition("the tables have changed since they were merged; merge them again")
     compiled = _compile(publication, workers, choose)
-    cells = cut(publication, [each.wanted for each in compiled])
+    boxes = [(tensor, box) for tensor, boxes in enumerate(along) for box in boxes]
+    cells = cut(publication, [*(each.wanted for each in compiled), boxes])
     return _plans(publication, compiled, cells)
 
 
@@ -159,9 +164,9 @@ class _Reader:
         self._worker = worker
         self._choose = choose
         self._spread = spread
-        self._regions = [{region.id: region for region in table.regions} for table in publication.tables]
+        self._regions = [{region.id: by_transport(region) for region in table.regions} for table in publication.tables]
         self._edges: dict[tuple[int, str], Choice | CkptEngineError] = {}
-        self._reached: dict[tuple[int, int], bool] = {}  # by source and region
+        self._ways: dict[tuple[int, int], Choice | CkptEngineError] = {}  # by source and region
 
     def plan(self, wanted: Wanted, needs_digest: bytes) -> WorkerPlan:
         publication = self._publication
@@ -172,12 +177,15 @@ class _Reader:
         for need, (tensor, box) in enumerate(wanted):
             parts = publication.parts[tensor]
             width = widths[tensor]
-            for hit in publication.layouts[tensor].hits(box):
-                source, shard = self._holder(tensor, hit.box, parts[hit.part])
+            hits = publication.layouts[tensor].hits(box)
+            if tensor in publication.incomplete:
+                self._check_held(tensor, box, [hit.box for hit in hits])
+            for hit in hits:
+                source, shard, beyond = self._holder(tensor, hit.box, parts[hit.part])
                 place = publication.places[source][shard]
-                if hit.delta:
-                    step = itemsize(place.stored) if place.stored else width
-                    offset = place.offset + step * sum(map(mul, hit.delta, place.stride))
+                step = itemsize(place.stored) if place.stored else width
+                for delta in filter(None, (hit.delta, beyond)):
+                    offset = place.offset + step * sum(map(mul, delta, place.stride))
                     place = Place(place.region, offset, place.stride, place.stored)
                 total += hit.volume * width
                 pieces.append((need, source, hit.box))
@@ -220,48 +228,57 @@ class _Reader:
         )
 
     def _plan_sources(self, used: Sequence[tuple[int, int]]) -> tuple[list[PlanSource], dict[tuple[int, int], int]]:
-        """One entry an edge: a source that offers two transports is two edges. Also where each region is listed."""
+        """One entry an edge: a source that is read over two transports is two edges. Also where each region is
+        listed."""
         found: dict[tuple[int, str], PlanSource] = {}
         index: dict[tuple[int, int], int] = {}
         for source, region in used:
-            offered = self._regions[source][region]
-            key = source, offered.transport
+            way = self._way(source, region)
+            key = source, way.transport
             if key not in found:
                 table = self._publication.tables[source]
-                edge = self._edge(*key)
-                found[key] = PlanSource(rank=table.rank, host=table.host, transport=edge.transport, reason=edge.reason)
-            found[key].regions.append(offered)
+                rank = table.rank if table.HasField("rank") else None
+                found[key] = PlanSource(
+                    rank=rank, source=table.id, host=table.host, transport=way.transport, reason=way.reason
+                )
+            found[key].regions.append(self._regions[source][region][way.transport])
             index[source, region] = list(found).index(key)
         return list(found.values()), index
 
-    def _holder(self, tensor: int, box: Box, part: Part) -> tuple[int, int]:
-        """(source, shard): near ones first, then another one for each worker."""
-        reached = [holder for holder in part.holders if self._reaches(*holder)]
-        if len(reached) == 1:
-            return reached[0]
+    def _holder(self, tensor: int, box: Box, part: Part) -> Holder:
+        """Near ones first, then another one for each worker."""
+        distances = [self._distance(holder) for holder in part.holders]
+        reached = [distance for distance in distances if distance is not None]
         if not reached:
             raise self._unreachable(tensor, box, part)
-        distances = [self._distance(*holder) for holder in reached]
-        near = [holder for holder, distance in zip(reached, distances, strict=True) if distance == min(distances)]
+        nearest = min(reached)
+        near = [holder for holder, distance in zip(part.holders, distances, strict=True) if distance == nearest]
         return near[self._spread % len(near)]
 
-    def _distance(self, source: int, shard: int) -> int:
-        region = self._publication.places[source][shard].region
-        return self._edge(source, self._regions[source][region].transport).distance
+    def _region(self, holder: Holder) -> int:
+        return self._publication.places[holder.source][holder.shard].region
 
-    def _reaches(self, source: int, shard: int) -> bool:
-        region = self._publication.places[source][shard].region
-        known = self._reached.get((source, region))
-        if known is None:
-            try:
-                self._edge(source, self._regions[source][region].transport)
-                known = True
-            except CkptEngineError:
-                known = False
-            self._reached[source, region] = known
-        return known
+    def _distance(self, holder: Holder) -> int | None:
+        """None: out of reach."""
+        way = self._look(holder.source, self._region(holder))
+        return None if isinstance(way, CkptEngineError) else way.distance
 
-    def _edge(self, source: int, transport: str) -> Choice:
+    def _way(self, source: int, region: int) -> Choice:
+        """The nearest of the ways into a region that reach the worker; raises why none does."""
+        way = self._look(source, region)
+        if isinstance(way, CkptEngineError):
+            raise way
+        return way
+
+    def _look(self, source: int, region: int) -> Choice | CkptEngineError:
+        key = source, region
+        if key not in self._ways:
+            edges = [self._edge(source, transport) for transport in self._regions[source][region]]
+            ways = [edge for edge in edges if not isinstance(edge, CkptEngineError)]
+            self._ways[key] = min(ways, key=lambda way: way.distance) if ways else _worst(edges)
+        return self._ways[key]
+
+    def _edge(self, source: int, transport: str) -> Choice | CkptEngineError:
         key = source, transport
         if key not in self._edges:
             host = self._publication.tables[source].host
@@ -269,18 +286,35 @@ class _Reader:
                 self._edges[key] = self._choose(host, transport, self._worker.host, self._worker.transports)
             except CkptEngineError as problem:
                 self._edges[key] = problem
-        edge = self._edges[key]
-        if isinstance(edge, CkptEngineError):
-            raise edge
-        return edge
+        return self._edges[key]
+
+    def _check_held(self, tensor: int, box: Box, held: Sequence[Box]) -> None:
+        """Raises UNAVAILABLE, naming what is not there, unless sources hold all of a box."""
+        missing = uncovered(box, held)
+        if missing is not None:
+            name = self._publication.manifest.tensors[tensor].name
+            raise precondition(
+                f"worker {self._worker.key} needs {box} of tensor {name}, and nobody holds {missing} of it any more "
+                f"({labels(self._publication.tables) or 'no source'} was asked); the next update of its trainer "
+                "brings it up",
+                [name],
+            )
 
     def _unreachable(self, tensor: int, box: Box, part: Part) -> CkptEngineError:
         name = self._publication.manifest.tensors[tensor].name
-        ranks = sorted({self._publication.tables[source].rank for source, _ in part.holders})
-        where = f"worker {self._worker.key} cannot read {box} of tensor {name}"
-        source, shard = part.holders[0]
-        try:
-            self._edge(source, self._regions[source][self._publication.places[source][shard].region].transport)
-        except CkptEngineError as failure:
-            return error(failure.problem.code, f"{where} from ranks {ranks}: {failure.problem.message}", [name], ranks)
-        return internal(f"{where} from ranks {ranks}, though it is within reach", [name])
+        tables = [self._publication.tables[holder.source] for holder in part.holders]
+        where = f"worker {self._worker.key} cannot read {box} of tensor {name} from {labels(tables)}"
+        first = part.holders[0]
+        failure = self._look(first.source, self._region(first))
+        if not isinstance(failure, CkptEngineError):
+            return internal(f"{where}, though it is within reach", [name])
+        return error(failure.problem.code, f"{where}: {failure.problem.message}", [name], ranks_of(tables))
+
+
+def _worst(edges: Sequence[Choice | CkptEngineError]) -> CkptEngineError:
+    """Why no way into a region leads there, if there are several: all reasons."""
+    failures = [edge for edge in edges if isinstance(edge, CkptEngineError)]
+    if len(failures) == 1:
+        return failures[0]
+    code = failures[0].problem.code
+    return error(code, "; and ".join(dict.fromkeys(failure.problem.message for failure in failures)))

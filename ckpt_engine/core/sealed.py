@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_engine.core.cells import Cells
-from ckpt_engine.core.manifest import Publication
+from ckpt_engine.core.offers import label, ranks_of
 from ckpt_engine.core.plan import Plans
 from ckpt_engine.core.problems import internal, invalid, precondition
+from ckpt_engine.core.publication import Publication
 from ckpt_engine.v1.weights_pb2 import Digests
 
 Words = npt.NDArray[np.uint64]
@@ -36,11 +37,15 @@ class Sealed:
         return list(map(int, self._tensors()))
 
     def root(self) -> bytes:
-        """The root of everything, 32 bytes; see `core.manifest.RootHasher`. Raises FAILED_PRECONDITION as above."""
+        """The root of everything, 32 bytes; see `core.manifest.RootHasher`. Raises FAILED_PRECONDITION as above, and if
+        the sources together do not hold everything."""
         return self.publication.root_hasher.root(self._tensors().astype("<u8").tobytes())
 
     def _tensors(self) -> Words:
         self._require(self.known, self.cells.tensor)
+        if self.publication.incomplete:
+            names = _names(self.publication, np.array(sorted(self.publication.incomplete)))
+            raise precondition(f"the sources do not hold all of {', '.join(names[:_NAMED])}", names)
         return _sums(self.cells.tensor, self.values, len(self.publication.parts))
 
     def _require(self, known: npt.NDArray[np.bool_], tensors: npt.NDArray[np.int64]) -> None:
@@ -61,14 +66,14 @@ def check_replicas(plans: Plans, digests: Mapping[int, Digests]) -> Sealed:
     values = np.zeros(len(cells), dtype=np.uint64)
     holder = np.full(len(cells), -1, dtype=np.int64)
     for source in sorted(digests):
-        rank = tables[source].rank
+        table = tables[source]
         atoms = cells.of_atom.get(source)
         own = _array(digests[source])
         if atoms is None or len(own) != len(atoms):
             raise invalid(
-                f"rank {rank} answered with {len(own)} digests for {0 if atoms is None else len(atoms)} atoms; "
+                f"{label(table)} answered with {len(own)} digests for {0 if atoms is None else len(atoms)} atoms; "
                 "it has to seal again",
-                ranks=[rank],
+                ranks=ranks_of([table]),
             )
         new = holder[atoms] < 0
         values[atoms[new]] = own[new]
@@ -77,13 +82,14 @@ def check_replicas(plans: Plans, digests: Mapping[int, Digests]) -> Sealed:
         if len(wrong):
             names = _names(plans.publication, cells.tensor[wrong])
             cell = int(wrong[0])
-            other = tables[int(holder[cell])].rank
+            both = [tables[int(holder[cell])], table]
             more = f" (and {len(names) - 1} more tensors)" if len(names) > 1 else ""
             raise precondition(
-                f"ranks {other} and {rank} both hold {cells.box(cell)} of tensor {names[0]}{more}, but different "
-                "bytes; replicas of one tensor must be equal: check that all ranks made the same optimizer step",
+                f"{label(both[0])} and {label(table)} both hold {cells.box(cell)} of tensor {names[0]}{more}, but "
+                "different bytes; all who hold a box must hold the same: check that all ranks made the same optimizer "
+                "step",
                 names,
-                sorted({other, rank}),
+                ranks_of(both),
             )
     return Sealed(plans.publication, cells, values, holder >= 0)
 

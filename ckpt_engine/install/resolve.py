@@ -117,7 +117,12 @@ def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Re
         opened.setdefault(source.transport, []).extend(source.regions)
     edges = tuple(
         manager_pb2.EdgeReport(
-            source_rank=source.rank, worker_rank=rank, transport=source.transport, reason=source.reason, bytes=size
+            source=source.source,
+            source_rank=source.rank if source.HasField("rank") else None,
+            worker_rank=rank,
+            transport=source.transport,
+            reason=source.reason,
+            bytes=size,
         )
         for source, size in zip(plan.sources, read, strict=True)
     )

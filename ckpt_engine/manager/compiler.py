@@ -22,9 +22,11 @@ from ckpt_engine.core.machines.events import (
     SourceOffer,
     WorkerKey,
 )
-from ckpt_engine.core.manifest import Publication, canonical, merge_tables
+from ckpt_engine.core.manifest import canonical
+from ckpt_engine.core.offers import label
 from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
 from ckpt_engine.core.problems import internal, invalid
+from ckpt_engine.core.publication import Publication, merge_tables
 from ckpt_engine.core.sealed import check_replicas, expected_digests
 from ckpt_engine.manager.blobs import BlobStore, describe
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -79,14 +81,14 @@ class Compiler:
         tables = []
         for rank, ref in enumerate(task.tables):
             table = self._parsed(ref, weights_pb2.SourceTable(), f"the table of rank {rank}")
-            if table.rank != rank:
-                raise invalid(f"rank {rank} of lineage {task.lineage!r} published the table of rank {table.rank}")
+            if not table.HasField("rank") or table.rank != rank:
+                raise invalid(f"rank {rank} of lineage {task.lineage!r} published the table of {label(table)}")
             tables.append(table)
         publication = merge_tables(tables, digests)
         published = Published(
             manifest=self._blobs.put(publication.manifest_bytes),
             sources=tuple(
-                SourceOffer(table.rank, ref, table.stays_sealed, table.source_copies)
+                SourceOffer(table.id, table.rank, ref, table.stays_sealed, table.source_copies)
                 for table, ref in zip(tables, task.tables, strict=True)
             ),
             tensors=len(publication.manifest.tensors),
@@ -126,7 +128,7 @@ class Compiler:
         compiled = Compiled(
             plans=refs,
             atoms={
-                publication.tables[source].rank: self._blobs.put(canonical(atoms))
+                publication.tables[source].id: self._blobs.put(canonical(atoms))
                 for source, atoms in plans.atoms.items()
             },
             bytes={worker.key: plans.workers[worker.key].bytes for worker in task.workers},
@@ -140,10 +142,11 @@ class Compiler:
         plans = task.compiled.handle
         if not isinstance(plans, Plans):
             raise internal("these plans were not compiled by this manager")
-        sources = {table.rank: source for source, table in enumerate(plans.publication.tables)}
+        tables = plans.publication.tables
         digests = {
-            sources[rank]: self._parsed(ref, weights_pb2.Digests(), f"the digests of rank {rank}")
-            for rank, ref in task.digests.items()
+            source: self._parsed(task.digests[table.id], weights_pb2.Digests(), f"the digests of {label(table)}")
+            for source, table in enumerate(tables)
+            if table.id in task.digests
         }
         sealed = check_replicas(plans, digests)
         stored: dict[int, manager_pb2.BlobRef] = {}

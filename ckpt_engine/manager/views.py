@@ -73,7 +73,8 @@ class Worker(BaseModel):
 class Edge(BaseModel):
     """Bytes that one worker read from one source, by which transport and why that one."""
 
-    source_rank: int
+    source: str
+    source_rank: int | None
     worker_rank: int
     transport: str
     reason: str
@@ -129,7 +130,8 @@ class ReplicaOutcome(BaseModel):
             stages=_stages(outcome.stages),
             edges=[
                 Edge(
-                    source_rank=edge.source_rank,
+                    source=edge.source,
+                    source_rank=edge.source_rank if edge.HasField("source_rank") else None,
                     worker_rank=edge.worker_rank,
                     transport=edge.transport,
                     reason=edge.reason,

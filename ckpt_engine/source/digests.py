@@ -9,6 +9,7 @@ import torch
 
 from ckpt_engine.core.digest import digest_boxes
 from ckpt_engine.core.dtypes import torch_dtype
+from ckpt_engine.core.offers import label, ranks_of
 from ckpt_engine.core.prepared_digests import PreparedDigests, prepare_digests
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.v1.weights_pb2 import Atoms, SourceTable
@@ -38,14 +39,14 @@ def _boxes(
     own = hashlib.sha256(table.SerializeToString(deterministic=True)).digest()
     if atoms.table_digest and atoms.table_digest != own:
         raise precondition(
-            f"the atoms are of table {atoms.table_digest.hex()[:16]}, but rank {table.rank} offers "
+            f"the atoms are of table {atoms.table_digest.hex()[:16]}, but {label(table)} offers "
             f"{own.hex()[:16]}; it published again meanwhile",
-            ranks=[table.rank],
+            ranks=ranks_of([table]),
         )
     boxes: list[tuple[torch.Tensor, Sequence[int]]] = []
     for atom in atoms.atoms:
         if atom.shard >= len(sealed):
-            raise invalid(f"atom of shard {atom.shard}, but rank {table.rank} has {len(sealed)}", ranks=[table.rank])
+            raise invalid(f"atom of shard {atom.shard}, but {label(table)} has {len(sealed)}", ranks=ranks_of([table]))
         shard = table.shards[atom.shard]
         start, stop = tuple(atom.start), tuple(atom.stop)
         inside = len(start) == len(stop) == len(shard.start) and all(
@@ -56,7 +57,7 @@ def _boxes(
             raise invalid(
                 f"atom [{list(start)}, {list(stop)}) is not in shard [{list(shard.start)}, {list(shard.stop)})",
                 tensors=[table.tensors[shard.tensor].name],
-                ranks=[table.rank],
+                ranks=ranks_of([table]),
             )
         part = tuple(
             slice(first - lowest, last - lowest) for lowest, first, last in zip(shard.start, start, stop, strict=True)

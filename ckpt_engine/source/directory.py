@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from ckpt_engine.core.offers import rank_id, region_offered
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.source.held import Held
@@ -68,9 +69,10 @@ class DirectorySource:
         regions = {tensor.region.id: tensor.region for tensor in tensors}
         self._table = SourceTable(
             host=host,
+            id=rank_id(rank),
             rank=rank,
             tensors=[TensorSpec(name=found.name, dtype=found.dtype, shape=found.shape) for found in _entries(tensors)],
-            regions=[regions[id] for id in sorted(regions)],
+            regions=[region_offered([regions[id]]) for id in sorted(regions)],
             shards=[
                 Shard(
                     tensor=index,

@@ -22,6 +22,7 @@ import torch
 
 from ckpt_engine.core.dtypes import CASTABLE as CASTABLE_NAMES
 from ckpt_engine.core.dtypes import UnsupportedDtypeError, dtype_name
+from ckpt_engine.core.offers import rank_id, region_offered
 from ckpt_engine.core.prepared_digests import PreparedDigests
 from ckpt_engine.core.problems import CkptEngineError, invalid, precondition
 from ckpt_engine.source.device import DeviceOffer
@@ -249,12 +250,13 @@ class MemorySource:
         ]
         return SourceTable(
             host=host,
+            id=rank_id(self._rank),
             rank=self._rank,
             tensors=[
                 TensorSpec(name=box.name, dtype=dtype_name(kept), shape=box.shape)
                 for box, kept in zip(self._published, self._served, strict=True)
             ],
-            regions=regions,
+            regions=[region_offered([region]) for region in regions],
             shards=shards,
             stays_sealed=all(self._copied),
             source_copies=1 if any(self._copied) else 0,

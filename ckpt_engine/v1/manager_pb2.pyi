@@ -468,18 +468,20 @@ class StageSeconds(_message.Message):
     def __init__(self, stage: _Optional[_Union[Stage, str]] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class EdgeReport(_message.Message):
-    __slots__ = ("source_rank", "worker_rank", "transport", "reason", "bytes")
+    __slots__ = ("source_rank", "worker_rank", "transport", "reason", "bytes", "source")
     SOURCE_RANK_FIELD_NUMBER: _ClassVar[int]
     WORKER_RANK_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     source_rank: int
     worker_rank: int
     transport: str
     reason: str
     bytes: int
-    def __init__(self, source_rank: _Optional[int] = ..., worker_rank: _Optional[int] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+    source: str
+    def __init__(self, source_rank: _Optional[int] = ..., worker_rank: _Optional[int] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ..., bytes: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
     __slots__ = ("rank", "bytes", "tensors", "verified", "verified_as_loaded", "copies", "transfer_seconds", "install_seconds", "verify_seconds", "problem", "by_loader")

@@ -127,6 +127,24 @@ class Manifest(_message.Message):
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
 
+class Offer(_message.Message):
+    __slots__ = ("transport", "locator")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    LOCATOR_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    locator: bytes
+    def __init__(self, transport: _Optional[str] = ..., locator: _Optional[bytes] = ...) -> None: ...
+
+class OfferedRegion(_message.Message):
+    __slots__ = ("id", "size", "offers")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    OFFERS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    size: int
+    offers: _containers.RepeatedCompositeFieldContainer[Offer]
+    def __init__(self, id: _Optional[int] = ..., size: _Optional[int] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ...) -> None: ...
+
 class Region(_message.Message):
     __slots__ = ("id", "transport", "size", "locator")
     ID_FIELD_NUMBER: _ClassVar[int]
@@ -199,7 +217,7 @@ class CudaIpcLocator(_message.Message):
     def __init__(self, kind: _Optional[_Union[CudaIpcLocator.Kind, str]] = ..., parts: _Optional[_Iterable[_Union[CudaIpcLocator.Part, _Mapping]]] = ..., pointer: _Optional[int] = ..., gpu_uuid: _Optional[bytes] = ..., pid: _Optional[int] = ..., started: _Optional[int] = ..., lease: _Optional[str] = ...) -> None: ...
 
 class Shard(_message.Message):
-    __slots__ = ("tensor", "start", "stop", "region", "offset", "stride", "stored_dtype")
+    __slots__ = ("tensor", "start", "stop", "region", "offset", "stride", "stored_dtype", "encoding")
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +225,7 @@ class Shard(_message.Message):
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     STRIDE_FIELD_NUMBER: _ClassVar[int]
     STORED_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    ENCODING_FIELD_NUMBER: _ClassVar[int]
     tensor: int
     start: _containers.RepeatedScalarFieldContainer[int]
     stop: _containers.RepeatedScalarFieldContainer[int]
@@ -214,10 +233,11 @@ class Shard(_message.Message):
     offset: int
     stride: _containers.RepeatedScalarFieldContainer[int]
     stored_dtype: str
-    def __init__(self, tensor: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ..., region: _Optional[int] = ..., offset: _Optional[int] = ..., stride: _Optional[_Iterable[int]] = ..., stored_dtype: _Optional[str] = ...) -> None: ...
+    encoding: str
+    def __init__(self, tensor: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ..., region: _Optional[int] = ..., offset: _Optional[int] = ..., stride: _Optional[_Iterable[int]] = ..., stored_dtype: _Optional[str] = ..., encoding: _Optional[str] = ...) -> None: ...
 
 class SourceTable(_message.Message):
-    __slots__ = ("host", "rank", "tensors", "regions", "shards", "stays_sealed", "source_copies", "description")
+    __slots__ = ("host", "rank", "tensors", "regions", "shards", "stays_sealed", "source_copies", "description", "id")
     HOST_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -226,15 +246,17 @@ class SourceTable(_message.Message):
     STAYS_SEALED_FIELD_NUMBER: _ClassVar[int]
     SOURCE_COPIES_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
     host: Host
     rank: int
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
-    regions: _containers.RepeatedCompositeFieldContainer[Region]
+    regions: _containers.RepeatedCompositeFieldContainer[OfferedRegion]
     shards: _containers.RepeatedCompositeFieldContainer[Shard]
     stays_sealed: bool
     source_copies: int
     description: str
-    def __init__(self, host: _Optional[_Union[Host, _Mapping]] = ..., rank: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., stays_sealed: bool = ..., source_copies: _Optional[int] = ..., description: _Optional[str] = ...) -> None: ...
+    id: str
+    def __init__(self, host: _Optional[_Union[Host, _Mapping]] = ..., rank: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., regions: _Optional[_Iterable[_Union[OfferedRegion, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., stays_sealed: bool = ..., source_copies: _Optional[int] = ..., description: _Optional[str] = ..., id: _Optional[str] = ...) -> None: ...
 
 class Need(_message.Message):
     __slots__ = ("tensor", "start", "stop")
@@ -303,18 +325,20 @@ class Piece(_message.Message):
     def __init__(self, need: _Optional[int] = ..., source: _Optional[int] = ..., region: _Optional[int] = ..., offset: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ..., stride: _Optional[_Iterable[int]] = ..., stored_dtype: _Optional[str] = ...) -> None: ...
 
 class PlanSource(_message.Message):
-    __slots__ = ("rank", "host", "transport", "reason", "regions")
+    __slots__ = ("rank", "host", "transport", "reason", "regions", "source")
     RANK_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     rank: int
     host: Host
     transport: str
     reason: str
     regions: _containers.RepeatedCompositeFieldContainer[Region]
-    def __init__(self, rank: _Optional[int] = ..., host: _Optional[_Union[Host, _Mapping]] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ...) -> None: ...
+    source: str
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[_Union[Host, _Mapping]] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., source: _Optional[str] = ...) -> None: ...
 
 class WorkerPlan(_message.Message):
     __slots__ = ("manifest_digest", "needs_digest", "sources", "pieces", "bytes")
@@ -347,6 +371,25 @@ class Atoms(_message.Message):
     table_digest: bytes
     atoms: _containers.RepeatedCompositeFieldContainer[Atom]
     def __init__(self, table_digest: _Optional[bytes] = ..., atoms: _Optional[_Iterable[_Union[Atom, _Mapping]]] = ...) -> None: ...
+
+class SealedRecord(_message.Message):
+    __slots__ = ("manifest", "cells", "digests")
+    class Cell(_message.Message):
+        __slots__ = ("tensor", "start", "stop")
+        TENSOR_FIELD_NUMBER: _ClassVar[int]
+        START_FIELD_NUMBER: _ClassVar[int]
+        STOP_FIELD_NUMBER: _ClassVar[int]
+        tensor: int
+        start: _containers.RepeatedScalarFieldContainer[int]
+        stop: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, tensor: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ...) -> None: ...
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    manifest: Manifest
+    cells: _containers.RepeatedCompositeFieldContainer[SealedRecord.Cell]
+    digests: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., cells: _Optional[_Iterable[_Union[SealedRecord.Cell, _Mapping]]] = ..., digests: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Digests(_message.Message):
     __slots__ = ("values",)

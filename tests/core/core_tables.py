@@ -11,7 +11,17 @@ from ckpt_engine.core.boxes import Box, whole
 from ckpt_engine.core.digest import digest_boxes
 from ckpt_engine.core.dtypes import dtype_name
 from ckpt_engine.core.plan import PlanRequest, Plans
-from ckpt_engine.v1.weights_pb2 import Digests, Host, Need, Region, Shard, SourceTable, TensorSpec, WorkerNeeds
+from ckpt_engine.v1.weights_pb2 import (
+    Digests,
+    Host,
+    Need,
+    Offer,
+    OfferedRegion,
+    Shard,
+    SourceTable,
+    TensorSpec,
+    WorkerNeeds,
+)
 
 HERE = Host(boot_id="boot-1", pid_namespace="pid:[1]", name="h1")
 THERE = Host(boot_id="boot-2", pid_namespace="pid:[1]", name="h2")
@@ -40,9 +50,10 @@ def table(
         offset += box.volume * weights[name].itemsize
     return SourceTable(
         host=host,
+        id=f"rank {rank}",
         rank=rank,
         tensors=[spec(name, weights[name]) for name in names],
-        regions=[Region(id=7, transport=transport, size=offset)],
+        regions=[OfferedRegion(id=7, size=offset, offers=[Offer(transport=transport)])],
         shards=shards,
         stays_sealed=stays_sealed,
     )

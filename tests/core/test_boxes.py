@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_engine.core.boxes import Box, contains, intersect, overlap, remove, tile, uncovered, whole
+from ckpt_engine.core.boxes import Box, contains, intersect, overlap, refine, remove, tile, uncovered, whole
 
 Points = set[tuple[int, ...]]
 
@@ -95,3 +95,16 @@ def test_tensors_without_axes_and_without_elements() -> None:
     assert tile(empty, []) == []
     assert uncovered(empty, []) is None
     assert intersect(empty, empty) is None
+
+
+@given(boxes_in_one_tensor())
+def test_a_refinement_is_disjoint_and_every_box_is_a_union_of_its_parts(drawn: tuple[Box, list[Box]]) -> None:
+    boxes = [drawn[0], *drawn[1]]
+    parts = refine(boxes)
+    assert parts == sorted(parts)
+    assert sum(part.volume for part in parts) == len(points(*parts))
+    assert points(*parts) == points(*boxes)
+    for box in boxes:
+        assert points(*[part for part in parts if contains(box, part)]) == points(box)
+    if overlap(list(set(boxes))) is None:
+        assert parts == sorted(box for box in set(boxes) if box.volume)

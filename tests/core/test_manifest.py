@@ -11,8 +11,9 @@ import torch
 from core_tables import everything, rows, table
 
 from ckpt_engine.core.boxes import Box, whole
-from ckpt_engine.core.manifest import RootHasher, blob_digest, canonical, manifest_of, merge_tables, root
+from ckpt_engine.core.manifest import RootHasher, blob_digest, canonical, manifest_of, root
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.publication import merge_tables
 from ckpt_engine.v1.weights_pb2 import Manifest, Problem, SourceTable, TensorSpec
 
 WEIGHTS = {
@@ -29,7 +30,7 @@ def test_ranks_with_parts_make_one_sorted_manifest() -> None:
     merged = merge_tables([table(rank, matrices, rows(matrices, rank, 2)) for rank in range(2)])
     assert [spec.name for spec in merged.manifest.tensors] == ["a.weight", "b.weight"]
     assert [part.box for part in merged.parts[0]] == [Box((0, 0), (4, 6)), Box((4, 0), (8, 6))]
-    assert merged.holders[0] == ((0, 0), (1, 0))
+    assert [part.holders for part in merged.parts[0]] == [((0, 0, ()),), ((1, 0, ()),)]
     assert merged.bytes == 8 * 6 * 2 + 4 * 4
     assert merged.manifest_digest == blob_digest(merged.manifest_bytes)
     assert Manifest.FromString(merged.manifest_bytes) == merged.manifest
@@ -68,7 +69,7 @@ def set_shard(**fields: object) -> Callable[[SourceTable], object]:
 
 
 REFUSED = {
-    "no tensors": ([SourceTable(rank=0)], ["nothing to publish"], []),
+    "no tensors": ([SourceTable(id="rank 0", rank=0)], ["nothing to publish"], []),
     "no tables": ([], ["nothing to publish"], []),
     "missing part": (
         [table(0, MATRIX, rows(MATRIX, 0, 2))],
@@ -88,12 +89,12 @@ REFUSED = {
     ),
     "shapes": (edited(lambda table: table.tensors[0].shape.append(1)), ["disagree", "[8, 6, 1]"], [0, 1]),
     "unsupported dtype": (
-        [SourceTable(rank=4, tensors=[TensorSpec(name="q", dtype="int4", shape=[2])])],
+        [SourceTable(id="rank 4", rank=4, tensors=[TensorSpec(name="q", dtype="int4", shape=[2])])],
         ["'int4'", "tensor q"],
         [4],
     ),
-    "negative shape": ([SourceTable(tensors=[TensorSpec(name="q", dtype="int8", shape=[-2])])], ["[-2]"], [0]),
-    "no name": ([SourceTable(tensors=[TensorSpec(dtype="int8", shape=[2])])], ["no name"], [0]),
+    "negative shape": ([SourceTable(id="x", tensors=[TensorSpec(name="q", dtype="int8", shape=[-2])])], ["[-2]"], []),
+    "no name": ([SourceTable(id="x", tensors=[TensorSpec(dtype="int8", shape=[2])])], ["no name"], []),
     "two of a name": (edited(lambda table: table.tensors.append(table.tensors[0])), ["two tensors", "a.weight"], [1]),
     "one rank twice": (edited(lambda table: setattr(table, "rank", 0)), ["rank 0", "its own rank"], [0]),
     "outside": (edited(set_shard(stop=[9, 6])), ["rank 1", "a.weight", "[9, 6]", "[8, 6]"], [1]),

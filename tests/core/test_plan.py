@@ -5,63 +5,23 @@ Plans are carried out here on real memory: each source's region is a tensor of b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
+from core_plans import Weights, carry_out, memory, some_weights
 from core_tables import HERE, THERE, Held, digests, everything, part, request, rows, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.core.boxes import Box, whole
 from ckpt_engine.core.digest import digest_box
-from ckpt_engine.core.dtypes import torch_dtype
-from ckpt_engine.core.manifest import Publication, merge_tables, root
-from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
+from ckpt_engine.core.manifest import root
+from ckpt_engine.core.plan import Plans, compile_plans
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.publication import merge_tables
 from ckpt_engine.core.sealed import check_replicas, expected_digests
-from ckpt_engine.v1.weights_pb2 import Digests, Gpu, GpuReach, Host, Problem, WorkerPlan
-
-Weights = dict[str, torch.Tensor]
-
-
-def some_weights(seed: int = 0, **shapes: tuple[int, ...]) -> Weights:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
-
-
-def memory(weights: Weights, held: Held) -> torch.Tensor:
-    """The one region of a source, as `table` lays it out."""
-    own = [part(weights[name], box).clone(memory_format=torch.contiguous_format) for name, box in held]
-    flat = [each.reshape(-1).view(torch.uint8) for each in own]
-    return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
-
-
-def carry_out(
-    plan: WorkerPlan, asked: PlanRequest, publication: Publication, memories: Mapping[int, torch.Tensor]
-) -> list[torch.Tensor]:
-    """What a worker has read when the plan is done: one tensor a need. No element may be written twice."""
-    specs = publication.manifest.tensors
-    found, written = [], []
-    for need in asked.needs.needs:
-        shape = Box(tuple(need.start), tuple(need.stop)).shape
-        found.append(torch.zeros(shape, dtype=torch_dtype(specs[need.tensor].dtype)))
-        written.append(torch.zeros(shape, dtype=torch.int32))
-    for piece in plan.pieces:
-        need = asked.needs.needs[piece.need]
-        source = plan.sources[piece.source]
-        assert piece.region in {region.id for region in source.regions}
-        dtype = torch_dtype(specs[need.tensor].dtype)
-        shape = Box(tuple(piece.start), tuple(piece.stop)).shape
-        view = memories[source.rank][piece.offset :][: (len(memories[source.rank]) - piece.offset) // 2 * 2].view(dtype)
-        into = Box(
-            tuple(a - b for a, b in zip(piece.start, need.start, strict=True)),
-            tuple(a - b for a, b in zip(piece.stop, need.start, strict=True)),
-        )
-        part(found[piece.need], into).copy_(view.as_strided(shape, tuple(piece.stride)))
-        part(written[piece.need], into).add_(1)
-    assert all(bool((each == 1).all()) for each in written)
-    return found
+from ckpt_engine.v1.weights_pb2 import Digests, Gpu, GpuReach, Host, Problem
 
 
 def check_everything(weights: Weights, held: Sequence[Held], needs: Sequence[Sequence[tuple[int, Box]]]) -> Plans:
@@ -69,7 +29,7 @@ def check_everything(weights: Weights, held: Sequence[Held], needs: Sequence[Seq
     publication = merge_tables([table(rank, weights, boxes) for rank, boxes in enumerate(held)])
     requests = [request(("r", rank), publication.manifest_digest, each) for rank, each in enumerate(needs)]
     plans = compile_plans(publication, publication.table_digests, requests)
-    memories = {rank: memory(weights, boxes) for rank, boxes in enumerate(held)}
+    memories = {f"rank {rank}": memory(weights, boxes) for rank, boxes in enumerate(held)}
     sealed = check_replicas(plans, {source: digests(plans, source, weights) for source in range(len(held))})
     names = [spec.name for spec in publication.manifest.tensors]
     by_tensor = [digest_box(weights[name], (0,) * weights[name].dim()) for name in names]
@@ -280,3 +240,32 @@ def test_geometry_is_worked_out_once_for_tensors_that_are_split_alike() -> None:
     assert len(set(map(id, plans.cells.tilings))) == 1
     assert len(plans.workers["w"].pieces) == 2 * 2000
     assert sum(len(atoms.atoms) for atoms in plans.atoms.values()) == 4 * 2000
+
+
+def test_a_region_is_read_by_the_nearest_way_into_it_and_digested_once() -> None:
+    """The same memory, lent over CUDA IPC and as a file: whichever is near, there is one set of atoms."""
+    weights = some_weights(a=(8, 6))
+    both = table(0, weights, everything(weights), host=on_gpu(0), transport="file")
+    both.regions[0].offers.add(transport="cuda_ipc", locator=b"handle")
+    publication = merge_tables([both])
+    asked = [
+        request(name, publication.manifest_digest, [(0, whole((8, 6)))], host, "file", "cuda_ipc")
+        for name, host in (("gpu", on_gpu(1)), ("cpu", HERE))
+    ]
+    plans = compile_plans(publication, publication.table_digests, asked)
+    read = {key: plan.sources[0] for key, plan in plans.workers.items()}
+    assert {key: source.transport for key, source in read.items()} == {"gpu": "cuda_ipc", "cpu": "file"}
+    assert [(region.transport, region.locator) for region in read["gpu"].regions] == [("cuda_ipc", b"handle")]
+    assert len(plans.atoms[0].atoms) == 1
+
+
+def test_why_no_way_into_a_region_reaches_is_said_for_each() -> None:
+    weights = some_weights(a=(8, 6))
+    both = table(0, weights, everything(weights), transport="file")
+    both.regions[0].offers.add(transport="cuda_ipc")
+    publication = merge_tables([both])
+    asked = request("w", publication.manifest_digest, [(0, whole((8, 6)))], HERE, "shared_memory")
+    with pytest.raises(CkptEngineError) as caught:
+        compile_plans(publication, publication.table_digests, [asked])
+    for word in ("worker w", "tensor a", "rank 0", "over file", "over cuda_ipc"):
+        assert word in caught.value.problem.message

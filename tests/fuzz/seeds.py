@@ -21,10 +21,10 @@ ARENA = SharedArena(4096)
 
 
 def table(rank: int = 0) -> weights_pb2.SourceTable:
-    table = weights_pb2.SourceTable(host=HOST, rank=rank, stays_sealed=True)
+    table = weights_pb2.SourceTable(host=HOST, id=f"rank {rank}", rank=rank, stays_sealed=True)
     table.tensors.add(name="a", dtype="float32", shape=[4, 3])
     table.tensors.add(name="b", dtype="bfloat16", shape=[8])
-    table.regions.add(id=7, transport="shared_memory", size=64)
+    table.regions.add(id=7, size=64).offers.add(transport="shared_memory")
     table.shards.add(tensor=0, start=[0, 0], stop=[4, 3], region=7, offset=0, stride=[3, 1])
     table.shards.add(tensor=1, start=[0], stop=[8], region=7, offset=48, stride=[1])
     return table

@@ -28,6 +28,7 @@ from ckpt_engine.transport.base import Move, PreparedCopy
 from ckpt_engine.transport.cuda_ipc import CudaIpcTransport, CudaRegions
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Atom, Atoms, Problem, SourceTable
+from tests.source.reading import readable
 
 SHAPES = {
     "contiguous": ([129, 4096], "bfloat16"),
@@ -198,7 +199,7 @@ class _Trainer:
         return {
             "table": table.SerializeToString().hex(),
             "description": table.description,
-            "regions": [region.transport for region in table.regions],
+            "regions": [region.transport for region in readable(table)],
             "stays_sealed": table.stays_sealed,
             "copies": table.source_copies,
         }
@@ -261,7 +262,7 @@ class _Worker:
         found: dict[str, torch.Tensor] = {}
         began = time.perf_counter()
         for name, transport in (("cuda_ipc", self.transport), ("shared_memory", self.memory)):
-            mine = [region for each in tables for region in each.regions if region.transport == name]
+            mine = [region for each in tables for region in readable(each) if region.transport == name]
             if mine:
                 fresh[name] = transport.open(mine)
         opened = time.perf_counter()
@@ -276,7 +277,7 @@ class _Worker:
 
     def _bind(self, table: SourceTable, found: dict[str, torch.Tensor], moves: dict[str, list[Move]]) -> None:
         """A move for each shard of a table, into whole tensors that are kept from one call to the next."""
-        regions = {region.id: region for region in table.regions}
+        regions = {region.id: region for region in readable(table)}
         for shard in table.shards:
             spec = table.tensors[shard.tensor]
             kind, shape = torch_dtype(spec.dtype), tuple(spec.shape)

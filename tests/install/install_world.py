@@ -103,7 +103,13 @@ class Checkpoint:
     def plan(self, recording: Recording) -> weights_pb2.WorkerPlan:
         plan = weights_pb2.WorkerPlan(manifest_digest=recording.manifest_digest, needs_digest=recording.needs_digest)
         for rank, arena in enumerate(self.arenas):
-            plan.sources.add(rank=rank, transport="shared_memory", reason="same host", regions=[arena.region(7)])
+            plan.sources.add(
+                source=f"rank {rank}",
+                rank=rank,
+                transport="shared_memory",
+                reason="same host",
+                regions=[arena.region(7)],
+            )
         for number, need in enumerate(recording.needs):
             itemsize = self.weights[recording.name(number)].element_size()
             for index, box, source, offset in self.shards:

@@ -13,8 +13,10 @@ from install_world import Checkpoint, OneWorker, slices
 from ckpt_engine.core.boxes import Box
 from ckpt_engine.core.digest import digest_boxes
 from ckpt_engine.core.dtypes import dtype_name
-from ckpt_engine.core.manifest import canonical, merge_tables
+from ckpt_engine.core.manifest import canonical
+from ckpt_engine.core.offers import region_offered
 from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
+from ckpt_engine.core.publication import merge_tables
 from ckpt_engine.core.sealed import check_replicas, expected_digests
 from ckpt_engine.install.target import ModuleTarget
 from ckpt_engine.transport.host import this_host
@@ -27,7 +29,9 @@ def tables(checkpoint: Checkpoint) -> list[weights_pb2.SourceTable]:
     for source, arena in enumerate(checkpoint.arenas):
         mine = [shard for shard in checkpoint.shards if shard[2] == source]
         names = sorted({checkpoint.manifest.tensors[index].name for index, _, _, _ in mine})
-        table = weights_pb2.SourceTable(host=this_host(), rank=source, regions=[arena.region(0)])
+        table = weights_pb2.SourceTable(
+            host=this_host(), id=f"rank {source}", rank=source, regions=[region_offered([arena.region(0)])]
+        )
         for name in names:
             weight = checkpoint.weights[name]
             table.tensors.add(name=name, dtype=dtype_name(weight.dtype), shape=weight.shape)

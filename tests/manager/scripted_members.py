@@ -158,8 +158,10 @@ class ScriptedTrainer:
     def hold(self, weights: dict[str, torch.Tensor], stays_sealed: bool = False) -> None:
         """Takes over weights (global tensors) and makes the table of this rank's rows."""
         self.weights = weights
-        self.table = weights_pb2.SourceTable(host=HOST, rank=self.rank, stays_sealed=stays_sealed)
-        self.table.regions.add(id=7, transport="shared_memory", size=1 << 40)
+        self.table = weights_pb2.SourceTable(
+            host=HOST, id=f"rank {self.rank}", rank=self.rank, stays_sealed=stays_sealed
+        )
+        self.table.regions.add(id=7, size=1 << 40).offers.add(transport="shared_memory")
         offset = 0
         for index, name in enumerate(sorted(weights)):
             tensor = weights[name]

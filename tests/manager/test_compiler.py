@@ -37,17 +37,18 @@ def workers(blobs: BlobStore, published: Published, count: int = 2) -> tuple[Pla
 
 def digests(
     blobs: BlobStore, refs: tuple[manager_pb2.BlobRef, ...], compiled: Compiled, weights: dict[str, torch.Tensor]
-) -> dict[int, manager_pb2.BlobRef]:
+) -> dict[str, manager_pb2.BlobRef]:
     """What honest ranks answer."""
     answers = {}
-    for rank, ref in compiled.atoms.items():
-        table = weights_pb2.SourceTable.FromString(blobs.get(refs[rank]))
+    offered = {table.id: table for table in (weights_pb2.SourceTable.FromString(blobs.get(ref)) for ref in refs)}
+    for source, ref in compiled.atoms.items():
+        table = offered[source]
         boxes = []
         for atom in weights_pb2.Atoms.FromString(blobs.get(ref)).atoms:
             tensor = weights[table.tensors[table.shards[atom.shard].tensor].name]
             part = tuple(slice(first, last) for first, last in zip(atom.start, atom.stop, strict=True))
             boxes.append((tensor[part], list(atom.start)))
-        answers[rank] = blobs.put(canonical(weights_pb2.Digests(values=digest_boxes(boxes))))
+        answers[source] = blobs.put(canonical(weights_pb2.Digests(values=digest_boxes(boxes))))
     return answers
 
 

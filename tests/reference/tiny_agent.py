@@ -12,6 +12,7 @@ from typing import Any
 from ckpt_engine.agent.channel import AgentChannel
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.manifest import blob_digest, canonical, manifest_of, root
+from ckpt_engine.core.offers import by_transport
 from ckpt_engine.install.state import CLEAN, EnginePage
 from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.named import named_source
@@ -143,7 +144,8 @@ def _plan(
     table: weights_pb2.SourceTable, prepared: worker_pb2.WorkerPrepared, needs: weights_pb2.WorkerNeeds
 ) -> weights_pb2.WorkerPlan:
     plan = weights_pb2.WorkerPlan(manifest_digest=needs.manifest_digest, needs_digest=blob_digest(prepared.needs))
-    plan.sources.add(host=table.host, transport="shared_memory", reason="one host", regions=table.regions)
+    regions = [by_transport(region)["shared_memory"] for region in table.regions]
+    plan.sources.add(source=table.id, host=table.host, transport="shared_memory", reason="one host", regions=regions)
     for number, need in enumerate(needs.needs):
         shard = table.shards[_shard_of(table, need.tensor)]
         width = itemsize(table.tensors[need.tensor].dtype)

@@ -222,7 +222,7 @@ class ManagerShell(Shell):
         if len(models) != 1:
             raise invalid(f"the ranks publish different models: {sorted(models)}")
         sources = tuple(
-            events.SourceOffer(table.rank, ref, table.stays_sealed, table.source_copies)
+            events.SourceOffer(table.id, table.rank, ref, table.stays_sealed, table.source_copies)
             for table, ref in zip(tables, task.tables, strict=True)
         )
         return events.Published(self.blobs.put(models.pop().encode()), sources, SLICES, SLICES)
@@ -235,7 +235,7 @@ class ManagerShell(Shell):
         wanted = [worker.needs.digest.hex() for worker in task.workers]
         plans = {worker.key: self.blobs.put_json(holder) for worker in task.workers}
         atoms = {
-            source.rank: self.blobs.put_json({"table": source.table.digest.hex(), "wanted": wanted})
+            source.source: self.blobs.put_json({"table": source.table.digest.hex(), "wanted": wanted})
             for source in sources
         }
         return events.Compiled(plans, atoms, dict.fromkeys(plans, SLICES))

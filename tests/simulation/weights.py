@@ -53,6 +53,7 @@ class Source:
         """
         owner = 0 if self.kind == "directory" else self.process
         return weights_pb2.SourceTable(
+            id=f"rank {self.rank}",
             rank=self.rank,
             stays_sealed=self.stays_sealed,
             source_copies=int(self.kind == "snapshot"),

@@ -5,16 +5,22 @@ from __future__ import annotations
 import torch
 
 from ckpt_engine.core.dtypes import torch_dtype
+from ckpt_engine.core.offers import by_transport
 from ckpt_engine.transport.base import Move
 from ckpt_engine.transport.registry import all_transports
-from ckpt_engine.v1.weights_pb2 import Atom, Atoms, SourceTable
+from ckpt_engine.v1.weights_pb2 import Atom, Atoms, Region, SourceTable
+
+
+def readable(table: SourceTable) -> list[Region]:
+    """Each region by the first way into it."""
+    return [next(iter(by_transport(region).values())) for region in table.regions]
 
 
 def read(table: SourceTable) -> dict[str, torch.Tensor]:
     """Every tensor whole; elements that no shard of this table holds are zero."""
     whole = {spec.name: torch.zeros(tuple(spec.shape), dtype=torch_dtype(spec.dtype)) for spec in table.tensors}
     transports = all_transports()
-    for region in table.regions:
+    for region in readable(table):
         moves = []
         for shard in table.shards:
             if shard.region == region.id:

@@ -15,7 +15,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.source.directory import DirectorySource
 from ckpt_engine.source.open import open_source
 from ckpt_engine.v1.weights_pb2 import Problem
-from tests.source.reading import assert_equal, read, whole_atoms
+from tests.source.reading import assert_equal, read, readable, whole_atoms
 
 TENSORS = {
     "a.weight": torch.arange(24).reshape(4, 6).to(torch.bfloat16),
@@ -55,7 +55,7 @@ def test_one_file_is_read_in_place(tmp_path: Path) -> None:
         assert isinstance(source, DirectorySource)
         table = source.table()
         assert (table.stays_sealed, table.source_copies) == (True, 0)
-        assert [region.transport for region in table.regions] == ["file"]
+        assert [region.transport for region in readable(table)] == ["file"]
         with pytest.raises(CkptEngineError, match="not sealed"):
             source.digest(whole_atoms(table))
         source.check()

@@ -14,7 +14,7 @@ from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.open import open_source
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Atom, Atoms, Problem
-from tests.source.reading import assert_equal, read, whole_atoms
+from tests.source.reading import assert_equal, read, readable, whole_atoms
 
 
 class Model(nn.Module):
@@ -268,7 +268,7 @@ def test_after_close_nobody_new_reads_and_the_model_lives_on() -> None:
     source.close()
     source.close()
     with pytest.raises(CkptEngineError) as error:
-        SharedMemoryTransport().open(list(source.table().regions))
+        SharedMemoryTransport().open(readable(source.table()))
     assert error.value.problem.code == Problem.UNAVAILABLE
     with pytest.raises(CkptEngineError):
         source.digest(whole_atoms(source.table()))

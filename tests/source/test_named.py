@@ -12,7 +12,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.source.names import strip_wrappers
 from ckpt_engine.source.open import open_source
 from ckpt_engine.v1.weights_pb2 import Problem
-from tests.source.reading import assert_equal, read
+from tests.source.reading import assert_equal, read, readable
 
 
 def test_pairs_and_mappings_are_copied_and_their_memory_left_alone() -> None:
@@ -105,7 +105,7 @@ def test_a_way_that_tensors_cannot_take_is_refused(tmp_path: Path, transport: st
             open_source(weights, transport=transport)  # type: ignore[arg-type]
         assert error.value.problem.code == Problem.INVALID_ARGUMENT
     linear = torch.nn.Linear(2, 2)
-    assert open_source(linear, transport="shared_memory").table().regions[0].transport == "shared_memory"
+    assert readable(open_source(linear, transport="shared_memory").table())[0].transport == "shared_memory"
 
 
 def test_a_directory_has_one_publisher(tmp_path: Path) -> None:

@@ -159,7 +159,13 @@ class PlainReplica:
             opened = self._transports[source.transport].open(list(source.regions))
             copied = opened.prepare(moves).run()
             opened.close()
-            outcome.edges.add(source_rank=source.rank, transport=source.transport, reason=source.reason, bytes=copied)
+            outcome.edges.add(
+                source=source.source,
+                source_rank=source.rank,
+                transport=source.transport,
+                reason=source.reason,
+                bytes=copied,
+            )
         found = digest_boxes([(tensor, [0] * tensor.dim()) for tensor in wanted])
         equal = sum(a == b for a, b in zip(found, expected.values, strict=True))
         report = outcome.workers.add(

@@ -115,9 +115,9 @@ class Members:
         found = (trainer for trainer in self.trainers.values() if trainer.lineage == lineage)
         return {trainer.rank: trainer for trainer in sorted(found, key=lambda trainer: trainer.rank)}
 
-    def source(self, lineage: str, rank: int, table: manager_pb2.BlobRef) -> Trainer | None:
+    def source(self, lineage: str, rank: int | None, table: manager_pb2.BlobRef) -> Trainer | None:
         """The rank, if it is connected and still offers this table."""
-        trainer = self.trainers.get((lineage, rank))
+        trainer = None if rank is None else self.trainers.get((lineage, rank))
         if trainer is None or trainer.peer is None or trainer.table != table:
             return None
         return trainer

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from ckpt_engine.core.machines.events import Compiled
+from ckpt_engine.core.machines.events import Compiled, SourceOffer
 from ckpt_engine.core.machines.manager_state import State
 from ckpt_engine.core.machines.order import Order
+from ckpt_engine.core.problems import deadline
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
@@ -18,15 +19,15 @@ class Sealing:
         self._order = order
         self._fence = fence
         self._compiled = compiled
-        self._answers: dict[int, manager_pb2.Sealed] = {}
+        self._answers: dict[str, manager_pb2.Sealed] = {}
 
-    def missing(self) -> list[int]:
-        """Ranks that have not sealed."""
-        return [source.rank for source in self._order.published.sources if source.rank not in self._answers]
+    def missing(self) -> list[SourceOffer]:
+        """Sources that have not sealed."""
+        return [source for source in self._order.published.sources if source.source not in self._answers]
 
-    def digests(self) -> dict[int, manager_pb2.BlobRef]:
-        """Of those that have, by rank."""
-        return {rank: answer.digests for rank, answer in self._answers.items()}
+    def digests(self) -> dict[str, manager_pb2.BlobRef]:
+        """Of those that have, by source."""
+        return {source: answer.digests for source, answer in self._answers.items()}
 
     def send(self, seconds: float) -> None:
         """Tells, again, everybody who has not answered.
@@ -35,10 +36,8 @@ class Sealing:
         source is gone, what it offered may still be there (files), and the replica itself digests it as a reader.
         """
         late = self._order.late is not None
-        for source in self._order.published.sources:
-            if source.rank in self._answers:
-                continue
-            atoms = self._compiled.atoms[source.rank]
+        for source in self.missing():
+            atoms = self._compiled.atoms[source.source]
             trainer = self._state.members.source(self._order.lineage, source.rank, source.table)
             if trainer is not None:
                 seal = manager_pb2.Seal(
@@ -51,18 +50,25 @@ class Sealing:
                 )
                 self._state.send_to(self._order.replicas[0], command)
 
+    def overdue(self, seconds: float) -> Problem:
+        """Who was silent for too long, `seconds` after the update began."""
+        silent = self.missing()
+        message = f"{', '.join(source.source for source in silent)} had not sealed the weights {seconds:.1f} s after "
+        ranks = [source.rank for source in silent if source.rank is not None]
+        return deadline(f"{message}the update began", ranks=ranks).problem
+
     def take(self, body: manager_pb2.Sealed) -> Problem | None:
         """Takes an answer; the problem if it is one.
 
         An answer names its atoms, and atoms name the table that they are of, so it cannot be mistaken for another's.
         """
-        ranks = [rank for rank in self.missing() if self._compiled.atoms[rank] == body.atoms]
-        if not ranks:
+        answered = [source for source in self.missing() if self._compiled.atoms[source.source] == body.atoms]
+        if not answered:
             return None
         if body.HasField("problem"):
             problem = Problem()
             problem.CopyFrom(body.problem)
-            problem.ranks[:] = problem.ranks or ranks
+            problem.ranks[:] = problem.ranks or [source.rank for source in answered if source.rank is not None]
             return problem
-        self._answers.update(dict.fromkeys(ranks, body))
+        self._answers.update((source.source, body) for source in answered)
         return None

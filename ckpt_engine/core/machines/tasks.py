@@ -22,9 +22,10 @@ WorkerKey: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True)
 class SourceOffer:
-    """What the manager's decisions need to know of one rank's SourceTable."""
+    """What the manager's decisions need to know of one source's SourceTable. rank: None if it is no trainer rank."""
 
-    rank: int
+    source: str
+    rank: int | None
     table: manager_pb2.BlobRef
     stays_sealed: bool
     source_copies: int
@@ -32,10 +33,10 @@ class SourceOffer:
 
 @dataclass(frozen=True)
 class Published:
-    """The merged tables of all ranks of a lineage. `handle` is the shell's own and comes back in later tasks."""
+    """The merged tables of all sources of a lineage. `handle` is the shell's own and comes back in later tasks."""
 
     manifest: manager_pb2.BlobRef
-    sources: tuple[SourceOffer, ...]  # by rank
+    sources: tuple[SourceOffer, ...]
     tensors: int
     bytes: int
     handle: object = field(default=None, compare=False, repr=False)
@@ -59,7 +60,7 @@ class Compiled:
     """
 
     plans: Mapping[WorkerKey, manager_pb2.BlobRef]
-    atoms: Mapping[int, manager_pb2.BlobRef]  # source rank -> Atoms
+    atoms: Mapping[str, manager_pb2.BlobRef]  # source id -> Atoms
     bytes: Mapping[WorkerKey, int]
     handle: object = field(default=None, compare=False, repr=False)
 
@@ -99,7 +100,7 @@ class CombineSeals:
 
     published: Published
     compiled: Compiled
-    digests: Mapping[int, manager_pb2.BlobRef]  # source rank -> Digests
+    digests: Mapping[str, manager_pb2.BlobRef]  # source id -> Digests
     seconds: float
 
 

@@ -344,9 +344,7 @@ class Update:
                 self._targets.leave_out(name, deadline(message, replica=name).problem)
             self._go_on(now)
         elif self.phase == "sealing" and self._sealing is not None:
-            ranks = self._sealing.missing()
-            message = f"ranks {ranks} had not sealed their weights {now - self._started:.1f} s after the update began"
-            self._refuse(deadline(message, ranks=ranks).problem)
+            self._refuse(self._sealing.overdue(now - self._started))
 
     def _out_of_time(self, now: float) -> None:
         seconds = now - self._started

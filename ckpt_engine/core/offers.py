@@ -1,0 +1,70 @@
+"""Sources and the ways into their memory: how each is named, and a region as one transport opens it. Pure.
+
+A source is found by its id; the rank of a trainer rank is only how people know it. It decides nothing about which
+offer is taken: the planner does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ckpt_engine.core.problems import invalid
+from ckpt_engine.v1.weights_pb2 import Offer, OfferedRegion, Region, SourceTable
+
+
+def rank_id(rank: int) -> str:
+    """The id of a trainer rank's source."""
+    return f"rank {rank}"
+
+
+def label(table: SourceTable) -> str:
+    """The source as messages name it: its rank if it has one, else its id."""
+    return f"rank {table.rank}" if table.HasField("rank") else f"source {table.id}"
+
+
+def labels(tables: Sequence[SourceTable]) -> str:
+    """Several sources as messages name them, in the order of their ranks: "ranks [0, 1]", "source relay a"."""
+    ranks = ranks_of(tables)
+    others = sorted({label(table) for table in tables if not table.HasField("rank")})
+    named = [f"ranks {ranks}"] if len(ranks) > 1 else [f"rank {rank}" for rank in ranks]
+    return ", ".join([*named, *others])
+
+
+def ranks_of(tables: Iterable[SourceTable]) -> list[int]:
+    """The ranks of those that have one, sorted, each once; for `Problem.ranks`."""
+    return sorted({table.rank for table in tables if table.HasField("rank")})
+
+
+def region_offered(ways: Sequence[Region]) -> OfferedRegion:
+    """One region of a table, from how each transport offers it. Raises ValueError unless all are of one id and size."""
+    first = ways[0]
+    if any((way.id, way.size) != (first.id, first.size) for way in ways):
+        raise ValueError(f"region {first.id} of {first.size} bytes is offered with another id or size")
+    offers = [Offer(transport=way.transport, locator=way.locator) for way in ways]
+    return OfferedRegion(id=first.id, size=first.size, offers=offers)
+
+
+def by_transport(region: OfferedRegion) -> Mapping[str, Region]:
+    """Each way into a region, as its transport opens it."""
+    return {
+        offer.transport: Region(id=region.id, transport=offer.transport, size=region.size, locator=offer.locator)
+        for offer in region.offers
+    }
+
+
+def check_regions(table: SourceTable) -> Mapping[int, int]:
+    """The size of each region of a table, by its id.
+
+    Raises INVALID_ARGUMENT if two have one id, one is offered over no transport or twice over one.
+    """
+    ranks = ranks_of([table])
+    sizes: dict[int, int] = {}
+    for region in table.regions:
+        if region.id in sizes:
+            raise invalid(f"{label(table)} gives two regions one id ({region.id})", ranks=ranks)
+        names = [offer.transport for offer in region.offers]
+        if not names or len(set(names)) != len(names):
+            said = f"over {', '.join(names)}: one offer a transport" if names else "over no transport"
+            raise invalid(f"{label(table)} offers region {region.id} {said}", ranks=ranks)
+        sizes[region.id] = region.size
+    return sizes

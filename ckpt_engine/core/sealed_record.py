@@ -1,0 +1,207 @@
+"""The sealed record: what a version's bytes hash to, box by box, without where they lay. Pure.
+
+A record depends on no table and names no process, so it outlives its publisher. Whoever holds a version's weights can
+keep it, and it proves itself: its cells tile the manifest, and their digests add up to the root. What each worker must
+find follows from it, without asking anybody to hash again, unless a need cuts a cell: then a holder digests the finer
+pieces, and these must add up to what the record says. It decides nothing about who holds what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ckpt_engine.core.boxes import Box, overlap, uncovered, whole
+from ckpt_engine.core.cells import Cells, Indices
+from ckpt_engine.core.layout import Layout
+from ckpt_engine.core.manifest import RootHasher, canonical, manifest_of
+from ckpt_engine.core.plan import Plans
+from ckpt_engine.core.problems import data_loss, internal, invalid
+from ckpt_engine.core.sealed import Sealed, Words, check_replicas
+from ckpt_engine.v1.weights_pb2 import Atoms, Digests, SealedRecord
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A record that proved itself. boxes: for each tensor of the manifest its cells, sorted. first: the number of each
+    tensor's first cell. values: one digest a cell, modulo 2^64. root: 32 bytes."""
+
+    record: SealedRecord
+    boxes: tuple[tuple[Box, ...], ...]
+    first: tuple[int, ...]
+    values: Words
+    root: bytes
+
+    @cached_property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Of each tensor; tensors that are cut alike share one."""
+        known: dict[tuple[Box, ...], Layout] = {}
+        return tuple(known.setdefault(boxes, Layout(boxes)) for boxes in self.boxes)
+
+
+def record_of(sealed: Sealed) -> SealedRecord:
+    """What an update's sources sealed. Raises FAILED_PRECONDITION if a cell was not digested or not everything is
+    held."""
+    sealed.root()
+    cells = sealed.cells
+    record = SealedRecord(manifest=sealed.publication.manifest)
+    order = sorted(range(len(cells)), key=lambda cell: (int(cells.tensor[cell]), cells.box(cell)))
+    for cell in order:
+        box = cells.box(cell)
+        record.cells.add(tensor=int(cells.tensor[cell]), start=box.start, stop=box.stop)
+    record.digests.extend(map(int, sealed.values[order]))
+    return record
+
+
+def read_record(record: SealedRecord, root: bytes) -> Recorded:
+    """A record that somebody brings. root: what the ledger says that this version hashes to.
+
+    Raises INVALID_ARGUMENT, naming the tensor, if its cells do not tile its manifest, and DATA_LOSS if its digests add
+    up to another root.
+    """
+    manifest = record.manifest
+    if canonical(manifest_of(manifest.tensors)) != canonical(manifest):
+        raise invalid("the record's manifest is not sorted by name")
+    if len(record.cells) != len(record.digests):
+        raise invalid(f"the record has {len(record.cells)} cells and {len(record.digests)} digests")
+    boxes: list[list[Box]] = [[] for _ in manifest.tensors]
+    before: tuple[int, Box] | None = None
+    for number, cell in enumerate(record.cells):
+        here = cell.tensor, Box(tuple(cell.start), tuple(cell.stop))
+        if cell.tensor >= len(boxes) or (before is not None and here <= before):
+            raise invalid(f"cell {number} of the record is of tensor {cell.tensor}, out of order or of no tensor")
+        boxes[cell.tensor].append(here[1])
+        before = here
+    checked: set[tuple[tuple[int, ...], tuple[Box, ...]]] = set()
+    for spec, cells in zip(manifest.tensors, boxes, strict=True):
+        shape = tuple(spec.shape)
+        if (shape, tuple(cells)) not in checked:
+            _check_tiling(spec.name, shape, cells)
+            checked.add((shape, tuple(cells)))
+    values = np.fromiter(record.digests, dtype=np.uint64, count=len(record.digests))
+    tensor = np.fromiter((cell.tensor for cell in record.cells), dtype=np.int64, count=len(record.cells))
+    sums = np.zeros(len(boxes), dtype=np.uint64)
+    np.add.at(sums, tensor, values)
+    found = RootHasher(manifest).root(sums.astype("<u8").tobytes())
+    if found != root:
+        raise data_loss(
+            f"the record hashes to {found.hex()[:16]}, and what was sealed to {root.hex()[:16]}: it is of other weights"
+        )
+    first = np.concatenate(([0], np.cumsum([len(cells) for cells in boxes]))).tolist()
+    return Recorded(record, tuple(map(tuple, boxes)), tuple(first), values, root)
+
+
+def _check_tiling(name: str, shape: tuple[int, ...], cells: Sequence[Box]) -> None:
+    everything = whole(shape)
+    for box in cells:
+        inside = len(box.start) == len(box.stop) == len(shape) and all(
+            0 <= start < stop <= size for start, stop, size in zip(box.start, box.stop, shape, strict=True)
+        )
+        if not inside:
+            raise invalid(f"cell {list(box.start)} to {list(box.stop)} of the record is not in tensor {name}", [name])
+    both = overlap(cells)
+    if both is not None:
+        raise invalid(f"cells {cells[both[0]]} and {cells[both[1]]} of tensor {name} overlap", [name])
+    missing = uncovered(everything, cells)
+    if missing is not None:
+        raise invalid(f"no cell of the record has {missing} of tensor {name} (shape {list(shape)})", [name])
+
+
+def finer_atoms(plans: Plans, recorded: Recorded) -> Mapping[int, Atoms]:
+    """What sources have to digest beyond the record: the atoms that a need cuts smaller than its cells. Sources that
+    have none are left out. plans: cut along the record (`compile_plans(…, along=recorded.boxes)`).
+
+    Raises INVALID_ARGUMENT if the plans are of another manifest.
+    """
+    _check_manifest(plans, recorded)
+    finer = ~_equal(plans.cells, recorded)[1]
+    found = {}
+    for source, atoms in plans.atoms.items():
+        own = finer[plans.cells.of_atom[source]]
+        if own.any():
+            left = [atom for atom, wanted in zip(atoms.atoms, own.tolist(), strict=True) if wanted]
+            found[source] = Atoms(table_digest=atoms.table_digest, atoms=left)
+    return found
+
+
+def seal_from_record(plans: Plans, recorded: Recorded, digests: Mapping[int, Digests]) -> Sealed:
+    """What each worker must find, from a record and what sources answered to `finer_atoms`, by source index.
+
+    Raises INVALID_ARGUMENT for another number of digests than were asked for, FAILED_PRECONDITION if two sources hold
+    different bytes, and DATA_LOSS, naming tensors, if the finer pieces do not add up to the record.
+    """
+    _check_manifest(plans, recorded)
+    cells = plans.cells
+    number, equal = _equal(cells, recorded)
+    whole_answers = {}
+    for source, asked in finer_atoms(plans, recorded).items():
+        given = digests.get(source)
+        if given is None:
+            continue
+        if len(given.values) != len(asked.atoms):
+            name = plans.publication.tables[source].id
+            raise invalid(f"{name} answered with {len(given.values)} digests for {len(asked.atoms)} finer atoms")
+        of_atom = cells.of_atom[source]
+        values = np.where(equal[of_atom], recorded.values[number[of_atom]], np.uint64(0))
+        values[~equal[of_atom]] = np.fromiter(given.values, dtype=np.uint64, count=len(given.values))
+        whole_answers[source] = Digests(values=values.tolist())
+    sealed = check_replicas(plans, whole_answers)
+    values = np.where(equal, recorded.values[number], sealed.values)
+    known = equal | sealed.known
+    _check_sums(plans, recorded, number, values, known)
+    return Sealed(plans.publication, cells, values, known)
+
+
+def _check_manifest(plans: Plans, recorded: Recorded) -> None:
+    if canonical(recorded.record.manifest) != plans.publication.manifest_bytes:
+        raise invalid("the record is of another manifest than the plans")
+
+
+def _check_sums(
+    plans: Plans, recorded: Recorded, number: Indices, values: Words, known: np.typing.NDArray[np.bool_]
+) -> None:
+    """Finer pieces of a recorded cell, if all of it is there, add up to what was recorded."""
+    cells = plans.cells
+    sums = np.zeros(len(recorded.values), dtype=np.uint64)
+    np.add.at(sums, number[known], values[known])
+    covered = np.zeros(len(recorded.values), dtype=np.int64)
+    volumes = np.fromiter((cells.box(cell).volume for cell in range(len(cells))), dtype=np.int64, count=len(cells))
+    np.add.at(covered, number[known], volumes[known])
+    recorded_volumes = np.fromiter(
+        (box.volume for boxes in recorded.boxes for box in boxes), dtype=np.int64, count=len(recorded.values)
+    )
+    wrong = np.flatnonzero((covered == recorded_volumes) & (sums != recorded.values))
+    if len(wrong):
+        tensors = sorted({int(np.searchsorted(recorded.first, cell, side="right")) - 1 for cell in wrong.tolist()})
+        names = [plans.publication.manifest.tensors[tensor].name for tensor in tensors]
+        raise data_loss(
+            f"what the sources hold of tensor {names[0]} does not add up to what was sealed; they hold other weights "
+            "than their version says",
+            names[:16],
+        )
+
+
+def _equal(cells: Cells, recorded: Recorded) -> tuple[Indices, np.typing.NDArray[np.bool_]]:
+    """For each cell the number of the recorded cell that it lies in, and whether it is that cell."""
+    number = np.zeros(len(cells), dtype=np.int64)
+    equal = np.zeros(len(cells), dtype=np.bool_)
+    known: dict[tuple[int, int], tuple[list[int], list[bool]]] = {}
+    for tensor, tiling in enumerate(cells.tilings):
+        layout = recorded.layouts[tensor]
+        key = id(tiling), id(layout)
+        if key not in known:
+            hits = [layout.hits(box) for box in tiling.boxes]
+            if any(len(hit) != 1 for hit in hits):
+                raise internal("the cells of these plans are not cut along the record")
+            known[key] = (
+                [hit[0].part for hit in hits],
+                [layout.boxes[hit[0].part] == box for hit, box in zip(hits, tiling.boxes, strict=True)],
+            )
+        parts, same = known[key]
+        begin, end = cells.first[tensor], cells.first[tensor] + len(parts)
+        number[begin:end] = np.array(parts, dtype=np.int64) + recorded.first[tensor]
+        equal[begin:end] = same
+    return number, equal

@@ -1,0 +1,129 @@
+"""The sealed record: what was sealed outlives its publisher, proves itself, and a finer cut must add up to it."""
+
+from __future__ import annotations
+
+import pytest
+from core_plans import Weights, some_weights
+from core_tables import digests, everything, request, rows, table
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_engine.core.boxes import Box, whole
+from ckpt_engine.core.digest import digest_box
+from ckpt_engine.core.plan import Plans, compile_plans
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.publication import join_sources, merge_tables
+from ckpt_engine.core.sealed import check_replicas, expected_digests
+from ckpt_engine.core.sealed_record import Recorded, finer_atoms, read_record, record_of, seal_from_record
+from ckpt_engine.v1.weights_pb2 import Digests, Problem, SealedRecord
+
+SHAPES = {"a": (8, 6), "b": (4, 2), "c": (0, 3), "d": ()}
+
+
+def sealed_by_two(weights: Weights) -> tuple[SealedRecord, bytes]:
+    """Two ranks that split what they can, and a worker that needs three rows of `a`."""
+    split = {name: weights[name] for name in ("a", "b")}
+    held = [[*rows(split, rank, 2), ("c", whole((0, 3))), ("d", whole(()))] for rank in range(2)]
+    publication = merge_tables([table(rank, weights, boxes) for rank, boxes in enumerate(held)])
+    asked = [request("w", publication.manifest_digest, [(0, Box((1, 0), (4, 6)))])]
+    plans = compile_plans(publication, publication.table_digests, asked)
+    sealed = check_replicas(plans, {source: digests(plans, source, weights) for source in range(2)})
+    return record_of(sealed), sealed.root()
+
+
+def late(weights: Weights, recorded: Recorded, needs: list[tuple[int, Box]]) -> Plans:
+    """A joiner's plans, from one holder of everything that nobody had heard of when the record was made."""
+    joined = join_sources(recorded.record.manifest, [table(5, weights, everything(weights))])
+    asked = [request("late", joined.manifest_digest, needs)]
+    return compile_plans(joined, joined.table_digests, asked, along=recorded.boxes)
+
+
+def answers(plans: Plans, recorded: Recorded, weights: Weights) -> dict[int, Digests]:
+    asked = finer_atoms(plans, recorded)
+    every = {source: digests(plans, source, weights).values for source in asked}
+    found = {}
+    for source, atoms in asked.items():
+        places = [list(plans.atoms[source].atoms).index(atom) for atom in atoms.atoms]
+        found[source] = Digests(values=[every[source][place] for place in places])
+    return found
+
+
+def test_needs_that_are_unions_of_recorded_cells_cost_nobody_a_digest() -> None:
+    weights = some_weights(**SHAPES)
+    recorded = read_record(*sealed_by_two(weights))
+    plans = late(weights, recorded, [(0, whole((8, 6))), (0, Box((1, 0), (4, 6))), (1, whole((4, 2))), (3, whole(()))])
+    assert finer_atoms(plans, recorded) == {}
+    sealed = seal_from_record(plans, recorded, {})
+    assert sealed.root() == recorded.root
+    assert list(expected_digests(plans, "late", sealed).values) == [
+        digest_box(weights["a"], (0, 0)),
+        digest_box(weights["a"][1:4], (1, 0)),
+        digest_box(weights["b"], (0, 0)),
+        digest_box(weights["d"], ()),
+    ]
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_finer_needs_are_digested_by_a_holder_and_add_up(data: st.DataObject) -> None:
+    weights = some_weights(**SHAPES)
+    recorded = read_record(*sealed_by_two(weights))
+    spans = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in (8, 6)]
+    need = Box(tuple(span[0] for span in spans), tuple(span[1] for span in spans))
+    plans = late(weights, recorded, [(0, need)])
+    sealed = seal_from_record(plans, recorded, answers(plans, recorded, weights))
+    part = weights["a"][need.start[0] : need.stop[0], need.start[1] : need.stop[1]]
+    assert list(expected_digests(plans, "late", sealed).values) == [digest_box(part, need.start)]
+    assert record_of(sealed).manifest == recorded.record.manifest
+    assert read_record(record_of(sealed), recorded.root).root == recorded.root, "a finer record is one of the same"
+
+
+def test_a_holder_of_other_bytes_is_noticed_though_nobody_else_holds_them() -> None:
+    weights = some_weights(**SHAPES)
+    recorded = read_record(*sealed_by_two(weights))
+    other = {name: tensor.clone() for name, tensor in weights.items()}
+    other["a"][2, 3] += 1
+    plans = late(other, recorded, [(0, Box((1, 0), (3, 6)))])
+    with pytest.raises(CkptEngineError, match="tensor a does not add up") as caught:
+        seal_from_record(plans, recorded, answers(plans, recorded, other))
+    assert (caught.value.problem.code, list(caught.value.problem.tensors)) == (Problem.DATA_LOSS, ["a"])
+
+
+def test_a_need_whose_finer_pieces_nobody_digested_is_refused() -> None:
+    weights = some_weights(**SHAPES)
+    recorded = read_record(*sealed_by_two(weights))
+    plans = late(weights, recorded, [(0, Box((1, 0), (3, 6)))])
+    sealed = seal_from_record(plans, recorded, {})
+    with pytest.raises(CkptEngineError, match="no source has digested all of a"):
+        expected_digests(plans, "late", sealed)
+    with pytest.raises(CkptEngineError, match="1 digests for 2 finer atoms"):
+        seal_from_record(plans, recorded, {0: Digests(values=[1])})
+
+
+BROKEN = {
+    "a digest": (lambda record: record.digests.__setitem__(0, 5), "hashes to"),
+    "a name": (lambda record: setattr(record.manifest.tensors[0], "name", "aa"), "hashes to"),
+    "a cell too few": (lambda record: (record.cells.pop(), record.digests.pop()), "tensor d"),
+    "a digest too few": (lambda record: record.digests.pop(), "digests"),
+    "out of order": (lambda record: (record.cells.append(record.cells[0]), record.digests.append(0)), "out of order"),
+    "of no tensor": (lambda record: (record.cells.add(tensor=9), record.digests.append(0)), "of no tensor"),
+    "beyond its tensor": (lambda record: record.cells[0].stop.__setitem__(0, 99), "not in tensor a"),
+    "overlapping": (lambda record: record.cells[0].stop.__setitem__(0, 2), "overlap"),
+    "unsorted": (lambda record: record.manifest.tensors.append(record.manifest.tensors.pop(0)), "sorted"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_record_must_prove_itself(case: str) -> None:
+    record, root = sealed_by_two(some_weights(**SHAPES))
+    change, said = BROKEN[case]
+    change(record)
+    with pytest.raises(CkptEngineError, match=said):
+        read_record(record, root)
+
+
+def test_a_record_of_other_weights_is_not_taken_for_these() -> None:
+    record, _ = sealed_by_two(some_weights(1, **SHAPES))
+    _, root = sealed_by_two(some_weights(2, **SHAPES))
+    with pytest.raises(CkptEngineError, match="of other weights"):
+        read_record(record, root)
