@@ -261,7 +261,7 @@ class Sglang(Engine):
 
     def spans(self, body: Any) -> Sequence[Span]:
         told = body["meta_info"].get("weight_versions") or ()
-        return [Span(int(each["version"]), each["start"], each["end"]) for each in told]
+        return [Span(int(each["version"].split(":")[0]), each["start"], each["end"]) for each in told]
 
 
 def other_version(module: str, path: str) -> dict[str, str]:
