@@ -50,7 +50,7 @@ class AgentSettings:
     manager: host:port. name: empty: host-kind-port. Exactly one of launch and url says which engine; kind is its kind.
     advertise: name or address at which other hosts reach this one. transports: over which weights may be read; empty:
     all that work here. startup_seconds: for an attached engine to answer. nodes: of an engine that spans
-    several, which this agent leads.
+    several, which this agent leads. close_when_alone: the gate closes once this agent has been gone for a lease.
     """
 
     manager: str
@@ -64,6 +64,7 @@ class AgentSettings:
     startup_seconds: float = 600.0
     deadlines: Deadlines = field(default_factory=lambda: Deadlines.from_environment(os.environ))
     nodes: NodeSettings = field(default_factory=NodeSettings)
+    close_when_alone: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
@@ -181,6 +182,7 @@ class ReplicaAgent:
         assert self._fault is not None
         engine = asyncio.ensure_future(self._host.run())
         stopping = asyncio.ensure_future(stop.wait())
+        keeping = asyncio.ensure_future(self._keep_lease())
         try:
             await asyncio.wait((engine, stopping, self._fault), return_when=asyncio.FIRST_COMPLETED)
             if engine.done() or self._fault.done():
@@ -189,11 +191,19 @@ class ReplicaAgent:
                 await self._until_idle()
         finally:
             reason = "the engine has ended" if engine.done() else "the agent was asked to stop"
-            for task in (engine, stopping):
+            for task in (engine, stopping, keeping):
                 task.cancel()
-            await asyncio.gather(engine, stopping, return_exceptions=True)
+            await asyncio.gather(engine, stopping, keeping, return_exceptions=True)
             self._stopping = True
             self._feed(events.Stop(reason))
+
+    async def _keep_lease(self) -> None:
+        """Tells the gate at each heartbeat that this agent is there, if the gate is to close without it."""
+        while True:
+            if self._host.page is not None:
+                lease = time.monotonic() + self._deadlines.lease
+                self._host.page.lease(lease if self.settings.close_when_alone else 0.0)
+            await asyncio.sleep(self._deadlines.heartbeat)
 
     async def _until_idle(self) -> None:
         """An engine that stays must not be left in the middle of an install that nobody would resume it from."""

@@ -69,6 +69,12 @@ def replica(
     node_token: Annotated[
         Path | None, typer.Option(help="File with a secret (32 bytes or more) that the agents of all nodes share.")
     ] = None,
+    close_when_alone: Annotated[
+        bool,
+        typer.Option(
+            "--close-when-alone", help="Have the engine answer 503 once this agent has been gone for a lease (8 s)."
+        ),
+    ] = False,
     startup_timeout: Annotated[float, typer.Option(help="Seconds for the engine to answer.", min=1)] = 600.0,
     deadline: Annotated[
         list[str] | None,
@@ -136,6 +142,7 @@ def replica(
             startup_seconds=startup_timeout,
             deadlines=deadlines,
             nodes=placed,
+            close_when_alone=close_when_alone,
         )
         agent = ReplicaAgent(settings, _say, _pass_on if engine_output else None)
     except (ValueError, UnknownAdapterError) as error:
