@@ -78,6 +78,10 @@ class AgentSettings:
         checked_advertise(self.advertise)
 
 
+class EvictedError(CkptEngineError):
+    """An operator took the replica out. Whoever starts agents shall not start this one again."""
+
+
 class ReplicaAgent:
     """One engine's agent, for one life of this process.
 
@@ -134,8 +138,8 @@ class ReplicaAgent:
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set. Ends a launched engine in every case.
 
-        Raises CkptEngineError (the engine has another agent, or cannot be found), EngineFailedError (it cannot be
-        launched, or is not to be launched again), and whatever fault of ours the machine shows.
+        Raises EvictedError, CkptEngineError (the engine has another agent, or cannot be found), EngineFailedError (it
+        cannot be launched, or is not to be launched again), and whatever fault of ours the machine shows.
         """
         channel = open_channel(self.settings.manager)
         stub = manager_stub(channel)
@@ -317,16 +321,17 @@ class ReplicaAgent:
                     answer.set_result(reply)
             case events.SessionOpened():
                 self._manager_lost = None
-            case events.SessionEnded(problem, final):
-                self._session_ended(problem, final)
+            case events.SessionEnded():
+                self._session_ended(command)
 
-    def _session_ended(self, problem: weights_pb2.Problem, final: bool) -> None:
+    def _session_ended(self, ended: events.SessionEnded) -> None:
+        problem = ended.problem
         if self._stopping:
             return
-        if final:
-            # The manager does not want this agent: another one has taken its place, or its name.
+        if ended.final:
+            # The manager does not want this agent: another one has taken its place, or its name, or an operator it.
             assert self._fault is not None
-            self._fault.set_exception(CkptEngineError(problem))
+            self._fault.set_exception(EvictedError(problem) if ended.evicted else CkptEngineError(problem))
         elif self._manager_lost != problem.code:
             self._manager_lost = problem.code  # said once, not at each attempt; a manager of another cluster is news
             self.say(problem.message)
