@@ -50,7 +50,7 @@ class AgentSettings:
     manager: host:port. name: empty: host-kind-port. Exactly one of launch and url says which engine; kind is its kind.
     advertise: name or address at which other hosts reach this one. transports: over which weights may be read; empty:
     all that work here. startup_seconds: for an attached engine to answer. nodes: of an engine that spans
-    several, which this agent leads.
+    several, which this agent leads. close_when_alone: the gate closes once this agent has been gone for a lease.
     """
 
     manager: str
@@ -64,6 +64,7 @@ class AgentSettings:
     startup_seconds: float = 600.0
     deadlines: Deadlines = field(default_factory=lambda: Deadlines.from_environment(os.environ))
     nodes: NodeSettings = field(default_factory=NodeSettings)
+    close_when_alone: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
@@ -75,6 +76,10 @@ class AgentSettings:
             raise ValueError("an engine on several --nodes is launched by its agents (no --url), and node 0 leads")
         worker_transports(self.transports)
         checked_advertise(self.advertise)
+
+
+class EvictedError(CkptEngineError):
+    """An operator took the replica out. Whoever starts agents shall not start this one again."""
 
 
 class ReplicaAgent:
@@ -133,8 +138,8 @@ class ReplicaAgent:
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set. Ends a launched engine in every case.
 
-        Raises CkptEngineError (the engine has another agent, or cannot be found), EngineFailedError (it cannot be
-        launched, or is not to be launched again), and whatever fault of ours the machine shows.
+        Raises EvictedError, CkptEngineError (the engine has another agent, or cannot be found), EngineFailedError (it
+        cannot be launched, or is not to be launched again), and whatever fault of ours the machine shows.
         """
         channel = open_channel(self.settings.manager)
         stub = manager_stub(channel)
@@ -181,6 +186,7 @@ class ReplicaAgent:
         assert self._fault is not None
         engine = asyncio.ensure_future(self._host.run())
         stopping = asyncio.ensure_future(stop.wait())
+        keeping = asyncio.ensure_future(self._keep_lease())
         try:
             await asyncio.wait((engine, stopping, self._fault), return_when=asyncio.FIRST_COMPLETED)
             if engine.done() or self._fault.done():
@@ -189,11 +195,19 @@ class ReplicaAgent:
                 await self._until_idle()
         finally:
             reason = "the engine has ended" if engine.done() else "the agent was asked to stop"
-            for task in (engine, stopping):
+            for task in (engine, stopping, keeping):
                 task.cancel()
-            await asyncio.gather(engine, stopping, return_exceptions=True)
+            await asyncio.gather(engine, stopping, keeping, return_exceptions=True)
             self._stopping = True
             self._feed(events.Stop(reason))
+
+    async def _keep_lease(self) -> None:
+        """Tells the gate at each heartbeat that this agent is there, if the gate is to close without it."""
+        while True:
+            if self._host.page is not None:
+                lease = time.monotonic() + self._deadlines.lease
+                self._host.page.lease(lease if self.settings.close_when_alone else 0.0)
+            await asyncio.sleep(self._deadlines.heartbeat)
 
     async def _until_idle(self) -> None:
         """An engine that stays must not be left in the middle of an install that nobody would resume it from."""
@@ -307,16 +321,17 @@ class ReplicaAgent:
                     answer.set_result(reply)
             case events.SessionOpened():
                 self._manager_lost = None
-            case events.SessionEnded(problem, final):
-                self._session_ended(problem, final)
+            case events.SessionEnded():
+                self._session_ended(command)
 
-    def _session_ended(self, problem: weights_pb2.Problem, final: bool) -> None:
+    def _session_ended(self, ended: events.SessionEnded) -> None:
+        problem = ended.problem
         if self._stopping:
             return
-        if final:
-            # The manager does not want this agent: another one has taken its place, or its name.
+        if ended.final:
+            # The manager does not want this agent: another one has taken its place, or its name, or an operator it.
             assert self._fault is not None
-            self._fault.set_exception(CkptEngineError(problem))
+            self._fault.set_exception(EvictedError(problem) if ended.evicted else CkptEngineError(problem))
         elif self._manager_lost != problem.code:
             self._manager_lost = problem.code  # said once, not at each attempt; a manager of another cluster is news
             self.say(problem.message)

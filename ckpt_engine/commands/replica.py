@@ -18,7 +18,7 @@ from ckpt_engine.agent.engine import EngineFailedError
 from ckpt_engine.agent.following import FollowingAgent
 from ckpt_engine.agent.launched import LaunchSettings, Restart
 from ckpt_engine.agent.nodes import NodeSettings
-from ckpt_engine.agent.session import AgentSettings, ReplicaAgent
+from ckpt_engine.agent.session import AgentSettings, EvictedError, ReplicaAgent
 from ckpt_engine.commands.options import configured_deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.transport.registry import worker_transports
@@ -29,6 +29,10 @@ _MODES = {
     "hybrid": manager_pb2.HYBRID,
     "colocated": manager_pb2.COLOCATED,
 }
+
+
+EVICTED = 3
+"""The exit status of an agent whose replica an operator took out. Service managers are told not to start it again."""
 
 
 def replica(
@@ -69,6 +73,12 @@ def replica(
     node_token: Annotated[
         Path | None, typer.Option(help="File with a secret (32 bytes or more) that the agents of all nodes share.")
     ] = None,
+    close_when_alone: Annotated[
+        bool,
+        typer.Option(
+            "--close-when-alone", help="Have the engine answer 503 once this agent has been gone for a lease (8 s)."
+        ),
+    ] = False,
     startup_timeout: Annotated[float, typer.Option(help="Seconds for the engine to answer.", min=1)] = 600.0,
     deadline: Annotated[
         list[str] | None,
@@ -82,7 +92,8 @@ def replica(
     """Runs the agent of one inference server, and launches the server unless --url names one that runs.
 
     Stays until SIGTERM or Ctrl-C; a manager that is away is dialled again and again. About a replica that runs:
-    ckpt-engine replica retry NAME, ckpt-engine replica evict NAME. Example:
+    ckpt-engine replica retry NAME, ckpt-engine replica evict NAME. Exits with 0 when it was asked to stop, 3 when it
+    was evicted, 2 for options that cannot be, 1 for anything else. Example:
     ckpt-engine replica --manager 127.0.0.1:7070 --engine vllm --model ./model -- --max-model-len 4096
     """
     if mode not in _MODES:
@@ -136,6 +147,7 @@ def replica(
             startup_seconds=startup_timeout,
             deadlines=deadlines,
             nodes=placed,
+            close_when_alone=close_when_alone,
         )
         agent = ReplicaAgent(settings, _say, _pass_on if engine_output else None)
     except (ValueError, UnknownAdapterError) as error:
@@ -148,7 +160,7 @@ def _run_to_the_end(agent: ReplicaAgent | FollowingAgent) -> None:
         asyncio.run(_run(agent))
     except (EngineFailedError, CkptEngineError, ValueError) as error:
         print(f"ckpt-engine replica: {error}", file=sys.stderr, flush=True)
-        raise typer.Exit(1) from error
+        raise typer.Exit(EVICTED if isinstance(error, EvictedError) else 1) from error
 
 
 async def _run(agent: ReplicaAgent | FollowingAgent) -> None:

@@ -1,6 +1,7 @@
 """The gate: ASGI middleware in an engine's API server that lets a request in only while the weights are whole.
 
-It decides from the workers' state words and the engine's mark (asleep, weights of its own), read at every request;
+It decides from the workers' state words, the engine's mark (asleep, weights of its own) and the agent's lease if it
+keeps one, read at every request;
 pause, resume and labels play no part. It does not stop requests that are already inside; the engine's pause does. It
 keeps the engine's control routes for the agent, which knows the token in the engine's directory.
 
@@ -60,7 +61,7 @@ class StateReader:
         raw = self._page.raw()
         if raw != self._raw or now - self._checked > _LIVENESS_SECONDS:
             self._raw, self._checked = raw, now
-            self._verdict = admission(self._page.read(), self._page.marked())
+            self._verdict = admission(self._page.read(), self._page.marked(), self._page.alone(now))
         return self._verdict
 
 
@@ -150,7 +151,7 @@ class Gate:
             await _refuse(scope, send, 403, f"{INFO_ROUTE} answers on this host only")
             return
         mark = self._page.marked()
-        state = admission(self._page.read(), mark)
+        state = admission(self._page.read(), mark, self._page.alone(time.monotonic()))
         body = {
             "directory": str(self._directory.path),
             "world_size": self._page.world_size(),

@@ -4,8 +4,8 @@ This module decides how a state word is laid out, written without ever being rea
 (:func:`verdict`). It does not decide when a worker is dirty or clean; the installer does.
 
 The page is a file that the workers, the gate in the API server and the agent map. Slot ``rank`` belongs to the
-worker of that rank alone, and the engine's mark to the agent, so there is one writer a place. A word carries a
-checksum: a reader that meets a word being written reads again, and a word left half-written by a killed worker reads
+worker of that rank alone, and the engine's mark and lease to the agent, so there is one writer a place. A word carries
+a checksum: a reader that meets a word being written reads again, and a word left half-written by a killed worker reads
 as dirty.
 """
 
@@ -43,6 +43,8 @@ _CHECK = struct.Struct("<I")
 _MARK = struct.Struct("<BBBB")  # flags, sleep level, tags that are given up, zero
 _MARK_OFFSET = 64
 _OWN_WEIGHTS, _ROUSING = 1, 2
+_LEASE = struct.Struct("<d")  # until when the agent counts as there, on this host's monotonic clock; 0: for ever
+_LEASE_OFFSET = 128
 _TAG_BITS = {WEIGHTS: 1, KV_CACHE: 2}
 _PAGE_BYTES = _HEADER_BYTES + MAX_WORKERS * _SLOT_BYTES
 _READS_BEFORE_TORN = 100
@@ -89,8 +91,13 @@ class Verdict:
     identity: weights_pb2.Identity | None
 
 
-def admission(words: Sequence[WorkerWord], mark: EngineMark) -> Verdict:
-    """What the gate decides: as `verdict`, and closed while any of the engine's memory is given up. Pure."""
+def admission(words: Sequence[WorkerWord], mark: EngineMark, alone: bool = False) -> Verdict:
+    """What the gate decides: as `verdict`, and closed while any of the engine's memory is given up. Pure.
+
+    alone: its agent promised to be there, and is not; see `EnginePage.alone`.
+    """
+    if alone:
+        return Verdict(False, "its agent is gone, or stands still, and was told to --close-when-alone", None)
     if mark.sleeping:
         return Verdict(False, f"it is {mark.sleeping.describe()}", None)
     return verdict(words, mark.own_weights)
@@ -239,6 +246,18 @@ class EnginePage:
         tags = frozenset(tag for tag, bit in _TAG_BITS.items() if bits & bit)
         sleeping = Sleeping(level, tags, bool(flags & _ROUSING)) if tags else AWAKE
         return EngineMark(bool(flags & _OWN_WEIGHTS), sleeping)
+
+    def lease(self, until: float) -> None:
+        """Says until when the engine's agent counts as there. The agent's alone.
+
+        until: seconds of `time.monotonic`, which processes of one host share; 0: for ever, also when it has died.
+        """
+        self._map[_LEASE_OFFSET : _LEASE_OFFSET + _LEASE.size] = _LEASE.pack(until)
+
+    def alone(self, now: float) -> bool:
+        """Whether the agent's lease is over; never if it has none. now: seconds of `time.monotonic`."""
+        (until,) = _LEASE.unpack_from(self._map, _LEASE_OFFSET)
+        return bool(until) and now > until
 
     def raw(self) -> bytes:
         """The used part of the page as it is, possibly torn: equal bytes mean that nothing changed."""

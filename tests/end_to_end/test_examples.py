@@ -19,6 +19,7 @@ from ckpt_engine.agent.adapter import load_adapter
 from ckpt_engine.agent.following import node_plan_of
 from ckpt_engine.agent.nodes import NodeSettings, Place
 from ckpt_engine.cli import app_for
+from ckpt_engine.commands.replica import EVICTED
 from ckpt_engine.install.gate import READY_ROUTE
 from tests.cluster import Cluster, generate, running_cluster
 
@@ -100,11 +101,16 @@ def service(unit: Path) -> list[str]:
     return words
 
 
+def settings(unit: Path) -> dict[str, str]:
+    return dict(re.findall(r"^(\w+)=(.*)$", unit.read_text(), re.M))
+
+
 @pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
 def test_units_start_what_there_is(unit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_ENGINE_MANAGER", "127.0.0.1:50051")  # in the environment file
     options = parsed(service(unit))
     if "replica" in unit.name:
+        assert str(EVICTED) in settings(unit)["RestartPreventExitStatus"].split(), "an evicted agent stays away"
         assert options["arguments"] == ["--max-model-len", "8192", "--gpu-memory-utilization", "0.8"]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ckpt_engine import Trainer
+from ckpt_engine.commands.replica import EVICTED
 from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS, ENVIRONMENT
 from tests.cluster import Cluster, eventually, running_cluster
 from tests.tiny_model import make_tiny_qwen3
@@ -49,7 +50,7 @@ def test_a_replica_that_was_given_up_is_tried_again_and_an_evicted_one_ends(
         engine = late.workers()[0]
         evicted = operate(cluster, "evict", "late", "--reason", "its host is needed")
         assert evicted.returncode == 0, evicted.stderr
-        assert late.process.wait(60) == 1
+        assert late.process.wait(60) == EVICTED
         assert "was evicted by an operator: its host is needed" in late.tail()
         assert not engine.is_running(), "the engine that it launched must end with it"
         assert [replica.name for replica in cluster.status().replicas] == []

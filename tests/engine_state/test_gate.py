@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import httpx
 import pytest
@@ -127,6 +128,36 @@ EnginePage(Path(sys.argv[1])).claim(0, 1).clean(1, weights_pb2.Identity(lineage=
 print("clean", flush=True)
 time.sleep(60)
 """
+
+
+@pytest.mark.parametrize("own_weights", [False, True])
+def test_an_agent_that_promised_to_be_there_and_is_not_closes_the_gate(engine, own_weights):
+    client, directory = engine
+    page = EnginePage(directory.page)
+    page.claim(0, 1).clean(3, IDENTITY)
+    page.mark(EngineMark(own_weights=own_weights))
+    page.lease(time.monotonic() + 60)
+    assert client.post("/generate").status_code == 200
+    page.lease(time.monotonic() - 0.001)
+    refused = client.post("/generate")
+    assert refused.status_code == 503
+    assert "its agent is gone, or stands still" in refused.json()["detail"]
+    assert not client.get("/ckpt_engine/info").json()["open"]
+    page.lease(0)
+    assert client.post("/generate").status_code == 200, "an agent that promises nothing may be away"
+
+
+def test_a_lease_ends_although_nothing_in_the_page_changes(tmp_path):
+    now = [100.0]
+    page = EnginePage(tmp_path / "page")
+    page.claim(0, 1).clean(3, IDENTITY)
+    page.lease(108.0)
+    reader = StateReader(page, lambda: now[0])
+    assert reader.verdict().open
+    now[0] = 107.9
+    assert reader.verdict().open
+    now[0] = 108.1
+    assert not reader.verdict().open
 
 
 def test_health_passes_and_information_tells_the_agent_where_to_go(engine):

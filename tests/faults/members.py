@@ -72,10 +72,12 @@ def start_agent(
     return Member([*command, "--", "--tensor-parallel", str(workers)], path / f"{name}.log", environment)
 
 
-def start_attached_agent(path: Path, name: str, manager: str, port: int, environment: Mapping[str, str]) -> Member:
+def start_attached_agent(
+    path: Path, name: str, manager: str, port: int, environment: Mapping[str, str], *options: str
+) -> Member:
     """`ckpt-engine replica` beside an engine that runs on this port."""
     command = ["-m", "ckpt_engine", "replica", "--manager", manager, "--engine", "reference"]
-    command += ["--url", f"http://127.0.0.1:{port}", "--name", name]
+    command += ["--url", f"http://127.0.0.1:{port}", "--name", name, *options]
     return Member(command, path / f"{name}.log", environment)
 
 

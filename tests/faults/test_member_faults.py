@@ -52,6 +52,12 @@ def info(world: World) -> dict[str, object] | None:
     return answer
 
 
+def why_closed(world: World) -> str:
+    """What the gate says; empty if it is open."""
+    answer = httpx.get(f"{url(world)}/ckpt_engine/ready", timeout=5)
+    return "" if answer.status_code == 200 else str(answer.json()["detail"])
+
+
 def test_an_engine_restarted_between_two_heartbeats_answers_nothing_until_it_is_updated(world: World) -> None:
     """Its agent stands still meanwhile, so nobody of ours has seen that it was away."""
     agent = world.replicas["one"].agent.pid
@@ -92,6 +98,28 @@ def test_an_agent_that_dies_while_its_engine_is_paused_is_followed_by_one_that_r
     assert not answer.get("ok")
     world.restart_agent("one")
     assert serves(world, version), "nothing was touched, so the old version goes on"
+    assert not world.update_all()
+
+
+def test_an_engine_beside_its_agent_closes_without_it_if_that_was_asked_for(world: World) -> None:
+    """Killed, and stopped: after a lease nobody is let in; with an agent that was not asked to, all are again."""
+    rollout = world.replicas["one"]
+    assert why_closed(world) == ""
+    world.kill("agent", "one")
+    environment = {"CKPT_ENGINE_DEADLINES": "heartbeat=0.2 lease=1.5"}
+    rollout.agent = start_attached_agent(
+        world.path, "one", rollout.proxy.address, rollout.port, environment, "--close-when-alone"
+    )
+    world.until("the new agent is there", SECONDS, lambda: (now := world.replica("one")) and now.serving)
+    assert serves(world, world.version)
+    os.kill(rollout.agent.pid, signal.SIGSTOP)
+    world.until("it closes", SECONDS, lambda: "--close-when-alone" in why_closed(world))
+    os.kill(rollout.agent.pid, signal.SIGCONT)
+    world.until("it opens", SECONDS, lambda: not why_closed(world))
+    world.kill("agent", "one")
+    world.until("it closes", SECONDS, lambda: "--close-when-alone" in why_closed(world))
+    world.restart_agent("one")
+    assert serves(world, world.version)
     assert not world.update_all()
 
 

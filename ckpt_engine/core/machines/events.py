@@ -257,10 +257,12 @@ class SessionEnded:
     """The session was lost, refused or stopped. For the log, and for who waits on it.
 
     final: nothing will be tried again; a trainer's waiting calls fail with the problem, an agent's process ends.
+    evicted: an operator took it out, so nobody shall start it again either.
     """
 
     problem: weights_pb2.Problem
     final: bool
+    evicted: bool = False
 
 
 # --------------------------------------------------------------------------------------------------- the agent

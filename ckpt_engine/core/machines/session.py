@@ -130,7 +130,8 @@ class Session:
 
         An unavailable manager is asked again. So is one that took somebody else for this member before it welcomed
         this one (that may be a dead process whose lease still runs), and one of another cluster: what is served goes on
-        being served until an operator has put the right manager there. Anything else is final.
+        being served until an operator has put the right manager there. Anything else is final; what is refused to a
+        welcomed member in this state of the system is an operator's having taken it out.
         """
         welcomed = self.welcomed
         self._close()
@@ -138,11 +139,12 @@ class Session:
         if taken and self._taken_since is None:
             self._taken_since = now
         patient = taken and self._taken_since is not None and now - self._taken_since < PATIENCE * self._lease
-        elsewhere = problem.code == weights_pb2.Problem.FAILED_PRECONDITION and not welcomed
+        state = problem.code == weights_pb2.Problem.FAILED_PRECONDITION
+        elsewhere = state and not welcomed
         if problem.code == weights_pb2.Problem.UNAVAILABLE or patient or elsewhere:
             self.failed(problem.message, now, problem.code)
         else:
-            self.end(problem)
+            self.end(problem, evicted=state and welcomed)
 
     def lost(self, peer: Peer, reason: str, now: float) -> bool:
         """Whether the stream that ended was the current one; then it is dialled again."""
@@ -173,13 +175,13 @@ class Session:
         )
         self._emit(SessionEnded(problem, final=False))
 
-    def end(self, problem: weights_pb2.Problem) -> None:
+    def end(self, problem: weights_pb2.Problem, evicted: bool = False) -> None:
         """No further attempt."""
         self.ended = True
         self._close()
         self._emit(CancelTimer(BEAT))
         self._emit(CancelTimer(RECONNECT))
-        self._emit(SessionEnded(problem, final=True))
+        self._emit(SessionEnded(problem, final=True, evicted=evicted))
 
     def stop(self, reason: str) -> None:
         """Says goodbye and ends."""
