@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -119,3 +120,24 @@ def test_what_cannot_be_handed_out_says_why() -> None:
 
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize(("user", "answered"), [(0, True), (65534, False)], ids=["owner's user", "stranger"])
+def test_another_user_gets_nothing(user: int, answered: bool) -> None:
+    """Neither memory, nor a place among the readers for which withdrawing waits."""
+    with Owner() as owner:
+        name = owner.ask(open=1)
+        child = os.fork()
+        if child == 0:
+            status = 2
+            try:
+                os.setuid(user)
+                with contextlib.closing(fetch_descriptors(name, 5, 1)) as found:
+                    status = 0 if os.pread(next(found), 20, 0) == b"5.0" else 3
+            except CkptEngineError:
+                status = 1
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (0 if answered else 1)
+        until(lambda: owner.ask(readers=True) == 0)

@@ -1,0 +1,121 @@
+"""A follower obeys the leader that began its part, and that part's generation only; the leader is played by the test.
+
+A fake leader over a real link, since no honest one answers a question of a generation that has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from ckpt_engine.agent import following
+from ckpt_engine.agent.adapter import LaunchPlan
+from ckpt_engine.agent.following import FollowingAgent
+from ckpt_engine.agent.link import LeaderLink
+from ckpt_engine.agent.nodes import NodeSettings, Place
+from ckpt_engine.agent.process import free_port
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.install.channel import WorkerChannel
+from ckpt_engine.install.directory import EngineDirectory
+from ckpt_engine.v1 import worker_pb2
+
+SECONDS = 20.0
+BOOT = b"b" * 16
+
+
+class Leader:
+    """Commands what the test says; keeps what it is told."""
+
+    def __init__(self, settings: NodeSettings) -> None:
+        self.session = os.urandom(16)
+        self.told: list[worker_pb2.NodeMessage] = []
+        self._peer = b""
+        self._heard = asyncio.Event()
+        self.link = LeaderLink(settings.listening_endpoint(), settings.keys(), self._take)
+        self.link.open()
+
+    def _take(self, peer: bytes, message: worker_pb2.NodeMessage) -> None:
+        self._peer = peer
+        self.told.append(message)
+        self._heard.set()
+
+    def command(self, **fields: object) -> None:
+        usual = {"session_id": self.session, "generation": 1, "run": True}
+        self.link.send(self._peer, worker_pb2.NodeCommand(**(usual | fields)))
+
+    async def until(self, field: str, value: object = None) -> worker_pb2.NodeMessage:
+        """The next message in which `field` is set (and has that value)."""
+        async with asyncio.timeout(SECONDS):
+            while True:
+                while self.told:
+                    message = self.told.pop(0)
+                    found = getattr(message, field)
+                    if message.HasField(field) if value is None else found == value:
+                        return message
+                self._heard.clear()
+                await self._heard.wait()
+
+
+@pytest.fixture
+async def leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Leader]:
+    """Of a follower whose part of the engine runs, in generation 1."""
+
+    def plan(arguments: object, port: int, model: str, place: Place) -> LaunchPlan:
+        return LaunchPlan(("sleep", "60"), "", "", 1)
+
+    monkeypatch.setattr(following, "node_plan_of", lambda kind: plan)
+    settings = NodeSettings(2, 1, f"127.0.0.1:{free_port()}")
+    deadlines = Deadlines().changed("heartbeat=0.1 engine_grace=0.2 worker_reply=10 worker_attempt=0.1")
+    agent = FollowingAgent(settings, "small", (), "model", (), deadlines, print, root=tmp_path)
+    stop = asyncio.Event()
+    leader = Leader(settings)
+    running = asyncio.create_task(agent.run(stop))
+    await leader.until("running", False)
+    leader.command()
+    await leader.until("running", True)
+    yield leader
+    stop.set()
+    await running
+    leader.link.close()
+
+
+def channel_below(root: Path) -> WorkerChannel:
+    """A worker's, to the one agent whose directory lies there."""
+    (path,) = [each for each in root.iterdir() if (each / "token").exists()]
+    return WorkerChannel(EngineDirectory(path).endpoint, 1, BOOT)
+
+
+@pytest.mark.parametrize(
+    "other", [{"generation": 2}, {"session_id": os.urandom(16)}, {"run": False}], ids=lambda each: next(iter(each))
+)
+async def test_what_is_said_of_another_part_than_the_one_that_runs_is_not_obeyed(
+    leader: Leader, tmp_path: Path, other: dict[str, object]
+) -> None:
+    """A worker would install what is over, and the leader take words of this part for those of the next one."""
+    channel = channel_below(tmp_path)
+    want = worker_pb2.WorkerRequest(want_install=worker_pb2.WantOrder())
+    asked = asyncio.create_task(asyncio.to_thread(channel.ask, want, 1.0))
+    question = (await leader.until("request")).request
+    order = worker_pb2.AgentReply(sequence=question.sequence, install=worker_pb2.InstallOrder())
+    leader.command(rank=1, boot_id=BOOT, reply=order, look=7, **other)
+    assert (await leader.until("running", False)).looked == 0
+    with pytest.raises(CkptEngineError, match="no answer from its agent"):
+        await asked
+    channel.close()
+
+
+async def test_what_is_said_of_the_part_that_runs_is_obeyed(leader: Leader, tmp_path: Path) -> None:
+    channel = channel_below(tmp_path)
+    want = worker_pb2.WorkerRequest(want_install=worker_pb2.WantOrder())
+    asked = asyncio.create_task(asyncio.to_thread(channel.ask, want, SECONDS))
+    question = (await leader.until("request")).request
+    order = worker_pb2.AgentReply(sequence=question.sequence, install=worker_pb2.InstallOrder())
+    leader.command(rank=1, boot_id=BOOT, reply=order, look=7)
+    await leader.until("looked", 7)
+    assert (await asked).HasField("install")
+    channel.close()
