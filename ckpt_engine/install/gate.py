@@ -64,7 +64,12 @@ class Gate:
     Raises at construction (so that the server does not start) when the engine's directory cannot be opened.
     """
 
-    open_routes: ClassVar[frozenset[str]] = frozenset({"/health", "/ping", "/metrics", "/version", "/info"})
+    open_routes: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("/health", "/ping", "/metrics", "/version", "/info"),
+            *("/v1/models", "/server_info", "/get_server_info"),
+        }
+    )
     """Routes that say nothing of the weights, answered in any state."""
 
     control_routes: ClassVar[tuple[str, ...]] = ("/pause", "/resume", "/sleep", "/wake", "/stamp", "/ckpt_engine/")
