@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
-from ckpt_engine.install.gate import Gate
 from ckpt_engine.install.state import EnginePage
 from ckpt_engine.v1 import weights_pb2
+from ckpt_engine_adapters.vllm.gate import VllmGate
 
 REQUESTS = 2000
 
@@ -44,7 +44,7 @@ def test_gate_per_request(benchmark: Any, tmp_path: Path, monkeypatch: pytest.Mo
     page = EnginePage(directory.page)
     for rank in range(workers):
         page.claim(rank, workers).clean(1, identity)
-    gate = Gate(application)
+    gate = VllmGate(application)
     bare = []
     for _ in range(20):
         started = time.perf_counter()

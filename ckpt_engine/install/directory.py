@@ -26,6 +26,7 @@ TOKEN_HEADER = "x-ckpt-engine-token"
 
 _SOCKET_PATH_BYTES = 107  # sun_path of unix(7) is 108 bytes with its final zero
 _STALE_SECONDS = 3600.0
+_TOKEN_CHARACTERS = 32
 
 
 def default_root() -> Path:
@@ -94,8 +95,18 @@ class EngineDirectory:
         return f"ipc://{self.socket}"
 
     def token(self) -> str:
-        """The secret that lets the agent, and nobody else, use the engine's control routes."""
-        return self._token_path.read_text()
+        """The secret that lets the agent, and nobody else, use the engine's control routes.
+
+        Raises:
+            CkptEngineError: the file holds less than 32 characters, so whoever can guess would be let in.
+        """
+        token = self._token_path.read_text().strip()
+        if len(token) < _TOKEN_CHARACTERS:
+            raise precondition(
+                f"{self._token_path} holds a token of {len(token)} characters, and {_TOKEN_CHARACTERS} are needed: "
+                "start the engine anew with another directory, or write a long random one there before it starts"
+            )
+        return token
 
     def lock(self) -> None:
         """Makes the caller this engine's only agent until it exits or calls :meth:`unlock`.

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, ClassVar
 
 from ckpt_engine.install.directory import TOKEN_HEADER, EngineDirectory
+from ckpt_engine.install.routes import Access, Routes, listed
 from ckpt_engine.install.state import EnginePage, Verdict, admission
 
 Scope = MutableMapping[str, Any]
@@ -30,6 +31,8 @@ ROOT_HEADER = b"x-ckpt-engine-root"
 INFO_ROUTE = "/ckpt_engine/info"
 READY_ROUTE = "/ckpt_engine/ready"
 """For load balancers and probes, from anywhere: 200 while the gate is open, 503 with the reason while it is not."""
+ROUTES_ROUTE = "/ckpt_engine/routes"
+"""Every route of the engine with its class, for the agent only."""
 
 _TOKEN_HEADER = TOKEN_HEADER.encode()
 _LIVENESS_SECONDS = 0.05
@@ -41,15 +44,16 @@ class StateReader:
     Whether workers live is asked of the kernel at most every 50 ms. Used on the API server's event loop.
     """
 
-    def __init__(self, page: EnginePage) -> None:
+    def __init__(self, page: EnginePage, clock: Callable[[], float] = time.monotonic) -> None:
         self._page = page
+        self._clock = clock
         self._raw = b""
         self._checked = 0.0
         self._verdict = Verdict(False, "no worker has started", None)
 
     def verdict(self) -> Verdict:
         """What `admission` says of the page as it is now."""
-        now = time.monotonic()
+        now = self._clock()
         raw = self._page.raw()
         if raw != self._raw or now - self._checked > _LIVENESS_SECONDS:
             self._raw, self._checked = raw, now
@@ -61,19 +65,19 @@ class Gate:
     """Answers 503 while asleep, and unless all workers are clean with one root; adds the version to every answer that
     it lets out. An engine that is marked as having weights of its own is open while it is awake, without a version.
 
-    Raises at construction (so that the server does not start) when the engine's directory cannot be opened.
+    Raises at construction (so that the server does not start) when the engine's directory cannot be opened, or its
+    token is none. How routes are written is said in routes.py; one in none of the three sets is refused without the
+    token, like a control route.
     """
 
-    open_routes: ClassVar[frozenset[str]] = frozenset(
-        {
-            *("/health", "/ping", "/metrics", "/version", "/info"),
-            *("/v1/models", "/server_info", "/get_server_info"),
-        }
-    )
+    open_routes: ClassVar[frozenset[str]] = frozenset({"/health"})
     """Routes that say nothing of the weights, answered in any state."""
 
-    control_routes: ClassVar[tuple[str, ...]] = ("/pause", "/resume", "/sleep", "/wake", "/stamp", "/ckpt_engine/")
-    """Routes (a final slash: all below it) that change the engine: refused without the token."""
+    generation_routes: ClassVar[frozenset[str]] = frozenset()
+    """Routes that generate or say something of the weights, answered while these are whole."""
+
+    control_routes: ClassVar[frozenset[str]] = frozenset()
+    """Routes that change the engine or what it computes with: refused without the token."""
 
     def __init__(self, app: Application) -> None:
         directory = EngineDirectory.from_environment()
@@ -85,35 +89,42 @@ class Gate:
         self._token = directory.token().encode()
         self._page = EnginePage(directory.page)
         self._state = StateReader(self._page)
-        self._exact = frozenset(route for route in self.control_routes if not route.endswith("/"))
-        self._below = tuple(route for route in self.control_routes if route.endswith("/"))
+        self._routes = Routes(self.open_routes, self.generation_routes, self.control_routes | {"/ckpt_engine/"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets a request through or answers it. Runs on the API server's event loop."""
-        if scope["type"] not in ("http", "websocket"):
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        path = scope["path"].rstrip("/") or "/"
-        if path == INFO_ROUTE:
-            await self._information(scope, send)
-        elif path == READY_ROUTE:
-            await self._ready(scope, send)
-        elif path in self.open_routes:
-            await self._app(scope, receive, send)
-        elif path in self._exact or scope["path"].startswith(self._below):
-            if self._has_token(scope):
-                await self.control(scope, receive, send)
-            else:
-                await _refuse(scope, send, 403, f"{path} is for this replica's agent only")
-        else:
+        if scope["type"] not in ("http", "websocket"):
+            raise ValueError(f"the gate lets through HTTP and WebSockets, not {scope['type']!r}")
+        route, access = self._routes.of_request(scope)
+        if access is Access.GATED:
             state = self._state.verdict()
             if state.open:
                 await self._app(scope, receive, send if state.identity is None else _with_version(send, state))
             else:
                 await _refuse_closed(scope, send, state)
+        elif access is Access.OPEN:
+            await self._app(scope, receive, send)
+        elif route == INFO_ROUTE:
+            await self._information(scope, send)
+        elif route == READY_ROUTE:
+            await self._ready(scope, send)
+        elif not self._has_token(scope):
+            await _refuse(scope, send, 403, _agents_only(route, access))
+        elif route == ROUTES_ROUTE:
+            await answer_json(
+                send, 200, {each: self._routes.of(each).value for each in listed(scope.get("app", self._app))}
+            )
+        else:
+            await self.control(route, scope, receive, send)
 
-    async def control(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A control route, called with the token. The engine answers; adapters may have routes of their own here."""
+    async def control(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """A control route, called with the token. The engine answers; adapters may have routes of their own here.
+
+        route: the path without the root path that the server may have been given.
+        """
         await self._app(scope, receive, send)
 
     def _has_token(self, scope: Scope) -> bool:
@@ -165,13 +176,23 @@ def _with_version(send: Send, state: Verdict) -> Send:
     return send_with_version
 
 
+def _agents_only(route: str, access: Access) -> str:
+    if access is Access.CONTROL:
+        return f"{route} is for this replica's agent only"
+    return (
+        f"{route} is no route that this replica's gate knows. It may be one that changes the engine, so it is for the "
+        "replica's agent only, until the gate's class for this engine says what it does"
+    )
+
+
 async def _refuse_closed(scope: Scope, send: Send, state: Verdict) -> None:
     await _refuse(scope, send, 503, f"this replica does not serve now: {state.reason}", retry_after=1)
 
 
 async def _refuse(scope: Scope, send: Send, status: int, detail: str, retry_after: int | None = None) -> None:
     if scope["type"] == "websocket":
-        await send({"type": "websocket.close", "code": 1013, "reason": detail})
+        code = {403: 1008, 503: 1013}[status]  # policy violation; try again later
+        await send({"type": "websocket.close", "code": code, "reason": detail[:120]})
         return
     title = {403: "Forbidden", 503: "Service Unavailable"}[status]
     body = json.dumps({"type": "about:blank", "title": title, "status": status, "detail": detail}).encode()

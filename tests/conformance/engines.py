@@ -20,6 +20,7 @@ import psutil
 
 from ckpt_engine.agent.adapter import Capabilities, load_adapter
 from ckpt_engine.install.gate import Gate
+from ckpt_engine_adapters.reference.gate import ReferenceGate
 from ckpt_engine_adapters.sglang.gate import SglangGate
 from ckpt_engine_adapters.vllm.gate import VllmGate
 from tests.cluster import Cluster, Replica
@@ -139,7 +140,7 @@ class Reference(Engine):
     """Always here. Its version is that of our package, which its metadata tells."""
 
     kind = "reference"
-    gate = Gate
+    gate = ReferenceGate
 
     def start(
         self, cluster: Cluster, name: str, model: Path, options: Sequence[str], environment: Mapping[str, str]

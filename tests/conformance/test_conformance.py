@@ -26,6 +26,7 @@ from tests.conformance.engines import ENGINES, Engine
 from tests.conformance.server import Server
 from tests.conformance.streams import Stream, Updates, breaks, shows
 from tests.conformance.weights import BAD, O_PROJ, Models, load, weights_of
+from tests.engines.serving import check_routes
 from tests.faults.listener import Listener
 
 NONE, CLEAN = manager_pb2.NONE, manager_pb2.CLEAN
@@ -74,9 +75,7 @@ def test_a_replica_registers_and_serves_nothing_before_its_first_update(server: 
     assert set(status.engine.pause_modes) == server.engine.capabilities.pause_modes
     assert (status.mode, len(status.workers), status.serving) == (manager_pb2.HYBRID, 1, False)
     assert "holds no weights yet" in server.why_closed()
-    for route in server.engine.gate.control_routes:
-        response = httpx.post(server.replica.url + route, json={}, timeout=30)
-        assert response.status_code == 403, route
+    check_routes(server.replica, server.engine.gate)
 
 
 def test_an_update_from_a_checkpoint_is_served_under_its_version(server: Server) -> None:

@@ -1,21 +1,26 @@
 """The gate in a real server: closed unless the state words say otherwise, control routes for the agent only."""
 
-import asyncio
-import contextlib
-import socket
-import threading
-import time
+import subprocess
+import sys
 
 import httpx
 import pytest
-import uvicorn
 from fastapi import FastAPI, WebSocket
 
+from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.sleeping import Sleeping
 from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
-from ckpt_engine.install.gate import Gate
+from ckpt_engine.install.gate import Gate, StateReader
 from ckpt_engine.install.state import EngineMark, EnginePage
 from ckpt_engine.v1 import weights_pb2
+from tests.engine_state.server import serve
+
+
+class SmallGate(Gate):
+    open_routes = frozenset({"/health"})
+    generation_routes = frozenset({"/generate", "/stream"})
+    control_routes = frozenset({"/pause"})
+
 
 IDENTITY = weights_pb2.Identity(lineage="run", version=12, root=b"\x05" * 32)
 
@@ -40,25 +45,8 @@ def application() -> FastAPI:
         await websocket.accept()
         await websocket.close()
 
-    app.add_middleware(Gate)
+    app.add_middleware(SmallGate)
     return app
-
-
-@contextlib.contextmanager
-def serve(app):
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
-    thread.start()
-    deadline = time.monotonic() + 20
-    while not server.started and time.monotonic() < deadline:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(20)
 
 
 @pytest.fixture
@@ -97,9 +85,48 @@ def test_control_routes_need_the_token_in_any_state(engine):
         step()
         for path in ("/pause", "/pause/", "/ckpt_engine/install"):
             assert client.post(path).status_code == 403
-            assert client.post(path, headers={"x-ckpt-engine-token": "wrong"}).status_code == 403
+            for wrong in ("wrong", "", directory.token()[:-1], directory.token()[:1], directory.token() + "0"):
+                assert client.post(path, headers={"x-ckpt-engine-token": wrong}).status_code == 403, wrong
         given = client.post("/pause", headers={"x-ckpt-engine-token": directory.token()})
         assert given.json() == {"paused": "yes"}
+
+
+@pytest.mark.parametrize("token", ["", "\n", "short", "0" * 31])
+def test_a_server_whose_token_is_none_does_not_start(tmp_path, monkeypatch, token):
+    """An empty one would open every control route to a header without a value."""
+    directory = EngineDirectory.create(tmp_path)
+    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
+    (directory.path / "token").write_text(token)
+    with pytest.raises(CkptEngineError, match=f"a token of {len(token.strip())} characters, and 32 are needed"):
+        Gate(application())
+
+
+def test_a_dead_worker_is_noticed_within_a_tenth_of_a_second(tmp_path):
+    """By a clock of ours, which stands still until the worker is dead."""
+    now = [100.0]
+    page = EnginePage(tmp_path / "page")
+    worker = subprocess.Popen([sys.executable, "-c", CLEAN_WORKER, str(page.path)], stdout=subprocess.PIPE)
+    try:
+        assert worker.stdout.readline() == b"clean\n"
+        reader = StateReader(page, lambda: now[0])
+        assert reader.verdict().open
+    finally:
+        worker.kill()
+        worker.wait(20)
+    now[0] += 0.1
+    assert "is dead" in reader.verdict().reason
+
+
+CLEAN_WORKER = """
+import sys, time
+from pathlib import Path
+from ckpt_engine.install.state import EnginePage
+from ckpt_engine.v1 import weights_pb2
+from tests.engine_state.server import serve
+EnginePage(Path(sys.argv[1])).claim(0, 1).clean(1, weights_pb2.Identity(lineage="run", version=1, root=bytes(32)))
+print("clean", flush=True)
+time.sleep(60)
+"""
 
 
 def test_health_passes_and_information_tells_the_agent_where_to_go(engine):
@@ -174,7 +201,7 @@ def test_an_engine_with_weights_of_its_own_is_open_while_it_is_awake_and_whole(e
 def test_paths_that_only_look_like_open_ones_are_gated(engine):
     client, _ = engine
     for path in ("/healthy", "/health/generate", "//generate", "/Health"):
-        assert client.post(path).status_code == 503
+        assert client.post(path).status_code == 403
 
 
 async def test_a_closed_gate_refuses_websockets(tmp_path, monkeypatch):
@@ -192,5 +219,5 @@ async def test_a_closed_gate_refuses_websockets(tmp_path, monkeypatch):
         return {"type": "websocket.connect"}
 
     scope = {"type": "websocket", "path": "/stream", "headers": []}
-    await Gate(inner)(scope, receive, send)
+    await SmallGate(inner)(scope, receive, send)
     assert sent[0]["type"] == "websocket.close"

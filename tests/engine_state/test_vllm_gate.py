@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from ckpt_engine.install.directory import ENVIRONMENT, TOKEN_HEADER, EngineDirectory
 from ckpt_engine.install.state import EnginePage
+from ckpt_engine_adapters.vllm.command import check_command
 from ckpt_engine_adapters.vllm.gate import PAUSE_ROUTE, VllmGate
 
 
@@ -53,6 +54,22 @@ async def test_the_scheduler_is_paused_as_vllm_pauses_it(directory: EngineDirect
     asked.clear()
     assert (await ask(app, directory.token(), mode="keep", clear_cache="false")).status_code == 200
     assert asked == [{"mode": "keep", "clear_cache": False}]
+
+
+@pytest.mark.parametrize(
+    ("command", "environment", "named"),
+    [
+        (["serve", "--grpc"], {}, "--grpc "),
+        (["serve", "--grpc-port=50051"], {}, "--grpc-port"),
+        (["serve"], {"VLLM_USE_RUST_FRONTEND": "1"}, "VLLM_USE_RUST_FRONTEND=1"),
+    ],
+)
+def test_a_server_that_would_answer_beside_the_gate_is_refused(
+    command: list[str], environment: dict[str, str], named: str
+) -> None:
+    with pytest.raises(ValueError, match=f"{named}.*the gate does not see"):
+        check_command(command, environment)
+    check_command(["serve", "--port", "1"], {"VLLM_USE_RUST_FRONTEND": "0"})
 
 
 async def test_only_for_the_agent(directory: EngineDirectory) -> None:

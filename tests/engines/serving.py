@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 
 from ckpt_engine import Trainer
+from ckpt_engine.install.directory import TOKEN_HEADER, EngineDirectory
+from ckpt_engine.install.gate import ROUTES_ROUTE, Gate
 from tests.cluster import Cluster, Replica
 from tests.end_to_end.test_several_nodes import free_address
 from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
@@ -47,6 +49,26 @@ def check_closed(complete: Complete, replica: Replica) -> None:
     assert httpx.get(f"{replica.url}/health", timeout=30).status_code == 200
     response = complete(replica, [1, 2, 3], 2)
     assert response.status_code == 503, response.text
+
+
+def token_of(replica: Replica) -> dict[str, str]:
+    """The header with which the agent shows its token."""
+    directory = Path(httpx.get(f"{replica.url}/ckpt_engine/info", timeout=30).json()["directory"])
+    return {TOKEN_HEADER: EngineDirectory(directory).token()}
+
+
+def check_routes(replica: Replica, gate: type[Gate], root_path: str = "") -> None:
+    """Every route of the server has a class, and none that changes it answers without the token.
+
+    One that this engine has and the gate does not know fails here by name: it must be judged by somebody.
+    """
+    routes = httpx.get(replica.url + ROUTES_ROUTE, headers=token_of(replica), timeout=30).json()
+    assert [route for route, access in routes.items() if access == "unknown"] == []
+    assert set(routes.values()) == {"open", "gated", "control"}
+    for route in {*gate.control_routes, *(route for route, access in routes.items() if access == "control")}:
+        for path in {route, root_path + route}:
+            for method in ("POST", "GET"):
+                assert httpx.request(method, replica.url + path, timeout=30).status_code == 403, (method, path)
 
 
 def start_on_two_nodes(

@@ -6,19 +6,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
 from ckpt_engine import Trainer
+from ckpt_engine_adapters.vllm.gate import VllmGate
 from tests.cluster import Cluster, Stream, running_cluster
 from tests.conformance.weights import load, of_either_version
-from tests.engines.serving import model_of
+from tests.engines.serving import check_routes, model_of
 from tests.engines.vllm_server import assert_serves, complete, needs_vllm, start_vllm, tokens
 from tests.tiny_model import make_tiny_qwen3, reference_tokens
 
 pytestmark = needs_vllm
 
 PROMPT = [3, 5, 7]
+ROOT = "/api"
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +30,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     torch.set_num_threads(1)
     make_tiny_qwen3(path / "bare", weights=False)
     with running_cluster(path) as running:
-        start_vllm(running, "vllm", path / "bare").registered(400)
+        start_vllm(running, "vllm", path / "bare", "--root-path", ROOT).registered(400)
         yield running
+
+
+def test_a_root_path_leads_nobody_around_the_gate(cluster: Cluster) -> None:
+    """vLLM takes it away before it looks for a route."""
+    (replica,) = cluster.replicas
+    check_routes(replica, VllmGate, ROOT)
+    for path in ("/sleep?level=2", "/pause%0A", "/pause/", "//pause", "/collective_rpc", "/v1/..%2Fpause"):
+        assert httpx.post(f"{replica.url}{ROOT}{path}", timeout=30).status_code == 403, path
+    assert httpx.get(f"{replica.url}{ROOT}/health", timeout=30).status_code == 200
+    assert httpx.get(f"{replica.url}{ROOT}/ckpt_engine/info", timeout=30).status_code == 200
 
 
 def test_fifty_updates_while_twenty_streams_generate(cluster: Cluster, tmp_path: Path) -> None:

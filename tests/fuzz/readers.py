@@ -17,8 +17,8 @@ from ckpt_engine.core.machines import events
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
-from ckpt_engine.install.gate import Gate
 from ckpt_engine.install.installer import Installer
+from ckpt_engine.install.routes import route_of
 from ckpt_engine.install.state import EnginePage, verdict
 from ckpt_engine.install.target import ModuleTarget
 from ckpt_engine.manager.addresses import split_address
@@ -31,6 +31,7 @@ from ckpt_engine.transport.cuda_ipc import CudaIpcTransport
 from ckpt_engine.transport.file import FileTransport
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from ckpt_engine_adapters.reference.gate import ReferenceGate
 from tests.fuzz.seeds import HOST, TwoTensors, needs_seed, prepare_order, table
 
 
@@ -129,7 +130,7 @@ SLOT = 256
 
 @contextlib.contextmanager
 def gate_requests() -> Iterator[Callable[[bytes], None]]:
-    """A request: path and headers. Nothing may reach an engine that holds no weights but what says nothing of them."""
+    """A request: path, root path, headers. An engine without weights is reached by what says nothing of them only."""
     with tempfile.TemporaryDirectory() as folder:
         directory = EngineDirectory.create(Path(folder))
         before = os.environ.get(ENVIRONMENT)
@@ -137,26 +138,29 @@ def gate_requests() -> Iterator[Callable[[bytes], None]]:
         reached: list[str] = []
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
-            reached.append(scope["path"])
+            reached.append(route_of(scope))
 
-        gate = Gate(app)
+        gate = ReferenceGate(app)
         loop = asyncio.new_event_loop()
 
         async def send(message: Any) -> None:
             return None
 
         def take(data: bytes) -> None:
-            path, *headers = data.split(b"\n")
+            path, root, *headers = (data + b"\n").split(b"\n")
             scope = {
                 "type": "http",
                 "path": "/" + path.decode("latin-1").lstrip("/"),
+                "root_path": root.decode("latin-1"),
                 "headers": [(header[:24].lower(), header[24:]) for header in headers],
                 "client": ("127.0.0.1", 1),
             }
             reached.clear()
             loop.run_until_complete(gate(scope, None, send))  # type: ignore[arg-type]
             for route in reached:
-                assert (route.rstrip("/") or "/") in Gate.open_routes, f"{route} reached an engine without weights"
+                assert (route.rstrip("/") or "/") in ReferenceGate.open_routes, (
+                    f"{route} reached an engine without weights"
+                )
 
         try:
             yield take

@@ -21,10 +21,11 @@ import uvicorn
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
-from ckpt_engine.install.gate import Gate, StateReader
+from ckpt_engine.install.gate import StateReader
 from ckpt_engine.install.state import EnginePage
 from ckpt_engine_adapters.reference.engine import Engine
 from ckpt_engine_adapters.reference.far import serve_far
+from ckpt_engine_adapters.reference.gate import ReferenceGate
 from ckpt_engine_adapters.reference.pool import Meeting, WorkerFailedError, WorkerPool
 from ckpt_engine_adapters.reference.routes import ModelFacts, create_app
 
@@ -115,7 +116,7 @@ async def _serve(
         app = create_app(engine, _facts(options, facts[0], pool))
         # No lifespan: the workers are up before the port answers.
         config = uvicorn.Config(
-            Gate(app), lifespan="off", log_level="warning", timeout_graceful_shutdown=SHUTDOWN_SECONDS
+            ReferenceGate(app), lifespan="off", log_level="warning", timeout_graceful_shutdown=SHUTDOWN_SECONDS
         )
         stepping = asyncio.create_task(engine.run())
         host, port = listener.getsockname()[:2]

@@ -7,9 +7,11 @@ schedulers die of being asked to give up, or to take back, the same memory twice
 from __future__ import annotations
 
 import json
+import os
 from typing import Any, ClassVar
 
 from ckpt_engine.install.gate import Application, Gate, Message, Receive, Scope, Send, answer_json
+from ckpt_engine.install.routes import listed
 
 STATE_ROUTE = "/ckpt_engine/sglang"
 """Answers `{"paused": bool, "released": [tag, ...], "routes": [path, ...]}`, for the agent only."""
@@ -23,16 +25,26 @@ MEMORY = ("kv_cache", "weights", "cuda_graph")
 """All that SGLang can give up; it means all of it if a request names no tag."""
 
 
+_OLLAMA = ("CHAT", "GENERATE", "ROOT", "SHOW", "TAGS")
+_RENAMED = frozenset(
+    os.environ.get(name, "") for name in ("AIP_PREDICT_ROUTE", *(f"SGLANG_OLLAMA_{each}_ROUTE" for each in _OLLAMA))
+)
+"""SGLang lets the environment rename some of its routes that generate; empty: it does not."""
+
+
 class SglangGate(Gate):
-    """See Gate. Every route that is neither named here nor a control route generates, or may, and is gated."""
+    """See Gate. A test lists the routes of a real server; what is new there must be judged by somebody."""
 
     open_routes: ClassVar[frozenset[str]] = frozenset(
         {
             "/docs",
+            "/docs/oauth2-redirect",
             "/freeze_gc",  # the server calls it itself, without a token, once it has started
             "/get_load",
             "/health",
+            "/is_scaling_elastic_ep",
             "/metrics",
+            "/metrics/",
             "/openapi.json",
             "/ping",
             "/redoc",
@@ -40,50 +52,99 @@ class SglangGate(Gate):
             "/v1/models",
         }
     )
-    control_routes: ClassVar[tuple[str, ...]] = (
-        "/add_external_corpus",
-        "/begin_weight_update",
-        "/clear_hicache_storage_backend",
-        "/configure_logging",
-        "/continue_generation",
-        "/destroy_weights_update_group",
-        "/dump_expert_distribution_record",
-        "/end_weight_update",
-        "/flush_cache",
-        "/get_hicache_l3_cache_layout",
-        "/get_remote_instance_transfer_engine_info",
-        "/get_server_info",
-        "/get_weights_by_name",
-        "/hicache/storage-backend",
-        "/init_weights_send_group_for_remote_instance",
-        "/init_weights_update_group",
-        "/load_lora_adapter",
-        "/load_lora_adapter_from_tensors",
-        "/pause_generation",
-        "/pd_role_switch",
-        "/release_memory_occupation",
-        "/remote_instance_transfer_engine_info",
-        "/remove_external_corpus",
-        "/resume_memory_occupation",
-        "/send_weights_to_remote_instance",
-        "/server_info",
-        "/set_internal_state",
-        "/set_trace_level",
-        "/slow_down",
-        "/start_expert_distribution_record",
-        "/start_profile",
-        "/stop_expert_distribution_record",
-        "/stop_profile",
-        "/unload_lora_adapter",
-        "/update_weight_version",
-        "/update_weights_from_disk",
-        "/update_weights_from_distributed",
-        "/update_weights_from_ipc",
-        "/update_weights_from_tensor",
-        "/weights_checker",
-        "/ckpt_engine/",
-        "/dumper/",
-        "/hicache/storage-backend/",
+    generation_routes: ClassVar[frozenset[str]] = frozenset(
+        {
+            "/",
+            "/abort_request",
+            "/api/chat",
+            "/api/generate",
+            "/api/show",
+            "/api/tags",
+            "/classify",
+            "/close_session",
+            "/detokenize",
+            "/encode",
+            "/generate",
+            "/get_model_info",
+            "/get_weight_version",
+            "/health_generate",
+            "/invocations",
+            "/list_external_corpora",
+            "/model_info",
+            "/open_session",
+            "/parse_function_call",
+            "/ready",
+            "/separate_reasoning",
+            "/tokenize",
+            "/v1/audio/transcriptions",
+            "/v1/chat/completions",
+            "/v1/classify",
+            "/v1/completions",
+            "/v1/decisions",
+            "/v1/detokenize",
+            "/v1/embeddings",
+            "/v1/messages",
+            "/v1/messages/count_tokens",
+            "/v1/models/{model:path}",
+            "/v1/realtime",
+            "/v1/rerank",
+            "/v1/responses",
+            "/v1/responses/{response_id}",
+            "/v1/responses/{response_id}/cancel",
+            "/v1/score",
+            "/v1/systemone",
+            "/v1/tokenize",
+            "/vertex_generate",
+            "/weight_version",
+            *_RENAMED,
+        }
+    )
+    control_routes: ClassVar[frozenset[str]] = frozenset(
+        {
+            "/add_external_corpus",
+            "/begin_weight_update",
+            "/clear_hicache_storage_backend",
+            "/configure_logging",
+            "/continue_generation",
+            "/destroy_weights_update_group",
+            "/dump_expert_distribution_record",
+            "/dumper/",
+            "/end_weight_update",
+            "/flush_cache",
+            "/get_hicache_l3_cache_layout",
+            "/get_remote_instance_transfer_engine_info",
+            "/get_server_info",
+            "/get_weights_by_name",
+            "/hicache/storage-backend",
+            "/hicache/storage-backend/",
+            "/init_weights_send_group_for_remote_instance",
+            "/init_weights_update_group",
+            "/load_lora_adapter",
+            "/load_lora_adapter_from_tensors",
+            "/pause_generation",
+            "/pd_role_switch",
+            "/release_memory_occupation",
+            "/remote_instance_transfer_engine_info",
+            "/remove_external_corpus",
+            "/resume_memory_occupation",
+            "/scale_elastic_ep",
+            "/send_weights_to_remote_instance",
+            "/server_info",
+            "/set_internal_state",
+            "/set_trace_level",
+            "/slow_down",
+            "/start_expert_distribution_record",
+            "/start_profile",
+            "/stop_expert_distribution_record",
+            "/stop_profile",
+            "/unload_lora_adapter",
+            "/update_weight_version",
+            "/update_weights_from_disk",
+            "/update_weights_from_distributed",
+            "/update_weights_from_ipc",
+            "/update_weights_from_tensor",
+            "/weights_checker",
+        }
     )
 
     def __init__(self, app: Application) -> None:
@@ -91,21 +152,21 @@ class SglangGate(Gate):
         self._paused = False
         self._released: set[str] = set()
 
-    async def control(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def control(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
         """SGLang answers, except for what it must not be asked twice. Calls come one at a time, from the agent."""
-        path = scope["path"].rstrip("/")
-        scope = _with_key(scope)
+        path = route.rstrip("/")
+        scope = _with_key(path, scope)
         if path == STATE_ROUTE:
-            routes = sorted({route.path for route in scope["app"].routes if hasattr(route, "path")})
+            routes = sorted(set(listed(scope["app"])))
             state = {"paused": self._paused, "released": sorted(self._released), "routes": routes}
             await answer_json(send, 200, state)
         elif path in (RELEASE_ROUTE, RESUME_ROUTE):
             await self._memory(path, scope, receive, send)
         elif path in (PAUSE_ROUTE, CONTINUE_ROUTE):
-            if await _passed(super().control, scope, receive, send):
+            if await _passed(super().control, path, scope, receive, send):
                 self._paused = path == PAUSE_ROUTE
         else:
-            await super().control(scope, receive, send)
+            await super().control(path, scope, receive, send)
 
     async def _memory(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -122,11 +183,11 @@ class SglangGate(Gate):
             (name, value) for name, value in scope["headers"] if name not in (b"content-length", b"content-type")
         ]
         headers += [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
-        if await _passed(super().control, {**scope, "headers": headers}, _receive(body, receive), send):
+        if await _passed(super().control, path, {**scope, "headers": headers}, _receive(body, receive), send):
             self._released = self._released | wanted if path == RELEASE_ROUTE else self._released - wanted
 
 
-def _with_key(scope: Scope) -> Scope:
+def _with_key(path: str, scope: Scope) -> Scope:
     """The token is all that an agent has; where the server asks for a key of its own, it gets that one.
 
     SGLang notes at an endpoint whether it takes the administrators' key, if there is one, or the users'.
@@ -136,7 +197,6 @@ def _with_key(scope: Scope) -> Scope:
     users, admins = getattr(arguments, "api_key", None), getattr(arguments, "admin_api_key", None)
     if not (users or admins):
         return scope
-    path = scope["path"].rstrip("/")
     endpoints = [route.endpoint for route in app.routes if getattr(route, "path", "") == path]
     privileged = any(getattr(endpoint, "_auth_level", "normal") != "normal" for endpoint in endpoints)
     key = (privileged and admins) or users
@@ -144,7 +204,7 @@ def _with_key(scope: Scope) -> Scope:
     return {**scope, "headers": [*headers, (b"authorization", f"Bearer {key}".encode())]} if key else scope
 
 
-async def _passed(control: Any, scope: Scope, receive: Receive, send: Send) -> bool:
+async def _passed(control: Any, route: str, scope: Scope, receive: Receive, send: Send) -> bool:
     """Whether the answer was a good one."""
     status = 0
 
@@ -154,7 +214,7 @@ async def _passed(control: Any, scope: Scope, receive: Receive, send: Send) -> b
             status = message["status"]
         await send(message)
 
-    await control(scope, receive, watched)
+    await control(route, scope, receive, watched)
     return status == 200
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 WORKERS_VARIABLE = "CKPT_ENGINE_VLLM_WORKERS"
 """How many workers the whole server has. The worker of a dense model under data parallelism cannot know it: vLLM tells
@@ -13,6 +13,23 @@ _PARALLEL = (
     ("--pipeline-parallel-size", "-pp"),
     ("--data-parallel-size", "-dp"),
 )
+
+
+_BYPASS = "it would answer requests that the gate does not see"
+REFUSED = {"--grpc": _BYPASS, "--grpc-port": _BYPASS}
+REFUSED_ENVIRONMENT = {"VLLM_USE_RUST_FRONTEND": _BYPASS}
+
+
+def check_command(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Raises ValueError, in words for the user: this server could not be kept behind the gate."""
+    options = command_options(command)
+    for name, reason in REFUSED.items():
+        if name in options:
+            raise ValueError(f"{name} cannot be used with ckpt-engine: {reason}")
+    for name, reason in REFUSED_ENVIRONMENT.items():
+        value = environment.get(name, "")
+        if value.lower() not in ("", "0", "false"):
+            raise ValueError(f"{name}={value} cannot be used with ckpt-engine: {reason}")
 
 
 def command_options(command: Sequence[str]) -> dict[str, str]:

@@ -27,7 +27,7 @@ from ckpt_engine.agent.adapter import (
 from ckpt_engine.agent.http import engine_call, engine_client
 from ckpt_engine.agent.nodes import Place
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, command_options, worker_count
+from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, check_command, command_options, worker_count
 from ckpt_engine_adapters.vllm.gate import PAUSE_ROUTE
 
 SUPPORTED = ("0.26.", "0.32.")
@@ -189,6 +189,7 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     given = list(arguments)
     if not given or given[0].startswith("-"):
         given = [sys.executable, "-m", MODULE, *given]
+    check_command(given, os.environ)
     options = command_options(given)
     if found := sorted(options.keys() & _SET_BY_NODES):
         raise ValueError(
