@@ -4,7 +4,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-ENGINES ?= vllm sglang
+ENGINES ?= vllm sglang routers
 
 .PHONY: demo test test-engines test-slow fuzz bench lint format proto clean fault-matrix endurance
 
@@ -16,7 +16,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest -m "not engine and not gpu and not slow" --numprocesses 2 --dist loadfile $(ARGS)
 
-# Real inference engines on the CPU, in environments of their own that are cached outside the checkout.
+# Real inference engines on the CPU, and real routers, in environments of their own that are cached outside the checkout.
 test-engines: $(INSTALLED)
 	engines/run $(ENGINES) -- $(BIN)/python -m pytest -m "engine and not gpu" --timeout=900 $(ARGS)
 

@@ -237,7 +237,7 @@ def test_what_changes_an_engine_is_a_control_route(directory, gate: type[Gate], 
 def test_every_route_of_the_reference_engine_has_a_class() -> None:
     from ckpt_engine_adapters.reference.routes import ModelFacts, create_app
 
-    app = create_app(None, ModelFacts("", "", "", 1, 1, (), 1))  # type: ignore[arg-type]
+    app = create_app(None, ModelFacts("", "", "", "", 1, 1, (), 1))  # type: ignore[arg-type]
     gate = ReferenceGate
     routes = Routes(gate.open_routes, gate.generation_routes, gate.control_routes | {"/ckpt_engine/"})
     assert [route for route in listed(app) if routes.of(route) is Access.UNKNOWN] == []

@@ -49,7 +49,12 @@ CAPABILITIES = Capabilities(
     wake_tags=frozenset({"weights", "kv_cache"}),
     layouts=("TP",),
     versions=("that of ckpt-engine itself",),
-    notes=("Runs on the CPU.", "Its responses name the version in the workers' state words, not a label."),
+    notes=(
+        "Runs on the CPU.",
+        "Its responses name the version in the workers' state words, not a label.",
+        "Prompts are token ids. Beside its own form it takes SGLang's /generate and /v1/completions: fields without a "
+        "meaning here are not used, those that would change the tokens or ask for more in the answer are refused.",
+    ),
     cannot=("It is there for tests and for learning: it has no code for GPUs.",),
 )
 

@@ -11,7 +11,19 @@ class ReferenceGate(Gate):
     """See Gate."""
 
     open_routes: ClassVar[frozenset[str]] = frozenset(
-        {"/docs", "/docs/oauth2-redirect", "/health", "/info", "/openapi.json", "/redoc"}
+        {
+            "/docs",
+            "/docs/oauth2-redirect",
+            "/get_server_info",
+            "/health",
+            "/info",
+            "/openapi.json",
+            "/redoc",
+            "/server_info",
+            "/v1/models",
+        }
     )
-    generation_routes: ClassVar[frozenset[str]] = frozenset({"/generate", "/server_info", "/v1/models"})
+    generation_routes: ClassVar[frozenset[str]] = frozenset(
+        {"/generate", "/get_model_info", "/model_info", "/v1/completions"}
+    )
     control_routes: ClassVar[frozenset[str]] = frozenset({"/pause", "/resume", "/sleep", "/stamp", "/wake"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_engine.v1 import weights_pb2
@@ -23,7 +23,7 @@ class Token(NamedTuple):
 class Generation:
     """Lives on the API process's event loop. The engine appends; the HTTP handler waits and reads.
 
-    events: each token as it comes, then None when the request has ended.
+    on_token: called with each token as it comes, then with None when the request has ended.
     fresh: the workers hold no cache that may be used; the next step computes all tokens anew.
     error: the request cannot go on, and why; then finish_reason stays empty.
     """
@@ -48,7 +48,7 @@ class Generation:
         self.finish_reason = ""
         self.error = ""
         self.fresh = True
-        self.events: asyncio.Queue[Token | None] = asyncio.Queue()
+        self.on_token: Callable[[Token | None], None] = _unheard
         self.ended = asyncio.Event()
         self._spans: list[tuple[weights_pb2.Identity | None, int]] = []
 
@@ -70,7 +70,7 @@ class Generation:
         self.fresh = False
         self.output.append(token)
         self.logprobs.append(logprob)
-        self.events.put_nowait(Token(token, logprob, _version(identity)))
+        self.on_token(Token(token, logprob, _version(identity)))
         if token in self.stop_tokens:
             self.end("stop")
         elif len(self.output) >= self.max_tokens:
@@ -81,15 +81,22 @@ class Generation:
         if not self.ended.is_set():
             self.finish_reason, self.error = finish_reason, error
             self.ended.set()
-            self.events.put_nowait(None)
+            self.on_token(None)
 
-    def weight_versions(self) -> list[dict[str, Any]]:
-        """Which output tokens [start, end) which version made. Equal numbers of two lineages make two entries."""
-        ends = [start for _, start in self._spans[1:]] + [len(self.output)]
+    def weight_versions(self, count: int | None = None) -> list[dict[str, Any]]:
+        """Which of the first `count` output tokens (None: all), [start, end), which version made. Equal numbers of two
+        lineages make two entries."""
+        count = len(self.output) if count is None else count
+        ends = [start for _, start in self._spans[1:]] + [count]
         return [
-            {"version": _version(identity), "start": start, "end": end}
+            {"version": _version(identity), "start": start, "end": min(end, count)}
             for (identity, start), end in zip(self._spans, ends, strict=True)
+            if start < count
         ]
+
+
+def _unheard(_token: Token | None) -> None:
+    """Nobody wants the tokens one by one."""
 
 
 def _version(identity: weights_pb2.Identity | None) -> int | None:

@@ -1,29 +1,29 @@
 """The HTTP routes of the reference engine. They translate; the scheduler decides.
 
 Generation, for anyone, while the gate is open:
-    POST /generate
+    POST /generate (its own form and SGLang's), POST /v1/completions, GET /model_info
 State, for anyone, always:
-    GET /health, GET /info
+    GET /health, GET /info, and what routers ask for: GET /v1/models, GET /server_info
 Development routes, only with the gate's token:
     POST /pause /resume /sleep /wake /stamp /ckpt_engine/prepare /ckpt_engine/install
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
 from dataclasses import asdict, dataclass
-from http import HTTPStatus
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi import Body, FastAPI, Request
+from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from ckpt_engine_adapters.reference.engine import ConflictError, Engine
+from ckpt_engine_adapters.reference.answers import CompletionForm, Form, OwnForm, SglangForm
+from ckpt_engine_adapters.reference.bodies import CompletionBody, GenerateBody, GenerateForm
+from ckpt_engine_adapters.reference.engine import MAX_RUNNING, ConflictError, Engine
 from ckpt_engine_adapters.reference.generation import Generation
 from ckpt_engine_adapters.reference.pool import WorkerFailedError
+from ckpt_engine_adapters.reference.serving import answer, problem
 from ckpt_engine_adapters.reference.versions import engine_version
 
 CONTROL_SECONDS = 120.0  # of a control call that names no deadline
@@ -31,10 +31,11 @@ CONTROL_SECONDS = 120.0  # of a control call that names no deadline
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What GET /info says of the model; constant while the engine runs. workers: process ids
-    of this host's, by rank. tensor_parallel: how many there are on all nodes."""
+    """What GET /info says of the model; constant while the engine runs. served_model_name: what clients call it.
+    workers: process ids of this host's, by rank. tensor_parallel: how many there are on all nodes."""
 
     model: str
+    served_model_name: str
     architecture: str
     dtype: str
     vocabulary: int
@@ -45,18 +46,6 @@ class ModelFacts:
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
-
-
-class GenerateBody(_Body):
-    """temperature 0 is greedy; equal seeds draw equal samples from equal weights; a stop token ends the output."""
-
-    input_ids: list[int] = Field(min_length=1)
-    max_tokens: int = Field(default=16, ge=1)
-    temperature: float = Field(default=0.0, ge=0.0)
-    seed: int = Field(default=0, ge=0)
-    logprobs: bool = False
-    stream: bool = False
-    stop_token_ids: list[int] = []
 
 
 class _Control(_Body):
@@ -88,18 +77,20 @@ class StampBody(_Control):
 def create_app(engine: Engine, facts: ModelFacts) -> FastAPI:
     """The application, without the gate around it."""
     app = FastAPI(title="ckpt-engine reference engine")
+    started = int(time.time())
+    named = {"model_path": facts.model, "served_model_name": facts.served_model_name}
 
     @app.exception_handler(ConflictError)
     async def conflict(_request: Request, error: ConflictError) -> Response:
-        return _problem(409, str(error))
+        return problem(409, str(error))
 
     @app.exception_handler(WorkerFailedError)
     async def failed(_request: Request, error: WorkerFailedError) -> Response:
-        return _problem(500, str(error))
+        return problem(500, str(error))
 
     @app.exception_handler(TimeoutError)
     async def late(_request: Request, _error: TimeoutError) -> Response:
-        return _problem(504, "not done within the deadline; whether it will be is unknown")
+        return problem(504, "not done within the deadline; whether it will be is unknown")
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -115,28 +106,54 @@ def create_app(engine: Engine, facts: ModelFacts) -> FastAPI:
             **engine.info(),
         }
 
-    @app.post("/generate", response_model=None)
-    async def generate(body: GenerateBody, request: Request) -> Response:
-        too_much = _too_much(body, facts)
-        if too_much:
-            return _problem(400, too_much)
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        card = {"id": facts.served_model_name, "object": "model", "created": started, "owned_by": "ckpt-engine"}
+        about = {"root": facts.model, "parent": None, "max_model_len": facts.max_positions}
+        return {"object": "list", "data": [{**card, **about}]}
+
+    @app.get("/server_info")
+    @app.get("/get_server_info")
+    async def server_info() -> dict[str, Any]:
+        return {
+            **named,
+            "tp_size": facts.tensor_parallel,
+            "dp_size": 1,
+            "context_length": facts.max_positions,
+            "max_running_requests": MAX_RUNNING,
+            "version": engine_version(),
+        }
+
+    @app.get("/model_info")
+    @app.get("/get_model_info")
+    async def model_info() -> dict[str, Any]:
+        held = engine.identity()
+        return {
+            **named,
+            "is_generation": True,
+            "architectures": [facts.architecture],
+            "weight_version": "default" if held is None else str(held.version),
+        }
+
+    async def generate(form: Form, request: Request, stream: bool) -> Response:
+        for generation in form.generations:
+            too_much = _too_much(generation, facts)
+            if too_much:
+                return problem(400, too_much)
         if engine.asleep:
-            return _problem(503, "this replica is asleep", {"retry-after": "1"})
-        generation = Generation(
-            body.input_ids,
-            max_tokens=body.max_tokens,
-            temperature=body.temperature,
-            seed=body.seed,
-            stop_tokens=body.stop_token_ids,
-        )
-        engine.submit(generation)
-        if body.stream:
-            return StreamingResponse(_events(engine, generation, body.logprobs), media_type="text/event-stream")
-        try:
-            await _ended_or_disconnected(generation, request)
-        finally:
-            engine.cancel(generation)
-        return _problem(500, generation.error) if generation.error else JSONResponse(_result(generation, body.logprobs))
+            return problem(503, "this replica is asleep", {"retry-after": "1"})
+        return await answer(engine, form, request, stream)
+
+    @app.post("/generate", response_model=None)
+    async def generate_tokens(body: Annotated[GenerateForm, Body()], request: Request) -> Response:
+        generations = body.generations(facts.max_positions)
+        form = OwnForm(body, generations) if isinstance(body, GenerateBody) else SglangForm(body, generations)
+        return await generate(form, request, bool(body.stream))
+
+    @app.post("/v1/completions", response_model=None)
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        form = CompletionForm(body, body.generations(facts.max_positions), facts.served_model_name)
+        return await generate(form, request, bool(body.stream))
 
     @app.post("/pause")
     async def pause(body: PauseBody) -> dict[str, Any]:
@@ -179,56 +196,10 @@ def create_app(engine: Engine, facts: ModelFacts) -> FastAPI:
     return app
 
 
-def _too_much(body: GenerateBody, facts: ModelFacts) -> str:
+def _too_much(generation: Generation, facts: ModelFacts) -> str:
     """Why the model cannot do that; empty: it can."""
-    if not all(0 <= token < facts.vocabulary for token in body.input_ids):
-        return f"input_ids: the model has tokens 0 to {facts.vocabulary - 1}"
-    if len(body.input_ids) + body.max_tokens > facts.max_positions:
-        return f"input_ids and max_tokens together exceed the model's {facts.max_positions} positions"
+    if not all(0 <= token < facts.vocabulary for token in generation.prompt):
+        return f"the model has tokens 0 to {facts.vocabulary - 1}, and the prompt names others"
+    if len(generation.prompt) + generation.max_tokens > facts.max_positions:
+        return f"the prompt and the tokens wanted together exceed the model's {facts.max_positions} positions"
     return ""
-
-
-async def _ended_or_disconnected(generation: Generation, request: Request) -> None:
-    """Returns when the request has ended or nobody waits for it any more."""
-    ended = asyncio.create_task(generation.ended.wait())
-    gone = asyncio.create_task(_disconnected(request.receive))
-    try:
-        await asyncio.wait((ended, gone), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        ended.cancel()
-        gone.cancel()
-
-
-async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
-
-
-async def _events(engine: Engine, generation: Generation, logprobs: bool) -> AsyncIterator[str]:
-    """One server-sent event a token, and a last one with the whole result (or an error)."""
-    try:
-        while (token := await generation.events.get()) is not None:
-            event: dict[str, Any] = {"token": token.token, "version": token.version}
-            if logprobs:
-                event["logprob"] = token.logprob
-            yield f"data: {json.dumps(event)}\n\n"
-        last = {"error": generation.error} if generation.error else _result(generation, logprobs)
-        yield f"data: {json.dumps(last)}\n\n"
-    finally:
-        engine.cancel(generation)
-
-
-def _result(generation: Generation, logprobs: bool) -> dict[str, Any]:
-    versions = generation.weight_versions()
-    return {
-        "output_ids": generation.output,
-        **({"logprobs": generation.logprobs} if logprobs else {}),
-        "finish_reason": generation.finish_reason,
-        "version": versions[-1]["version"] if versions else None,
-        "weight_versions": versions,
-    }
-
-
-def _problem(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    body = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status, "detail": detail}
-    return JSONResponse(body, status, headers, media_type="application/problem+json")

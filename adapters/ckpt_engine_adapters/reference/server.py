@@ -67,6 +67,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description="A small inference server on the CPU, which ckpt-engine keeps supplied with weights.",
     )
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory; config.json is enough")
+    parser.add_argument("--served-model-name", default="", help="what clients and routers call it; else its path")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0: a free one, printed at start")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="number of worker processes")
@@ -131,6 +132,7 @@ async def _serve(
 def _facts(options: argparse.Namespace, worker: dict[str, int | str], pool: WorkerPool) -> ModelFacts:
     return ModelFacts(
         model=str(options.model),
+        served_model_name=options.served_model_name or str(options.model),
         architecture=str(worker["architecture"]),
         dtype=options.dtype,
         vocabulary=int(worker["vocabulary"]),

@@ -1,0 +1,226 @@
+"""How answers look to clients, in the three forms in which they may ask: see `bodies.py`.
+
+Each form is made of one request's generations. `whole` is the answer at once; in a stream, `event` is what one token
+adds, and `closing` comes after all of them.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from ckpt_engine_adapters.reference.bodies import CompletionBody, GenerateBody, SglangBody
+from ckpt_engine_adapters.reference.generation import Generation, Token
+
+_DONE = "[DONE]"
+
+Event = dict[str, Any] | str
+"""What follows `data: ` in a stream of server-sent events: an object, or a word."""
+
+
+class Form(Protocol):
+    """One request's way to be answered. generations: in the order of the answers."""
+
+    generations: Sequence[Generation]
+
+    def whole(self) -> Any: ...
+
+    def event(self, number: int, token: Token | None) -> Iterator[Event]:
+        """After the next token of generation `number`; None: it has ended."""
+        ...
+
+    def closing(self) -> Iterator[Event]: ...
+
+
+class OwnForm:
+    """One event a token, and a last one with the whole answer (or an error)."""
+
+    def __init__(self, body: GenerateBody, generations: Sequence[Generation]) -> None:
+        self.generations = generations
+        self._logprobs = body.logprobs
+
+    def whole(self) -> Any:
+        generation = self.generations[0]
+        versions = generation.weight_versions()
+        return {
+            "output_ids": generation.output,
+            **({"logprobs": generation.logprobs} if self._logprobs else {}),
+            "finish_reason": generation.finish_reason,
+            "version": versions[-1]["version"] if versions else None,
+            "weight_versions": versions,
+        }
+
+    def event(self, number: int, token: Token | None) -> Iterator[Event]:
+        if token is not None:
+            logprob = {"logprob": token.logprob} if self._logprobs else {}
+            yield {"token": token.token, "version": token.version, **logprob}
+        elif self.generations[number].error:
+            yield {"error": self.generations[number].error}
+        else:
+            yield self.whole()
+
+    def closing(self) -> Iterator[Event]:
+        return iter(())
+
+
+class _Streamed:
+    """Counts what of each generation has been sent; its last token's event says how it ended."""
+
+    def __init__(self, generations: Sequence[Generation]) -> None:
+        self.generations = generations
+        self.sent = [0] * len(generations)
+        self._over = [False] * len(generations)
+
+    def event(self, number: int, token: Token | None) -> Iterator[Event]:
+        generation = self.generations[number]
+        if self._over[number]:
+            return
+        if generation.error and token is None:
+            yield {"error": {"message": generation.error, "type": "server_error", "code": 500}}
+            return
+        self.sent[number] += token is not None
+        self._over[number] = generation.ended.is_set() and self.sent[number] == len(generation.output)
+        yield self.piece(number, token, self._over[number])
+
+    def piece(self, number: int, token: Token | None, over: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def closing(self) -> Iterator[Event]:
+        yield _DONE
+
+
+class SglangForm(_Streamed):
+    """SGLang 0.5: each event repeats the tokens before it; versions are texts, "default" the engine's own weights."""
+
+    def __init__(self, body: SglangBody, generations: Sequence[Generation]) -> None:
+        super().__init__(generations)
+        self._body = body
+        self._begun = time.monotonic()
+        self._ids = list(self._request_ids())
+
+    def whole(self) -> Any:
+        answers = [
+            self._answer(number, len(generation.output), over=True)
+            for number, generation in enumerate(self.generations)
+        ]
+        return answers if self._body.listed else answers[0]
+
+    def piece(self, number: int, token: Token | None, over: bool) -> dict[str, Any]:
+        index = {"index": number} if self._body.listed else {}
+        return {**self._answer(number, self.sent[number], over), **index}
+
+    def _answer(self, number: int, count: int, over: bool) -> dict[str, Any]:
+        generation = self.generations[number]
+        versions = [{**span, "version": _label(span["version"])} for span in generation.weight_versions(count)]
+        meta: dict[str, Any] = {
+            "id": self._ids[number],
+            "finish_reason": _sglang_reason(generation) if over else None,
+            "prompt_tokens": len(generation.prompt),
+            "completion_tokens": count,
+            "cached_tokens": 0,
+            "weight_version": versions[-1]["version"] if versions else _label(None),
+            "weight_versions": versions,
+        }
+        if self._wants_logprob(number):
+            pairs = zip(generation.logprobs[:count], generation.output, strict=False)
+            meta["input_token_logprobs"] = []
+            meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+            meta["output_token_logprobs_length"] = count
+        if over:
+            meta["e2e_latency"] = time.monotonic() - self._begun
+        prompt = {"prompt_token_ids": generation.prompt} if self._body.return_prompt_token_ids else {}
+        return {"output_ids": generation.output[:count], "meta_info": meta, **prompt}
+
+    def _wants_logprob(self, number: int) -> bool:
+        wanted = self._body.return_logprob
+        return bool(wanted[number // self._body.samples] if isinstance(wanted, list) else wanted)
+
+    def _request_ids(self) -> Iterator[str]:
+        given, samples = self._body.rid, self._body.samples
+        for number in range(len(self.generations)):
+            name = given[number // samples] if isinstance(given, list) else given
+            place = number % samples if isinstance(given, list) else number
+            alone = samples == 1 if isinstance(given, list) else len(self.generations) == 1
+            yield uuid.uuid4().hex if name is None else name if alone else f"{name}_{place}"
+
+
+class CompletionForm(_Streamed):
+    """`/v1/completions` as vLLM answers it, without text; and SGLang's `metadata`, which names the version."""
+
+    def __init__(self, body: CompletionBody, generations: Sequence[Generation], model: str) -> None:
+        super().__init__(generations)
+        self._body = body
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self) -> Any:
+        choices = [
+            self._choice(number, 0, len(generation.output), over=True)
+            for number, generation in enumerate(self.generations)
+        ]
+        versions = [{**span, "version": _label(span["version"])} for span in self.generations[0].weight_versions()]
+        metadata = {"weight_version": versions[-1]["version"] if versions else _label(None)}
+        return {**self._head, "choices": choices, "usage": self._usage(), "metadata": metadata}
+
+    def piece(self, number: int, token: Token | None, over: bool) -> dict[str, Any]:
+        end = self.sent[number]
+        start = end - (token is not None)
+        version = self.generations[number].weight_versions(end)
+        metadata = {"weight_version": _label(version[-1]["version"] if version else None)}
+        return {**self._head, "choices": [self._choice(number, start, end, over)], "metadata": metadata}
+
+    def closing(self) -> Iterator[Event]:
+        if self._body.stream_options and self._body.stream_options.include_usage:
+            yield {**self._head, "choices": [], "usage": self._usage()}
+        yield _DONE
+
+    def _choice(self, number: int, start: int, end: int, over: bool) -> dict[str, Any]:
+        """Tokens [start, end) of a generation, and how it ended if it has."""
+        generation = self.generations[number]
+        tokens = generation.output[start:end]
+        choice: dict[str, Any] = {
+            "index": number,
+            "text": "",
+            "logprobs": None,
+            "finish_reason": generation.finish_reason if over else None,
+            "stop_reason": generation.output[-1] if over and generation.finish_reason == "stop" else None,
+        }
+        if self._body.logprobs is not None:
+            names = [f"token_id:{token}" for token in tokens]
+            values = generation.logprobs[start:end]
+            choice["logprobs"] = {
+                "text_offset": [0] * len(tokens),
+                "token_logprobs": values,
+                "tokens": names,
+                "top_logprobs": [{name: value} for name, value in zip(names, values, strict=True)],
+            }
+        if self._body.return_token_ids:
+            choice["token_ids"] = tokens
+            if start == 0:
+                choice["prompt_token_ids"] = generation.prompt
+        return choice
+
+    def _usage(self) -> dict[str, int]:
+        prompt = sum(len(tokens) for tokens in self._body.prompt)
+        completion = sum(len(generation.output) for generation in self.generations)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _label(version: int | None) -> str:
+    return "default" if version is None else str(version)
+
+
+def _sglang_reason(generation: Generation) -> dict[str, Any]:
+    match generation.finish_reason:
+        case "stop":
+            return {"type": "stop", "matched": generation.output[-1]}
+        case "length":
+            return {"type": "length", "length": len(generation.output)}
+        case reason:
+            return {"type": reason, "message": "Aborted", "status_code": None, "err_type": None}

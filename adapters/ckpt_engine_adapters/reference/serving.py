@@ -1,0 +1,84 @@
+"""Generations of one HTTP request, from the scheduler to the client: at once, or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from ckpt_engine_adapters.reference.answers import Event, Form
+from ckpt_engine_adapters.reference.engine import Engine
+from ckpt_engine_adapters.reference.generation import Generation, Token
+
+
+async def answer(engine: Engine, form: Form, request: Request, stream: bool) -> Response:
+    """Generates, and answers in the client's form. What it does not wait for any more is cancelled."""
+    if stream:
+        return StreamingResponse(_events(engine, form), media_type="text/event-stream")
+    try:
+        for generation in form.generations:
+            engine.submit(generation)
+        await _ended_or_disconnected(form.generations, request)
+    finally:
+        _cancel(engine, form.generations)
+    error = next((generation.error for generation in form.generations if generation.error), "")
+    return problem(500, error) if error else JSONResponse(form.whole())
+
+
+def problem(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    """What went wrong, as RFC 9457 has it."""
+    body = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status, "detail": detail}
+    return JSONResponse(body, status, headers, media_type="application/problem+json")
+
+
+async def _events(engine: Engine, form: Form) -> AsyncIterator[str]:
+    tokens: asyncio.Queue[tuple[int, Token | None]] = asyncio.Queue()
+    try:
+        for number, generation in enumerate(form.generations):
+            generation.on_token = partial(_put, tokens, number)
+            engine.submit(generation)
+        running = len(form.generations)
+        while running:
+            number, token = await tokens.get()
+            running -= token is None
+            for event in form.event(number, token):
+                yield _sent(event)
+        for event in form.closing():
+            yield _sent(event)
+    finally:
+        _cancel(engine, form.generations)
+
+
+def _put(tokens: asyncio.Queue[tuple[int, Token | None]], number: int, token: Token | None) -> None:
+    tokens.put_nowait((number, token))
+
+
+def _sent(event: Event) -> str:
+    return f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n"
+
+
+async def _ended_or_disconnected(generations: Sequence[Generation], request: Request) -> None:
+    """Returns when the requests have ended or nobody waits for them any more."""
+    ended = asyncio.gather(*(generation.ended.wait() for generation in generations))
+    gone = asyncio.create_task(_disconnected(request.receive))
+    try:
+        await asyncio.wait((ended, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ended.cancel()
+        gone.cancel()
+
+
+async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+def _cancel(engine: Engine, generations: Sequence[Generation]) -> None:
+    for generation in generations:
+        engine.cancel(generation)
