@@ -26,6 +26,29 @@ class TransportUse:
 
 
 @dataclass(frozen=True)
+class CopiedTensors:
+    """Tensors that trainer ranks copied at the seal, since readers cannot be given the memory that they lie in."""
+
+    reason: str
+    """The end of a sentence that begins with the tensor: "is an inference tensor"."""
+    tensors: int
+    bytes: int
+    names: tuple[str, ...]
+    """At most 16 of them, of the first rank that has such tensors."""
+    rank: int
+    ranks: int
+    """How many ranks have; `tensors` and `bytes` are of all of them together."""
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank}" if self.ranks == 1 else f"{self.ranks} ranks, {self.rank} first,"
+        more = ", ..." if self.tensors > len(self.names) else ""
+        return (
+            f"copied by {who}: {self.tensors} tensors, {human_bytes(self.bytes)} ({', '.join(self.names)}{more}); each "
+            f"{self.reason}"
+        )
+
+
+@dataclass(frozen=True)
 class ReplicaReport:
     """How the update ended for one replica."""
 
@@ -175,6 +198,18 @@ class UpdateReport:
         """One report a replica, by name."""
         return tuple(ReplicaReport(outcome) for outcome in sorted(self.message.replicas, key=lambda r: r.replica))
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Sentences about what is well and yet may be a mistake, such as a version without a change."""
+        return tuple(self.message.warnings)
+
+    @property
+    def copied(self) -> tuple[CopiedTensors, ...]:
+        """What ranks copied to seal it, one entry a reason, most bytes first."""
+        return tuple(
+            CopiedTensors(e.reason, e.tensors, e.bytes, tuple(e.names), e.rank, e.ranks) for e in self.message.copied
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
@@ -188,6 +223,8 @@ class UpdateReport:
             "bytes": self.bytes,
             "tensors": self.message.tensors,
             "source_copies": self.message.source_copies,
+            "warnings": list(self.warnings),
+            "copied": [vars(copied) for copied in self.copied],
             "stages": self.stages,
             "replicas": [replica.to_dict() for replica in self.replicas],
         }
@@ -219,7 +256,8 @@ class UpdateReport:
             for problem in (replica.problem, replica.label_problem)
             if problem
         ]
-        return "\n".join([head, *_columns([titles, *rows]), *problems])
+        warnings = [f"warning: {warning}" for warning in self.warnings]
+        return "\n".join([head, *_columns([titles, *rows]), *problems, *warnings, *map(str, self.copied)])
 
 
 def stage_seconds(stages: Sequence[manager_pb2.StageSeconds]) -> dict[str, float]:

@@ -88,7 +88,7 @@ class Compiler:
         published = Published(
             manifest=self._blobs.put(publication.manifest_bytes),
             sources=tuple(
-                SourceOffer(table.id, table.rank, ref, table.stays_sealed, table.source_copies)
+                SourceOffer(table.id, table.rank, ref, table.stays_sealed, table.source_copies, tuple(table.copied))
                 for table, ref in zip(tables, task.tables, strict=True)
             ),
             tensors=len(publication.manifest.tensors),

@@ -192,6 +192,28 @@ class Replica(BaseModel):
         )
 
 
+class Copied(BaseModel):
+    """Tensors that were copied to seal them, for one reason."""
+
+    reason: str = Field(description="the end of a sentence that begins with the tensor")
+    tensors: int = Field(description="of all these ranks together, as are the bytes")
+    bytes: int
+    names: list[str] = Field(description="the first 16 of the first rank")
+    rank: int = Field(description="the first one that has such tensors")
+    ranks: int = Field(description="how many have")
+
+    @classmethod
+    def of(cls, copied: weights_pb2.CopiedTensors) -> Copied:
+        return cls(
+            reason=copied.reason,
+            tensors=copied.tensors,
+            bytes=copied.bytes,
+            names=list(copied.names),
+            rank=copied.rank,
+            ranks=copied.ranks,
+        )
+
+
 class Report(BaseModel):
     """How an update ended."""
 
@@ -203,6 +225,8 @@ class Report(BaseModel):
     source_copies: int
     stages: dict[str, float]
     replicas: list[ReplicaOutcome]
+    warnings: list[str]
+    copied: list[Copied]
 
     @classmethod
     def of(cls, report: manager_pb2.UpdateReport) -> Report:
@@ -215,6 +239,8 @@ class Report(BaseModel):
             source_copies=report.source_copies,
             stages=_stages(report.stages),
             replicas=[ReplicaOutcome.of(outcome) for outcome in report.replicas],
+            warnings=list(report.warnings),
+            copied=[Copied.of(copied) for copied in report.copied],
         )
 
 

@@ -10,8 +10,10 @@ import torch
 from ckpt_engine.core.digest import digest_boxes
 from ckpt_engine.core.dtypes import torch_dtype
 from ckpt_engine.core.offers import label, ranks_of
-from ckpt_engine.core.prepared_digests import PreparedDigests, prepare_digests
+from ckpt_engine.core.prepared_digests import PreparedDigests, digest_anywhere, prepare_digests
 from ckpt_engine.core.problems import invalid, precondition
+from ckpt_engine.source.held import plain_values
+from ckpt_engine.transport.copying import TensorCopy
 from ckpt_engine.v1.weights_pb2 import Atoms, SourceTable
 
 
@@ -31,6 +33,35 @@ def prepare_atoms(table: SourceTable, sealed: Sequence[torch.Tensor], atoms: Ato
     shards = [table.shards[atom.shard] for atom in atoms.atoms]
     served = [torch_dtype(table.tensors[each.tensor].dtype) if each.stored_dtype else None for each in shards]
     return prepare_digests(boxes, served=served)
+
+
+def changed_since(
+    table: SourceTable,
+    sealed: Sequence[torch.Tensor],
+    live: Sequence[torch.Tensor | None],
+    atoms: Atoms,
+    digests: list[int],
+) -> list[str]:
+    """The tensors of which `live[i]`, from which `sealed[i]` was copied, holds other values by now; None: not asked.
+
+    digests: of `sealed`, atom by atom.
+    """
+    asked = [index for index, atom in enumerate(atoms.atoms) if live[atom.shard] is not None]
+    some = Atoms(table_digest=atoms.table_digest, atoms=[atoms.atoms[index] for index in asked])
+    here = [copy if there is None else plain_values(there) for there, copy in zip(live, sealed, strict=True)]
+    found = digest_anywhere(_boxes(table, here, some), served=[sealed[atom.shard].dtype for atom in some.atoms])
+    suspects = {
+        atoms.atoms[index].shard for index, digest in zip(asked, found, strict=True) if digest != digests[index]
+    }
+    # Two casts of one NaN may differ, by device and by where they lie; of equal copies none was changed.
+    changed = {table.shards[shard].tensor for shard in suspects if not _copies_to(here[shard], sealed[shard])}
+    return [table.tensors[tensor].name for tensor in sorted(changed)]
+
+
+def _copies_to(live: torch.Tensor, sealed: torch.Tensor) -> bool:
+    again = torch.empty_like(sealed)
+    TensorCopy([(again, live)]).run()
+    return torch.equal(again.reshape(-1).view(torch.uint8), sealed.reshape(-1).view(torch.uint8))
 
 
 def _boxes(

@@ -17,8 +17,9 @@ from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.source.held import Held
 from ckpt_engine.source.host_memory import contiguous
-from ckpt_engine.source.memory import CASTABLE, MemorySource, Wish
+from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.safetensors import FileTensor, read_directory
+from ckpt_engine.source.ways import CASTABLE, Wish
 from ckpt_engine.transport.file import FileTransport, file_region
 from ckpt_engine.transport.mapped import MappedRegions
 from ckpt_engine.v1.weights_pb2 import Atoms, Host, Region, Shard, SourceTable, TensorSpec

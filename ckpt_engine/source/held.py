@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_engine.core.problems import invalid, precondition
+from ckpt_engine.source.rehome import byte_range
 
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -41,7 +42,8 @@ def held(named: Iterable[tuple[str, torch.Tensor]]) -> list[Held]:
     """What this process holds of each tensor: all of it, or its shard of a DTensor; nothing if that shard is empty.
 
     Raises INVALID_ARGUMENT for tensors whose memory cannot be offered (meta, sparse, quantised, other subclasses,
-    placements other than Shard and Replicate) and for names that occur twice.
+    placements other than Shard and Replicate) and for names that occur twice, FAILED_PRECONDITION for those whose
+    memory is gone.
     """
     found: dict[str, Held | None] = {}
     for name, tensor in named:
@@ -67,7 +69,30 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise invalid(f"{name!r} is on the meta device and has no values", tensors=[name])
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         raise invalid(f"{name!r} is nested, quantised or not strided ({tensor.layout}, {tensor.dtype})", tensors=[name])
+    _check_memory(name, tensor)
     return tensor
+
+
+def _check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Some tensors only stand for others, and those of wrappers that offload or shard are left without memory."""
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError as error:
+        raise invalid(f"{name!r} has no memory of its own: {error}", tensors=[name]) from error
+    if storage.device.type != tensor.device.type:
+        raise invalid(f"{name!r} is a {type(tensor).__name__}, which has no memory of its own", tensors=[name])
+    if tensor.numel() and byte_range(tensor)[1] > storage.nbytes():
+        raise precondition(
+            f"the memory of {name!r} is gone: {storage.nbytes()} bytes are left of {byte_range(tensor)[1]}; something "
+            "offloaded or freed it, so bring it back first",
+            tensors=[name],
+        )
+
+
+def plain_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it if its elements are conjugated or negated only when they are read."""
+    with torch.no_grad():
+        return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _must_copy(tensor: torch.Tensor) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ckpt_engine.source.rehome import byte_range, copy_segment, segments
+from ckpt_engine.source.rehome import byte_range, move, storage_bytes, storage_key
 from ckpt_engine.transport.shared_memory import ALIGNMENT, SharedArena
 from ckpt_engine.v1.weights_pb2 import Region
 
@@ -14,35 +14,46 @@ from ckpt_engine.v1.weights_pb2 import Region
 class HostOffer:
     """Room for tensors in shared memory. `offsets[i]`, `memory[i]`: where tensor i lies.
 
-    What is copied there is contiguous; what is to live there keeps its strides.
+    What is copied there is contiguous; what lives there keeps its strides.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], served: Sequence[torch.dtype], copied: Sequence[bool]) -> None:
-        """Copies in what is to live there; the caller makes the tensors point to it. Raises UNAVAILABLE: no room."""
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        served: Sequence[torch.dtype],
+        copied: Sequence[bool],
+        moving: Sequence[Sequence[torch.Tensor]],
+    ) -> None:
+        """Moves the storages of `moving`, each given by all tensors that use it; those that are not copied lie in them.
+
+        Raises UNAVAILABLE, and has moved nothing, without room.
+        """
         offsets, strides, size = [0] * len(tensors), [contiguous(tensor.shape) for tensor in tensors], 0
-        moving = [index for index, each in enumerate(copied) if not each]
-        placed = []
-        for segment in segments([tensors[index] for index in moving]):
-            at = segment.place(size)
-            for member in segment.members:
-                tensor = tensors[moving[member]]
-                offsets[moving[member]] = at + byte_range(tensor)[0] - segment.start
-            placed.append((segment, at))
-            size = at + segment.stop - segment.start
+        homes: dict[int, int] = {}
+        for group in moving:
+            homes[storage_key(group[0])] = size
+            size = _aligned(size + group[0].untyped_storage().nbytes())
         for index, tensor in enumerate(tensors):
             if copied[index]:
-                offsets[index] = -(-size // ALIGNMENT) * ALIGNMENT
-                size = offsets[index] + tensor.numel() * served[index].itemsize
+                offsets[index] = size
+                size = _aligned(size + tensor.numel() * served[index].itemsize)
             else:
                 strides[index] = tensor.stride()
+                if tensor.numel():
+                    offsets[index] = homes[storage_key(tensor)] + byte_range(tensor)[0]
         self._arena = SharedArena(max(size, ALIGNMENT))
-        for segment, at in placed:
-            copy_segment(segment, self._arena, at)
         self.offsets = offsets
         self.memory = [
             self._arena.tensor(offset, tensor.shape, kept, stride)
             for tensor, kept, offset, stride in zip(tensors, served, offsets, strides, strict=True)
         ]
+        # What readers read is another object than what the owner's tensors use, so that the latter has no user but
+        # them, and can be moved again when they are published again.
+        for group in moving:
+            old = storage_bytes(group[0])
+            home = self._arena.tensor(homes[storage_key(group[0])], old.shape, torch.uint8)
+            home.copy_(old)
+            move(group, home)
 
     def region(self, id: int) -> Region:
         """The one region of it."""
@@ -61,3 +72,7 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(extent, 1)
     return tuple(reversed(strides))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -16,28 +16,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
-from ckpt_engine.core.dtypes import CASTABLE as CASTABLE_NAMES
-from ckpt_engine.core.dtypes import UnsupportedDtypeError, dtype_name
+from ckpt_engine.core.dtypes import dtype_name
 from ckpt_engine.core.offers import rank_id, region_offered
 from ckpt_engine.core.prepared_digests import PreparedDigests
 from ckpt_engine.core.problems import CkptEngineError, invalid, precondition
 from ckpt_engine.source.device import DeviceOffer
-from ckpt_engine.source.digests import prepare_atoms
-from ckpt_engine.source.held import Held
+from ckpt_engine.source.digests import changed_since, prepare_atoms
+from ckpt_engine.source.held import Held, plain_values
 from ckpt_engine.source.host_memory import HostOffer
+from ckpt_engine.source.rehome import by_storage
+from ckpt_engine.source.ways import Wish, copy_reasons, may_share, served_dtype, tell_copied
 from ckpt_engine.transport.copying import TensorCopy
 from ckpt_engine.transport.cuda_memory import NAME as CUDA_IPC
-from ckpt_engine.transport.shared_memory import NAME as SHARED_MEMORY
 from ckpt_engine.v1.weights_pb2 import Atoms, Host, Region, Shard, SourceTable, TensorSpec
 
 log = logging.getLogger(__name__)
-
-CASTABLE = frozenset(getattr(torch, name) for name in CASTABLE_NAMES)
-"""What a served dtype applies to."""
 
 CLOSE_SECONDS = 5.0
 """How long `close` waits for readers to unmap GPU memory. They do so at once, unless an update runs."""
@@ -48,26 +44,12 @@ PREPARED_KEPT = 2
 _HOST_REGION = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What the caller asks for.
-
-    snapshot: True: all are copied. False: none may need it. None: only those that need it.
-    dtype: served dtype of floating-point tensors; None: their own.
-    transport: how GPU tensors are offered; None: "cuda_ipc" where it works, else "shared_memory".
-    """
-
-    snapshot: bool | None = None
-    dtype: torch.dtype | None = None
-    transport: str | None = None
-
-
 class MemorySource:
     """Offers what `find` finds. See Source for which call runs when.
 
     find: looks the tensors up; called when opened and before every seal, so that a parameter that was replaced is
         noticed (live, re-homed) or followed (copied).
-    rehome: whether CPU memory may be moved if the wish does not say.
+    keep: why CPU memory is copied and not moved if the wish does not say; empty: it is moved where it can be.
 
     Raises INVALID_ARGUMENT (nothing to publish, dtype not supported, a wish that cannot be fulfilled), UNAVAILABLE (no
     room). It changes nothing of the model if it raises. While re-homing, both copies exist.
@@ -80,7 +62,7 @@ class MemorySource:
         host: Host,
         rank: int = 0,
         wish: Wish | None = None,
-        rehome: bool = True,
+        keep: str = "",
         kind: str = "tensors",
         may_be_empty: bool = False,
     ) -> None:
@@ -91,9 +73,11 @@ class MemorySource:
             raise invalid(f"nothing to publish: the {kind} holds no tensors", ranks=[rank])
         self._rank = rank
         self._published = boxes
-        self._served = [_served(box, wish.dtype) for box in boxes]
-        self._copied = [_copied(box, kept, wish, rehome) for box, kept in zip(boxes, self._served, strict=True)]
+        self._served = [served_dtype(box, wish.dtype) for box in boxes]
+        self._why = copy_reasons(boxes, self._served, wish, keep)
+        self._copied = [bool(why) for why in self._why]
         self._has_seal = False
+        self._copied_from: list[torch.Tensor | None] = []  # what was just sealed, until it is known to be unchanged
         self._prepared: list[tuple[Atoms, PreparedDigests]] = []
         self._sealed: list[torch.Tensor] = [torch.empty(0)] * len(boxes)
         self._offsets = [0] * len(boxes)
@@ -133,24 +117,42 @@ class MemorySource:
                     + ("nothing was sealed yet" if self._table.stays_sealed else "readers see its live weights"),
                     ranks=[self._rank],
                 )
+            self._copied_from = []
             return 0.0
         boxes = self._look()
-        self._has_seal = False
+        self._has_seal, self._copied_from = False, []
         began = time.perf_counter()
         if self._device is not None:
             self._device.settle()
+        live = [box.tensor if copied else None for box, copied in zip(boxes, self._copied, strict=True)]
         TensorCopy(
-            (sealed, box.tensor)
-            for sealed, box, copied in zip(self._sealed, boxes, self._copied, strict=True)
-            if copied
+            (sealed, plain_values(there)) for sealed, there in zip(self._sealed, live, strict=True) if there is not None
         ).run()
         self._has_seal = True
+        self._copied_from = live if any(self._copied) else []
         return time.perf_counter() - began if any(self._copied) else 0.0
 
     def digest(self, atoms: Atoms) -> list[int]:
-        """Digests of sealed memory, as if cast to what is served; any thread."""
+        """Digests of sealed memory, as if cast to what is served; any thread.
+
+        The first time after weights were copied, on the thread that sealed: raises FAILED_PRECONDITION, naming tensors,
+        if they have other values by now than their copies. Weights that change meanwhile are copied torn.
+        """
         if not self._has_seal:
             raise precondition(f"rank {self._rank} has sealed nothing, or was closed", ranks=[self._rank])
+        digests = self._digest(atoms)
+        live, self._copied_from = self._copied_from, []
+        if live and (names := changed_since(self._table, self._sealed, live, atoms, digests)):
+            self._has_seal = False
+            raise precondition(
+                f"{len(names)} tensors changed while they were copied: {', '.join(names[:4])}; something steps or "
+                "loads them during update_weights",
+                tensors=names[:16],
+                ranks=[self._rank],
+            )
+        return digests
+
+    def _digest(self, atoms: Atoms) -> list[int]:
         for known, prepared in self._prepared:
             if known is atoms:
                 return prepared.run()
@@ -171,7 +173,7 @@ class MemorySource:
         Holds no tensor afterwards.
         """
         self._has_seal = False
-        self._sealed, self._published, self._prepared, self._find = [], [], [], list
+        self._sealed, self._published, self._prepared, self._copied_from, self._find = [], [], [], [], list
         if self._device is not None:
             try:
                 self._device.withdraw(CLOSE_SECONDS)
@@ -183,7 +185,7 @@ class MemorySource:
 
     def _offer_devices(self) -> None:
         """Places the GPU tensors that can be offered on their GPU; the others stay to be copied to shared memory."""
-        indices = [index for index, box in enumerate(self._published) if _may_share(box, self._wish)]
+        indices = [index for index, box in enumerate(self._published) if may_share(box, self._wish)]
         if not indices:
             return
         boxes = [self._published[index] for index in indices]
@@ -196,10 +198,11 @@ class MemorySource:
         for index, offered in zip(indices, self._device.offered, strict=True):
             if offered is None or not offered.live:
                 self._check_wish(index, on_device=offered is not None)
+            if (offered is None or not offered.live) and not self._why[index]:
+                self._why[index] = f"cannot be offered where it lies: {self._unshared()}"
+            self._copied[index] = bool(self._why[index])
             if offered is None:
-                self._copied[index] = True
                 continue
-            self._copied[index] = not offered.live
             self._places[index] = offered.region
             self._offsets[index] = offered.offset
             self._sealed[index] = offered.memory
@@ -209,8 +212,13 @@ class MemorySource:
         box, wish = self._published[index], self._wish
         asked = "snapshot=False" if wish.snapshot is False else f"transport={CUDA_IPC!r}"
         if box.tensor.numel() and (wish.snapshot is False or (wish.transport == CUDA_IPC and not on_device)):
-            why = "; ".join(self._device.reasons if self._device is not None else ()) or "its memory cannot be shared"
-            raise invalid(f"{box.name!r} cannot be offered where it lies ({why}): do not pass {asked}", [box.name])
+            raise invalid(
+                f"{box.name!r} cannot be offered where it lies ({self._unshared()}): do not pass {asked}", [box.name]
+            )
+
+    def _unshared(self) -> str:
+        """Why GPU memory cannot be shared."""
+        return "; ".join(self._device.reasons if self._device is not None else ()) or "its memory cannot be shared"
 
     def _offer_host(self) -> None:
         """Places everything else in shared memory, and makes what is re-homed live there."""
@@ -218,17 +226,17 @@ class MemorySource:
         if not indices and self._published:
             return
         boxes = [self._published[index] for index in indices]
+        moving = [self._published[index] for index in indices if not self._copied[index]]
+        known = [tensor for box in self._published if not box.must_copy for tensor in (box.tensor, *box.twins)]
         self._host = HostOffer(
             [box.tensor for box in boxes],
             [self._served[index] for index in indices],
             [self._copied[index] for index in indices],
+            by_storage([box.tensor for box in moving], of=known),
         )
-        for index, box, offset, memory in zip(indices, boxes, self._host.offsets, self._host.memory, strict=True):
+        for index, offset, memory in zip(indices, self._host.offsets, self._host.memory, strict=True):
             self._offsets[index] = offset
             self._sealed[index] = memory
-            if not self._copied[index] and box.tensor.numel():
-                for tensor in (box.tensor, *box.twins):
-                    tensor.data = memory
 
     def _make_table(self, host: Host, kind: str) -> SourceTable:
         regions: list[Region] = []
@@ -258,9 +266,12 @@ class MemorySource:
             ],
             regions=[region_offered([region]) for region in regions],
             shards=shards,
-            stays_sealed=all(self._copied),
+            stays_sealed=all(
+                copied or not box.tensor.numel() for box, copied in zip(self._published, self._copied, strict=True)
+            ),
             source_copies=1 if any(self._copied) else 0,
             description=f"{kind}, {self._manner()}",
+            copied=tell_copied(self._rank, self._published, self._served, self._why),
         )
 
     def _manner(self) -> str:
@@ -310,32 +321,3 @@ class MemorySource:
                 ranks=[self._rank],
             )
         return boxes
-
-
-def _served(box: Held, dtype: torch.dtype | None) -> torch.dtype:
-    served = dtype if dtype is not None and box.tensor.dtype in CASTABLE else box.tensor.dtype
-    try:
-        dtype_name(served)
-    except UnsupportedDtypeError as error:
-        raise invalid(f"{box.name!r} cannot be published: {error}", tensors=[box.name]) from error
-    return served
-
-
-def _may_share(box: Held, wish: Wish) -> bool:
-    """Whether it is offered on its GPU, if that works."""
-    return box.tensor.device.type == "cuda" and wish.transport != SHARED_MEMORY
-
-
-def _copied(box: Held, served: torch.dtype, wish: Wish, rehome: bool) -> bool:
-    why = box.must_copy
-    if _may_share(box, wish):
-        rehome = True
-    elif wish.transport == CUDA_IPC:
-        raise invalid(f"{box.name!r} is on {box.tensor.device}: transport='{CUDA_IPC}' is for GPU tensors", [box.name])
-    elif box.tensor.device.type != "cpu":
-        why = why or f"is on {box.tensor.device}"
-    elif served != box.tensor.dtype:
-        why = why or f"is {box.tensor.dtype} and served as {served}"
-    if why and wish.snapshot is False:
-        raise invalid(f"{box.name!r} {why}, so it must be copied at each seal: do not pass snapshot=False", [box.name])
-    return bool(why) or wish.snapshot is True or (wish.snapshot is None and not rehome)

@@ -17,8 +17,9 @@ from torch.nn.parameter import is_lazy
 
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.source.held import Held, held, is_sharded
-from ckpt_engine.source.memory import MemorySource, Wish
+from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.names import strip_wrappers
+from ckpt_engine.source.ways import Wish
 from ckpt_engine.v1.weights_pb2 import Host
 
 if torch.distributed.is_available():
@@ -26,10 +27,10 @@ if torch.distributed.is_available():
 
 
 def module_source(module: nn.Module, *, host: Host, rank: int = 0, wish: Wish | None = None) -> MemorySource:
-    """Opens a module. A CPU model that is not sharded is re-homed, unless a snapshot is wished for.
+    """Opens a module. A CPU model that is not sharded is re-homed, unless a snapshot is wished for, tensor by tensor
+    where nothing else uses its memory; see source/rehome.py.
 
-    Raises INVALID_ARGUMENT, naming the tensor, for what
-    cannot be published; FSDP1 (flattened) models are among it.
+    Raises INVALID_ARGUMENT, naming the tensor, for what cannot be published; FSDP1 (flattened) models are among it.
     """
     sharded = any(is_sharded(tensor) for _, tensor in _tensors(module))
     return MemorySource(
@@ -37,7 +38,7 @@ def module_source(module: nn.Module, *, host: Host, rank: int = 0, wish: Wish | 
         host=host,
         rank=rank,
         wish=wish,
-        rehome=not sharded,
+        keep="is part of a sharded model" if sharded else "",
         kind="FSDP2 module" if sharded else "nn.Module",
         may_be_empty=sharded,
     )
@@ -90,4 +91,8 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     strange = is_sharded(tensor) or tensor.layout != torch.strided or tensor.is_nested or is_lazy(tensor)
     if strange or tensor.device.type == "meta" or not tensor.numel():
         return (id(tensor),)
-    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # it only stands for another tensor; `held` refuses it by name
+        return (id(tensor),)
+    return (address, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())

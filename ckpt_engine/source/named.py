@@ -9,8 +9,9 @@ import torch
 
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.source.held import held, is_sharded
-from ckpt_engine.source.memory import MemorySource, Wish
+from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.names import strip_wrappers
+from ckpt_engine.source.ways import Wish
 from ckpt_engine.v1.weights_pb2 import Host
 
 
@@ -43,7 +44,7 @@ def named_source(
         host=host,
         rank=rank,
         wish=wish,
-        rehome=False,
+        keep="is one of named tensors, whose memory is moved only with snapshot=False",
         kind="named tensors",
         may_be_empty=any(is_sharded(tensor) for _, tensor in kept),
     )

@@ -1,51 +1,70 @@
-"""Moves the memory of CPU tensors into a shared arena, so that readers see every later change without a copy.
+"""Moves the memory of CPU tensors into shared memory, so that readers see every later change without a copy.
 
-The tensor objects stay: parameters in an optimizer, tied weights and hooks notice nothing. Tensors that share bytes
-(a fused weight and its slices) still share them afterwards, and strides stay. A view of the old memory that is not
-among the tensors (kept aside by the model) does not move with it.
+The tensor objects stay: parameters in an optimizer, tied weights and hooks notice nothing. A storage moves as a whole,
+with every tensor that uses it, so what shared bytes still shares them, and strides stay. It moves only if nothing else
+uses it: whoever keeps a flat buffer, a `.data`, a numpy view or another process's mapping of the old memory would go on
+writing there, and readers would never see it.
+
+What cannot be seen is code that keeps a bare address (`data_ptr()`) from one step to the next.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import gc
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from ckpt_engine.transport.shared_memory import ALIGNMENT, SharedArena
+from ckpt_engine.transport.shared_memory import lies_in_arena
+
+SHARED = "is in memory that torch shares between processes (share_memory)"
+FOREIGN = "is in memory that torch did not allocate itself (numpy, a mapped file, torch.load)"
+ALIASED = (
+    "shares its memory with something that is not published (a flat buffer, a kept .data or state_dict, a numpy view, "
+    "a graph that waits for its backward pass)"
+)
 
 
-@dataclass(slots=True)
-class Segment:
-    """Bytes [start, stop) of one storage that must move as a whole, and the tensors in it by index."""
+def why_not(boxes: Sequence[Sequence[torch.Tensor]]) -> list[str]:
+    """Of each box, why its memory cannot move; empty if it can. boxes: all tensor objects of each that can be moved.
 
-    storage: torch.UntypedStorage
-    start: int
-    stop: int
-    members: list[int]
-
-    def place(self, arena_bytes: int) -> int:
-        """Where it goes in an arena of which `arena_bytes` are taken: alignment stays as it was, modulo ALIGNMENT."""
-        return -(-arena_bytes // ALIGNMENT) * ALIGNMENT + self.start % ALIGNMENT
+    Collects garbage if something seems to use their memory besides: what only waits to be freed is in nobody's way.
+    """
+    reasons = _why_not(boxes)
+    if ALIASED in reasons:
+        gc.collect()
+        reasons = _why_not(boxes)
+    return reasons
 
 
-def segments(tensors: Sequence[torch.Tensor]) -> list[Segment]:
-    """Groups tensors: two are in one segment if their byte ranges in a storage overlap. Empty ones are left out."""
-    by_storage: dict[int, list[int]] = defaultdict(list)
-    for index, tensor in enumerate(tensors):
-        if tensor.numel():
-            by_storage[tensor.untyped_storage().data_ptr()].append(index)
-    found: list[Segment] = []
-    for members in by_storage.values():
-        current: Segment | None = None
-        for start, stop, index in sorted((*byte_range(tensors[index]), index) for index in members):
-            if current is None or start >= current.stop:
-                current = Segment(tensors[index].untyped_storage(), start, stop, [])
-                found.append(current)
-            current.stop = max(current.stop, stop)
-            current.members.append(index)
-    return found
+def by_storage(tensors: Sequence[torch.Tensor], of: Sequence[torch.Tensor] | None = None) -> list[list[torch.Tensor]]:
+    """Those of `of` (None: of these) that lie in the storages of these tensors, one list a storage, each object once.
+    Empty ones are left out."""
+    found: dict[int, dict[int, torch.Tensor]] = {storage_key(tensor): {} for tensor in tensors if tensor.numel()}
+    for tensor in tensors if of is None else of:
+        if tensor.numel() and tensor.device.type == "cpu" and (key := storage_key(tensor)) in found:
+            found[key][id(tensor)] = tensor
+    return [list(group.values()) for group in found.values()]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors of one storage while it lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage of a tensor, as bytes."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def move(tensors: Sequence[torch.Tensor], home: torch.Tensor) -> None:
+    """Makes tensors of one storage use the storage of `home` instead, which holds the same bytes."""
+    storage = home.untyped_storage()
+    for tensor in tensors:
+        there = torch.empty(0, dtype=tensor.dtype)
+        tensor.data = there.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -55,7 +74,25 @@ def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     return start * tensor.element_size(), (start + span) * tensor.element_size()
 
 
-def copy_segment(segment: Segment, arena: SharedArena, offset: int) -> None:
-    """Copies the bytes of a segment to `offset` in the arena."""
-    old = torch.empty(0, dtype=torch.uint8).set_(segment.storage, segment.start, (segment.stop - segment.start,), (1,))
-    arena.tensor(offset, old.shape, torch.uint8).copy_(old)
+def _why_not(boxes: Sequence[Sequence[torch.Tensor]]) -> list[str]:
+    found = {storage_key(group[0]): _fixed(group) for group in by_storage([tensor for box in boxes for tensor in box])}
+    return [next((found[storage_key(each)] for each in box if each.numel()), "") for box in boxes]
+
+
+def _fixed(group: Sequence[torch.Tensor]) -> str:
+    """Why a storage, of which these tensors are known, cannot move."""
+    tensor = group[0]
+    if tensor.is_shared():
+        return SHARED
+    if not tensor.untyped_storage().resizable() and not lies_in_arena(tensor.data_ptr()):
+        return FOREIGN
+    own_users, own_holders = _uses(torch.empty(1))
+    users, holders = _uses(tensor)
+    return "" if users - own_users == len(group) - 1 and holders == own_holders else ALIASED
+
+
+def _uses(tensor: torch.Tensor) -> tuple[int, int]:
+    """How often a tensor's storage is used, and how often the Python object for it. Both count this look, too: compare
+    them with those of a tensor that nobody else has."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)

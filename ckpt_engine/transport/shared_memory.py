@@ -3,11 +3,17 @@
 The owner makes a file that has no name (memfd) and says its pid, descriptor, device and inode. A reader opens
 /proc/<pid>/fd/<descriptor> read-only and maps it. There is nothing to unlink: the kernel frees the memory when the
 last process that maps it is gone, however it went. It needs one pid namespace and one user, and no room in /dev/shm.
+
+A forked child of the owner gets private pages: what it writes, neither its parent nor a reader sees. What its parent
+writes it sees, page by page, until it has written to that page itself; copying all at each fork would cost a data
+loader's workers the size of the model each.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
+import logging
 import mmap
 import os
 import weakref
@@ -22,10 +28,60 @@ from ckpt_engine.transport.mapped import MappedRegions, Mapping
 from ckpt_engine.transport.room import memory_room
 from ckpt_engine.v1.weights_pb2 import Region, SharedMemoryLocator
 
+log = logging.getLogger(__name__)
+
 NAME = "shared_memory"
 
 ALIGNMENT = 64
 """Bytes; where tensors should start in an arena, so that none shares a cache line with another."""
+
+
+class _OwnedMemory(mmap.mmap):
+    """The owner's mapping of a whole memory file. It lives as long as any tensor over it."""
+
+    address: int
+    descriptor: int
+
+    @classmethod
+    def of(cls, descriptor: int, size: int) -> _OwnedMemory:
+        """Maps it. Raises OSError."""
+        memory = cls(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        memory.address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        memory.descriptor = os.dup(descriptor)
+        weakref.finalize(memory, os.close, memory.descriptor)
+        _owned.add(memory)
+        return memory
+
+    def make_private(self) -> None:
+        """Puts a private mapping of the file in the place of the shared one. In a forked child. Raises OSError."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED
+        if libc.mmap(self.address, len(self), mmap.PROT_READ | mmap.PROT_WRITE, flags, self.descriptor, 0) != (
+            self.address
+        ):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+_MAP_FIXED = 0x10
+_owned: weakref.WeakSet[_OwnedMemory] = weakref.WeakSet()
+
+
+def lies_in_arena(address: int) -> bool:
+    """Whether memory of this process lies in an arena that it made, be that closed or not."""
+    return any(memory.address <= address < memory.address + len(memory) for memory in _owned)
+
+
+def _become_child() -> None:
+    for memory in list(_owned):
+        try:
+            memory.make_private()
+        except OSError as error:
+            log.error("ckpt-engine: the published weights stay shared with the parent process: %s", error)
+
+
+os.register_at_fork(after_in_child=_become_child)
 
 
 class SharedArena:
@@ -53,9 +109,7 @@ class SharedArena:
             fcntl.fcntl(
                 self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             )
-            self._memory: mmap.mmap | None = mmap.mmap(
-                self._descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE
-            )
+            self._memory: _OwnedMemory | None = _OwnedMemory.of(self._descriptor, size)
         except OSError as error:
             self._closer()
             raise unavailable(f"{size} bytes of shared memory cannot be had: {error}") from error

@@ -237,7 +237,7 @@ class Shard(_message.Message):
     def __init__(self, tensor: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ..., region: _Optional[int] = ..., offset: _Optional[int] = ..., stride: _Optional[_Iterable[int]] = ..., stored_dtype: _Optional[str] = ..., encoding: _Optional[str] = ...) -> None: ...
 
 class SourceTable(_message.Message):
-    __slots__ = ("host", "rank", "tensors", "regions", "shards", "stays_sealed", "source_copies", "description", "id")
+    __slots__ = ("host", "rank", "tensors", "regions", "shards", "stays_sealed", "source_copies", "description", "id", "copied")
     HOST_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -247,6 +247,7 @@ class SourceTable(_message.Message):
     SOURCE_COPIES_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
+    COPIED_FIELD_NUMBER: _ClassVar[int]
     host: Host
     rank: int
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
@@ -256,7 +257,24 @@ class SourceTable(_message.Message):
     source_copies: int
     description: str
     id: str
-    def __init__(self, host: _Optional[_Union[Host, _Mapping]] = ..., rank: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., regions: _Optional[_Iterable[_Union[OfferedRegion, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., stays_sealed: bool = ..., source_copies: _Optional[int] = ..., description: _Optional[str] = ..., id: _Optional[str] = ...) -> None: ...
+    copied: _containers.RepeatedCompositeFieldContainer[CopiedTensors]
+    def __init__(self, host: _Optional[_Union[Host, _Mapping]] = ..., rank: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., regions: _Optional[_Iterable[_Union[OfferedRegion, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., stays_sealed: bool = ..., source_copies: _Optional[int] = ..., description: _Optional[str] = ..., id: _Optional[str] = ..., copied: _Optional[_Iterable[_Union[CopiedTensors, _Mapping]]] = ...) -> None: ...
+
+class CopiedTensors(_message.Message):
+    __slots__ = ("reason", "tensors", "bytes", "names", "rank", "ranks")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    tensors: int
+    bytes: int
+    names: _containers.RepeatedScalarFieldContainer[str]
+    rank: int
+    ranks: int
+    def __init__(self, reason: _Optional[str] = ..., tensors: _Optional[int] = ..., bytes: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ..., rank: _Optional[int] = ..., ranks: _Optional[int] = ...) -> None: ...
 
 class Need(_message.Message):
     __slots__ = ("tensor", "start", "stop")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -130,6 +131,77 @@ def test_a_snapshot_stays_as_it_was_until_the_next_seal() -> None:
     source.seal()
     assert_equal(read(source.table()), expected(model))
     assert source.digest(whole_atoms(source.table())) != digests
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_change_between_copy_and_digest_is_named(dtype: str | None) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    source = opened(model, snapshot=True, dtype=dtype)
+    atoms = whole_atoms(source.table())
+    source.seal()
+    with torch.no_grad():
+        model[1].weight[0, 0] += 1
+    with pytest.raises(CkptEngineError, match="changed while they were copied") as changed:
+        source.digest(atoms)
+    assert changed.value.problem.code == Problem.FAILED_PRECONDITION
+    assert list(changed.value.problem.tensors) == ["1.weight"]
+    assert list(changed.value.problem.ranks) == [0]
+    with pytest.raises(CkptEngineError):
+        source.seal(keep=True)
+    source.seal()
+    digests = source.digest(atoms)
+    with torch.no_grad():
+        model[1].weight[0, 0] += 1
+    assert source.digest(atoms) == digests
+    source.seal(keep=True)
+    assert source.digest(atoms) == digests
+
+
+def test_a_change_of_what_is_conjugated_is_seen_too() -> None:
+    base = torch.zeros(3, dtype=torch.complex64)
+    source = open_source({"odd": base.conj()})
+    source.seal()
+    base[1] = 1
+    with pytest.raises(CkptEngineError, match="changed while they were copied"):
+        source.digest(whole_atoms(source.table()))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_nan_that_is_cast_is_no_change(dtype: str) -> None:
+    bits = torch.randint(-(2**31), 2**31 - 1, (99, 37), dtype=torch.int32) | 0x7F800001
+    source = opened({"nan": bits.view(torch.float32).t(), "flat": bits.view(torch.float32)}, dtype=dtype)
+    source.seal()
+    source.digest(whole_atoms(source.table()))
+
+
+def test_a_snapshot_that_is_digested_is_whole_whoever_writes_meanwhile() -> None:
+    weights = {name: torch.zeros(200_000) for name in "ab"}
+    source, ending = opened(weights, snapshot=True), threading.Event()
+    atoms = whole_atoms(source.table())
+
+    def step() -> None:
+        while not ending.is_set():
+            for tensor in weights.values():
+                tensor.add_(1)
+
+    writer = threading.Thread(target=step)
+    writer.start()
+    refused = 0
+    try:
+        for _ in range(20):
+            source.seal()
+            try:
+                source.digest(atoms)
+            except CkptEngineError:
+                refused += 1
+            else:
+                assert all(len(tensor.unique()) == 1 for tensor in read(source.table()).values())
+    finally:
+        ending.set()
+        writer.join()
+    assert refused
+    source.seal()
+    source.digest(atoms)
 
 
 def test_live_weights_cannot_be_kept() -> None:

@@ -172,6 +172,34 @@ def test_changing_weights_during_an_update_is_found_out(manager: str, replica: S
         assert holds(reader, net.state_dict())
 
 
+def test_changing_weights_while_they_are_copied_is_found_out(manager: str, replica: StartReplica) -> None:
+    weights, reader, ending = {"a": torch.zeros(500_000), "b": torch.zeros(3)}, replica(), threading.Event()
+
+    def step() -> None:
+        while not ending.is_set():
+            weights["a"].add_(1)
+
+    def update_until_seen() -> None:
+        for _ in range(20):
+            update(trainer)
+
+    with a_trainer(manager) as trainer:
+        trainer.publish(weights)
+        update(trainer)
+        writer = threading.Thread(target=step)
+        writer.start()
+        try:
+            with pytest.raises(CkptEngineError, match="changed while they were copied") as caught:
+                update_until_seen()
+        finally:
+            ending.set()
+            writer.join()
+        assert caught.value.problem.code == Problem.FAILED_PRECONDITION
+        assert list(caught.value.problem.tensors) == ["a"]
+        assert update(trainer).ok
+        assert holds(reader, weights)
+
+
 def test_moved_weights_are_refused_by_name(manager: str, replica: StartReplica) -> None:
     net, reader = model(), replica()
     with a_trainer(manager) as trainer:

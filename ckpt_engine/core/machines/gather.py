@@ -111,6 +111,7 @@ class Gather:
             min_replicas=min_replicas,
             selection=frozenset(request.replicas) or None,
             end=self.end,
+            before=self.state.last.get(self.lineage),
         )
 
     def overdue(self) -> CkptEngineError:

@@ -13,7 +13,8 @@ class Order:
     """What an update is to do. end: monotonic seconds by which it must have reported.
 
     replicas: those it is for, by name. selection: the caller's wish, None for all. late: a replica is brought to this
-    version, which was sealed before; None: the version is sealed now, and its root is not known yet.
+    version, which was sealed before; None: the version is sealed now, and its root is not known yet. before: the
+    lineage's version before this one, if one is known.
     """
 
     lineage: str
@@ -26,3 +27,4 @@ class Order:
     selection: frozenset[str] | None
     end: float
     late: weights_pb2.Identity | None = None
+    before: weights_pb2.Identity | None = None

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 
 from ckpt_engine.core.machines.events import Published
 from ckpt_engine.core.machines.members import Replica
+from ckpt_engine.core.machines.order import Order
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+COPIED_TOLD = 16
+"""Reasons for copies that a report tells at most."""
+
+COPIED_NAMED = 16
+"""Tensors that it names for each."""
 
 
 def already_there(name: str, fence: weights_pb2.Fence, identity: weights_pb2.Identity) -> manager_pb2.ReplicaOutcome:
@@ -39,7 +46,7 @@ def left_out(
 def build_report(
     fence: weights_pb2.Fence,
     identity: weights_pb2.Identity,
-    published: Published,
+    order: Order,
     outcomes: Mapping[str, manager_pb2.ReplicaOutcome],
     seconds: float,
     planning: float,
@@ -60,10 +67,38 @@ def build_report(
         seconds=seconds,
         stages=[manager_pb2.StageSeconds(stage=stage, seconds=slowest[stage]) for stage in sorted(slowest)],
         bytes=sum(outcome.bytes for outcome in ordered),
-        tensors=published.tensors,
-        source_copies=max((source.source_copies for source in published.sources), default=0),
+        tensors=order.published.tensors,
+        source_copies=max((source.source_copies for source in order.published.sources), default=0),
         verified=ok and all(is_verified(worker) for outcome in ordered for worker in outcome.workers),
+        warnings=_warnings(identity, order.before),
+        copied=_copied(order.published),
     )
+
+
+def _copied(published: Published) -> list[weights_pb2.CopiedTensors]:
+    """What ranks copied to seal it, one entry a reason: a report must not grow with the number of ranks."""
+    merged: dict[str, weights_pb2.CopiedTensors] = {}
+    for source in published.sources:
+        for entry in source.copied:
+            known = merged.get(entry.reason)
+            if known is None:
+                merged[entry.reason] = known = weights_pb2.CopiedTensors(
+                    reason=entry.reason, names=entry.names[:COPIED_NAMED], rank=source.rank
+                )
+            known.tensors += entry.tensors
+            known.bytes += entry.bytes
+            known.ranks += 1
+    return sorted(merged.values(), key=lambda entry: (-entry.bytes, entry.reason))[:COPIED_TOLD]
+
+
+def _warnings(identity: weights_pb2.Identity, before: weights_pb2.Identity | None) -> list[str]:
+    """Versions without a difference: a step of the optimizer that changed nothing, or that went elsewhere."""
+    if before is None or before.root != identity.root or before.version >= identity.version:
+        return []
+    return [
+        f"version {identity.version} has the same weights as version {before.version}: if the model was trained "
+        "in between, what the optimizer writes is not what was published"
+    ]
 
 
 def is_verified(worker: manager_pb2.WorkerReport) -> bool:

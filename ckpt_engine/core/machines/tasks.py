@@ -29,6 +29,7 @@ class SourceOffer:
     table: manager_pb2.BlobRef
     stays_sealed: bool
     source_copies: int
+    copied: tuple[weights_pb2.CopiedTensors, ...] = ()
 
 
 @dataclass(frozen=True)

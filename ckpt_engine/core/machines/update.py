@@ -314,7 +314,7 @@ class Update:
         self._report = build_report(
             self.fence,
             self._identity,
-            self.order.published,
+            self.order,
             self._targets.outcomes,
             seconds=now - self._started,
             planning=self._install_started - self._started,
