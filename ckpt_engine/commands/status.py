@@ -124,6 +124,12 @@ def version_of(identity: weights_pb2.Identity) -> str:
     return f"{identity.version} of {identity.lineage} ({identity.root.hex()[:12]})"
 
 
+def _trouble(replica: manager_pb2.ReplicaStatus) -> str:
+    """Why it does not serve, and why it could not take the last version."""
+    unfit = f"left out: {replica.unfit.message}" if replica.HasField("unfit") else ""
+    return "; ".join(said for said in (unfit, replica.closed_reason) if said)
+
+
 def _trainers(answer: manager_pb2.GetStatusResponse) -> Table:
     table = Table("trainer", "rank", "state", "publishes", title="Trainers", title_justify="left", box=None)
     for trainer in answer.trainers:
@@ -154,7 +160,7 @@ def _replicas(answer: manager_pb2.GetStatusResponse) -> Table:
             str(len(replica.workers)),
             f"{outcome.sync_seconds:.3f} s" if outcome else "",
             f"{outcome.pause_seconds:.3f} s" if outcome else "",
-            Text(replica.closed_reason, style="red"),
+            Text(_trouble(replica), style="red"),
         )
     if not answer.replicas:
         table.add_row(Text("none", style="dim"))

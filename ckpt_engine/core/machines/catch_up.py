@@ -45,7 +45,7 @@ class CatchUp:
             return None
         waits = []
         for replica in self.state.members.receivers():
-            if not self._lacks(replica):
+            if not self._lacks(replica) or replica.never_loads(published.manifest.digest) is not None:
                 self.attempts.pop(replica.name, None)
                 continue
             attempts = self._attempts(replica)
@@ -63,7 +63,7 @@ class CatchUp:
                 replicas=(replica.name,),
                 calls={},
                 pause_mode=manager_pb2.PAUSE_MODE_UNSPECIFIED,
-                min_replicas=1,
+                min_replicas=None,
                 selection=None,
                 end=now + self.state.deadlines.catch_up,
                 late=latest.identity,
@@ -89,6 +89,14 @@ class CatchUp:
         if not self._lacks(replica):
             why = "asleep" if replica.asleep else "without workers" if not replica.workers else "not meant to have it"
             raise precondition(f"it is {why}, so it is not brought to {version}", replica=replica.name)
+        offered = self._offered()
+        never = None if offered is None else replica.never_loads(offered.manifest.digest)
+        if never is not None:
+            raise precondition(
+                f"its engine can never load {version}: {never.problem.message}. Start an engine with that model, or "
+                f"take it out with `ckpt-engine replica evict {replica.name}`",
+                replica=replica.name,
+            )
         if self._published() is None:
             raise precondition(
                 f"no source of {version} stays sealed, so nothing can be read now; the next update repairs it",
@@ -106,13 +114,15 @@ class CatchUp:
 
     def _published(self) -> Published | None:
         """Where the latest version's bytes lie, if they stay there."""
+        offered = self._offered()
+        if offered is None or not all(source.stays_sealed for source in offered.sources):
+            return None
+        return offered
+
+    def _offered(self) -> Published | None:
+        """What the latest version's ranks published."""
         latest = self.state.latest
-        if latest is None:
-            return None
-        published = latest.published or self.publications.get(latest.identity.lineage).published
-        if published is None or not all(source.stays_sealed for source in published.sources):
-            return None
-        return published
+        return None if latest is None else latest.published or self.publications.get(latest.identity.lineage).published
 
     def _lacks(self, replica: Replica) -> bool:
         latest = self.state.latest

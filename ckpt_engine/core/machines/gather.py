@@ -13,8 +13,8 @@ from ckpt_engine.core.machines.events import Call, Key
 from ckpt_engine.core.machines.manager_state import State, describe
 from ckpt_engine.core.machines.order import Order
 from ckpt_engine.core.machines.publications import Publications
-from ckpt_engine.core.pausing import check_pause_mode
-from ckpt_engine.core.problems import CkptEngineError, aborted, invalid, not_found, precondition
+from ckpt_engine.core.machines.selection import min_replicas_of, replicas_for
+from ckpt_engine.core.problems import CkptEngineError, aborted, invalid, precondition
 from ckpt_engine.v1 import manager_pb2
 
 GATHER: Key = ("gather",)
@@ -61,7 +61,7 @@ class Gather:
         """What is going on, for who must wait for it."""
         return f"gathering ranks of lineage {self.lineage!r}: {', '.join(self._missing()) or 'all are there'}"
 
-    def order(self) -> Order | None:
+    def order(self, now: float) -> Order | None:
         """What the ranks want, once all are there; None: wait. Raises CkptEngineError if it must be refused."""
         self._check_agreement()
         publication = self.publications.get(self.lineage)
@@ -70,15 +70,14 @@ class Gather:
         if self._missing() or publication.published is None:
             return None
         request = self.requests[min(self.requests)]
-        min_replicas = request.min_replicas if request.HasField("min_replicas") else 1
         return Order(
             lineage=self.lineage,
             version=self._version(),
             published=publication.published,
-            replicas=self._replicas(request.replicas, min_replicas, request.pause_mode),
+            replicas=replicas_for(self.state, request, now),
             calls=self.calls,
             pause_mode=request.pause_mode,
-            min_replicas=min_replicas,
+            min_replicas=min_replicas_of(request),
             selection=frozenset(request.replicas) or None,
             end=self.end,
         )
@@ -126,7 +125,7 @@ class Gather:
             said = ", ".join(f"rank {rank}: {versions[rank]}" for rank in sorted(versions))
             raise invalid(f"the ranks ask for different versions: {said}", ranks=sorted(versions))
         wishes = {
-            rank: (request.pause_mode, request.min_replicas, tuple(sorted(request.replicas)))
+            rank: (request.pause_mode, min_replicas_of(request), tuple(sorted(request.replicas)))
             for rank, request in self.requests.items()
         }
         if len(set(wishes.values())) > 1:
@@ -149,26 +148,3 @@ class Gather:
                 f"version {version} goes backwards: {describe(last)} was installed before; start a new lineage"
             )
         return version
-
-    def _replicas(self, wanted: Sequence[str], min_replicas: int, pause_mode: manager_pb2.PauseMode) -> tuple[str, ...]:
-        members = self.state.members
-        for name in wanted:
-            replica = members.replicas.get(name)
-            if replica is None:
-                known = ", ".join(sorted(members.replicas)) or "none"
-                raise not_found(f"there is no replica {name!r} (known: {known})", replica=name)
-            if not replica.receives:
-                raise precondition(
-                    f"replica {name!r} is colocated: it sleeps and wakes, but receives no weights", replica=name
-                )
-        names = sorted(set(wanted)) or [replica.name for replica in members.receivers()]
-        there = [name for name in names if members.replicas[name].peer is not None]
-        if len(there) < min_replicas:
-            raise precondition(
-                f"{len(there)} replicas that receive weights are connected, {min_replicas} are required; "
-                "start some with `ckpt-engine replica`"
-            )
-        for name in names:
-            if (engine := members.replicas[name].engine) is not None:
-                check_pause_mode(name, engine, pause_mode)
-        return tuple(names)
