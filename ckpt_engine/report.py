@@ -61,7 +61,8 @@ class ReplicaReport:
 
     @property
     def outcome(self) -> str:
-        """ "new_serving", "old_serving" or "quarantined"."""
+        """ "new_serving", "old_serving", "quarantined", or "not_reached": its agent or engine was not there, so it may
+        serve what it held last."""
         return manager_pb2.Outcome.Name(self.message.outcome).lower()
 
     @property
@@ -150,12 +151,12 @@ class UpdateReport:
 
     @property
     def ok(self) -> bool:
-        """Every replica serves the new weights."""
+        """Every replica serves the new weights; if the caller named `min_replicas`, at least so many do."""
         return self.message.ok
 
     @property
     def verified(self) -> bool:
-        """Every worker of every replica holds what was sealed, bit for bit."""
+        """`ok`, and every worker of the replicas that serve the new weights holds what was sealed, bit for bit."""
         return self.message.verified
 
     @property
@@ -195,7 +196,8 @@ class UpdateReport:
 
     @property
     def replicas(self) -> tuple[ReplicaReport, ...]:
-        """One report a replica, by name."""
+        """One report a replica, by name: of all that were registered when the update began, also those that were not
+        reached, or of those that the caller named."""
         return tuple(ReplicaReport(outcome) for outcome in sorted(self.message.replicas, key=lambda r: r.replica))
 
     @property
@@ -232,6 +234,8 @@ class UpdateReport:
     def __str__(self) -> str:
         serving = sum(replica.ok for replica in self.replicas)
         state = ("verified" if self.verified else "not verified") if self.ok else "NOT OK"
+        if self.ok and serving < len(self.replicas):
+            state += ", as many as were asked for"
         head = (
             f"version {self.version} of {self.lineage} (root {self.root[:12]}, epoch {self.epoch}): "
             f"{self.message.tensors} tensors, {human_bytes(self.bytes)} to "

@@ -150,13 +150,13 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def running_cluster(path: Path) -> Iterator[Cluster]:
+def running_cluster(path: Path, http: str = "127.0.0.1:0") -> Iterator[Cluster]:
     """A manager on a free port of loopback with its ledger below `path`; ends every process that it started."""
     path.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    command = [sys.executable, "-m", "ckpt_engine", "serve", "--listen", address, "--http", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "ckpt_engine", "serve", "--listen", address, "--http", http]
     with (path / "manager.log").open("ab") as log:
         manager = subprocess.Popen(
             [*command, "--ledger", str(path / "ledger.sqlite")], stdout=log, stderr=subprocess.STDOUT

@@ -34,11 +34,17 @@ def evict(
     manager: Manager = "127.0.0.1:50051",
     reason: Annotated[str, typer.Option(help="For the log of its agent.")] = "",
 ) -> None:
-    """Take a replica out: its agent ends for good, and with it an engine that it launched. Its name is free then."""
+    """Take a replica out: its agent ends for good, and with it an engine that it launched. Its name is free then.
+
+    Updates do not count it any more. One whose agent is not connected is forgotten; its engine stays as it is.
+    """
     seconds = configured_deadlines(None).status
     request = manager_pb2.EvictReplicaRequest(name=name, reason=reason)
     answer = _call(manager, lambda stub: stub.EvictReplica(request, timeout=seconds))
-    typer.echo(f"replica {name}: evicted" + ("" if answer.was_connected else "; its agent was not connected"))
+    typer.echo(
+        f"replica {name}: evicted"
+        + ("" if answer.was_connected else "; its agent was not connected, so its engine stays as it is")
+    )
 
 
 def _call(manager: str, ask: Callable[[Any], Awaitable[Any]]) -> Any:

@@ -124,6 +124,14 @@ def version_of(identity: weights_pb2.Identity) -> str:
     return f"{identity.version} of {identity.lineage} ({identity.root.hex()[:12]})"
 
 
+def _trouble(replica: manager_pb2.ReplicaStatus) -> Text:
+    """Why it does not serve, why it could not take the last version, or why its engine's labels are not to be trusted.
+    Red, unless it serves and only its labels are wrong."""
+    unfit = f"left out: {replica.unfit.message}" if replica.HasField("unfit") else ""
+    bad = "; ".join(said for said in (unfit, replica.closed_reason) if said)
+    return Text(bad, style="red") if bad else Text(replica.label_problem, style="yellow")
+
+
 def _trainers(answer: manager_pb2.GetStatusResponse) -> Table:
     table = Table("trainer", "rank", "state", "publishes", title="Trainers", title_justify="left", box=None)
     for trainer in answer.trainers:
@@ -154,7 +162,7 @@ def _replicas(answer: manager_pb2.GetStatusResponse) -> Table:
             str(len(replica.workers)),
             f"{outcome.sync_seconds:.3f} s" if outcome else "",
             f"{outcome.pause_seconds:.3f} s" if outcome else "",
-            Text(replica.closed_reason or replica.label_problem, style="red" if replica.closed_reason else "yellow"),
+            _trouble(replica),
         )
     if not answer.replicas:
         table.add_row(Text("none", style="dim"))

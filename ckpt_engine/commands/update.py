@@ -39,15 +39,24 @@ def update(
         str | None, typer.Option(help=f"What becomes of running requests: {', '.join(PAUSE_MODES)}.")
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="Of the whole update, seconds.")] = None,
-    min_replicas: Annotated[int, typer.Option(help="Refuse to update fewer.")] = 1,
+    min_replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="So many suffice: refuse to update fewer, exit with 0 if so many serve. Default: all must serve.",
+        ),
+    ] = None,
     replica: Annotated[list[str] | None, typer.Option(help="Only this one. May be repeated. Default: all.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Bring all replicas to the weights of a checkpoint directory.
 
-    The files are read in place by every replica of this host; they must not change meanwhile. Exits with 0 only if
-    every replica serves the new weights, verified. Repeated calls use one lineage, "checkpoint", so versions rise from
-    call to call, whichever directory they name.
+    The files are read in place by every replica of this host; they must not change meanwhile. Repeated calls use one
+    lineage, "checkpoint", so versions rise from call to call, whichever directory they name.
+
+    Exits with 0 only if every registered replica serves the new weights, verified, also those that are not connected;
+    with --min-replicas if at least so many do, with --replica if those do. Replicas that cannot take part are left out
+    and named.
     """
     try:
         with Trainer(manager, lineage=lineage) as trainer, _shown(quiet=json_output) as shown:

@@ -58,16 +58,20 @@ def compile_plans(
     workers: Sequence[PlanRequest],
     choose: Choose = choose_transport,
     along: Sequence[Sequence[Box]] = (),
+    refused: dict[Hashable, CkptEngineError] | None = None,
 ) -> Plans:
     """Plans for all workers of an update, and the atoms of every source.
 
-    along: for each tensor, boxes that cells are cut along too (those of a sealed record).
+    along: for each tensor, boxes that cells are cut along too (those of a sealed record). refused: takes, by their
+    keys, the workers for which no plan can be made; the others are planned for. None: raises what is wrong with the
+    first one.
+
     Raises INVALID_ARGUMENT for a need that does not fit the manifest, FAILED_PRECONDITION for needs of another manifest
     or tables that are not the publication's, and what `choose` raises if no holder of a needed part can be reached.
     """
     if tuple(table_digests) != publication.table_digests:
         raise precondition("the tables have changed since they were merged; merge them again")
-    compiled = _compile(publication, workers, choose)
+    compiled = _compile(publication, workers, choose, refused)
     boxes = [(tensor, box) for tensor, boxes in enumerate(along) for box in boxes]
     cells = cut(publication, [*(each.wanted for each in compiled), boxes])
     return _plans(publication, compiled, cells)
@@ -95,7 +99,12 @@ def _plans(publication: Publication, compiled: list[_Compiled], cells: Cells) ->
     return Plans(publication, workers, cells, maps)
 
 
-def _compile(publication: Publication, workers: Sequence[PlanRequest], choose: Choose) -> list[_Compiled]:
+def _compile(
+    publication: Publication,
+    workers: Sequence[PlanRequest],
+    choose: Choose,
+    refused: dict[Hashable, CkptEngineError] | None,
+) -> list[_Compiled]:
     wanted: dict[bytes, Wanted] = {}
     compiled: dict[tuple[bytes, bytes, tuple[str, ...]], _Compiled] = {}
     keys: set[Hashable] = set()
@@ -108,10 +117,16 @@ def _compile(publication: Publication, workers: Sequence[PlanRequest], choose: C
         if same in compiled:
             compiled[same].keys.append(worker.key)
             continue
-        if needs_digest not in wanted:
-            wanted[needs_digest] = _wanted(publication, worker)
-        reader = _Reader(publication, worker, choose, spread=len(compiled))
-        plan = reader.plan(wanted[needs_digest], needs_digest)
+        try:
+            if needs_digest not in wanted:
+                wanted[needs_digest] = _wanted(publication, worker)
+            reader = _Reader(publication, worker, choose, spread=len(compiled))
+            plan = reader.plan(wanted[needs_digest], needs_digest)
+        except CkptEngineError as problem:
+            if refused is None:
+                raise
+            refused[worker.key] = problem
+            continue
         compiled[same] = _Compiled([worker.key], wanted[needs_digest], plan)
     return list(compiled.values())
 

@@ -11,7 +11,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ckpt_engine.core.problems import precondition, unavailable
+from ckpt_engine.core.problems import precondition
 from ckpt_engine.v1.weights_pb2 import Gpu, GpuReach, Host
 
 
@@ -169,7 +169,7 @@ def choose_transport(source: Host, transport: str, worker: Host, available: Sequ
     """How a worker reads regions of a source that offers them over `transport`.
 
     available: the transports that the worker's host can use. Raises FAILED_PRECONDITION if the worker cannot use this
-    transport at all, UNAVAILABLE if it does not reach from there; both say why and what to do.
+    transport at all or it does not reach from there, saying why and what to do.
     """
     rule = RULES.get(transport)
     if rule is None:
@@ -185,7 +185,7 @@ def choose_transport(source: Host, transport: str, worker: Host, available: Sequ
         )
     verdict = rule(source, worker)
     if not verdict.ok:
-        raise unavailable(verdict.reason)
+        raise precondition(verdict.reason)
     return Choice(transport, verdict.reason, verdict.distance)
 
 

@@ -6,7 +6,8 @@ Runs on one thread of its own, never two calls at once. It decides no transport:
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Generic, TypeVar
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar, cast
 
 from google.protobuf.message import DecodeError, Message
 
@@ -25,7 +26,7 @@ from ckpt_engine.core.machines.events import (
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.offers import label
 from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
-from ckpt_engine.core.problems import internal, invalid
+from ckpt_engine.core.problems import CkptEngineError, internal, invalid
 from ckpt_engine.core.publication import Publication, merge_tables
 from ckpt_engine.core.sealed import check_replicas, expected_digests
 from ckpt_engine.manager.blobs import BlobStore, describe
@@ -99,28 +100,21 @@ class Compiler:
         return published
 
     def compile(self, task: CompilePlans) -> Compiled:
-        """Plans for these workers, from what is kept if nothing changed and its blobs are still there."""
+        """Plans for these workers, from what is kept if nothing changed and its blobs are still there.
+
+        A replica that cannot be planned for is named as unfit, and has no plans.
+        """
         publication = _publication(task.published)
         key = (publication.table_digests, tuple(map(_identity, task.workers)))
         compiled = self._plans.get(key)
         if compiled is not None and all(map(self._blobs.has, (*compiled.plans.values(), *compiled.atoms.values()))):
             return compiled
-        needs: dict[bytes, weights_pb2.WorkerNeeds] = {}
-        requests = []
-        for worker in task.workers:
-            name = f"the needs of replica {worker.key[0]!r}, worker {worker.key[1]}"
-            if worker.needs.digest not in needs:
-                needs[worker.needs.digest] = self._parsed(worker.needs, weights_pb2.WorkerNeeds(), name)
-            requests.append(PlanRequest(worker.key, needs[worker.needs.digest], worker.host, worker.transports))
-        replicas: dict[str, list[weights_pb2.WorkerNeeds]] = {}
-        for worker in task.workers:
-            replicas.setdefault(worker.key[0], []).append(needs[worker.needs.digest])
-        for replica, workers in replicas.items():
-            check_complete(publication.manifest, workers, replica)
-        plans = compile_plans(publication, publication.table_digests, requests)
+        requests, unfit = self._requests(task)
+        plans = _plans_for_all_that_fit(publication, requests, unfit)
         stored: dict[int, manager_pb2.BlobRef] = {}
         refs: dict[WorkerKey, manager_pb2.BlobRef] = {}
-        for worker in task.workers:  # workers that need the same share one plan, so it is made into bytes once
+        planned = [worker for worker in task.workers if worker.key[0] not in unfit]
+        for worker in planned:  # workers that need the same share one plan, so it is made into bytes once
             plan = plans.workers[worker.key]
             if id(plan) not in stored:
                 stored[id(plan)] = self._blobs.put(canonical(plan))
@@ -131,11 +125,30 @@ class Compiler:
                 publication.tables[source].id: self._blobs.put(canonical(atoms))
                 for source, atoms in plans.atoms.items()
             },
-            bytes={worker.key: plans.workers[worker.key].bytes for worker in task.workers},
+            bytes={worker.key: plans.workers[worker.key].bytes for worker in planned},
             handle=plans,
+            unfit=unfit,
         )
         self._plans.put(key, compiled)
         return compiled
+
+    def _requests(self, task: CompilePlans) -> tuple[list[PlanRequest], dict[str, weights_pb2.Problem]]:
+        """What the workers need, and by their names the replicas of which a worker has told something unreadable."""
+        needs: dict[bytes, weights_pb2.WorkerNeeds] = {}
+        unfit: dict[str, weights_pb2.Problem] = {}
+        requests = []
+        for worker in task.workers:
+            name = f"the needs of replica {worker.key[0]!r}, worker {worker.key[1]}"
+            try:
+                if worker.needs.digest not in needs:
+                    needs[worker.needs.digest] = self._parsed(worker.needs, weights_pb2.WorkerNeeds(), name)
+            except CkptEngineError as error:
+                if error.problem.code != weights_pb2.Problem.INVALID_ARGUMENT:
+                    raise  # they are not stored here: replicas can store them again
+                unfit.setdefault(worker.key[0], error.problem)
+                continue
+            requests.append(PlanRequest(worker.key, needs[worker.needs.digest], worker.host, worker.transports))
+        return [request for request in requests if _replica(request) not in unfit], unfit
 
     def combine(self, task: CombineSeals) -> Combined:
         """What the sealed digests add up to, and what each worker must therefore find."""
@@ -165,6 +178,37 @@ class Compiler:
         except DecodeError as error:
             raise invalid(f"{name} (blob {describe(ref.digest)}) is no {empty.DESCRIPTOR.name}") from error
         return empty
+
+
+def _plans_for_all_that_fit(
+    publication: Publication, requests: Sequence[PlanRequest], unfit: dict[str, weights_pb2.Problem]
+) -> Plans:
+    """Plans without the replicas that there are none for, which are put into unfit: a worker of theirs cannot be
+    planned for, or their workers together leave something out."""
+    workers: dict[str, list[PlanRequest]] = {}
+    for request in requests:
+        workers.setdefault(_replica(request), []).append(request)
+    for name, those in workers.items():
+        try:
+            check_complete(publication.manifest, [each.needs for each in those], name)
+        except CkptEngineError as error:
+            unfit[name] = error.problem
+    refused: dict[Hashable, CkptEngineError] = {}
+    fitting = [request for request in requests if _replica(request) not in unfit]
+    plans = compile_plans(publication, publication.table_digests, fitting, refused=refused)
+    if not refused:
+        return plans
+    for request in fitting:
+        if request.key in refused:
+            unfit.setdefault(_replica(request), refused[request.key].problem)
+    # Other workers of these replicas were planned for in vain.
+    fitting = [request for request in fitting if _replica(request) not in unfit]
+    return compile_plans(publication, publication.table_digests, fitting)
+
+
+def _replica(request: PlanRequest) -> str:
+    name, _ = cast(WorkerKey, request.key)
+    return name
 
 
 def _publication(published: Published) -> Publication:

@@ -36,13 +36,14 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._updates = Counter(
             "ckpt_engine_updates",
-            "Updates that ended: ok (every replica serves the new weights), partial, or refused (nothing touched).",
+            "Updates that ended: ok (every registered replica serves the new weights, or as many as the caller named), "
+            "partial, or refused (nothing touched).",
             ("outcome",),
             registry=self.registry,
         )
         self._outcomes = Counter(
             "ckpt_engine_replica_outcomes",
-            "How updates ended for single replicas.",
+            "How updates ended for single replicas; not_reached: registered, and its agent or engine was not there.",
             ("outcome",),
             registry=self.registry,
         )
@@ -73,7 +74,7 @@ class Metrics:
         )
         for outcome in ("ok", "partial", "refused"):
             self._updates.labels(outcome)
-        for outcome in ("new_serving", "old_serving", "quarantined"):
+        for outcome in ("new_serving", "old_serving", "quarantined", "not_reached"):
             self._outcomes.labels(outcome)
         self.registry.register(_Gauges(status, blobs))
 

@@ -16,6 +16,7 @@ from ckpt_engine.core.problems import CkptEngineError, deadline, internal
 from ckpt_engine.manager.compiler import Compiler
 from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.metrics import Metrics
+from ckpt_engine.v1 import manager_pb2
 
 log = logging.getLogger("ckpt_engine.manager")
 
@@ -81,6 +82,11 @@ class Tasks:
                     report.bytes,
                     report.seconds,
                 )
+                for outcome in report.replicas:
+                    if outcome.outcome != manager_pb2.NEW_SERVING:
+                        name = manager_pb2.Outcome.Name(outcome.outcome).lower()
+                        problem = outcome.problem.message
+                        log.warning("replica not updated name=%s outcome=%s problem=%r", outcome.replica, name, problem)
                 self._metrics.report(report)
                 await self._ledger.record_outcome(report)
             case _:

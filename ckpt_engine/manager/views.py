@@ -102,7 +102,7 @@ class ReplicaOutcome(BaseModel):
 
     replica: str
     epoch: int
-    outcome: str
+    outcome: str = Field(description="new_serving, old_serving, quarantined or not_reached")
     problem: Problem | None
     label_problem: str
     before: Identity | None
@@ -173,6 +173,7 @@ class Replica(BaseModel):
     identity: Identity | None = Field(description="set when all workers agree")
     workers: list[Worker]
     last_outcome: ReplicaOutcome | None
+    unfit: Problem | None = Field(description="why it could not take the version that it was asked to take last")
 
     @classmethod
     def of(cls, replica: manager_pb2.ReplicaStatus) -> Replica:
@@ -189,6 +190,7 @@ class Replica(BaseModel):
             identity=Identity.of(replica.identity) if replica.HasField("identity") else None,
             workers=[Worker.of(worker) for worker in replica.workers],
             last_outcome=ReplicaOutcome.of(replica.last_outcome) if replica.HasField("last_outcome") else None,
+            unfit=Problem.of(replica.unfit) if replica.HasField("unfit") else None,
         )
 
 
@@ -217,14 +219,14 @@ class Copied(BaseModel):
 class Report(BaseModel):
     """How an update ended."""
 
-    ok: bool
+    ok: bool = Field(description="every replica serves the new weights, or as many as the caller named")
     verified: bool
     seconds: float
     bytes: int
     tensors: int
     source_copies: int
     stages: dict[str, float]
-    replicas: list[ReplicaOutcome]
+    replicas: list[ReplicaOutcome] = Field(description="all that were registered, or that the caller named")
     warnings: list[str]
     copied: list[Copied]
 

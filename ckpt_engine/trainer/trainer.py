@@ -181,7 +181,9 @@ class Trainer:
         version: rises within the lineage; none: the last one plus one. All ranks give the same.
         pause_mode: "keep" (the engine's default), "abort", "wait" or "in_place", see PAUSE_MODES.
         timeout: of the whole update, seconds; none: the manager's default.
-        min_replicas: refuse to update fewer; default 1. replicas: only these; empty: all that receive weights.
+        min_replicas: so many suffice: fewer are refused, and with so many `report.ok` is true. None: whoever can be
+            updated is (at least one), and `report.ok` is true only if all are, also those that are not connected.
+        replicas: only these; empty: all that are registered and receive weights.
         on_progress: called on this thread with each UpdateProgress; what it raises ends the wait.
 
         Returns the report also if some replicas failed: look at `report.ok`. Raises CkptEngineError when the update

@@ -46,6 +46,7 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NEW_SERVING: _ClassVar[Outcome]
     OLD_SERVING: _ClassVar[Outcome]
     QUARANTINED: _ClassVar[Outcome]
+    NOT_REACHED: _ClassVar[Outcome]
 WORKER_STATE_UNSPECIFIED: WorkerState
 NONE: WorkerState
 DIRTY: WorkerState
@@ -70,6 +71,7 @@ OUTCOME_UNSPECIFIED: Outcome
 NEW_SERVING: Outcome
 OLD_SERVING: Outcome
 QUARANTINED: Outcome
+NOT_REACHED: Outcome
 
 class BlobRef(_message.Message):
     __slots__ = ("digest", "size")
@@ -696,7 +698,7 @@ class TrainerStatus(_message.Message):
     def __init__(self, lineage: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., connected: bool = ..., published: bool = ..., description: _Optional[str] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
-    __slots__ = ("name", "engine", "mode", "connected", "serving", "asleep", "closed_reason", "workers", "identity", "last_outcome", "host", "label_problem")
+    __slots__ = ("name", "engine", "mode", "connected", "serving", "asleep", "closed_reason", "workers", "identity", "last_outcome", "host", "unfit", "label_problem")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
@@ -708,6 +710,7 @@ class ReplicaStatus(_message.Message):
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     LAST_OUTCOME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    UNFIT_FIELD_NUMBER: _ClassVar[int]
     LABEL_PROBLEM_FIELD_NUMBER: _ClassVar[int]
     name: str
     engine: Engine
@@ -720,8 +723,9 @@ class ReplicaStatus(_message.Message):
     identity: _weights_pb2.Identity
     last_outcome: ReplicaOutcome
     host: _weights_pb2.Host
+    unfit: _weights_pb2.Problem
     label_problem: str
-    def __init__(self, name: _Optional[str] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., connected: bool = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., label_problem: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., connected: bool = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., unfit: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., label_problem: _Optional[str] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
     __slots__ = ("fence", "phase", "latest", "trainers", "replicas", "software_version", "warnings")

@@ -144,7 +144,7 @@ def test_what_cannot_be_reached_is_taken_from_elsewhere_or_refused() -> None:
     alone = merge_tables([near])
     with pytest.raises(CkptEngineError) as caught:
         compile_plans(alone, alone.table_digests, [asked])
-    assert caught.value.problem.code == Problem.UNAVAILABLE
+    assert caught.value.problem.code == Problem.FAILED_PRECONDITION
     for word in ("worker w", "tensor a", "[0:8, 0:6]", "h1", "h2"):
         assert word in caught.value.problem.message
 

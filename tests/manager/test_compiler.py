@@ -123,7 +123,7 @@ def test_a_rank_cannot_publish_for_another() -> None:
         Compiler(blobs).merge(MergeTables("run", (second, first), SECONDS))
 
 
-def test_a_tensor_that_all_workers_of_a_replica_leave_to_others_is_refused_when_planning() -> None:
+def test_a_replica_whose_workers_all_leave_a_tensor_to_others_is_unfit() -> None:
     """Two pipeline stages that share the tensors, then two that both leave the last one out."""
     blobs = BlobStore()
     compiler = Compiler(blobs)
@@ -139,7 +139,39 @@ def test_a_tensor_that_all_workers_of_a_replica_leave_to_others_is_refused_when_
                 needs.elsewhere.append(index)
         return PlanWorker(("replica", rank), blobs.put(canonical(needs)), HOST, ("shared_memory",))
 
-    compiler.compile(CompilePlans(published, (stage(0, 0, 1), stage(1, 2)), SECONDS))
-    with pytest.raises(CkptEngineError, match="each of the 2 workers of replica 'replica'") as caught:
-        compiler.compile(CompilePlans(published, (stage(0, 0), stage(1, 1)), SECONDS))
-    assert list(caught.value.problem.tensors) == [manifest.tensors[2].name]
+    assert not compiler.compile(CompilePlans(published, (stage(0, 0, 1), stage(1, 2)), SECONDS)).unfit
+    compiled = compiler.compile(CompilePlans(published, (stage(0, 0), stage(1, 1)), SECONDS))
+    assert not compiled.plans
+    problem = compiled.unfit["replica"]
+    assert "each of the 2 workers of replica 'replica'" in problem.message
+    assert list(problem.tensors) == [manifest.tensors[2].name]
+
+
+def test_replicas_that_cannot_be_planned_for_are_named_and_the_others_get_the_plans_of_old() -> None:
+    """One without the transport, with a second worker that has it; one whose needs are no message; one of another
+    manifest. Needs that are not stored at all refuse everything, since replicas can store them again."""
+    blobs = BlobStore()
+    compiler = Compiler(blobs)
+    published = compiler.merge(MergeTables("run", tables(blobs, some_weights()), SECONDS))
+    good = workers(blobs, published)
+    (needs,) = {worker.needs.digest: worker.needs for worker in good}.values()
+    other = blobs.put(canonical(weights_pb2.WorkerNeeds(manifest_digest=b"another")))
+    bad = (
+        PlanWorker(("half", 0), needs, HOST, ("shared_memory",)),
+        PlanWorker(("half", 1), needs, HOST, ("file",)),
+        PlanWorker(("garbage", 0), blobs.put(b"\xff\xff"), HOST, ("shared_memory",)),
+        PlanWorker(("stale", 0), other, HOST, ("shared_memory",)),
+    )
+    compiled = compiler.compile(CompilePlans(published, (*bad, *good), SECONDS))
+    alone = Compiler(blobs).compile(CompilePlans(published, good, SECONDS))
+    assert (compiled.plans, compiled.atoms, compiled.bytes) == (alone.plans, alone.atoms, alone.bytes)
+    said = {name: problem.message for name, problem in compiled.unfit.items()}
+    assert sorted(said) == ["garbage", "half", "stale"]
+    assert "('half', 1)" in said["half"]
+    assert "offers its weights over shared_memory" in said["half"]
+    assert "needs of replica 'garbage', worker 0" in said["garbage"]
+    assert "has to prepare again" in said["stale"]
+    lost = PlanWorker(("lost", 0), manager_pb2.BlobRef(digest=bytes(32), size=1), HOST, ("shared_memory",))
+    with pytest.raises(CkptEngineError) as caught:
+        compiler.compile(CompilePlans(published, (lost, *good), SECONDS))
+    assert caught.value.problem.code == weights_pb2.Problem.NOT_FOUND

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ckpt_engine.core.machines import events
-from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, internal, precondition, unavailable
+from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, internal, invalid, precondition, unavailable
 from ckpt_engine.core.sleeping import AWAKE, TAGS
 from ckpt_engine.install import state
 from ckpt_engine.install.state import WorkerWord
@@ -64,6 +64,7 @@ class Engine:
 
     def __init__(self, world: World, faults: Faults, truth: Truth, name: str, workers: int, models: set[str]) -> None:
         self.world, self.faults, self.truth, self.name, self.models = world, faults, truth, name, models
+        self.prepares = 0  # how often it was asked to record its loader
         self.workers = [Worker(rank, world.random.randbytes(16)) for rank in range(workers)]
         self.agent: Agent | None = None
         self.paused = False
@@ -162,6 +163,7 @@ class Engine:
                 if self.in_order and not self.asleep:
                     self.paused = False  # as vLLM does
             case events.PrepareEngine():
+                self.prepares += 1
                 yield from self._all(self._prepare)
             case events.InstallEngine():
                 if "weights" in self.asleep:
@@ -220,7 +222,7 @@ class Engine:
         if model in self.models:
             prepared.needs = json.dumps([self.name, worker.rank, worker.boot_id.hex(), model]).encode()
         else:
-            prepared.problem.CopyFrom(precondition(f"this engine cannot load {model}").problem)
+            prepared.problem.CopyFrom(invalid(f"this engine cannot load {model}").problem)
         yield from self._ask(worker, _request(prepared=prepared), 3.0)
 
     def _install(self, worker: Worker) -> Steps:

@@ -29,6 +29,7 @@ class Healed:
         self._move_those_of_other_clusters()
         self.world.run(self.world.now + 2 * self.scenario.deadlines.lease + self.scenario.deadlines.update / 2)
         self._nobody_gave_up()
+        self._evict_the_dead()
         self._wake_all()
         self._nothing_is_paused()
         self._must_succeed()
@@ -56,6 +57,14 @@ class Healed:
         for agent in self.scenario.agents.values():
             if agent.ended is not None and agent.alive:
                 raise BrokenPromiseError(f"the agent of {agent.name} gave up: {agent.ended.message}")
+
+    def _evict_the_dead(self) -> None:
+        """Killed for good, with their engines: only an operator knows that, and until then they count as missing."""
+        manager = self.scenario.cluster.manager
+        assert manager is not None
+        for replica in manager.machine.status().replicas:
+            if not self.scenario.agents[replica.name].alive:
+                manager.operate(manager_pb2.EvictReplicaRequest(name=replica.name))
 
     def _wake_all(self) -> None:
         manager = self.scenario.cluster.manager

@@ -47,6 +47,8 @@ class Invariants:
         self._begun: dict[AgentShell, Operation] = {}
         self._seen: dict[str, object] = {}
         self._mislabelled: dict[Engine, int] = {}
+        self._update: object = None
+        self._registered: set[str] = set()  # when the update that runs began
 
     def check(self) -> None:
         """After every event."""
@@ -58,6 +60,9 @@ class Invariants:
             if agent.alive:
                 self._agent(name, agent)
         manager = self.scenario.cluster.manager
+        if manager is not None and manager.machine._update is not self._update:
+            self._update = manager.machine._update
+            self._registered = {name for name, member in manager.machine._members.replicas.items() if member.receives}
         if manager is not None and manager.alive and not manager.stopped:
             for call in manager.calls.values():
                 patience = call.request.timeout_seconds or self.scenario.deadlines.update
@@ -222,8 +227,12 @@ class Invariants:
     def _report(self, manager: ManagerShell, report: manager_pb2.UpdateReport) -> None:
         update = manager.machine._update
         assert update is not None
-        if {outcome.replica for outcome in report.replicas} != set(update.order.replicas):
+        reported = {outcome.replica for outcome in report.replicas}
+        if reported != set(update.order.replicas):
             raise BrokenPromiseError(f"replicas have no outcome in the report of epoch {report.fence.epoch}")
+        unsaid = self._registered - reported
+        if unsaid and update.order.selection is None and update.order.late is None:
+            raise BrokenPromiseError(f"{unsaid} are registered, and not in the report of epoch {report.fence.epoch}")
         for outcome in report.replicas:
             self._left_alone_rightly(report, outcome)
             if outcome.fence != report.fence:
@@ -236,7 +245,9 @@ class Invariants:
                 )
             if outcome.outcome != manager_pb2.NEW_SERVING and not outcome.problem.message:
                 raise BrokenPromiseError(f"{outcome.replica} has no reason in the report of epoch {report.fence.epoch}")
-        if report.ok != all(outcome.outcome == manager_pb2.NEW_SERVING for outcome in report.replicas):
+        new = sum(outcome.outcome == manager_pb2.NEW_SERVING for outcome in report.replicas)
+        enough = update.order.min_replicas
+        if report.ok != (new >= (len(reported) if enough is None else enough)):
             raise BrokenPromiseError(f"the report of epoch {report.fence.epoch} calls itself {report.ok}")
 
     def _left_alone_rightly(self, report: manager_pb2.UpdateReport, outcome: manager_pb2.ReplicaOutcome) -> None:

@@ -105,6 +105,7 @@ class ManagerShell(Shell):
         self.streams: dict[Peer, Stream] = {}
         self.calls: dict[Call, OpenCall] = {}
         self.sleep_calls: dict[Call, Signal] = {}
+        self.progress: list[manager_pb2.UpdateProgress] = []  # of all updates
         self._names = 0
         self._processes.append(world.spawn(self._collect_garbage()))
 
@@ -151,6 +152,14 @@ class ManagerShell(Shell):
             self.feed(events.SleepCall(call, manager_pb2.SleepRequest(replicas=replicas, level=level)))
         return over
 
+    def operate(self, request: events.OperatorRequest) -> Signal:
+        """A call of an operator has arrived; its answer, or its problem."""
+        self._names += 1
+        call = Call(f"call-{self._names}")
+        over = self.sleep_calls[call] = Signal()
+        self.feed(events.OperatorCall(call, request))
+        return over
+
     def cancel_call(self, call: Call) -> None:
         """Its caller has gone."""
         if self.calls.pop(call, None) is not None:
@@ -171,7 +180,9 @@ class ManagerShell(Shell):
             case events.CancelTimer(key):
                 self.cancel_timer(key)
             case events.EmitEvent(call, event):
-                if call in self.calls and event.HasField("report"):
+                if event.HasField("progress"):
+                    self.progress.append(event.progress)
+                elif call in self.calls:
                     self.calls[call].report = event.report
             case events.FinishCall(call, problem, response):
                 if call in self.sleep_calls:

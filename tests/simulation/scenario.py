@@ -342,6 +342,8 @@ class Scenario:
             if wanted:
                 request.replicas.extend(wanted)
                 request.min_replicas = len(wanted)
+            elif group.number % 4 == 3:
+                request.min_replicas = 1
             calls.append(self.world.spawn(self._call(trainer, request)))
         reports = []
         for call in calls:

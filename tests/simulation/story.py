@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckpt_engine.core.machines import events
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.members import AgentShell, TrainerShell
@@ -12,6 +13,7 @@ from tests.simulation.world import Steps
 
 Problem = weights_pb2.Problem
 NEW, OLD, QUARANTINED = manager_pb2.NEW_SERVING, manager_pb2.OLD_SERVING, manager_pb2.QUARANTINED
+UNREACHED = manager_pb2.NOT_REACHED
 
 
 class Story(Scenario):
@@ -54,6 +56,20 @@ class Story(Scenario):
 
         self.world.spawn(steps())
         return results
+
+    def evict(self, name: str) -> None:
+        """An operator takes a replica out."""
+        assert isinstance(self._operate(manager_pb2.EvictReplicaRequest(name=name)), manager_pb2.EvictReplicaResponse)
+
+    def retry(self, name: str) -> Any:
+        """An operator asks for another try; the answer, or the problem."""
+        return self._operate(manager_pb2.RetryReplicaRequest(name=name))
+
+    def _operate(self, request: events.OperatorRequest) -> Any:
+        assert self.cluster.manager is not None
+        over = self.cluster.manager.operate(request)
+        self.wait(0.1)
+        return over.value
 
     def update(self, group: Group, seconds: float = 5.0, **wishes: Any) -> Any:
         """All ranks call with the same wishes; the result that all of them get."""

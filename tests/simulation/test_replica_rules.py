@@ -10,7 +10,7 @@ from ckpt_engine.v1 import manager_pb2, worker_pb2
 from tests.simulation.engine import Engine, Worker
 from tests.simulation.invariants import BrokenPromiseError
 from tests.simulation.members import AgentShell
-from tests.simulation.story import NEW, OLD, QUARANTINED, Problem, Story, outcomes, refused
+from tests.simulation.story import NEW, OLD, QUARANTINED, Problem, Story, outcomes
 from tests.simulation.world import Steps
 
 
@@ -20,17 +20,6 @@ def story() -> Story:
 
 
 # ------------------------------------------------------------------------------------------------------ replicas
-
-
-def test_a_model_that_one_replica_cannot_load_refuses_the_update(story: Story) -> None:
-    good, bad = story.replica(), story.replica()
-    assert bad.engine is not None
-    assert good.engine is not None
-    bad.engine.models = {"model A"}
-    first = story.update(story.ranks())
-    assert first.ok
-    refused(story.update(story.ranks("run B", model="model B")), Problem.FAILED_PRECONDITION, "cannot load model B")
-    assert good.engine.words().identity == first.identity
 
 
 def test_a_replica_that_dies_is_reported_and_holds_up_nobody(story: Story) -> None:
@@ -145,18 +134,19 @@ def test_an_agent_that_forgets_orders_computes_with_half_a_version(
 
 
 def orders_outlive_their_agent(story: Story, monkeypatch: pytest.MonkeyPatch) -> AgentShell:
-    """An agent is killed while a worker has its order and has not begun to write; returns the new agent."""
+    """An agent is killed while a worker has its order and has not begun to write; returns the new agent, which comes
+    when the update is over, so that nobody asks it to install."""
     agent, group = story.replica(), story.ranks()
     assert agent.engine is not None
     agent.engine.in_order = False
     assert story.update(group).ok
     group.train()
-    hold_back_first_bytes(monkeypatch, 4.0)
-    story.call(group.trainers[0])
+    hold_back_first_bytes(monkeypatch, 6.0)
+    story.call(group.trainers[0], timeout_seconds=3.0)
     while not agent.machine.replica.orders:
         story.wait(0.01)
-    story.restart_agent(agent, 0.1)
-    story.wait(10.0)
+    story.restart_agent(agent, 3.0)
+    story.wait(12.0)
     return story.agents[agent.name]
 
 

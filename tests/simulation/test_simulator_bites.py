@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ckpt_engine.core.machines import agent_install, gather, targets, update
@@ -133,6 +135,28 @@ def outcomes_are_invented(patch: Patch) -> None:
     patch.setattr(agent_install.Installing, "_conclude", conclude)
 
 
+def reports_leave_out_who_is_away(patch: Patch) -> None:
+    """An update is for those that are connected, and a report for nobody else."""
+    original = gather.replicas_for
+
+    def replicas_for(state: State, request: manager_pb2.UpdateWeightsRequest, now: float) -> tuple[str, ...]:
+        return tuple(name for name in original(state, request, now) if state.members.replicas[name].peer is not None)
+
+    patch.setattr(gather, "replicas_for", replicas_for)
+
+
+def one_is_always_enough(patch: Patch) -> None:
+    """A report is ok as soon as one replica serves the new version."""
+    original = update.build_report
+
+    def build_report(*arguments: Any, **named: Any) -> manager_pb2.UpdateReport:
+        report = original(*arguments, **named)
+        report.ok = any(outcome.outcome == manager_pb2.NEW_SERVING for outcome in report.replicas)
+        return report
+
+    patch.setattr(update, "build_report", build_report)
+
+
 MISTAKES: list[Mistake] = [
     workers_do_not_verify,
     half_a_version_is_resumed,
@@ -146,6 +170,8 @@ MISTAKES: list[Mistake] = [
     installs_are_not_repeated,
     agents_ignore_time,
     outcomes_are_invented,
+    reports_leave_out_who_is_away,
+    one_is_always_enough,
 ]
 
 

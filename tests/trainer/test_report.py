@@ -64,6 +64,16 @@ def test_as_text_it_is_a_table_with_the_problems_below() -> None:
     assert lines[4] == "a: its agent was lost"
 
 
+def test_a_report_that_is_ok_without_all_says_so() -> None:
+    message = report().message
+    message.ok = message.verified = True
+    message.replicas[1].outcome = manager_pb2.NOT_REACHED
+    lines = str(UpdateReport(message)).splitlines()
+    assert lines[0].endswith("to 1 of 2 replicas in 1.50 s, verified, as many as were asked for")
+    assert lines[2].split()[:2] == ["a", "not_reached"]
+    assert lines[4] == "a: its agent was lost"
+
+
 def test_as_json_it_holds_everything() -> None:
     held = json.loads(json.dumps(report().to_dict()))
     assert held["replicas"][1]["transports"][0] == {

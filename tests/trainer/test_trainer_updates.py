@@ -218,9 +218,7 @@ def test_moved_weights_are_refused_by_name(manager: str, replica: StartReplica) 
 
 def test_a_replica_that_cannot_take_the_model_refuses_the_update(manager: str, replica: StartReplica) -> None:
     reader = replica()
-    reader.prepare_problem = Problem(
-        code=Problem.INVALID_ARGUMENT, message="no such parameter", tensors=["a"], replica="plain"
-    )
+    reader.prepare_problem = Problem(code=Problem.INVALID_ARGUMENT, message="no such parameter", tensors=["a"])
     with a_trainer(manager) as trainer:
         trainer.publish({"a": torch.ones(3)})
         with pytest.raises(CkptEngineError, match="no such parameter") as caught:

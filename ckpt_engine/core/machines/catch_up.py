@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
 from ckpt_engine.core.machines.events import Key, Published
 from ckpt_engine.core.machines.manager_state import State, describe
-from ckpt_engine.core.machines.members import Replica
+from ckpt_engine.core.machines.members import Replica, Unfit
 from ckpt_engine.core.machines.order import Order
 from ckpt_engine.core.machines.publications import Publications
 from ckpt_engine.core.machines.versions import Latest
@@ -45,7 +45,7 @@ class CatchUp:
         waits = []
         for replica in self.state.members.receivers():
             latest = self.state.versions.of(replica.name)
-            if latest is None or not _lacks(replica, latest):
+            if latest is None or not _lacks(replica, latest) or self._never_loads(replica, latest) is not None:
                 self.attempts.pop(replica.name, None)
                 continue
             published = self._published(latest)
@@ -66,7 +66,7 @@ class CatchUp:
                 replicas=(replica.name,),
                 calls={},
                 pause_mode=manager_pb2.PAUSE_MODE_UNSPECIFIED,
-                min_replicas=1,
+                min_replicas=None,
                 selection=None,
                 end=now + self.state.deadlines.catch_up,
                 late=latest.identity,
@@ -95,6 +95,13 @@ class CatchUp:
         if not _lacks(replica, latest):
             why = "asleep" if replica.asleep else "without workers"
             raise precondition(f"it is {why}, so it is not brought to {version}", replica=replica.name)
+        never = self._never_loads(replica, latest)
+        if never is not None:
+            raise precondition(
+                f"its engine can never load {version}: {never.problem.message}. Start an engine with that model, or "
+                f"take it out with `ckpt-engine replica evict {replica.name}`",
+                replica=replica.name,
+            )
         if self._published(latest) is None:
             raise precondition(
                 f"no source of {version} stays sealed, so nothing can be read now; the next update repairs it",
@@ -112,10 +119,18 @@ class CatchUp:
 
     def _published(self, latest: Latest) -> Published | None:
         """Where a version's bytes lie, if they stay there."""
-        published = latest.published or self.publications.get(latest.identity.lineage).published
-        if published is None or not all(source.stays_sealed for source in published.sources):
+        offered = self._offered(latest)
+        if offered is None or not all(source.stays_sealed for source in offered.sources):
             return None
-        return published
+        return offered
+
+    def _offered(self, latest: Latest) -> Published | None:
+        """What the ranks of a version published."""
+        return latest.published or self.publications.get(latest.identity.lineage).published
+
+    def _never_loads(self, replica: Replica, latest: Latest) -> Unfit | None:
+        offered = self._offered(latest)
+        return None if offered is None else replica.never_loads(offered.manifest.digest)
 
     def _attempts(self, replica: Replica, latest: Latest) -> Attempts:
         workers, identity = replica.boot_ids(), latest.identity.SerializeToString(deterministic=True)

@@ -14,8 +14,8 @@ from ckpt_engine.core.machines.manager_state import State, describe
 from ckpt_engine.core.machines.naming import ranks_named
 from ckpt_engine.core.machines.order import Order
 from ckpt_engine.core.machines.publications import Publications
-from ckpt_engine.core.pausing import check_pause_mode
-from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invalid, not_found, precondition
+from ckpt_engine.core.machines.selection import min_replicas_of, replicas_for
+from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invalid, precondition
 from ckpt_engine.v1 import manager_pb2
 
 HIGHEST_VERSION = (1 << 63) - 1
@@ -90,7 +90,7 @@ class Gather:
         publication = self.publications.get(self.lineage)
         return (publication.published or publication.problem) is not None and not self._missing_ranks()
 
-    def order(self) -> Order | None:
+    def order(self, now: float) -> Order | None:
         """What the ranks want, once all are there; None: wait. Raises CkptEngineError if it must be refused."""
         self._check_agreement()
         if not self.complete():
@@ -100,15 +100,14 @@ class Gather:
             raise CkptEngineError(publication.problem)
         assert publication.published is not None
         request = self.requests[min(self.requests)]
-        min_replicas = request.min_replicas if request.HasField("min_replicas") else 1
         return Order(
             lineage=self.lineage,
             version=self._version(),
             published=publication.published,
-            replicas=self._replicas(request.replicas, min_replicas, request.pause_mode),
+            replicas=replicas_for(self.state, request, now),
             calls=self.calls,
             pause_mode=request.pause_mode,
-            min_replicas=min_replicas,
+            min_replicas=min_replicas_of(request),
             selection=frozenset(request.replicas) or None,
             end=self.end,
             before=self.state.last.get(self.lineage),
@@ -169,7 +168,7 @@ class Gather:
             said = ", ".join(f"{ranks_named(asking[version])}: {version}" for version in sorted(asking)[:MOST_NAMED])
             raise invalid(f"the ranks ask for different versions: {said}", ranks=sorted(versions))
         wishes = {
-            rank: (request.pause_mode, request.min_replicas, tuple(sorted(request.replicas)))
+            rank: (request.pause_mode, min_replicas_of(request), tuple(sorted(request.replicas)))
             for rank, request in self.requests.items()
         }
         if len(set(wishes.values())) > 1:
@@ -194,26 +193,3 @@ class Gather:
                 f"version {version} goes backwards: {describe(last)} was installed before; start a new lineage"
             )
         return version
-
-    def _replicas(self, wanted: Sequence[str], min_replicas: int, pause_mode: manager_pb2.PauseMode) -> tuple[str, ...]:
-        members = self.state.members
-        for name in wanted:
-            replica = members.replicas.get(name)
-            if replica is None:
-                known = ", ".join(sorted(members.replicas)) or "none"
-                raise not_found(f"there is no replica {name!r} (known: {known})", replica=name)
-            if not replica.receives:
-                raise precondition(
-                    f"replica {name!r} is colocated: it sleeps and wakes, but receives no weights", replica=name
-                )
-        names = sorted(set(wanted)) or [replica.name for replica in members.receivers()]
-        there = [name for name in names if members.replicas[name].peer is not None]
-        if len(there) < min_replicas:
-            raise precondition(
-                f"{len(there)} replicas that receive weights are connected, {min_replicas} are required; "
-                "start some with `ckpt-engine replica`"
-            )
-        for name in names:
-            if (engine := members.replicas[name].engine) is not None:
-                check_pause_mode(name, engine, pause_mode)
-        return tuple(names)

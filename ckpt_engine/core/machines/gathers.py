@@ -62,7 +62,7 @@ class Gathers:
                 if not settled:
                     continue
                 self._look_for_ranks(gather)
-                order = gather.order()
+                order = gather.order(now)
             except CkptEngineError as error:
                 self._refuse(gather, error.problem)
                 continue

@@ -222,7 +222,7 @@ class ManagerMachine:
         self._state.cancel_timer(("lease", peer))
         self._gone(member, now)
         if self._update is not None:
-            self._update.member_lost(member)
+            self._update.member_lost(member, now)
 
     def _gone(self, member: Trainer | Replica, now: float) -> None:
         if self._sleepers is not None and isinstance(member, Replica):

@@ -115,11 +115,13 @@ class State:
         if member.peer is not None:
             self.out.append(Send(member.peer, body))
 
-    def send_to(self, name: str, body: ProtobufMessage) -> None:
-        """The same for a replica by its name; dropped if nobody knows it."""
+    def send_to(self, name: str, body: ProtobufMessage) -> bool:
+        """The same for a replica by its name; dropped if nobody knows it. Whether it was connected."""
         replica = self.members.replicas.get(name)
-        if replica is not None:
-            self.send(replica, body)
+        if replica is None or replica.peer is None:
+            return False
+        self.send(replica, body)
+        return True
 
     def run(self, key: Key, task: ManagerTask) -> None:
         """Starts a task."""

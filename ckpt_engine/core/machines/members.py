@@ -34,11 +34,22 @@ class Trainer:
     table: manager_pb2.BlobRef | None = None
 
 
+@dataclass(frozen=True)
+class Unfit:
+    """Why a replica's engine could not take a version. workers: their boot ids. manifest: what it can never load,
+    whoever publishes it; empty: another try may work."""
+
+    problem: weights_pb2.Problem
+    workers: tuple[bytes, ...]
+    manifest: bytes = b""
+
+
 @dataclass
 class Replica:
     """One rollout replica, as its agent tells. peer: None while its session is lost.
 
-    engine: None until the agent has one that answers. prepared: what its workers last recorded, by rank.
+    engine: None until the agent has one that answers. prepared: what its workers last recorded, by rank. unfit: why it
+    could not take the version that it was asked to take last; None if it could.
     """
 
     name: str
@@ -57,6 +68,7 @@ class Replica:
     closed_reason: str = ""
     label_problem: str = ""
     last_outcome: manager_pb2.ReplicaOutcome | None = None
+    unfit: Unfit | None = None
 
     @property
     def receives(self) -> bool:
@@ -94,6 +106,17 @@ class Replica:
                 return None
             found.append(prepared)
         return found or None
+
+    def why_unfit(self) -> weights_pb2.Problem | None:
+        """Why its present workers could not take a version; None if nothing is known against them."""
+        same = self.unfit is not None and self.unfit.workers == self.boot_ids()
+        return self.unfit.problem if same and self.unfit is not None else None
+
+    def never_loads(self, manifest_digest: bytes) -> Unfit | None:
+        """What is known against loading a manifest into its present workers, now or ever."""
+        if self.why_unfit() is None or self.unfit is None or self.unfit.manifest != manifest_digest:
+            return None
+        return self.unfit
 
 
 def absence(member: Trainer | Replica) -> str:
@@ -215,7 +238,7 @@ class Members:
         replica.closed_reason = "its agent has just connected"
         before = None
         if old is not None:
-            before, replica.last_outcome = old.peer, old.last_outcome
+            before, replica.last_outcome, replica.unfit = old.peer, old.last_outcome, old.unfit
             if before is not None:
                 self.by_peer.pop(before, None)
             if before == peer:

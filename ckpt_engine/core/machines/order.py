@@ -12,9 +12,10 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 class Order:
     """What an update is to do. end: monotonic seconds by which it must have reported.
 
-    replicas: those it is for, by name. selection: the caller's wish, None for all. late: a replica is brought to this
-    version, which was sealed before; None: the version is sealed now, and its root is not known yet. before: the
-    lineage's version before this one, if one is known.
+    replicas: those it is for, by name. min_replicas: how many of them suffice; None: it is carried out for one too, but
+    is ok only with all. selection: the caller's wish, None for all. late: a replica is brought to this version, which
+    was sealed before; None: the version is sealed now, and its root is not known yet. before: the lineage's version
+    before this one, if one is known.
     """
 
     lineage: str
@@ -23,8 +24,13 @@ class Order:
     replicas: tuple[str, ...]
     calls: dict[int, Call]  # by trainer rank
     pause_mode: manager_pb2.PauseMode
-    min_replicas: int
+    min_replicas: int | None
     selection: frozenset[str] | None
     end: float
     late: weights_pb2.Identity | None = None
     before: weights_pb2.Identity | None = None
+
+    @property
+    def least(self) -> int:
+        """With fewer replicas that can be updated it is refused."""
+        return 1 if self.min_replicas is None else self.min_replicas

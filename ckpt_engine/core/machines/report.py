@@ -24,21 +24,24 @@ def already_there(name: str, fence: weights_pb2.Fence, identity: weights_pb2.Ide
 
 
 def left_out(
-    name: str, replica: Replica | None, fence: weights_pb2.Fence, problem: weights_pb2.Problem
+    name: str, replica: Replica | None, fence: weights_pb2.Fence, problem: weights_pb2.Problem, told: bool
 ) -> manager_pb2.ReplicaOutcome:
     """Of a replica that gave no outcome.
 
-    replica: None if it was told to install, or is unknown: then nobody knows what became of it, and it counts as
-    closed. Otherwise it still serves the old version if that is what it said last.
+    told: it was told to install. Then nobody knows what became of it, and it counts as closed. Otherwise it is as it
+    was: unknown if it or its engine is not there, else it still serves the old version if that is what it said last.
     """
     named = weights_pb2.Problem()
     named.CopyFrom(problem)
     named.replica = name
     outcome = manager_pb2.ReplicaOutcome(replica=name, fence=fence, outcome=manager_pb2.QUARANTINED, problem=named)
-    identity = None if replica is None else replica.identity()
-    if replica is not None and replica.peer is not None and replica.serving and identity is not None:
-        outcome.outcome = manager_pb2.OLD_SERVING
+    identity = None if replica is None or told else replica.identity()
+    if identity is not None:
         outcome.before.CopyFrom(identity)
+    if not told and (replica is None or replica.peer is None or replica.engine is None):
+        outcome.outcome = manager_pb2.NOT_REACHED
+    elif replica is not None and replica.serving and identity is not None:
+        outcome.outcome = manager_pb2.OLD_SERVING
         outcome.after.CopyFrom(identity)
     return outcome
 
@@ -51,9 +54,11 @@ def build_report(
     seconds: float,
     planning: float,
 ) -> manager_pb2.UpdateReport:
-    """The report of an update. planning: seconds until the first install command."""
+    """The report of an update. It is ok with so many replicas as the order asks for, or with all. planning: seconds
+    until the first install command."""
     ordered = [outcomes[name] for name in sorted(outcomes)]
-    ok = all(outcome.outcome == manager_pb2.NEW_SERVING for outcome in ordered)
+    new = [outcome for outcome in ordered if outcome.outcome == manager_pb2.NEW_SERVING]
+    ok = len(new) >= (len(ordered) if order.min_replicas is None else order.min_replicas)
     slowest: dict[manager_pb2.Stage, float] = {}
     for outcome in ordered:
         for stage in outcome.stages:
@@ -69,7 +74,7 @@ def build_report(
         bytes=sum(outcome.bytes for outcome in ordered),
         tensors=order.published.tensors,
         source_copies=max((source.source_copies for source in order.published.sources), default=0),
-        verified=ok and all(is_verified(worker) for outcome in ordered for worker in outcome.workers),
+        verified=ok and all(is_verified(worker) for outcome in new for worker in outcome.workers),
         warnings=_warnings(identity, order.before),
         copied=_copied(order.published),
     )

@@ -74,4 +74,5 @@ def _replica(replica: Replica) -> manager_pb2.ReplicaStatus:
         identity=replica.identity(),
         last_outcome=replica.last_outcome,
         host=replica.host,
+        unfit=replica.why_unfit(),
     )

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ckpt_engine.core.machines.events import Combined, Compiled, PlanWorker
 from ckpt_engine.core.machines.manager_state import State
-from ckpt_engine.core.machines.members import Replica
+from ckpt_engine.core.machines.members import Replica, Unfit
 from ckpt_engine.core.machines.order import Order
 from ckpt_engine.core.machines.report import already_there, left_out
+from ckpt_engine.core.problems import precondition
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
 
-LEAVES_OUT = frozenset({Problem.UNAVAILABLE, Problem.DEADLINE_EXCEEDED, Problem.ABORTED, Problem.INTERNAL})
-"""Problems of a prepare that concern this replica's health, not its model: it is left out, the others go on."""
+HEALTH = frozenset({Problem.UNAVAILABLE, Problem.DEADLINE_EXCEEDED, Problem.ABORTED, Problem.INTERNAL})
+"""Problems of a prepare that concern a replica's health. All others say that it is unfit: its engine cannot load what
+is published. If no replica can, it is what is published that is wrong, and the update is refused."""
 
 
 class Targets:
-    """outcomes: by name; grows until every replica has one. told: whether some were told to install."""
+    """outcomes: by name; grows until every replica has one. awaited: those that are to come back before they are asked
+    for anything."""
 
     def __init__(self, state: State, order: Order, fence: weights_pb2.Fence) -> None:
         self._state = state
         self._order = order
         self._fence = fence
         self._prepared: dict[str, list[manager_pb2.PreparedWorker]] = {}
+        self._unfit: dict[str, Unfit] = {}
+        self._told: set[str] = set()
         self.outcomes: dict[str, manager_pb2.ReplicaOutcome] = {}
-        self.told = False
+        self.awaited: set[str] = set()
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """Their workers' needs."""
@@ -41,29 +48,32 @@ class Targets:
         return sorted(self._prepared)
 
     def prepare(self, seconds: float) -> None:
-        """Asks, again, every connected replica whose workers have not recorded this manifest."""
+        """Asks, again, every connected replica whose workers have not answered about this manifest before."""
         manifest = self._order.published.manifest
         for name in self.unprepared():
             replica = self._state.members.replicas.get(name)
             known = None if replica is None else replica.prepared_for(manifest.digest)
+            never = None if replica is None else replica.never_loads(manifest.digest)
             if known is not None:
                 self._prepared[name] = known
-            else:
+            elif never is not None:
+                self._leave_out_unfit(name, never)
+            elif name not in self.awaited:
                 command = manager_pb2.Prepare(fence=self._fence, manifest=manifest, deadline_seconds=seconds)
                 self._state.send_to(name, command)
 
-    def take_prepared(self, replica: Replica, body: manager_pb2.Prepared) -> Problem | None:
-        """Takes an answer; the problem if it is one that refuses the whole update."""
+    def take_prepared(self, replica: Replica, body: manager_pb2.Prepared) -> None:
+        """Takes an answer."""
         if replica.name not in self.unprepared():
-            return None
+            return
         if not body.HasField("problem"):
             self._prepared[replica.name] = sorted(body.workers, key=lambda worker: worker.rank)
             replica.prepared = {worker.rank: worker for worker in body.workers}
-        elif body.problem.code in LEAVES_OUT:
+        elif body.problem.code in HEALTH:
             self.leave_out(replica.name, body.problem)
         else:
-            return body.problem
-        return None
+            manifest = self._order.published.manifest.digest if body.problem.code == Problem.INVALID_ARGUMENT else b""
+            self._leave_out_unfit(replica.name, Unfit(body.problem, replica.boot_ids(), manifest))
 
     def prepare_again(self) -> None:
         """What they recorded is not stored here: it went to a manager before this one. They store it once more."""
@@ -73,9 +83,43 @@ class Targets:
                 replica.prepared.clear()
         self._prepared.clear()
 
-    def why_left_out(self) -> str:
-        """Names those that are, with the reason."""
-        return "; ".join(f"{name}: {self.outcomes[name].problem.message}" for name in sorted(self.outcomes))
+    def take_unplanned(self, problems: Mapping[str, Problem]) -> None:
+        """For these no plan can be made. Other sources may be within their reach, so they are asked again."""
+        for name, problem in problems.items():
+            replica = self._state.members.replicas.get(name)
+            self._leave_out_unfit(name, Unfit(problem, () if replica is None else replica.boot_ids()))
+
+    def too_few(self) -> Problem | None:
+        """Why the update is refused, if those that are prepared are not enough.
+
+        If none is, and some are unfit, what is published is to blame: then the first tensor's name goes with it.
+        """
+        able, least = len(self._prepared), self._order.least
+        if able >= least and (able or not self._unfit):
+            return None
+        why = self._why_left_out()
+        if able or not self._unfit:
+            return precondition(f"{able} replicas can be updated, {least} are required ({why})").problem
+        name = min(self._unfit)
+        problem = Problem()
+        problem.CopyFrom(self._unfit[name].problem)
+        problem.message = f"no replica can take what lineage {self._order.lineage!r} publishes ({why})"
+        problem.replica = name
+        return problem
+
+    def remember_unfit(self) -> None:
+        """For the status, and so that what can never work is not asked for again."""
+        for name in self._order.replicas:
+            replica = self._state.members.replicas.get(name)
+            if replica is not None and (name in self._unfit or name in self._prepared):
+                replica.unfit = self._unfit.get(name)
+
+    def _why_left_out(self) -> str:
+        """Names those that are, with the reason; those that have the same one together."""
+        names: dict[str, list[str]] = {}
+        for name in sorted(self.outcomes):
+            names.setdefault(self.outcomes[name].problem.message, []).append(name)
+        return "; ".join(f"{', '.join(those)}: {message}" for message, those in names.items())
 
     def workers(self) -> tuple[PlanWorker, ...]:
         """Of the prepared ones, for the planner."""
@@ -100,15 +144,17 @@ class Targets:
 
     def install(self, identity: weights_pb2.Identity, compiled: Compiled, combined: Combined, seconds: float) -> None:
         """Tells, again, everybody who has no outcome."""
-        self.told = True
         for name in self.waiting_for():
+            if name in self.awaited:
+                continue
             command = manager_pb2.Install(
                 fence=self._fence, identity=identity, pause_mode=self._order.pause_mode, deadline_seconds=seconds
             )
             for worker in self._prepared[name]:
                 key = (name, worker.rank)
                 command.workers.add(rank=worker.rank, plan=compiled.plans[key], expected=combined.expected[key])
-            self._state.send_to(name, command)
+            if self._state.send_to(name, command):
+                self._told.add(name)
 
     def abandon(self, reason: str) -> None:
         """Asks everybody who has no outcome to go back, if no byte was written."""
@@ -121,7 +167,14 @@ class Targets:
             self.outcomes[name] = outcome
 
     def leave_out(self, name: str, problem: Problem) -> None:
-        """Ends the update for one replica that gave no outcome."""
-        replica = None if self.told else self._state.members.replicas.get(name)
-        self.outcomes[name] = left_out(name, replica, self._fence, problem)
+        """Ends the update for one replica that gave no outcome, and tells the callers."""
+        replica = self._state.members.replicas.get(name)
+        self.outcomes[name] = left_out(name, replica, self._fence, problem, told=name in self._told)
         self._prepared.pop(name, None)
+        for call in self._order.calls.values():
+            progress = manager_pb2.UpdateProgress(replica=name, message=f"left out: {problem.message}")
+            self._state.emit(call, manager_pb2.UpdateEvent(progress=progress))
+
+    def _leave_out_unfit(self, name: str, unfit: Unfit) -> None:
+        self._unfit[name] = unfit
+        self.leave_out(name, unfit.problem)

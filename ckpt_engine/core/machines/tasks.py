@@ -57,13 +57,15 @@ class PlanWorker:
 class Compiled:
     """Plans of all workers, and what each source must digest for them. All of them are stored as blobs.
 
-    bytes: read by all workers together. handle: the shell's own, comes back in CombineSeals.
+    bytes: read by all workers together. handle: the shell's own, comes back in CombineSeals. unfit: replicas for which
+    no plan can be made, and why; there are no plans for their workers.
     """
 
     plans: Mapping[WorkerKey, manager_pb2.BlobRef]
     atoms: Mapping[str, manager_pb2.BlobRef]  # source id -> Atoms
     bytes: Mapping[WorkerKey, int]
     handle: object = field(default=None, compare=False, repr=False)
+    unfit: Mapping[str, weights_pb2.Problem] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
+from ckpt_engine.core.machines.absences import Absences
 from ckpt_engine.core.machines.events import (
     Combined,
     CombineSeals,
@@ -22,7 +23,7 @@ from ckpt_engine.core.machines.events import (
     RecordOutcome,
 )
 from ckpt_engine.core.machines.manager_state import SHORTEST_SECONDS, State, describe
-from ckpt_engine.core.machines.members import Replica, Trainer, absence
+from ckpt_engine.core.machines.members import Replica, Trainer
 from ckpt_engine.core.machines.order import Order
 from ckpt_engine.core.machines.report import build_report
 from ckpt_engine.core.machines.sealing import Sealing
@@ -51,6 +52,7 @@ class Update:
         self.cut = ""
         self._over = over
         self._targets = Targets(state, order, self.fence)
+        self._absences = Absences(state, order, self._targets, self._timer, self._cancel)
         self._compiled: Compiled | None = None
         self._sealing: Sealing | None = None
         self._combined: Combined | None = None
@@ -84,10 +86,7 @@ class Update:
         self._timer("end", self.order.end - self.state.deadlines.report / 2 - now)
         self._timer("resend", self.state.deadlines.resend)
         self._begin_phase("preparing", self.state.deadlines.prepare, now)
-        for name in self.order.replicas:
-            replica = self.state.members.replicas.get(name)
-            if replica is None or replica.peer is None:
-                self._targets.leave_out(name, unavailable("it is not connected", replica=name).problem)
+        self._absences.begin(self.order.replicas, now)
         self._send_missing(now)
 
     def cut_short(self, reason: str, now: float) -> None:
@@ -111,16 +110,16 @@ class Update:
 
     # -- members come and go
 
-    def member_lost(self, member: Trainer | Replica) -> None:
+    def member_lost(self, member: Trainer | Replica, now: float) -> None:
         """It gets some time to come back."""
-        if self._concerns(member):
-            self._timer(absence(member), self.state.deadlines.lease)
+        if self._absences.concern(member):
+            self._absences.lost(member, now)
 
     def member_back(self, member: Trainer | Replica, now: float) -> None:
         """It said hello again, or published: it gets what it may have missed."""
-        if not self._concerns(member):
+        if not self._absences.concern(member):
             return
-        self.state.cancel_timer(self._key(absence(member)))
+        self._absences.back(member)
         if isinstance(member, Trainer):
             tables = {source.rank: source.table for source in self.order.published.sources}
             if self.order.late is None and self.phase in REFUSABLE and member.table != tables.get(member.rank):
@@ -132,36 +131,26 @@ class Update:
 
     def member_gone(self, member: Trainer | Replica, now: float) -> None:
         """It said goodbye, was replaced by another process, or did not come back in time."""
-        if not self._concerns(member):
+        if not self._absences.concern(member):
             return
         if isinstance(member, Replica):
-            self._lose_replica(member.name, now)
+            self._lose_replica(member, "has left", now)
         elif self.phase in REFUSABLE:
             message = f"rank {member.rank} of lineage {member.lineage!r} is gone while {self.phase}"
             self._refuse(unavailable(message, ranks=(member.rank,)).problem)
 
     def _not_back(self, step: str, now: float) -> None:
         """A lost member had its time to come back."""
-        for trainer in self.state.members.ranks(self.order.lineage).values():
-            if step == absence(trainer) and trainer.peer is None:
-                self.member_gone(trainer, now)
-                return
-        for name in self.order.replicas:
-            replica = self.state.members.replicas.get(name)
-            if step == f"lost replica {name}" and (replica is None or replica.peer is None):
-                self._lose_replica(name, now)
-                return
-
-    def _lose_replica(self, name: str, now: float) -> None:
-        if name not in self._targets.outcomes and self.phase in ("preparing", "installing"):
-            message = f"its agent was lost while {self.phase} and did not come back"
-            self._targets.leave_out(name, unavailable(message, replica=name).problem)
-            self._go_on(now)
-
-    def _concerns(self, member: Trainer | Replica) -> bool:
+        member = self._absences.not_back(step)
         if isinstance(member, Replica):
-            return member.name in self.order.replicas
-        return member.lineage == self.order.lineage
+            self._lose_replica(member, "was lost", now)
+        elif member is not None:
+            self.member_gone(member, now)
+
+    def _lose_replica(self, replica: Replica, how: str, now: float) -> None:
+        if self.phase in ("preparing", "installing"):
+            self._absences.leave_out(replica, how, self.phase, now)
+            self._go_on(now)
 
     # -- messages, results and timers
 
@@ -171,7 +160,7 @@ class Update:
         match body:
             case manager_pb2.Prepared() if isinstance(member, Replica) and body.fence == self.fence:
                 if self.phase == "preparing":
-                    problem = self._targets.take_prepared(member, body)
+                    self._targets.take_prepared(member, body)
             case manager_pb2.Sealed() if body.fence == self.fence:
                 if self.phase == "sealing" and self._sealing is not None:
                     problem = self._sealing.take(body)
@@ -201,6 +190,9 @@ class Update:
             self._refuse(done.problem)
         elif step == "plan":
             self._compiled = cast(Compiled, done.result)
+            self._targets.take_unplanned(self._compiled.unfit)
+            if self._too_few():
+                return
             self._begin_phase("sealing", self.state.deadlines.seal, now)
             self._sealing = Sealing(self.state, self.order, self.fence, self._compiled)
             self._send_missing(now)
@@ -263,14 +255,19 @@ class Update:
             self._finish(now)
 
     def _plan(self, now: float) -> None:
-        able = len(self._targets.prepared())
-        if able < self.order.min_replicas:
-            why = self._targets.why_left_out()
-            message = f"{able} replicas can be updated, {self.order.min_replicas} are required ({why})"
-            self._refuse(precondition(message).problem)
+        if self._too_few():
             return
         self._begin_phase("planning", self.state.deadlines.plan, now)
         self._run("plan", CompilePlans(self.order.published, self._targets.workers(), self._left(now)))
+
+    def _too_few(self) -> bool:
+        """Whether the update is refused since those that are left are not enough."""
+        problem = self._targets.too_few()
+        if problem is None or self.order.late is not None:
+            self._targets.remember_unfit()
+        if problem is not None:
+            self._refuse(problem)
+        return problem is not None
 
     def _decide_identity(self, root: bytes, now: float) -> None:
         """The root is known: is this the version that it says it is, and who lacks it?"""
@@ -299,12 +296,10 @@ class Update:
         if self.order.late is None:
             self.state.versions.begin(self._identity, self.fence.epoch, self.order.published, self.order.selection)
         self._install_started = now
-        for name in self._targets.waiting_for():
-            replica = self.state.members.replicas.get(name)
-            if self.cut:
+        if self.cut:
+            for name in self._targets.waiting_for():
                 self._targets.leave_out(name, Problem(code=Problem.ABORTED, message=self.cut))
-            elif replica is None or replica.peer is None:
-                self._timer(f"lost replica {name}", self.state.deadlines.lease)
+        self._absences.begin(self._targets.waiting_for(), now)
         self._begin_phase("installing", self.order.end - now, now)
         self._send_missing(now)
 
@@ -374,7 +369,7 @@ class Update:
         """Trainers may change their weights; of a late replica's sources nothing was held up."""
         self.phase = "over"
         for step in ("end", "resend", "preparing", "sealing"):
-            self.state.cancel_timer(self._key(step))
+            self._cancel(step)
         if self.order.late is None:
             for trainer in self.state.members.ranks(self.order.lineage).values():
                 self.state.send(trainer, manager_pb2.Release(fence=self.fence))
@@ -391,6 +386,9 @@ class Update:
 
     def _timer(self, step: str, seconds: float) -> None:
         self.state.set_timer(self._key(step), seconds)
+
+    def _cancel(self, step: str) -> None:
+        self.state.cancel_timer(self._key(step))
 
     def _key(self, step: str) -> tuple[str, int, str]:
         return ("update", self.fence.epoch, step)

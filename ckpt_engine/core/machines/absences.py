@@ -1,0 +1,104 @@
+"""Members of one update that are not connected: how long each is waited for, and what is said of those that stay away.
+
+A rank that is lost during the update gets a lease to come back. So does a replica, counted from when it was heard last,
+also if that was before the update began; but never more than half of the time that the update has left. A replica is
+back when its agent is connected and has found the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ckpt_engine.core.machines.manager_state import State, describe
+from ckpt_engine.core.machines.members import Replica, Trainer, absence
+from ckpt_engine.core.machines.order import Order
+from ckpt_engine.core.machines.targets import Targets
+from ckpt_engine.core.problems import CkptEngineError, unavailable
+
+
+class Absences:
+    """Of one order. timer, cancel: set and forget a timer of the update, by its step."""
+
+    def __init__(
+        self,
+        state: State,
+        order: Order,
+        targets: Targets,
+        timer: Callable[[str, float], None],
+        cancel: Callable[[str], None],
+    ) -> None:
+        self._state = state
+        self._order = order
+        self._targets = targets
+        self._timer = timer
+        self._cancel = cancel
+
+    def concern(self, member: Trainer | Replica) -> bool:
+        """Whether it takes part in the update."""
+        if isinstance(member, Replica):
+            return member.name in self._order.replicas
+        return member.lineage == self._order.lineage
+
+    def lost(self, member: Trainer | Replica, now: float) -> None:
+        """Its stream has ended just now: it gets some time to come back."""
+        if isinstance(member, Trainer):
+            self._timer(absence(member), self._state.deadlines.lease)
+        else:
+            self._wait_for(member, self._patience(member, now))
+
+    def back(self, member: Trainer | Replica) -> None:
+        """It is connected again."""
+        if isinstance(member, Trainer) or member.engine is not None:
+            self._cancel(absence(member))
+            self._targets.awaited.discard(member.name if isinstance(member, Replica) else "")
+
+    def not_back(self, step: str) -> Trainer | Replica | None:
+        """Who has stayed away until the timer of this step fired."""
+        ranks = self._state.members.ranks(self._order.lineage).values()
+        replicas = (self._state.members.replicas.get(name) for name in self._order.replicas)
+        found = (member for member in (*ranks, *replicas) if member is not None and absence(member) == step)
+        return next((member for member in found if not _is_there(member)), None)
+
+    def begin(self, names: Iterable[str], now: float) -> None:
+        """Of these replicas: waits for those that may come back, leaves out those that have been away for too long."""
+        for name in names:
+            replica = self._state.members.replicas.get(name)
+            if replica is None:
+                self._targets.leave_out(name, unavailable("it is not registered any more", replica=name).problem)
+            elif replica.peer is None:
+                patience = self._patience(replica, now)
+                if patience > 0:
+                    self._wait_for(replica, patience)
+                else:
+                    self._targets.leave_out(name, not_there(replica, now).problem)
+
+    def leave_out(self, replica: Replica, how: str, phase: str, now: float) -> None:
+        """It did not come back in time, or will not. Nothing if it has an outcome already."""
+        if replica.name not in self._targets.outcomes:
+            message = f"it {how} while {phase}: {not_there(replica, now).problem.message}"
+            self._targets.leave_out(replica.name, unavailable(message, replica=replica.name).problem)
+
+    def _wait_for(self, replica: Replica, seconds: float) -> None:
+        self._targets.awaited.add(replica.name)
+        self._timer(absence(replica), seconds)
+
+    def _patience(self, replica: Replica, now: float) -> float:
+        """For how long it may still come back; not positive: no more."""
+        return min(replica.heard + self._state.deadlines.lease - now, (self._order.end - now) / 2)
+
+
+def _is_there(member: Trainer | Replica) -> bool:
+    return member.peer is not None and (isinstance(member, Trainer) or member.engine is not None)
+
+
+def not_there(replica: Replica, now: float) -> CkptEngineError:
+    """What is said of a registered replica whose agent is not connected, or has not found its engine again."""
+    if replica.peer is not None:
+        return unavailable("its agent is connected, and has not found its engine yet", replica=replica.name)
+    identity = replica.identity()
+    holds = f"its engine may still serve {describe(identity)}" if identity is not None else "it held no version then"
+    return unavailable(
+        f"its agent is not connected and was heard last {now - replica.heard:.1f} s ago; {holds}. Start its agent "
+        f"again, or forget it with `ckpt-engine replica evict {replica.name}`",
+        replica=replica.name,
+    )
