@@ -95,7 +95,7 @@ def _refuse_fragments(module: nn.Module) -> None:
         if (
             isinstance(part, FullyShardedDataParallel)
             and part.sharding_strategy != ShardingStrategy.NO_SHARD
-            and part.process_group.size() > 1
+            and torch.distributed.get_world_size(part.process_group) > 1
         ):
             whole = next((inside for inside, _ in part.named_parameters(prefix=name)), name)
             raise invalid(

@@ -156,6 +156,18 @@ def test_memory_that_torch_did_not_allocate_is_not_moved(kind: str, tmp_path: Pa
     assert [each.tensors for each in source.table().copied] == [1]
 
 
+def test_a_clone_is_the_models_own(tmp_path: Path) -> None:
+    """The documented remedy for what a checkpoint left mapped."""
+    model = nn.Linear(3, 2)
+    save_file(state(model), tmp_path / "file")
+    model.load_state_dict(load_file(tmp_path / "file"), assign=True)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    source = opened(model)
+    assert is_moved(source)
+    assert not source.table().copied
+
+
 def test_what_nobody_else_uses_is_moved_and_nothing_is_said() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 2), nn.BatchNorm1d(2), nn.Linear(3, 3))
     model[3].weight = model[0].weight
