@@ -27,6 +27,7 @@ from ckpt_engine.core.digest import digest_boxes
 from ckpt_engine.core.offers import by_transport
 from ckpt_engine.source.held import Held
 from ckpt_engine.source.memory import MemorySource
+from ckpt_engine.source.ways import Wish
 from ckpt_engine.transport.base import Move
 from ckpt_engine.transport.host import this_host
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
@@ -72,7 +73,7 @@ def offer(rank: int) -> None:
     held = [
         Held(name, torch.randn(box.shape).bfloat16(), SHAPES[name], box.start) for name, box in sorted(boxes.items())
     ]
-    source = MemorySource(lambda: held, host=this_host(), rank=rank, snapshot=False)
+    source = MemorySource(lambda: held, host=this_host(), rank=rank, wish=Wish(snapshot=False))
     source.seal()
     print(source.table().SerializeToString().hex(), flush=True)
     sys.stdin.read()

@@ -4,7 +4,7 @@ Runs in the trainer, on the thread that trains. Each tensor goes one of these wa
 
 - live on its GPU: other processes map the allocation that it lies in. Sealing copies nothing; if another dtype is
   served, readers cast on the way.
-- re-homed (CPU): its memory moves into shared memory. Sealing copies nothing.
+- re-homed (CPU): its memory moves into shared memory, if nobody else uses it. Sealing copies nothing.
 - copied: `seal` copies it, casting if need be, into an arena on its GPU, or into shared memory. It stays sealed until
   the next seal.
 
@@ -279,6 +279,8 @@ class MemorySource:
         ways = []
         why = f" ({'; '.join(self._device.reasons)})" if self._device is not None and self._device.reasons else ""
         for box, place, copied in zip(self._published, self._places, self._copied, strict=True):
+            if not box.tensor.numel():
+                continue
             if place != _HOST_REGION:
                 ways.append("copied on the GPU at each seal" if copied else "live on the GPU")
             elif copied:

@@ -23,7 +23,7 @@ from ckpt_engine.source.ways import Wish
 from ckpt_engine.v1.weights_pb2 import Host
 
 if torch.distributed.is_available():
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 
 
 def module_source(module: nn.Module, *, host: Host, rank: int = 0, wish: Wish | None = None) -> MemorySource:
@@ -45,6 +45,7 @@ def module_source(module: nn.Module, *, host: Host, rank: int = 0, wish: Wish | 
 
 
 def _find(module: nn.Module) -> list[Held]:
+    _refuse_fragments(module)
     _reshard(module)
     first: dict[tuple[object, ...], str] = {}
     twins: dict[str, list[torch.Tensor]] = defaultdict(list)
@@ -84,6 +85,24 @@ def _reshard(module: nn.Module) -> None:
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
+
+
+def _refuse_fragments(module: nn.Module) -> None:
+    """FSDP1 leaves a rank pieces of parameters that have lost their shape, if it shards them at all."""
+    if not torch.distributed.is_available():
+        return
+    for name, part in module.named_modules():
+        if (
+            isinstance(part, FullyShardedDataParallel)
+            and part.sharding_strategy != ShardingStrategy.NO_SHARD
+            and torch.distributed.get_world_size(part.process_group) > 1
+        ):
+            whole = next((inside for inside, _ in part.named_parameters(prefix=name)), name)
+            raise invalid(
+                f"{whole!r} is sharded by FSDP1, which leaves each rank pieces without a shape; shard with "
+                "fully_shard (FSDP2)",
+                tensors=[whole],
+            )
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:

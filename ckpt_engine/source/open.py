@@ -34,13 +34,22 @@ def open_source(
 
     | obj                                      | by default                                | `snapshot=True`      |
     |------------------------------------------|-------------------------------------------|----------------------|
-    | nn.Module on the CPU                     | re-homed in shared memory, no copies      | copied at each seal  |
+    | nn.Module on the CPU                     | re-homed in shared memory, no copies (*)  | copied at each seal  |
     | nn.Module on a GPU                       | live where it lies, no copies             | copied on the GPU    |
     | nn.Module sharded by FSDP2, on a GPU     | this rank's shards, live where they lie   | copied on the GPU    |
     | nn.Module sharded by FSDP2, on the CPU   | this rank's shards, copied at each seal   | the same             |
     | (name, tensor) pairs, or a mapping, GPU  | live where they lie, no copies            | copied on the GPU    |
     | (name, tensor) pairs, or a mapping, CPU  | copied at each seal                       | the same             |
     | safetensors directory or file            | files read in place, no copies            | copied at each seal  |
+
+    (*) Tensor by tensor, if nothing but the published tensors uses their memory (source/rehome.py): what torch shares
+    between processes (`share_memory`), has in memory that it did not allocate (numpy, a mapped file), or what something
+    else uses (a flat buffer, a kept `.data`) is copied at each seal, where it is, and the report says which and why. A
+    child that is forked afterwards cannot change re-homed weights for its parent; until it writes them it sees them
+    change as the parent steps. `snapshot=True` moves nothing, and a child then has the weights as they were.
+
+    Copies are compared with what they were made of once they are digested: weights that change meanwhile raise
+    FAILED_PRECONDITION in the update, naming them.
 
     A GPU's memory is live if other processes can map it (CUDA IPC), which is tried out. Tensors in memory that cannot
     be mapped are copied at each seal: on the GPU if half of its free memory has room for that, else to shared memory.
@@ -52,7 +61,8 @@ def open_source(
     else when they are copied at each seal. `snapshot=False` refuses what cannot do without a copy. `advertise` is the
     address at which other hosts reach this one.
 
-    Raises CkptEngineError INVALID_ARGUMENT for anything else and for what cannot be published, naming the tensor.
+    Raises CkptEngineError INVALID_ARGUMENT for anything else and for what cannot be published, naming the tensor;
+    FAILED_PRECONDITION for tensors whose memory was freed or offloaded.
     """
     if not 0 <= rank < world_size:
         raise invalid(f"rank {rank} is not in a world of {world_size}")

@@ -114,6 +114,13 @@ class Trainer:
         tensors are offered, "cuda_ipc" or "shared_memory"; none: the first that works. The table in
         `source.open.open_source` says what each kind of weights does by default.
 
+        A module's weights on a CPU move into shared memory, where the optimizer goes on stepping them; those whose
+        memory something else uses, too (a flat buffer, `share_memory`, a kept `.data`), stay where they are and are
+        copied at each update, which the report says (`report.copied`). A child that this process forks later cannot
+        change moved weights for it, but sees them change until it has written them itself: publish with snapshot=True
+        if it needs them as they were. A child that shall train what this process publishes needs
+        `model.share_memory()` before `publish`.
+
         Weights on a GPU are read where they lie, and stay mapped by the replicas from update to update. Before their
         memory is given up (to offload them, or to let an engine have it), call `withdraw`.
 
@@ -176,7 +183,8 @@ class Trainer:
     ) -> UpdateReport:
         """Brings the replicas to the weights as they are now. Every rank calls it; all return when it is over.
 
-        Do not change the weights meanwhile: this thread copies (if the source needs it) and digests them in here.
+        Do not change the weights meanwhile: this thread copies (if the source needs it) and digests them in here. A
+        change while they are copied is refused by name; a change while replicas read leaves these closed.
 
         version: rises within the lineage; none: the last one plus one. All ranks give the same.
         pause_mode: "keep" (the engine's default), "abort", "wait" or "in_place", see PAUSE_MODES.

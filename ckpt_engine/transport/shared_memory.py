@@ -18,6 +18,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -48,23 +49,27 @@ class _OwnedMemory(mmap.mmap):
         memory = cls(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         memory.address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         memory.descriptor = os.dup(descriptor)
+        _libc()  # a child should not have to load anything
         weakref.finalize(memory, os.close, memory.descriptor)
         _owned.add(memory)
         return memory
 
     def make_private(self) -> None:
         """Puts a private mapping of the file in the place of the shared one. In a forked child. Raises OSError."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.mmap.restype = ctypes.c_void_p
-        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-        flags = mmap.MAP_PRIVATE | _MAP_FIXED
-        if libc.mmap(self.address, len(self), mmap.PROT_READ | mmap.PROT_WRITE, flags, self.descriptor, 0) != (
-            self.address
-        ):
+        access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+        if _libc().mmap(self.address, len(self), access, flags, self.descriptor, 0) != self.address:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-_MAP_FIXED = 0x10
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    return libc
+
+
+_MAP_FIXED = 0x10  # what Linux calls it; Python does not
 _owned: weakref.WeakSet[_OwnedMemory] = weakref.WeakSet()
 
 

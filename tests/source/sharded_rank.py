@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -152,12 +152,41 @@ def meshes(directory: Path) -> None:
     dist.barrier()
 
 
+def flat(directory: Path) -> None:
+    """FSDP1 has whole parameters, as views of one buffer, only where it does not shard."""
+    torch.manual_seed(5)
+    model = FullyShardedDataParallel(
+        nn.Linear(3, 4),
+        use_orig_params=True,
+        sharding_strategy=ShardingStrategy.NO_SHARD,
+        device_id=torch.device("cpu"),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    source = open_source(model, rank=dist.get_rank(), world_size=4)
+    assert [entry.tensors for entry in source.table().copied] == [2]
+    for step in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        source.check()
+        source.seal()
+        found = tables(directory, f"flat{step}", source)
+        assert_equal(together(found), {"weight": model.module.weight.detach(), "bias": model.module.bias.detach()})
+        dist.barrier()
+
+    sharded = FullyShardedDataParallel(nn.Linear(3, 4), use_orig_params=True, device_id=torch.device("cpu"))
+    with pytest.raises(CkptEngineError, match="FSDP1") as refused:
+        open_source(nn.Sequential(sharded))
+    assert refused.value.problem.code == Problem.INVALID_ARGUMENT
+    assert refused.value.problem.tensors[0].endswith("weight")
+
+
 def main() -> None:
     rank, world, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     store = dist.FileStore(str(directory / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     fsdp(directory)
     meshes(directory)
+    flat(directory)
     dist.destroy_process_group()
 
 

@@ -51,7 +51,8 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def is_moved(source: MemorySource) -> bool:
-    return "re-homed" in source.table().description
+    """All of it."""
+    return source.table().description.endswith(", re-homed in shared memory")
 
 
 def test_a_flat_optimizer_is_served_as_it_steps() -> None:
@@ -156,6 +157,18 @@ def test_memory_that_torch_did_not_allocate_is_not_moved(kind: str, tmp_path: Pa
     assert [each.tensors for each in source.table().copied] == [1]
 
 
+def test_a_clone_is_the_models_own(tmp_path: Path) -> None:
+    """The documented remedy for what a checkpoint left mapped."""
+    model = nn.Linear(3, 2)
+    save_file(state(model), tmp_path / "file")
+    model.load_state_dict(load_file(tmp_path / "file"), assign=True)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    source = opened(model)
+    assert is_moved(source)
+    assert not source.table().copied
+
+
 def test_what_nobody_else_uses_is_moved_and_nothing_is_said() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 2), nn.BatchNorm1d(2), nn.Linear(3, 3))
     model[3].weight = model[0].weight
@@ -190,6 +203,23 @@ def test_only_the_tensors_concerned_are_copied() -> None:
     with torch.no_grad():
         model[0].weight.fill_(6)
     assert_equal(served(source), state(model))
+
+
+def test_many_copied_tensors_are_counted_and_the_first_ones_named() -> None:
+    tensors = {f"t{index:02}": torch.ones(index) for index in range(20)}
+    (copied,) = opened(tensors).table().copied
+    assert (copied.tensors, copied.bytes) == (19, 4 * sum(range(20)))
+    assert list(copied.names) == [f"t{index:02}" for index in range(1, 17)]
+
+
+def test_empty_tensors_do_not_keep_copies_from_staying_sealed() -> None:
+    model = nn.Linear(3, 2)
+    model.none = nn.Parameter(torch.zeros(0, 4))
+    kept = model.state_dict()
+    source = opened(model)
+    assert source.table().stays_sealed
+    assert source.table().description == "nn.Module, copied at each seal"
+    del kept
 
 
 def test_views_of_one_buffer_that_only_the_model_uses_move_together() -> None:
