@@ -25,7 +25,7 @@ def retry(name: Name, manager: Manager = "127.0.0.1:50051") -> None:
     """
     seconds = configured_deadlines(None).status
     request = manager_pb2.RetryReplicaRequest(name=name)
-    answer = _call(manager, lambda stub: stub.RetryReplica(request, timeout=seconds))
+    answer = call(manager, lambda stub: stub.RetryReplica(request, timeout=seconds))
     typer.echo(f"replica {name}: {answer.message}")
 
 
@@ -37,12 +37,14 @@ def evict(
     """Take a replica out: its agent ends for good, and with it an engine that it launched. Its name is free then."""
     seconds = configured_deadlines(None).status
     request = manager_pb2.EvictReplicaRequest(name=name, reason=reason)
-    answer = _call(manager, lambda stub: stub.EvictReplica(request, timeout=seconds))
+    answer = call(manager, lambda stub: stub.EvictReplica(request, timeout=seconds))
     typer.echo(f"replica {name}: evicted" + ("" if answer.was_connected else "; its agent was not connected"))
 
 
-def _call(manager: str, ask: Callable[[Any], Awaitable[Any]]) -> Any:
-    async def call() -> Any:
+def call(manager: str, ask: Callable[[Any], Awaitable[Any]]) -> Any:
+    """One call of the manager; exits with 1 and its reason if it is refused."""
+
+    async def answer() -> Any:
         async with open_channel(manager) as channel:
             try:
                 return await ask(manager_stub(channel))
@@ -50,7 +52,7 @@ def _call(manager: str, ask: Callable[[Any], Awaitable[Any]]) -> Any:
                 raise error_of(error) from error
 
     try:
-        return asyncio.run(call())
+        return asyncio.run(answer())
     except CkptEngineError as error:
         typer.echo(f"manager {manager}: {error.problem.message}", err=True)
         raise typer.Exit(1) from error

@@ -86,7 +86,7 @@ class Compiler:
         published = Published(
             manifest=self._blobs.put(publication.manifest_bytes),
             sources=tuple(
-                SourceOffer(table.rank, ref, table.stays_sealed, table.source_copies)
+                SourceOffer(table.rank, ref, table.stays_sealed, table.source_copies, _outlives(table))
                 for table, ref in zip(tables, task.tables, strict=True)
             ),
             tensors=len(publication.manifest.tensors),
@@ -162,6 +162,10 @@ class Compiler:
         except DecodeError as error:
             raise invalid(f"{name} (blob {describe(ref.digest)}) is no {empty.DESCRIPTOR.name}") from error
         return empty
+
+
+def _outlives(table: weights_pb2.SourceTable) -> bool:
+    return table.stays_sealed and all(region.transport == "file" for region in table.regions)
 
 
 def _publication(published: Published) -> Publication:

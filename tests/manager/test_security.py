@@ -21,7 +21,7 @@ from ckpt_engine.client import manager_stub, open_channel
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
 from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY, SERVER_NAME, TOKEN_FILE, ClientSecurity
-from ckpt_engine.security.grants import Grant, Tokens, digest_of
+from ckpt_engine.security.grants import TOKEN_CHARACTERS, Grant, Tokens, digest_of
 from ckpt_engine.security.server import ServerSecurity
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
@@ -285,6 +285,15 @@ def test_patterns_cover_names_and_nothing_else() -> None:
         Tokens.parse("# nobody\n")
 
 
+def test_a_token_that_can_be_guessed_lets_nobody_in() -> None:
+    """The manager has only its digest, so it is seen when it is shown."""
+    short, long = "x" * (TOKEN_CHARACTERS - 1), "x" * TOKEN_CHARACTERS
+    tokens = Tokens.parse(f"viewer {digest_of(short).hex()}\noperator {digest_of(long).hex()}")
+    assert tokens.caller(short) is None
+    assert tokens.caller(long) is not None
+    assert Tokens.parse(f"viewer {digest_of('').hex()}").caller("") is None
+
+
 def test_a_client_refuses_half_a_setting_and_shows_no_secret(keys: Keys) -> None:
     secret = keys.with_token("viewer")
     assert token("viewer") not in repr(secret)
@@ -293,6 +302,7 @@ def test_a_client_refuses_half_a_setting_and_shows_no_secret(keys: Keys) -> None
         ({CERTIFICATE: file}, "belong together"),
         ({TOKEN_FILE: file}, "over TLS only"),
         ({AUTHORITY: file, TOKEN_FILE: file}, "must hold one word"),
+        ({AUTHORITY: file, TOKEN_FILE: str(keys.write("short", b"x" * (TOKEN_CHARACTERS - 1)))}, "has 23 characters"),
         ({AUTHORITY: os.devnull}, "is empty"),
         ({AUTHORITY: "/nowhere/ca.crt"}, "cannot be read"),
     ):
