@@ -19,7 +19,7 @@ from scripted_members import ScriptedReplica, ScriptedTrainer, problem_of, put
 from ckpt_engine import client
 from ckpt_engine.client import manager_stub, open_channel
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.manager.service import ManagerConfig, ManagerServer
+from ckpt_engine.manager.service import SERVICE, ManagerConfig, ManagerServer
 from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY, SERVER_NAME, TOKEN_FILE, ClientSecurity
 from ckpt_engine.security.grants import TOKEN_CHARACTERS, Grant, Tokens, digest_of
 from ckpt_engine.security.server import ServerSecurity
@@ -204,6 +204,16 @@ async def test_certificates_of_both_sides_without_tokens(config: ManagerConfig, 
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_the_message_of_a_caller_without_a_token_is_not_read(asking: ManagerServer, keys: Keys) -> None:
+    """A large one would lie in the manager's memory before it is refused: the answer comes before it was sent."""
+    credentials = keys.as_client({}).credentials()
+    assert credentials is not None
+    async with grpc.aio.secure_channel(asking.address, credentials) as channel:
+        method = f"/{SERVICE}/UpdateWeights"
+        call = channel.stream_stream(method, lambda data: data, lambda data: data)(timeout=20)
+        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED  # nothing was written
 
 
 async def test_http_asks_for_a_token_except_for_probes(asking: ManagerServer, keys: Keys) -> None:
