@@ -18,6 +18,7 @@ from ckpt_engine.manager.about import software_version
 COMMANDS = {
     "serve": "Run the manager, which trainers and replicas connect to.",
     "replica": "Run the agent of one inference server, and launch the server unless it runs already.",
+    "trainer": "List the runs that the manager knows, or take one out.",
     "update": "Bring all replicas to the weights of a checkpoint directory.",
     "sleep": "Have replicas give their memory up.",
     "wake": "Have replicas take their memory back.",
@@ -28,8 +29,10 @@ COMMANDS = {
 }
 
 
-OPERATIONS = ("retry", "evict")
-"""What `ckpt-engine replica` does to a replica that runs already."""
+OPERATIONS = {"replica": ("retry", "evict"), "trainer": ("list", "evict")}
+"""What an operator does about a replica that runs already, and about a run."""
+
+_MODULES = {"replica": "operate", "trainer": "trainers"}
 
 
 def app_for(arguments: Sequence[str]) -> typer.Typer:
@@ -42,8 +45,9 @@ def app_for(arguments: Sequence[str]) -> typer.Typer:
     )
     app.callback(invoke_without_command=True, no_args_is_help=True)(_in_common)
     wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
-    if wanted == "replica" and set(arguments[arguments.index("replica") + 1 :][:1]) & set(OPERATIONS):
-        app.add_typer(_operations(), name="replica")
+    behind = set(arguments[arguments.index(wanted) + 1 :][:1]) if wanted is not None else set()
+    if wanted == "trainer" or (wanted == "replica" and behind & set(OPERATIONS[wanted])):
+        app.add_typer(_operations(wanted), name=wanted)
         return app
     if wanted in COMMANDS:
         app.command(wanted, help=None)(_function(wanted))
@@ -58,12 +62,12 @@ def main() -> None:
     app_for(sys.argv[1:])()
 
 
-def _operations() -> typer.Typer:
-    """`replica retry` and `replica evict`; `replica` with anything else behind it runs an agent."""
-    module = import_module("ckpt_engine.commands.operate")
-    operations = typer.Typer(help="What an operator does about one replica.")
-    for name in OPERATIONS:
-        operations.command(name)(getattr(module, name))
+def _operations(wanted: str) -> typer.Typer:
+    """`replica retry` and the like; `replica` with anything else behind it runs an agent."""
+    module = import_module(f"ckpt_engine.commands.{_MODULES[wanted]}")
+    operations = typer.Typer(help=f"What an operator does about one {wanted}.", no_args_is_help=True)
+    for name in OPERATIONS[wanted]:
+        operations.command(name)(getattr(module, f"{name}_runs" if name == "list" else name))
     return operations
 
 

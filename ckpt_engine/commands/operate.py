@@ -25,7 +25,7 @@ def retry(name: Name, manager: Manager = "127.0.0.1:50051") -> None:
     """
     seconds = configured_deadlines(None).status
     request = manager_pb2.RetryReplicaRequest(name=name)
-    answer = _call(manager, lambda stub: stub.RetryReplica(request, timeout=seconds))
+    answer = call(manager, lambda stub: stub.RetryReplica(request, timeout=seconds))
     typer.echo(f"replica {name}: {answer.message}")
 
 
@@ -40,15 +40,17 @@ def evict(
     """
     seconds = configured_deadlines(None).status
     request = manager_pb2.EvictReplicaRequest(name=name, reason=reason)
-    answer = _call(manager, lambda stub: stub.EvictReplica(request, timeout=seconds))
+    answer = call(manager, lambda stub: stub.EvictReplica(request, timeout=seconds))
     typer.echo(
         f"replica {name}: evicted"
         + ("" if answer.was_connected else "; its agent was not connected, so its engine stays as it is")
     )
 
 
-def _call(manager: str, ask: Callable[[Any], Awaitable[Any]]) -> Any:
-    async def call() -> Any:
+def call(manager: str, ask: Callable[[Any], Awaitable[Any]]) -> Any:
+    """One call of the manager; exits with 1 and its reason if it is refused."""
+
+    async def answer() -> Any:
         async with open_channel(manager) as channel:
             try:
                 return await ask(manager_stub(channel))
@@ -56,7 +58,7 @@ def _call(manager: str, ask: Callable[[Any], Awaitable[Any]]) -> Any:
                 raise error_of(error) from error
 
     try:
-        return asyncio.run(call())
+        return asyncio.run(answer())
     except CkptEngineError as error:
         typer.echo(f"manager {manager}: {error.problem.message}", err=True)
         raise typer.Exit(1) from error

@@ -10,13 +10,23 @@ import grpc
 import typer
 
 from ckpt_engine.client import error_of, manager_stub, open_channel
-from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.deadlines import Deadlines, check_seconds
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.v1 import manager_pb2
 
 Manager = Annotated[str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="The manager, host:port.")]
 Names = Annotated[list[str] | None, typer.Argument(help="Replicas, as `ckpt-engine status` names them. Default: all.")]
-Timeout = Annotated[float, typer.Option(help="Seconds that the slowest may take.", min=1)]
+
+
+def _waited(seconds: float) -> float:
+    try:
+        check_seconds("a timeout", seconds)
+    except CkptEngineError as error:
+        raise typer.BadParameter(error.problem.message) from error
+    return seconds
+
+
+Timeout = Annotated[float, typer.Option(help="Seconds that the slowest may take.", min=1, callback=_waited)]
 
 
 def sleep(

@@ -10,8 +10,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
+from ckpt_engine.core.problems import invalid
+
 ENVIRONMENT = "CKPT_ENGINE_DEADLINES"
 """Settings for every process that starts with it, engines included: "lease=20 quiesce=90"."""
+
+LONGEST_SECONDS = 1e6
+"""The longest wait that can be asked for, 11 days: timers and gRPC count milliseconds in 32 bits."""
+
+
+def check_seconds(what: str, seconds: float) -> None:
+    """Raises INVALID_ARGUMENT, naming `what`, for a time that nobody can wait: not above 0, too long, or no number."""
+    if not 0 < seconds <= LONGEST_SECONDS:
+        raise invalid(f"{what} of {seconds} s cannot be waited for: give more than 0 and at most {LONGEST_SECONDS:.0f}")
+
+
+def bounded(seconds: float) -> float:
+    """What another process asks to wait, brought into the range that timers take; what is no number is no time."""
+    return min(max(0.001, seconds), LONGEST_SECONDS) if seconds == seconds else 0.001
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,7 @@ class Deadlines:
     catch_up: bringing one late replica to the latest version.
     catch_up_retry: before a failed catch-up is tried again; doubles with each attempt.
     sleep_wake: putting an engine to sleep or waking it, when the caller sets no timeout.
+    forget: a trainer rank that lost its session and did not come back, until the manager forgets it.
 
     The manager's process:
 
@@ -99,6 +116,7 @@ class Deadlines:
     catch_up: float = 300.0
     catch_up_retry: float = 5.0
     sleep_wake: float = 120.0
+    forget: float = 300.0
     hello: float = 10.0
     write: float = 20.0
     last_tasks: float = 2.0
@@ -130,8 +148,11 @@ class Deadlines:
     def __post_init__(self) -> None:
         """Raises ValueError for values that are not positive or cannot work together."""
         for field in fields(self):
-            if not 0 < getattr(self, field.name) < float("inf"):
-                raise ValueError(f"deadline {field.name} must be positive and finite, not {getattr(self, field.name)}")
+            if not 0 < getattr(self, field.name) <= LONGEST_SECONDS:
+                raise ValueError(
+                    f"deadline {field.name} must be positive and at most {LONGEST_SECONDS:.0f} s, "
+                    f"not {getattr(self, field.name)}"
+                )
         if self.lease < 2 * self.heartbeat:
             raise ValueError(
                 f"a lease of {self.lease} s ends before a second heartbeat (every {self.heartbeat} s) can arrive"

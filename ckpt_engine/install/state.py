@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt_engine.core.names import LINEAGE_BYTES as LINEAGE_BYTES
 from ckpt_engine.core.sleeping import AWAKE, KV_CACHE, WEIGHTS, Sleeping
 from ckpt_engine.install.reserve import reserve
 from ckpt_engine.transport.host import process_start_time
@@ -30,8 +31,6 @@ DIRTY = manager_pb2.DIRTY
 CLEAN = manager_pb2.CLEAN
 
 MAX_WORKERS = 1024
-LINEAGE_BYTES = 120
-"""A lineage's name in UTF-8 is at most this long, so that it fits a state word."""
 
 _MAGIC = b"CKPTPAGE"
 _HEADER = struct.Struct("<8sII")  # magic, layout version, workers

@@ -27,16 +27,18 @@ class Access:
 
     def of_call(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
         """Who makes a gRPC call. Raises UNAUTHENTICATED."""
-        if self._tokens is not None:
-            return self._by_token(_first("authorization", context.invocation_metadata() or ()))
-        if not self._certificates:
-            return EVERYBODY
+        if self._tokens is not None or not self._certificates:
+            return self.of_metadata(context.invocation_metadata() or ())
         shown: Mapping[str, Iterable[bytes]] = context.auth_context()
         name = next(iter(shown.get("x509_common_name", ())), b"").decode(errors="replace")
         try:
             return Caller(f"the holder of certificate {name!r}", (Grant.parse(name),))
         except CkptEngineError as error:
             raise unauthenticated(f"the certificate's common name must be a grant: {error.problem.message}") from error
+
+    def of_metadata(self, metadata: Iterable[Any]) -> Caller:
+        """Who makes a gRPC call, as far as its metadata tell. Raises UNAUTHENTICATED."""
+        return EVERYBODY if self._tokens is None else self._by_token(_first("authorization", metadata))
 
     def of_request(self, authorization: str) -> Caller:
         """Who makes an HTTP request. A certificate was already asked for when the connection was made."""

@@ -19,6 +19,9 @@ MEBIBYTE = 1 << 20
 CHUNK_BYTES = MEBIBYTE
 """The most data that one BlobChunk carries."""
 
+MOST_OWNERS = 8
+"""That are named when the store is full."""
+
 
 class ResourceExhaustedError(CkptEngineError):
     """A blob is larger than the store takes, or the store is full of blobs that are in use.
@@ -136,11 +139,25 @@ class BlobStore:
                 over -= len(data)
         if over > 0:
             raise ResourceExhaustedError(
-                f"no room for {size} bytes: {self._stored_bytes} bytes of blobs are held, {self._reserved_bytes} are "
-                f"being uploaded, the limit is {self.max_total_bytes} and what is left is in use"
+                f"this manager's store is full: no room for {size} bytes, since of {self.max_total_bytes} "
+                f"{self._reserved_bytes} are being uploaded and these are in use: {self._owners()}. Runs that are gone "
+                "are forgotten after a while; `ckpt-engine trainer evict LINEAGE` lets go of one now"
             )
         for digest in doomed:
             self._stored_bytes -= len(self._blobs.pop(digest))
+
+    def _owners(self) -> str:
+        """Who needs how many bytes, the most first; what several need counts for each."""
+        held = {
+            owner: sum(len(self._blobs[digest]) for digest in pins if digest in self._blobs)
+            for owner, pins in self._pins.items()
+        }
+        most = sorted(held, key=lambda owner: (-held[owner], owner))
+        said = [f"{owner}: {held[owner]} bytes" for owner in most[:MOST_OWNERS]]
+        if len(most) > MOST_OWNERS:
+            rest = most[MOST_OWNERS:]
+            said.append(f"{len(rest)} others: {sum(held[owner] for owner in rest)} bytes")
+        return "; ".join(said) or "nothing"
 
     def _settle(self, ref: manager_pb2.BlobRef, data: bytes | None) -> None:
         """Turns a reservation into a stored blob, or gives it back (``data`` is None)."""

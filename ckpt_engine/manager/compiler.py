@@ -24,7 +24,7 @@ from ckpt_engine.core.machines.events import (
     WorkerKey,
 )
 from ckpt_engine.core.manifest import canonical
-from ckpt_engine.core.offers import label
+from ckpt_engine.core.offers import by_transport, label
 from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
 from ckpt_engine.core.problems import CkptEngineError, internal, invalid
 from ckpt_engine.core.publication import Publication, merge_tables
@@ -89,7 +89,15 @@ class Compiler:
         published = Published(
             manifest=self._blobs.put(publication.manifest_bytes),
             sources=tuple(
-                SourceOffer(table.id, table.rank, ref, table.stays_sealed, table.source_copies, tuple(table.copied))
+                SourceOffer(
+                    table.id,
+                    table.rank,
+                    ref,
+                    table.stays_sealed,
+                    table.source_copies,
+                    _outlives(table),
+                    tuple(table.copied),
+                )
                 for table, ref in zip(tables, task.tables, strict=True)
             ),
             tensors=len(publication.manifest.tensors),
@@ -209,6 +217,11 @@ def _plans_for_all_that_fit(
 def _replica(request: PlanRequest) -> str:
     name, _ = cast(WorkerKey, request.key)
     return name
+
+
+def _outlives(table: weights_pb2.SourceTable) -> bool:
+    """Whether every region can be read as a file when the process that offers it is gone."""
+    return table.stays_sealed and all("file" in by_transport(region) for region in table.regions)
 
 
 def _publication(published: Published) -> Publication:

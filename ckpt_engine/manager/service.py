@@ -29,6 +29,7 @@ from ckpt_engine.manager.access import Access
 from ckpt_engine.manager.addresses import check_reach, is_loopback, join_address, split_address
 from ckpt_engine.manager.blobs import MEBIBYTE, BlobStore
 from ckpt_engine.manager.compiler import Compiler
+from ckpt_engine.manager.door import Door
 from ckpt_engine.manager.http import build_app
 from ckpt_engine.manager.http_access import HttpAccess
 from ckpt_engine.manager.ledger import Ledger, default_path
@@ -150,7 +151,8 @@ class ManagerServer:
 
     async def _start_grpc(self, servicer: ManagerServicer) -> str:
         host, _ = split_address(self.config.listen)
-        server = grpc.aio.server(options=_server_options(self.config.deadlines))
+        door = Door(self._access, SERVICE)
+        server = grpc.aio.server(interceptors=(door,), options=_server_options(self.config.deadlines))
         manager_pb2_grpc.add_CheckpointEngineManagerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
         healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the package fills it in at run time
         health_pb2_grpc.add_HealthServicer_to_server(healthy, server)

@@ -18,7 +18,7 @@ from ckpt_engine.core.problems import CkptEngineError, deadline, internal, inval
 from ckpt_engine.manager.access import Access
 from ckpt_engine.manager.blobs import BlobStore, chunks_of, receive
 from ckpt_engine.manager.errors import refuse
-from ckpt_engine.manager.sessions import carry, first_message
+from ckpt_engine.manager.sessions import carry, first_message, write
 from ckpt_engine.manager.shell import Shell
 from ckpt_engine.security.grants import Caller
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
@@ -72,7 +72,9 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
         def on_message(message: ProtobufMessage) -> None:
             body = unpack(message)
             if isinstance(body, hello_type) and _name_of(body) != _name_of(hello):
-                return  # a session speaks for one name, the one that was checked
+                # The one that was checked; its rank is the machine's to compare.
+                outbox.close(invalid("one session speaks for one member, under one name").problem)
+                return
             if body is not None and not outbox.closed:
                 self._shell.handle(events.Message(peer, body))
 
@@ -114,6 +116,12 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
         await self._admit(context, "operator")
         return await self._answer("evict", lambda call: events.OperatorCall(call, request), context)
 
+    async def EvictTrainer(  # noqa: N802
+        self, request: manager_pb2.EvictTrainerRequest, context: Context
+    ) -> ProtobufMessage:
+        await self._admit(context, "operator")
+        return await self._answer("evict", lambda call: events.OperatorCall(call, request), context)
+
     async def GetStatus(  # noqa: N802
         self, request: manager_pb2.GetStatusRequest, context: Context
     ) -> manager_pb2.GetStatusResponse:
@@ -125,12 +133,7 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
         call, outbox = self._shell.open_call(kind, event)
         try:
             while (message := await outbox.take()) is not None:
-                try:
-                    # Not wait_for: before Python 3.12 it loses a cancellation that comes as the write ends.
-                    async with asyncio.timeout(self._deadlines.write):
-                        await context.write(message)
-                except TimeoutError:
-                    await refuse(context, unavailable(f"the caller took no event for {self._deadlines.write:g} s"))
+                await write(context, message, self._deadlines.write)
         finally:
             self._shell.end_call(call)
         if outbox.problem is not None:
@@ -186,10 +189,7 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
         except CkptEngineError as error:
             await refuse(context, error)
         for chunk in chunks_of(request, data):
-            try:
-                await asyncio.wait_for(context.write(chunk), self._deadlines.write)
-            except TimeoutError:
-                await refuse(context, unavailable(f"the caller took no chunk for {self._deadlines.write:g} s"))
+            await write(context, chunk, self._deadlines.write)
 
     async def HasBlob(  # noqa: N802
         self, request: manager_pb2.BlobRef, context: Context

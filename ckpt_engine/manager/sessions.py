@@ -7,6 +7,7 @@ Runs on the manager's event loop thread.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -19,6 +20,8 @@ from ckpt_engine.manager.errors import refuse
 from ckpt_engine.v1 import weights_pb2
 
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
+
+log = logging.getLogger("ckpt_engine.manager")
 
 Incoming = TypeVar("Incoming")
 Outgoing = TypeVar("Outgoing")
@@ -82,18 +85,22 @@ async def carry(
     """Carries messages both ways until either side ends the stream, and says why it ended, in words.
 
     Ends with ``outbox.problem`` as the call's status when the manager closed it with one. A peer that takes no
-    message for ``write_seconds`` is closed. Whatever ``on_message`` raises is a defect and propagates.
+    message for ``write_seconds`` is cut off. What was queued when the peer ended its side is still sent. Whatever
+    ``on_message`` raises is a defect and propagates.
     """
     reading = asyncio.ensure_future(_read(context, on_message))
     writing = asyncio.ensure_future(_write(context, outbox, write_seconds))
     try:
         await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
-        if writing.done():
-            writing.result()
-            reason = outbox.problem.message if outbox.problem is not None else "closed by the manager"
-        else:
+        if not writing.done():
+            # What is being written must end first: a call takes no status while it takes a message.
+            outbox.close()
+            await asyncio.wait((writing,))
             reading.result()
             reason = "the peer ended the stream"
+        else:
+            reason = outbox.problem.message if outbox.problem is not None else "closed by the manager"
+        writing.result()
     finally:
         outbox.close()
         for task in (reading, writing):
@@ -102,6 +109,18 @@ async def carry(
     if outbox.problem is not None:
         await refuse(context, CkptEngineError(outbox.problem))
     return reason
+
+
+async def write(context: grpc.aio.ServicerContext[Any, Any], message: Any, seconds: float) -> None:
+    """Writes one message. Raises CancelledError if the peer does not take it within ``seconds``: the call then ends
+    without a status, since none can be sent behind a message that does not leave."""
+    writing = asyncio.ensure_future(context.write(message))
+    writing.add_done_callback(lambda done: done.cancelled() or done.exception())
+    done, _ = await asyncio.wait((writing,), timeout=seconds)
+    if not done:
+        log.warning("a peer took no message for %g s: its call ends peer=%s", seconds, context.peer())
+        raise asyncio.CancelledError
+    writing.result()
 
 
 async def first_message(context: grpc.aio.ServicerContext[Incoming, Any], seconds: float) -> Incoming | None:
@@ -123,8 +142,4 @@ async def _read(context: grpc.aio.ServicerContext[Any, Any], on_message: Callabl
 
 async def _write(context: grpc.aio.ServicerContext[Any, Any], outbox: Outbox[Any], seconds: float) -> None:
     while (message := await outbox.take()) is not None:
-        try:
-            await asyncio.wait_for(context.write(message), seconds)
-        except TimeoutError:
-            outbox.close(unavailable(f"{outbox.peer} took no message for {seconds:g} s").problem)
-            return
+        await write(context, message, seconds)

@@ -18,6 +18,7 @@ from pathlib import Path
 import grpc
 
 from ckpt_engine.core.problems import invalid
+from ckpt_engine.security.grants import TOKEN_CHARACTERS
 
 AUTHORITY, CERTIFICATE, KEY = "CKPT_ENGINE_AUTHORITY", "CKPT_ENGINE_CERTIFICATE", "CKPT_ENGINE_KEY"
 TOKEN_FILE, SERVER_NAME = "CKPT_ENGINE_TOKEN_FILE", "CKPT_ENGINE_SERVER_NAME"
@@ -52,6 +53,11 @@ class ClientSecurity:
             words = []
         if token and len(words) != 1:
             raise invalid(f"the file that {TOKEN_FILE} names must hold one word: the token")
+        if token and len(words[0]) < TOKEN_CHARACTERS:
+            raise invalid(
+                f"the token that {TOKEN_FILE} names has {len(words[0])} characters, at least {TOKEN_CHARACTERS} random "
+                "ones are needed: make it with `openssl rand -hex 32`"
+            )
         return cls(authority, certificate, key, words[0] if words else "", environment.get(SERVER_NAME, ""))
 
     def credentials(self) -> grpc.ChannelCredentials | None:

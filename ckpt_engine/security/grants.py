@@ -4,7 +4,7 @@ A grant is a role, and for the first two a pattern of names (`*` stands for any 
 
     trainer/PATTERN   publish and update lineages of such names; put replicas to sleep and wake them
     replica/PATTERN   be a replica of such a name
-    operator          put replicas to sleep, wake, retry and evict them
+    operator          put replicas to sleep, wake, retry and evict them, evict runs
     viewer            look
 
 Whoever has any grant may look. A caller's grants come with its token (the manager knows a digest of it) or from the
@@ -117,9 +117,9 @@ class Tokens:
         return cls(entries)
 
     def caller(self, token: str) -> Caller | None:
-        """Whose token it is; None: nobody's. Takes the same time whoever it is."""
+        """Whose token it is; None: nobody's, or too short to be a secret. Takes the same time whoever it is."""
         sought, found = digest_of(token), None
         for number, (digest, grants) in enumerate(self._entries, 1):
             if hmac.compare_digest(digest, sought):
                 found = Caller(f"the holder of token {number}", grants)
-        return found
+        return found if len(token) >= TOKEN_CHARACTERS else None

@@ -9,11 +9,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 
+from ckpt_engine.core.names import LINEAGE_BYTES
 from ckpt_engine.core.problems import invalid
 
 ENVIRONMENT = "CKPT_ENGINE_LINEAGE"
-LONGEST = 128
-"""Bytes of a lineage's name in UTF-8."""
 
 
 def resolve_lineage(lineage: str | None, rank: int, world_size: int, environment: Mapping[str, str]) -> str:
@@ -30,8 +29,10 @@ def resolve_lineage(lineage: str | None, rank: int, world_size: int, environment
     if lineage is None:
         fresh = f"run-{secrets.token_hex(4)}"
         lineage = fresh if world_size == 1 else _broadcast(fresh, rank, world_size)
-    if not 1 <= len(lineage.encode()) <= LONGEST:
-        raise invalid(f"a lineage's name has from 1 to {LONGEST} bytes, not {len(lineage.encode())}: {lineage[:64]!r}")
+    if not 1 <= len(lineage.encode()) <= LINEAGE_BYTES:
+        raise invalid(
+            f"a lineage's name has from 1 to {LINEAGE_BYTES} bytes, not {len(lineage.encode())}: {lineage[:64]!r}"
+        )
     return lineage
 
 

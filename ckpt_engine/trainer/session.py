@@ -88,6 +88,7 @@ class TrainerSession:
         self._machine = machine
         self._seal = seal
         self._seal_epoch = 0
+        self._failed = False
         self._notify = notify
         self._streams: dict[Peer, _Stream] = {}
         self._timers: dict[Key, asyncio.TimerHandle] = {}
@@ -114,8 +115,17 @@ class TrainerSession:
         await self._channel.close(None)
 
     def feed(self, event: TrainerEvent) -> None:
-        """Gives the machine an event and performs what it commands."""
-        for command in self._machine.handle(event, time.monotonic()):
+        """Gives the machine an event and performs what it commands. A machine that raises goes on no more."""
+        if self._failed:
+            return
+        try:
+            commands = self._machine.handle(event, time.monotonic())
+        except Exception as error:
+            logger.exception("the trainer's machine failed")
+            self._failed = True
+            problem = internal(f"this trainer failed on {type(event).__name__}: {error!r}; its log says where").problem
+            commands = [*(ClosePeer(peer) for peer in self._streams), SessionEnded(problem, final=True)]
+        for command in commands:
             self._perform(command)
 
     async def update(

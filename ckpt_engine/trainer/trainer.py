@@ -21,7 +21,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.deadlines import Deadlines, check_seconds
 from ckpt_engine.core.machines.trainer import TrainerMachine
 from ckpt_engine.core.problems import CkptEngineError, deadline, invalid, precondition
 from ckpt_engine.report import UpdateReport
@@ -149,8 +149,7 @@ class Trainer:
         Raises DEADLINE_EXCEEDED if some replica still maps it after `timeout` seconds, as one does that a fenced update
         left in the middle of an install; it may be called again.
         """
-        if not timeout > 0:
-            raise invalid(f"a timeout of {timeout} s leaves no time")
+        check_seconds("a timeout", timeout)
         with self._alone("withdraw"):
             self._sealer.withdraw(timeout)
 
@@ -160,6 +159,7 @@ class Trainer:
         For runs that start everything at once: engines take minutes to come up, and an update with too few replicas is
         refused. Raises DEADLINE_EXCEEDED after `timeout` seconds.
         """
+        check_seconds("a timeout", timeout)
         end = time.monotonic() + timeout
         with self._alone("wait_for_replicas"):
             while True:
@@ -220,7 +220,7 @@ class Trainer:
         woken by the next `update_weights`.
         Raises CkptEngineError naming the first replica that does not sleep; others may.
         """
-        seconds = timeout or self._deadlines.sleep_wake
+        seconds = self._deadlines.sleep_wake if timeout is None else timeout
         self._sleep_or_wake(manager_pb2.SleepRequest(level=level, timeout_seconds=seconds), replicas, seconds)
 
     def wake(self, tags: Sequence[str] = (), *, replicas: Sequence[str] = (), timeout: float | None = None) -> None:
@@ -229,12 +229,13 @@ class Trainer:
         replicas, timeout: as for `sleep`.
         A replica whose weights were discarded serves again after its next update. Raises as `sleep` does.
         """
-        seconds = timeout or self._deadlines.sleep_wake
+        seconds = self._deadlines.sleep_wake if timeout is None else timeout
         self._sleep_or_wake(manager_pb2.WakeRequest(tags=tags, timeout_seconds=seconds), replicas, seconds)
 
     def _sleep_or_wake(
         self, request: manager_pb2.SleepRequest | manager_pb2.WakeRequest, replicas: Sequence[str], seconds: float
     ) -> None:
+        check_seconds("a timeout", seconds)
         with self._alone("sleep or wake"):
             status = self._background.status() if not replicas else manager_pb2.GetStatusResponse()
             hybrid = [each.name for each in status.replicas if each.mode == manager_pb2.HYBRID]
@@ -286,8 +287,8 @@ class Trainer:
             raise invalid(f"version {version} is not a count of steps")
         if pause_mode is not None and pause_mode not in PAUSE_MODES:
             raise invalid(f"pause_mode {pause_mode!r} is none of {', '.join(PAUSE_MODES)}")
-        if timeout is not None and not timeout > 0:
-            raise invalid(f"a timeout of {timeout} s leaves no time")
+        if timeout is not None:
+            check_seconds("a timeout", timeout)
         if min_replicas is not None and min_replicas < 0:
             raise invalid(f"min_replicas {min_replicas} is negative")
         if isinstance(replicas, str):

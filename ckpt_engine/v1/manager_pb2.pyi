@@ -677,6 +677,22 @@ class EvictReplicaResponse(_message.Message):
     was_connected: bool
     def __init__(self, was_connected: bool = ...) -> None: ...
 
+class EvictTrainerRequest(_message.Message):
+    __slots__ = ("lineage", "reason")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    lineage: str
+    reason: str
+    def __init__(self, lineage: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class EvictTrainerResponse(_message.Message):
+    __slots__ = ("ranks", "connected")
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    ranks: int
+    connected: int
+    def __init__(self, ranks: _Optional[int] = ..., connected: _Optional[int] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -727,14 +743,23 @@ class ReplicaStatus(_message.Message):
     label_problem: str
     def __init__(self, name: _Optional[str] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., connected: bool = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., unfit: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., label_problem: _Optional[str] = ...) -> None: ...
 
+class Holding(_message.Message):
+    __slots__ = ("owner", "bytes")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    owner: str
+    bytes: int
+    def __init__(self, owner: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+
 class GetStatusResponse(_message.Message):
-    __slots__ = ("fence", "phase", "latest", "trainers", "replicas", "software_version", "warnings")
+    __slots__ = ("fence", "phase", "latest", "trainers", "replicas", "software_version", "holdings", "warnings")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     LATEST_FIELD_NUMBER: _ClassVar[int]
     TRAINERS_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    HOLDINGS_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     phase: str
@@ -742,5 +767,6 @@ class GetStatusResponse(_message.Message):
     trainers: _containers.RepeatedCompositeFieldContainer[TrainerStatus]
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
     software_version: str
+    holdings: _containers.RepeatedCompositeFieldContainer[Holding]
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., phase: _Optional[str] = ..., latest: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., software_version: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., phase: _Optional[str] = ..., latest: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., software_version: _Optional[str] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -74,6 +74,11 @@ class CheckpointEngineManagerStub(object):
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictReplicaRequest.SerializeToString,
                 response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictReplicaResponse.FromString,
                 _registered_method=True)
+        self.EvictTrainer = channel.unary_unary(
+                '/ckpt_engine.v1.CheckpointEngineManager/EvictTrainer',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictTrainerRequest.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictTrainerResponse.FromString,
+                _registered_method=True)
         self.PutBlob = channel.stream_unary(
                 '/ckpt_engine.v1.CheckpointEngineManager/PutBlob',
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobChunk.SerializeToString,
@@ -148,6 +153,12 @@ class CheckpointEngineManagerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EvictTrainer(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PutBlob(self, request_iterator, context):
         """Blobs: manifests, tables, needs, plans. Content-addressed, so a second put of the same bytes is a no-op.
         """
@@ -209,6 +220,11 @@ def add_CheckpointEngineManagerServicer_to_server(servicer, server):
                     servicer.EvictReplica,
                     request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictReplicaRequest.FromString,
                     response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictReplicaResponse.SerializeToString,
+            ),
+            'EvictTrainer': grpc.unary_unary_rpc_method_handler(
+                    servicer.EvictTrainer,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictTrainerRequest.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictTrainerResponse.SerializeToString,
             ),
             'PutBlob': grpc.stream_unary_rpc_method_handler(
                     servicer.PutBlob,
@@ -442,6 +458,33 @@ class CheckpointEngineManager(object):
             '/ckpt_engine.v1.CheckpointEngineManager/EvictReplica',
             ckpt__engine_dot_v1_dot_manager__pb2.EvictReplicaRequest.SerializeToString,
             ckpt__engine_dot_v1_dot_manager__pb2.EvictReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EvictTrainer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckpt_engine.v1.CheckpointEngineManager/EvictTrainer',
+            ckpt__engine_dot_v1_dot_manager__pb2.EvictTrainerRequest.SerializeToString,
+            ckpt__engine_dot_v1_dot_manager__pb2.EvictTrainerResponse.FromString,
             options,
             channel_credentials,
             insecure,

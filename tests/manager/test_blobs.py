@@ -98,6 +98,19 @@ def test_pinned_blobs_stay_whatever_comes() -> None:
     assert not store.has(kept)
 
 
+def test_a_full_store_says_of_what_it_is_full() -> None:
+    store = BlobStore(max_total_bytes=1000)
+    for number in range(12):
+        store.pin(f"lineage 'run-{number}'", [store.put(bytes([number]) * (70 + number))])
+    with pytest.raises(CkptEngineError) as caught:
+        store.put(bytes(200))
+    said = caught.value.problem.message
+    assert "store is full: no room for 200 bytes" in said
+    assert "in use: lineage 'run-11': 81 bytes; lineage 'run-10': 80 bytes" in said
+    assert "; 4 others: 286 bytes" in said
+    assert "ckpt-engine trainer evict" in said
+
+
 def test_uploads_under_way_count_and_give_their_room_back() -> None:
     store = BlobStore(max_total_bytes=30)
     upload = store.upload(ref_of(b"u" * 20))

@@ -247,6 +247,16 @@ async def test_a_ledger_of_schema_3_knows_whom_updates_were_for(tmp_path: Path) 
     await again.close()
 
 
+async def test_what_was_promised_is_on_the_disk(tmp_path: Path) -> None:
+    """A power cut cannot be provoked here; this is what SQLite needs to be told so that a commit waits for the disk."""
+    ledger = await Ledger.open(tmp_path / "ledger.sqlite3")
+    settings = await ledger._run(
+        lambda: [ledger._connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("synchronous", "journal_mode")]
+    )
+    await ledger.close()
+    assert settings == [2, "wal"]  # FULL
+
+
 async def test_what_a_version_was_for_outlives_the_manager(tmp_path: Path) -> None:
     """Else a restarted manager would bring it to replicas that its update had left out."""
     path = tmp_path / "ledger.sqlite3"

@@ -19,9 +19,9 @@ from scripted_members import ScriptedReplica, ScriptedTrainer, problem_of, put
 from ckpt_engine import client
 from ckpt_engine.client import manager_stub, open_channel
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.manager.service import ManagerConfig, ManagerServer
+from ckpt_engine.manager.service import SERVICE, ManagerConfig, ManagerServer
 from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY, SERVER_NAME, TOKEN_FILE, ClientSecurity
-from ckpt_engine.security.grants import Grant, Tokens, digest_of
+from ckpt_engine.security.grants import TOKEN_CHARACTERS, Grant, Tokens, digest_of
 from ckpt_engine.security.server import ServerSecurity
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
@@ -206,6 +206,16 @@ async def test_certificates_of_both_sides_without_tokens(config: ManagerConfig, 
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_the_message_of_a_caller_without_a_token_is_not_read(asking: ManagerServer, keys: Keys) -> None:
+    """A large one would lie in the manager's memory before it is refused: the answer comes before it was sent."""
+    credentials = keys.as_client({}).credentials()
+    assert credentials is not None
+    async with grpc.aio.secure_channel(asking.address, credentials) as channel:
+        method = f"/{SERVICE}/UpdateWeights"
+        call = channel.stream_stream(method, lambda data: data, lambda data: data)(timeout=20)
+        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED  # nothing was written
+
+
 async def test_http_asks_for_a_token_except_for_probes(asking: ManagerServer, keys: Keys) -> None:
     url = f"https://{asking.http_address}"
     async with httpx.AsyncClient(
@@ -285,6 +295,15 @@ def test_patterns_cover_names_and_nothing_else() -> None:
         Tokens.parse("# nobody\n")
 
 
+def test_a_token_that_can_be_guessed_lets_nobody_in() -> None:
+    """The manager has only its digest, so it is seen when it is shown."""
+    short, long = "x" * (TOKEN_CHARACTERS - 1), "x" * TOKEN_CHARACTERS
+    tokens = Tokens.parse(f"viewer {digest_of(short).hex()}\noperator {digest_of(long).hex()}")
+    assert tokens.caller(short) is None
+    assert tokens.caller(long) is not None
+    assert Tokens.parse(f"viewer {digest_of('').hex()}").caller("") is None
+
+
 def test_a_client_refuses_half_a_setting_and_shows_no_secret(keys: Keys) -> None:
     secret = keys.with_token("viewer")
     assert token("viewer") not in repr(secret)
@@ -293,6 +312,7 @@ def test_a_client_refuses_half_a_setting_and_shows_no_secret(keys: Keys) -> None
         ({CERTIFICATE: file}, "belong together"),
         ({TOKEN_FILE: file}, "over TLS only"),
         ({AUTHORITY: file, TOKEN_FILE: file}, "must hold one word"),
+        ({AUTHORITY: file, TOKEN_FILE: str(keys.write("short", b"x" * (TOKEN_CHARACTERS - 1)))}, "has 23 characters"),
         ({AUTHORITY: os.devnull}, "is empty"),
         ({AUTHORITY: "/nowhere/ca.crt"}, "cannot be read"),
     ):

@@ -98,6 +98,49 @@ async def test_sessions_show_in_the_status_until_they_end(stub: CheckpointEngine
     assert not any(found.connected for found in status.replicas)
 
 
+async def test_another_engine_under_a_connected_name_is_refused(stub: CheckpointEngineManagerStub) -> None:
+    """Whatever its agent's epoch is: two servers must not be taken for one."""
+    first = ScriptedReplica(stub)
+    await first.open()
+    for epoch in (1, 2):
+        second = ScriptedReplica(stub)
+        second.stream = Stream(stub.ReplicaSession(), manager_pb2.ReplicaMessage)
+        await second.stream.send(hello=second.hello(agent_epoch=epoch))
+        refused = await second.stream.expect(manager_pb2.Refused)
+        assert refused.problem.code == weights_pb2.Problem.ABORTED
+        assert "with another engine" in refused.problem.message
+    status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)
+    assert [(found.connected, found.workers[0].boot_id) for found in status.replicas] == [
+        (True, first.workers[0].boot_id)
+    ]
+
+
+@pytest.mark.parametrize("change", ["rank", "lineage", "replica"])
+async def test_a_session_that_speaks_for_a_second_member_ends_and_leaves_nobody_connected(
+    stub: CheckpointEngineManagerStub, change: str
+) -> None:
+    """Whatever it says hello as: else the first one would stay connected when the stream has ended."""
+    member = ScriptedReplica(stub) if change == "replica" else ScriptedTrainer(stub, 0, 2)
+    await member.open()
+    if isinstance(member, ScriptedReplica):
+        member.name = "another"
+        await member.stream.send(hello=member.hello())
+    else:
+        lineage, rank = ("run", 1) if change == "rank" else ("another", 0)
+        hello = manager_pb2.TrainerHello(lineage=lineage, rank=rank, world_size=2, session_id=member.session_id)
+        await member.stream.send(hello=hello)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await member.stream.until(manager_pb2.PublicationAccepted)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "one session speaks for one member" in problem_of(caught.value).message
+    for _ in range(100):
+        status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)
+        if not any(found.connected for found in (*status.trainers, *status.replicas)):
+            break
+        await asyncio.sleep(0.02)
+    assert [found.connected for found in (*status.trainers, *status.replicas)] == [False]
+
+
 async def test_blobs_over_the_wire(stub: CheckpointEngineManagerStub) -> None:
     message = weights_pb2.Digests(values=range(400_000))  # 3.2 MB: several chunks
     ref = manager_pb2.BlobRef(digest=hashlib.sha256(message.SerializeToString()).digest(), size=message.ByteSize())

@@ -141,7 +141,9 @@ class ManagerShell(Shell):
         self.feed(events.UpdateCall(call, request))
         return call, over
 
-    def sleep_or_wake(self, wake: bool, replicas: list[str], level: int = 1, tags: Sequence[str] = ()) -> Signal:
+    def sleep_or_wake(
+        self, wake: bool, replicas: list[str], level: int = 1, tags: Sequence[str] = (), seconds: float = 0.0
+    ) -> Signal:
         """A Sleep or Wake call has arrived; its results, or its problem."""
         self._names += 1
         call = Call(f"call-{self._names}")
@@ -149,11 +151,15 @@ class ManagerShell(Shell):
         if wake:
             self.feed(events.WakeCall(call, manager_pb2.WakeRequest(replicas=replicas, tags=tags)))
         else:
-            self.feed(events.SleepCall(call, manager_pb2.SleepRequest(replicas=replicas, level=level)))
+            self.feed(
+                events.SleepCall(
+                    call, manager_pb2.SleepRequest(replicas=replicas, level=level, timeout_seconds=seconds)
+                )
+            )
         return over
 
     def operate(self, request: events.OperatorRequest) -> Signal:
-        """A call of an operator has arrived; its answer, or its problem."""
+        """An operator's call has arrived; its response, or its problem."""
         self._names += 1
         call = Call(f"call-{self._names}")
         over = self.sleep_calls[call] = Signal()
@@ -227,13 +233,16 @@ class ManagerShell(Shell):
         yield self.world.between(0.001, 0.02)
         self.ledger.check(self.generation)
 
+    def _on_disk(self, table: manager_pb2.BlobRef) -> bool:
+        return self.truth.sources[table.digest].kind == "directory"
+
     def _merge(self, task: events.MergeTables) -> events.Published:
         tables = [weights_pb2.SourceTable.FromString(self.blobs.get(ref)) for ref in task.tables]
         models = {json.loads(table.description)[3] for table in tables}
         if len(models) != 1:
             raise invalid(f"the ranks publish different models: {sorted(models)}")
         sources = tuple(
-            events.SourceOffer(table.id, table.rank, ref, table.stays_sealed, table.source_copies)
+            events.SourceOffer(table.id, table.rank, ref, table.stays_sealed, table.source_copies, self._on_disk(ref))
             for table, ref in zip(tables, task.tables, strict=True)
         )
         return events.Published(self.blobs.put(models.pop().encode()), sources, SLICES, SLICES)

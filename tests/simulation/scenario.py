@@ -45,6 +45,7 @@ DEADLINES = Deadlines(
     catch_up=10.0,
     catch_up_retry=0.5,
     sleep_wake=4.0,
+    forget=8.0,
 )
 
 

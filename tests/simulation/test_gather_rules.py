@@ -113,7 +113,7 @@ def test_a_lineage_whose_ranks_lost_their_sessions_has_a_lease_to_come_back(stor
     story.replica()
     group = story.ranks(world_size=2)
     story.faults.cuts |= {(trainer.name, way) for trainer in group.trainers for way in (True, False)}
-    story.wait(2 * story.deadlines.lease)
+    story.wait(story.deadlines.lease + 1.5)
     assert not any(trainer.connected for trainer in manager_of(story).machine.status().trainers)
     request = manager_pb2.UpdateWeightsRequest(lineage="run", rank=0, session_id=group.trainers[0].session)
     _, over = manager_of(story).open_call(request)

@@ -41,6 +41,27 @@ def test_a_version_that_goes_backwards_is_refused(story: Story) -> None:
     assert story.update(story.ranks("another run"), version=0).ok
 
 
+def test_no_number_follows_the_highest(story: Story) -> None:
+    story.replica()
+    group = story.ranks()
+    assert story.update(group, version=(1 << 63) - 1).ok
+    group.train()
+    refused(story.update(group), Problem.FAILED_PRECONDITION, "no number is left", "new lineage")
+    assert story.update(story.ranks("another run")).ok
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 1e308, -1.0])
+def test_times_that_nobody_can_wait_are_refused(story: Story, seconds: float) -> None:
+    agent, group = story.replica(), story.ranks()
+    refused(story.update(group, timeout_seconds=seconds), Problem.INVALID_ARGUMENT, "cannot be waited for")
+    manager = story.cluster.manager
+    assert manager is not None
+    slept = manager.sleep_or_wake(False, [agent.name], seconds=seconds)
+    story.wait(0.1)
+    refused(slept.value, Problem.INVALID_ARGUMENT, "cannot be waited for")
+    assert story.update(group).ok
+
+
 def test_a_repetition_leaves_replicas_alone_that_hold_it(story: Story) -> None:
     first = story.replica()
     group = story.ranks(world_size=2)
@@ -74,6 +95,24 @@ def test_order_survives_the_manager(story: Story) -> None:
     report = story.update(group)
     assert report.ok
     assert report.identity.version == 6
+
+
+def test_a_caller_that_leaves_before_the_intent_refuses_the_update(story: Story) -> None:
+    """Its weights may change from then on."""
+    agent, group = story.replica(), story.ranks(world_size=2)
+    first = story.call(group.trainers[0])
+    story.call(group.trainers[1])
+    manager = story.cluster.manager
+    assert manager is not None
+    while "sealing" not in manager.machine.status().phase:
+        story.wait(0.0005)
+    (left,) = [call for call, open_call in manager.calls.items() if open_call.request.rank == 1]
+    manager.cancel_call(left)
+    story.wait(2.0)
+    refused(first[0], Problem.UNAVAILABLE, "the call of rank 1 was cancelled")
+    assert not story.ledger.intents
+    assert agent.engine is not None
+    assert not agent.engine.words().open
 
 
 # ------------------------------------------------------------------------------------------------------ gathering

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from ckpt_engine.cli import app_for
+from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.trainer.trainer import Trainer
 
 StartReplica = Callable[..., PlainReplica]
@@ -111,3 +112,22 @@ def test_status_of_no_manager_fails() -> None:
     result = run("status", "--manager", "127.0.0.1:1")
     assert result.exit_code == 1
     assert "127.0.0.1:1" in result.stderr
+
+
+def test_an_operator_lists_runs_and_evicts_one(manager: str) -> None:
+    with Trainer(manager, lineage="in the way") as trainer:
+        trainer.publish({"a": torch.ones(3)})
+        with pytest.raises(CkptEngineError, match="replicas"):
+            trainer.update_weights(timeout=10)
+        listed = run("trainer", "list", "--manager", manager)
+        assert listed.exit_code == 0, listed.output
+        assert "in the way" in listed.stdout
+        assert "lineage 'in the way'" in listed.stdout
+        evicted = run("trainer", "evict", "in the way", "--manager", manager, "--reason", "it blocks us")
+        assert evicted.stdout == "lineage in the way: evicted, 1 ranks, 1 of them connected\n"
+        with pytest.raises(CkptEngineError, match="evicted by an operator: it blocks us"):
+            trainer.update_weights(timeout=10)
+        assert "none" in run("trainer", "list", "--manager", manager).stdout
+        again = run("trainer", "evict", "in the way", "--manager", manager)
+        assert again.exit_code == 1
+        assert "there is no run 'in the way'" in again.stderr

@@ -21,13 +21,15 @@ from typer.testing import CliRunner
 
 from ckpt_engine import CkptEngineError, Trainer
 from ckpt_engine.cli import app_for
+from ckpt_engine.core.machines.trainer import TrainerMachine
 from ckpt_engine.manager.service import running_manager
-from ckpt_engine.v1 import weights_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
 StartReplica = Callable[..., PlainReplica]
 
 NOBODY = "127.0.0.1:1"
+NO_TIMES = (float("inf"), float("nan"), 1e308, -1.0)
 
 
 def free_address() -> str:
@@ -60,12 +62,17 @@ def test_bad_calls_say_what_is_wrong() -> None:
             {"version": -1},
             {"pause_mode": "sometimes"},
             {"timeout": 0.0},
+            *({"timeout": seconds} for seconds in NO_TIMES),
             {"min_replicas": -1},
             {"replicas": "one"},
         ):
             with pytest.raises(CkptEngineError) as caught:
                 trainer.update_weights(**wrong)
             assert code_of(caught) == Problem.INVALID_ARGUMENT, wrong
+        for seconds in NO_TIMES:
+            for call in (trainer.wait_for_replicas, trainer.withdraw, trainer.sleep, trainer.wake):
+                with pytest.raises(CkptEngineError, match="cannot be waited for"):
+                    call(timeout=seconds)
         for weights, code in (
             (torch.ones(3), Problem.INVALID_ARGUMENT),
             ({"a": torch.ones(2, device="meta")}, Problem.INVALID_ARGUMENT),
@@ -115,6 +122,24 @@ def test_closing_says_goodbye_and_frees_shared_memory(manager: str) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before + 4
 
 
+@pytest.mark.parametrize("publishes", [False, True])
+def test_trainers_that_end_at_once_leave_nothing_behind(
+    manager: str, caplog: pytest.LogCaptureFixture, publishes: bool
+) -> None:
+    """No rank in the status, and no traceback in the manager's log, whenever it was that they ended."""
+    for number in range(8):
+        with Trainer(manager, deadlines=DEADLINES) as trainer:
+            if publishes:
+                trainer.publish({"a": torch.ones(3)})
+            time.sleep(0.002 * number)
+    answer = json.loads(CliRunner().invoke(app_for(["status"]), ["status", "--manager", manager, "--json"]).stdout)
+    assert answer["trainers"] == []
+    # Several loops in one process: grpc.aio's own noise, which no manager of its own process has.
+    assert [
+        record.message for record in caplog.records if record.levelname == "ERROR" and record.name != "asyncio"
+    ] == []
+
+
 def test_a_rank_that_is_taken_is_refused_for_good(manager: str) -> None:
     with Trainer(manager, lineage="run", deadlines=DEADLINES) as first:
         first.publish({"a": torch.ones(3)})
@@ -127,6 +152,23 @@ def test_a_rank_that_is_taken_is_refused_for_good(manager: str) -> None:
                     second.update_weights(timeout=10)
                 assert code_of(caught) in (Problem.ABORTED, Problem.FAILED_PRECONDITION)
                 assert "rank 0" in caught.value.problem.message
+
+
+def test_a_trainer_whose_machine_fails_says_so_at_once(manager: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect is put in; there is none that could be provoked."""
+    original = TrainerMachine._message
+
+    def message(self: TrainerMachine, body: object, now: float) -> None:
+        if isinstance(body, manager_pb2.PublicationAccepted):
+            raise ZeroDivisionError("a defect of ours")
+        original(self, body, now)
+
+    monkeypatch.setattr(TrainerMachine, "_message", message)
+    with Trainer(manager, lineage="run", deadlines=DEADLINES) as trainer:
+        trainer.publish({"a": torch.ones(3)})
+        with pytest.raises(CkptEngineError, match="a defect of ours") as caught:
+            trainer.update_weights()
+        assert code_of(caught) == Problem.INTERNAL
 
 
 def test_a_forked_child_is_refused(manager: str) -> None:

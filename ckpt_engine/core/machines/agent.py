@@ -16,6 +16,7 @@ from ckpt_engine.core.machines.agent_label import Stamping
 from ckpt_engine.core.machines.agent_operations import Preparing, Resuming
 from ckpt_engine.core.machines.agent_sleep import SleepingOrWaking
 from ckpt_engine.core.machines.agent_state import NO_WORDS, Operation, Replica, acknowledged
+from ckpt_engine.core.machines.deciding import commands_of
 from ckpt_engine.core.machines.events import (
     AgentCommand,
     AgentEvent,
@@ -95,6 +96,9 @@ class AgentMachine:
 
     def handle(self, event: AgentEvent, now: float) -> list[AgentCommand]:
         """Takes one event and says what is to be done."""
+        return commands_of(self._out, lambda: self._take(event, now))
+
+    def _take(self, event: AgentEvent, now: float) -> None:
         match event:
             case Message(peer, body):
                 if self._session.heard(peer, now):
@@ -119,9 +123,6 @@ class AgentMachine:
         while self.replica.ended:
             self._ended(self.replica.ended.pop(0), now)
         self._tell_changes()
-        out = self._out[:]
-        self._out.clear()
-        return out
 
     # -- session
 

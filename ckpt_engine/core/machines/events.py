@@ -19,6 +19,11 @@ What a shell promises
 - Calls: a call gets any number of `EmitEvent` and then one `FinishCall`; after `CallCancelled` it may get more of
   them, which the shell drops.
 
+A machine that raises all the same has a defect, and gives none of that event's commands (`deciding`). The shell logs
+it. The manager, whom all need, sends the sender of the message away and goes on. A member does not, since nobody knows
+what it believes: an agent's process ends, and another one looks at its engine afresh; a trainer's session ends for
+good, and its calls fail.
+
 What tasks there are, and what each results in, is in tasks.py; its names can be taken from here too.
 """
 
@@ -181,8 +186,12 @@ class WakeCall:
     request: manager_pb2.WakeRequest
 
 
-OperatorRequest: TypeAlias = manager_pb2.RetryReplicaRequest | manager_pb2.EvictReplicaRequest
-OperatorResponse: TypeAlias = manager_pb2.RetryReplicaResponse | manager_pb2.EvictReplicaResponse
+OperatorRequest: TypeAlias = (
+    manager_pb2.RetryReplicaRequest | manager_pb2.EvictReplicaRequest | manager_pb2.EvictTrainerRequest
+)
+OperatorResponse: TypeAlias = (
+    manager_pb2.RetryReplicaResponse | manager_pb2.EvictReplicaResponse | manager_pb2.EvictTrainerResponse
+)
 
 
 @dataclass(frozen=True)

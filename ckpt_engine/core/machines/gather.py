@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.machines.events import Call
 from ckpt_engine.core.machines.manager_state import State, describe
 from ckpt_engine.core.machines.naming import ranks_named
@@ -40,6 +41,8 @@ class Gather:
     def join(self, call: Call, request: manager_pb2.UpdateWeightsRequest, now: float) -> None:
         """Takes a rank's call in. Raises ABORTED (for this call alone) if it cannot be part of this update."""
         rank = request.rank
+        if request.timeout_seconds:
+            check_seconds("a timeout", request.timeout_seconds)
         if rank in self.calls:
             raise aborted(f"rank {rank} of lineage {self.lineage!r} has called already", ranks=(rank,))
         trainer = self.state.members.trainers.get((self.lineage, rank))

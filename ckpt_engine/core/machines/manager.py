@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines.catch_up import CATCH_UP, CatchUp
+from ckpt_engine.core.machines.deciding import commands_of
 from ckpt_engine.core.machines.events import (
     Call,
     CallCancelled,
@@ -32,6 +33,7 @@ from ckpt_engine.core.machines.events import (
     UpdateCall,
     WakeCall,
 )
+from ckpt_engine.core.machines.forgetting import Forgetting
 from ckpt_engine.core.machines.gathers import Gathers
 from ckpt_engine.core.machines.manager_state import SPEND, State
 from ckpt_engine.core.machines.members import Replica, Trainer
@@ -72,6 +74,7 @@ class ManagerMachine:
         self._publications = Publications(self._state)
         self._catch_up = CatchUp(self._state, self._publications)
         self._recovery = Recovery(self._state)
+        self._forgetting = Forgetting(self._state)
         self._gathers = Gathers(self._state, self._publications)
         self._update: Update | None = None
         self._sleepers: Sleepers | None = None
@@ -81,6 +84,9 @@ class ManagerMachine:
 
     def handle(self, event: ManagerEvent, now: float) -> list[ManagerCommand]:
         """Takes one event and says what is to be done."""
+        return commands_of(self._state.out, lambda: self._take(event, now))
+
+    def _take(self, event: ManagerEvent, now: float) -> None:
         if not self._begun:
             self._begin()
         match event:
@@ -102,13 +108,11 @@ class ManagerMachine:
                 self._cancelled(call, now)
         if not _is_beat(event):
             self._next(now)
-        out = self._state.out[:]
-        self._state.out.clear()
-        return out
 
     def status(self) -> manager_pb2.GetStatusResponse:
         """What GetStatus answers."""
-        return status_of(self._state, self._phase(), self._software_version, self._recovery.warnings())
+        warnings, holdings = self._recovery.warnings(), self.blobs_in_use()
+        return status_of(self._state, self._phase(), self._software_version, warnings, holdings)
 
     def blobs_in_use(self) -> dict[str, list[manager_pb2.BlobRef]]:
         """Blobs that must stay, by what needs them; for BlobStore.pin. Owners that are not named need nothing."""
@@ -167,6 +171,7 @@ class ManagerMachine:
     def _hello(self, peer: Peer, hello: manager_pb2.TrainerHello | manager_pb2.ReplicaHello, now: float) -> None:
         member: Trainer | Replica
         try:
+            self._members.check_speaker(peer, hello)
             self._recovery.check(hello)
             if isinstance(hello, manager_pb2.TrainerHello):
                 session = self._session_of(self._members.trainers.get((hello.lineage, hello.rank)))
@@ -175,6 +180,7 @@ class ManagerMachine:
                 session = self._session_of(self._members.replicas.get(hello.name))
                 member, before = self._members.replica_hello(peer, hello, now)
         except CkptEngineError as error:
+            self._lost(peer, now)  # if the stream spoke for somebody, it does no more
             self._state.out.append(ClosePeer(peer, error.problem))
             return
         if before is not None and before != peer:
@@ -192,6 +198,7 @@ class ManagerMachine:
         )
         self._state.set_timer(("lease", peer), self._deadlines.lease)
         if isinstance(member, Trainer):
+            self._forgetting.back(member)
             if self._update is not None and session not in ("", member.session_id):
                 self._update.member_gone(member, now)
             self._publications.offered(member)
@@ -214,6 +221,7 @@ class ManagerMachine:
         if self._update is not None:
             self._update.member_gone(member, now)
         self._publications.prune()
+        self._forgetting.prune()
 
     def _lost(self, peer: Peer, now: float) -> None:
         member = self._members.lose(peer)
@@ -221,6 +229,8 @@ class ManagerMachine:
             return
         self._state.cancel_timer(("lease", peer))
         self._gone(member, now)
+        if isinstance(member, Trainer):
+            self._forgetting.lost(member)
         if self._update is not None:
             self._update.member_lost(member, now)
 
@@ -264,10 +274,10 @@ class ManagerMachine:
             self._state.finish(event.call, error.problem)
 
     def _operator_call(self, event: OperatorCall, now: float) -> None:
-        finish, evicted = operate(self._members, self._catch_up, event)
+        finish, evicted, problem = operate(self._state, self._catch_up, event)
         self._state.out.append(finish)
-        if evicted is not None:
-            self._goodbye(*evicted, now)
+        for member in evicted:
+            self._goodbye(member, problem, now)
 
     def _cancelled(self, call: Call, now: float) -> None:
         if self._sleepers is not None and self._sleepers.call == call:
@@ -333,6 +343,9 @@ class ManagerMachine:
                     self._sleepers.timer(step, now)
             case ("gather", str() as step, str() as lineage):
                 self._gathers.timer(step, lineage, now)
+            case ("forget", str() as lineage, int() as rank):
+                for trainer in self._forgetting.due(lineage, rank):
+                    self._goodbye(trainer, None, now)
             case ("settle",):
                 self._settled = True
             case ("spend again",):
@@ -345,6 +358,10 @@ class ManagerMachine:
             case ("update", int() as epoch, str() as step):
                 if self._update is not None and self._update.fence.epoch == epoch:
                     self._update.done(step, done, now)
+                    if step == "intent":
+                        for trainer in self._forgetting.taken_over():
+                            self._goodbye(trainer, None, now)
+                        self._forgetting.prune()
             case ("merge", str() as lineage, int() as number):
                 self._publications.merged(lineage, number, done)
             case ("spend",):

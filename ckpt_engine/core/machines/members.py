@@ -9,12 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.machines.events import Peer
+from ckpt_engine.core.names import LINEAGE_BYTES
 from ckpt_engine.core.problems import aborted, invalid, not_found, precondition
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-
-LINEAGE_BYTES = 120
-"""The most that a worker's state word holds of a lineage's name (install/state.py)."""
-
 
 MOST_RANKS = 1 << 16
 """Far more than any run has: who is missing is looked at rank by rank, so a number that cannot be must not be taken."""
@@ -177,6 +174,12 @@ class Members:
         else:
             self.replicas.pop(member.name, None)
 
+    def check_speaker(self, peer: Peer, hello: manager_pb2.TrainerHello | manager_pb2.ReplicaHello) -> None:
+        """Raises INVALID_ARGUMENT if this stream speaks for another member already."""
+        speaks = self.by_peer.get(peer)
+        if speaks is not None and _speaker(speaks) != _speaker(hello):
+            raise invalid(f"one session speaks for one member: this one for {_speaker(speaks)}, not {_speaker(hello)}")
+
     # -- hellos: both return the member and the stream that it spoke over before, or raise CkptEngineError
 
     def trainer_hello(self, peer: Peer, hello: manager_pb2.TrainerHello, now: float) -> tuple[Trainer, Peer | None]:
@@ -272,6 +275,12 @@ class Members:
                 "give this one another name, or stop that one first",
                 replica=hello.name,
             )
+
+
+def _speaker(member: Trainer | Replica | manager_pb2.TrainerHello | manager_pb2.ReplicaHello) -> str:
+    if isinstance(member, Trainer | manager_pb2.TrainerHello):
+        return f"rank {member.rank} of lineage {member.lineage!r}"
+    return f"replica {member.name!r}"
 
 
 def _table(hello: manager_pb2.TrainerHello) -> manager_pb2.BlobRef | None:

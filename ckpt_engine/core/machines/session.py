@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from google.protobuf.message import Message as ProtobufMessage
 
-from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.deadlines import Deadlines, bounded
 from ckpt_engine.core.machines.events import (
     CancelTimer,
     ClosePeer,
@@ -115,8 +115,8 @@ class Session:
         self.welcomed = True
         self._taken_since = None
         self._failures = 0
-        self._lease = welcome.lease_seconds or self._deadlines.lease
-        self._heartbeat = welcome.heartbeat_seconds or self._deadlines.heartbeat
+        self._lease = bounded(welcome.lease_seconds or self._deadlines.lease)
+        self._heartbeat = bounded(welcome.heartbeat_seconds or self._deadlines.heartbeat)
         self.cluster = welcome.fence.cluster
         if first:
             self._emit(SetTimer(BEAT, self._heartbeat))
@@ -184,8 +184,9 @@ class Session:
         self._emit(SessionEnded(problem, final=True, evicted=evicted))
 
     def stop(self, reason: str) -> None:
-        """Says goodbye and ends."""
-        self.send(manager_pb2.Goodbye(reason=reason))
+        """Says goodbye and ends; also before the welcome, since the manager may have taken the hello in already."""
+        if self.peer is not None:
+            self._emit(Send(self.peer, manager_pb2.Goodbye(reason=reason)))
         self.end(weights_pb2.Problem(code=weights_pb2.Problem.ABORTED, message=f"stopped: {reason}"))
 
     def timer(self, key: Key, now: float) -> bool:

@@ -5,6 +5,7 @@ It waits for an epoch first, which the ledger may still be making durable: the c
 
 from __future__ import annotations
 
+from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.machines.events import Call, FinishCall, SleepCall, WakeCall
 from ckpt_engine.core.machines.manager_state import State
 from ckpt_engine.core.machines.members import Replica
@@ -13,13 +14,16 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
 class Sleepers:
-    """Runs one call. Raises NOT_FOUND at construction if it names a replica that nobody knows."""
+    """Runs one call. Raises at construction: NOT_FOUND for a replica that nobody knows, INVALID_ARGUMENT for a timeout
+    that nobody can wait."""
 
     def __init__(self, state: State, event: SleepCall | WakeCall, now: float) -> None:
         request = event.request
         for name in request.replicas:
             if name not in state.members.replicas:
                 raise not_found(f"there is no replica {name!r}", replica=name)
+        if request.timeout_seconds:
+            check_seconds("a timeout", request.timeout_seconds)
         self.state = state
         self.call: Call | None = event.call
         self.wake = isinstance(event, WakeCall)

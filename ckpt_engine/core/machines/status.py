@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ckpt_engine.core.machines.manager_state import State
 from ckpt_engine.core.machines.members import Replica
@@ -12,9 +12,14 @@ from ckpt_engine.v1 import manager_pb2
 
 
 def status_of(
-    state: State, phase: str, software_version: str, warnings: Sequence[str]
+    state: State,
+    phase: str,
+    software_version: str,
+    warnings: Sequence[str],
+    holdings: Mapping[str, Sequence[manager_pb2.BlobRef]],
 ) -> manager_pb2.GetStatusResponse:
-    """All members by name, the last sealed version, what goes on, and what an operator should know of."""
+    """All members by name, the last sealed version, what goes on, what is kept for whom, and what an operator should
+    know of."""
     newest = state.versions.newest()
     answer = manager_pb2.GetStatusResponse(
         fence=state.fence(),
@@ -33,6 +38,9 @@ def status_of(
             published=trainer.table is not None,
             description=trainer.host.name,
         )
+    for owner in sorted(holdings):
+        if size := sum({ref.digest: ref.size for ref in holdings[owner]}.values()):
+            answer.holdings.add(owner=owner, bytes=size)
     for name in sorted(state.members.replicas):
         answer.replicas.append(_replica(state.members.replicas[name]))
     return answer
@@ -45,18 +53,18 @@ def blobs_in_use(
     used: dict[str, list[manager_pb2.BlobRef]] = {}
     for lineage, publication in publications.lineages.items():
         if publication.published is not None:
-            used[f"lineage {lineage}"] = [publication.published.manifest]
+            used.setdefault(f"lineage {lineage!r}", []).append(publication.published.manifest)
     for trainer in state.members.trainers.values():
         if trainer.table is not None:
-            used[f"rank {trainer.rank} of {trainer.lineage}"] = [trainer.table]
+            used.setdefault(f"lineage {trainer.lineage!r}", []).append(trainer.table)
     for replica in state.members.replicas.values():
-        used[f"replica {replica.name}"] = [prepared.needs for prepared in replica.prepared.values()]
+        used[f"replica {replica.name!r}"] = [prepared.needs for prepared in replica.prepared.values()]
     for lineage, latest in state.versions.latest.items():
         if latest.published is not None:
             tables = [source.table for source in latest.published.sources]
-            used[f"version {latest.identity.version} of {lineage}"] = [latest.published.manifest, *tables]
+            used.setdefault(f"lineage {lineage!r}", []).extend([latest.published.manifest, *tables])
     if update is not None:
-        used["update"] = update.blobs()
+        used["the update that runs"] = update.blobs()
     return used
 
 

@@ -29,6 +29,7 @@ class SourceOffer:
     table: manager_pb2.BlobRef
     stays_sealed: bool
     source_copies: int
+    outlives: bool  # files: readable when the process that offers them is gone
     copied: tuple[weights_pb2.CopiedTensors, ...] = ()
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import cast
 
-from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.deadlines import Deadlines, bounded
+from ckpt_engine.core.machines.deciding import commands_of
 from ckpt_engine.core.machines.events import (
     CancelTimer,
     Done,
@@ -68,6 +69,9 @@ class TrainerMachine:
 
     def handle(self, event: TrainerEvent, now: float) -> list[TrainerCommand]:
         """Takes one event and says what is to be done."""
+        return commands_of(self._out, lambda: self._take(event, now))
+
+    def _take(self, event: TrainerEvent, now: float) -> None:
         match event:
             case Message(peer, body):
                 if self._session.heard(peer, now):
@@ -92,9 +96,6 @@ class TrainerMachine:
                 self._session.start(now)
             case Stop(reason):
                 self._session.stop(reason)
-        out = self._out[:]
-        self._out.clear()
-        return out
 
     # -- session
 
@@ -200,7 +201,7 @@ class TrainerMachine:
         self._epoch = seal.fence.epoch
         self._sealed = None
         self._sealing = seal
-        task = SealSource(seal.fence.epoch, seal.version, seal.atoms, seal.keep, seal.deadline_seconds)
+        task = SealSource(seal.fence.epoch, seal.version, seal.atoms, seal.keep, bounded(seal.deadline_seconds))
         self._out.append(Run(("seal", self._epoch), task))
 
     def _seal_done(self, epoch: int, result: object, problem: weights_pb2.Problem | None) -> None:

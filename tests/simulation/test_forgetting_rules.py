@@ -1,0 +1,110 @@
+"""When a run is forgotten that does not end by itself, each rule in a small story."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt_engine.v1 import manager_pb2
+from tests.simulation.manager import ManagerShell
+from tests.simulation.members import AgentShell
+from tests.simulation.story import NEW, Problem, Story, outcomes, refused
+
+
+@pytest.fixture
+def story() -> Story:
+    return Story()
+
+
+def manager_of(story: Story) -> ManagerShell:
+    assert story.cluster.manager is not None
+    return story.cluster.manager
+
+
+def known(story: Story) -> set[str]:
+    """Lineages of which the manager knows a rank."""
+    return {trainer.lineage for trainer in manager_of(story).machine.status().trainers}
+
+
+def kept(story: Story) -> set[str]:
+    """Lineages for which something stays in the manager's store."""
+    holdings = manager_of(story).machine.status().holdings
+    return {each.owner.split("'")[1] for each in holdings if each.owner.startswith("lineage ")}
+
+
+def lineage_of(agent: AgentShell) -> str:
+    assert agent.engine is not None
+    identity = agent.engine.words().identity
+    return "nothing" if identity is None else identity.lineage
+
+
+def test_a_run_that_was_killed_is_forgotten_after_a_while(story: Story) -> None:
+    story.replica()
+    group = story.ranks("killed", world_size=2, kind="snapshot")
+    assert story.update(group).ok
+    story.end_group(group, in_good_order=False)
+    story.wait(story.deadlines.forget - 2.0)
+    assert known(story) == kept(story) == {"killed"}
+    story.wait(4.0)
+    assert known(story) == kept(story) == set()
+    again = story.ranks("killed", world_size=3)
+    again.train()
+    assert story.update(again).ok
+
+
+def test_a_rank_that_comes_back_is_not_forgotten(story: Story) -> None:
+    story.replica()
+    group = story.ranks("run")
+    for _ in range(3):
+        group.trainers[0].break_streams()
+        story.wait(story.deadlines.forget / 2)
+    assert known(story) == {"run"}
+    assert story.update(group).ok
+
+
+def test_files_of_a_killed_run_stay_for_late_replicas_until_others_have_taken_over(story: Story) -> None:
+    story.replica()
+    files, other = story.ranks("files", kind="directory"), story.ranks("other")
+    assert story.update(files).ok
+    story.end_group(files, in_good_order=False)
+    story.wait(story.deadlines.forget + 2.0)
+    assert known(story) == {"other"}
+    assert kept(story) == {"files", "other"}
+    late = story.replica()
+    story.wait(3.0)
+    assert lineage_of(late) == "files"
+    assert story.update(other, replicas=[late.name]).ok
+    assert kept(story) == {"files", "other"}
+    other.train()
+    assert story.update(other).ok
+    assert kept(story) == {"other"}
+
+
+def test_a_killed_run_is_forgotten_when_others_have_taken_its_replicas_over(story: Story) -> None:
+    first, second = story.replica(), story.replica()
+    killed, other = story.ranks("killed", kind="snapshot"), story.ranks("other")
+    for agent in (first, second):
+        assert story.update(killed, replicas=[agent.name]).ok
+        killed.train()
+    story.end_group(killed, in_good_order=False)
+    story.wait(1.0)
+    assert story.update(other, 1.5, replicas=[first.name]).ok
+    assert known(story) == {"killed", "other"}
+    assert story.update(other, 1.5, version=1, replicas=[second.name]).ok
+    assert known(story) == kept(story) == {"other"}
+
+
+def test_an_evicted_run_ends_and_its_replicas_go_on(story: Story) -> None:
+    agent, group = story.replica(), story.ranks("run", kind="snapshot")
+    other = story.ranks("other")
+    assert story.update(group).ok
+    answer = manager_of(story).operate(manager_pb2.EvictTrainerRequest(lineage="run", reason="it is in the way")).value
+    assert answer == manager_pb2.EvictTrainerResponse(ranks=1, connected=1)
+    story.wait(2.0)
+    assert known(story) == kept(story) == {"other"}
+    ended = group.trainers[0].ended
+    assert ended is not None
+    refused(ended, Problem.ABORTED, "was evicted by an operator: it is in the way")
+    assert lineage_of(agent) == "run"
+    assert agent.machine.replica.serving()
+    assert outcomes(story.update(other)) == {agent.name: NEW}
+    refused(manager_of(story).operate(manager_pb2.EvictTrainerRequest(lineage="run")).value, Problem.NOT_FOUND, "'run'")
