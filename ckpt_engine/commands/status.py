@@ -116,7 +116,7 @@ def as_tables(manager: str, answer: manager_pb2.GetStatusResponse) -> Group:
         (answer.phase, "green" if answer.phase == "idle" else "yellow"),
     )
     warnings = [Text(f"warning: {warning}", style="yellow") for warning in answer.warnings]
-    return Group(head, *warnings, _trainers(answer), _replicas(answer))
+    return Group(head, *warnings, _trainers(answer), _replicas(answer), *_troubles(answer))
 
 
 def version_of(identity: weights_pb2.Identity) -> str:
@@ -124,10 +124,15 @@ def version_of(identity: weights_pb2.Identity) -> str:
     return f"{identity.version} of {identity.lineage} ({identity.root.hex()[:12]})"
 
 
-def _trouble(replica: manager_pb2.ReplicaStatus) -> str:
-    """Why it does not serve, and why it could not take the last version."""
-    unfit = f"left out: {replica.unfit.message}" if replica.HasField("unfit") else ""
-    return "; ".join(said for said in (unfit, replica.closed_reason) if said)
+def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
+    """Why replicas do not serve, and why they could not take the last version: below the table, where there is room."""
+    lines = []
+    for replica in answer.replicas:
+        unfit = f"left out of updates: {replica.unfit.message}" if replica.HasField("unfit") else ""
+        trouble = "; ".join(said for said in (unfit, replica.closed_reason) if said)
+        if trouble:
+            lines.append(Text(f"{replica.name}: {trouble}", style="red"))
+    return lines
 
 
 def _trainers(answer: manager_pb2.GetStatusResponse) -> Table:
@@ -146,7 +151,7 @@ def _trainers(answer: manager_pb2.GetStatusResponse) -> Table:
 
 
 def _replicas(answer: manager_pb2.GetStatusResponse) -> Table:
-    titles = ("replica", "engine", "mode", "state", "version", "workers", "last sync", "last pause", "")
+    titles = ("replica", "engine", "mode", "state", "version", "workers", "last sync", "last pause")
     table = Table(*titles, title="Replicas", title_justify="left", box=None)
     for replica in answer.replicas:
         state = replica_state(replica)
@@ -160,7 +165,6 @@ def _replicas(answer: manager_pb2.GetStatusResponse) -> Table:
             str(len(replica.workers)),
             f"{outcome.sync_seconds:.3f} s" if outcome else "",
             f"{outcome.pause_seconds:.3f} s" if outcome else "",
-            Text(_trouble(replica), style="red"),
         )
     if not answer.replicas:
         table.add_row(Text("none", style="dim"))

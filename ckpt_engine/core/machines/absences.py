@@ -72,11 +72,13 @@ class Absences:
                 else:
                     self._targets.leave_out(name, not_there(replica, now).problem)
 
-    def leave_out(self, replica: Replica, how: str, phase: str, now: float) -> None:
+    def leave_out(self, replica: Replica, now: float) -> None:
         """It did not come back in time, or will not. Nothing if it has an outcome already."""
         if replica.name not in self._targets.outcomes:
-            message = f"it {how} while {phase}: {not_there(replica, now).problem.message}"
-            self._targets.leave_out(replica.name, unavailable(message, replica=replica.name).problem)
+            problem = not_there(replica, now).problem
+            if replica.name in self._targets.told:
+                problem.message = f"it was lost while installing: {problem.message}"
+            self._targets.leave_out(replica.name, problem)
 
     def _wait_for(self, replica: Replica, seconds: float) -> None:
         self._targets.awaited.add(replica.name)
