@@ -116,7 +116,7 @@ def as_tables(manager: str, answer: manager_pb2.GetStatusResponse) -> Group:
         (answer.phase, "green" if answer.phase == "idle" else "yellow"),
     )
     warnings = [Text(f"warning: {warning}", style="yellow") for warning in answer.warnings]
-    return Group(head, *warnings, _trainers(answer), _replicas(answer))
+    return Group(head, *warnings, _trainers(answer), _replicas(answer), *_troubles(answer))
 
 
 def version_of(identity: weights_pb2.Identity) -> str:
@@ -124,12 +124,17 @@ def version_of(identity: weights_pb2.Identity) -> str:
     return f"{identity.version} of {identity.lineage} ({identity.root.hex()[:12]})"
 
 
-def _trouble(replica: manager_pb2.ReplicaStatus) -> Text:
-    """Why it does not serve, why it could not take the last version, or why its engine's labels are not to be trusted.
-    Red, unless it serves and only its labels are wrong."""
-    unfit = f"left out: {replica.unfit.message}" if replica.HasField("unfit") else ""
-    bad = "; ".join(said for said in (unfit, replica.closed_reason) if said)
-    return Text(bad, style="red") if bad else Text(replica.label_problem, style="yellow")
+    """Why replicas do not serve, why they could not take the last version, and whose engine's labels are not to be
+    trusted: below the table, where there is room. Yellow: it serves, and only its labels are wrong."""
+    lines = []
+    for replica in answer.replicas:
+        unfit = f"left out of updates: {replica.unfit.message}" if replica.HasField("unfit") else ""
+        trouble = "; ".join(said for said in (unfit, replica.closed_reason) if said)
+        if trouble:
+            lines.append(Text(f"{replica.name}: {trouble}", style="red"))
+        elif replica.label_problem:
+            lines.append(Text(f"{replica.name}: {replica.label_problem}", style="yellow"))
+    return lines
 
 
 def _trainers(answer: manager_pb2.GetStatusResponse) -> Table:
@@ -148,7 +153,7 @@ def _trainers(answer: manager_pb2.GetStatusResponse) -> Table:
 
 
 def _replicas(answer: manager_pb2.GetStatusResponse) -> Table:
-    titles = ("replica", "engine", "mode", "state", "version", "workers", "last sync", "last pause", "")
+    titles = ("replica", "engine", "mode", "state", "version", "workers", "last sync", "last pause")
     table = Table(*titles, title="Replicas", title_justify="left", box=None)
     for replica in answer.replicas:
         state = replica_state(replica)
@@ -162,7 +167,6 @@ def _replicas(answer: manager_pb2.GetStatusResponse) -> Table:
             str(len(replica.workers)),
             f"{outcome.sync_seconds:.3f} s" if outcome else "",
             f"{outcome.pause_seconds:.3f} s" if outcome else "",
-            _trouble(replica),
         )
     if not answer.replicas:
         table.add_row(Text("none", style="dim"))

@@ -272,7 +272,7 @@ class UpdatePage(BaseModel):
 
 
 class ReplicaList(BaseModel):
-    """All replicas that registered since the manager started."""
+    """All replicas that registered since the manager started, and have neither said goodbye nor been evicted."""
 
     replicas: list[Replica]
 

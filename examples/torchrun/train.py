@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--manager", required=True, help="host:port")
     parser.add_argument("--model", required=True, help="Hugging Face directory; its config.json is enough")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--replicas", type=int, default=1, help="wait for so many before the first update")
+    parser.add_argument("--replicas", type=int, default=1, help="wait for so many, and go on while so many serve")
     options = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,7 +50,8 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            report = trainer.update_weights(version=step)  # every rank; returns when all replicas have an outcome
+            # Every rank calls; it returns when all replicas have an outcome. ok: at least so many serve the weights.
+            report = trainer.update_weights(version=step, min_replicas=options.replicas)
             if dist.get_rank() == 0:
                 print(f"step {step}, loss {loss.item():.3f}\n{report}", flush=True)
             if not report.ok:

@@ -85,6 +85,8 @@ def test_a_replica_that_is_away_counts_and_a_misfit_is_left_out(
         assert said["beside"] is said["launched"] is None
         assert said["misfit"]["code"] == "INVALID_ARGUMENT"
         assert said["misfit"]["message"] in reason
+        printed = " ".join(run("status", "--manager", cluster.address).stdout.split())
+        assert "misfit: left out of updates: loading lm_head.weight" in printed
         shown = httpx.get(f"http://{http}/v1/replicas", timeout=10).json()["replicas"]
         assert {replica["name"]: replica["unfit"] for replica in shown} == said
         again = update(2, "--min-replicas", "2")

@@ -51,7 +51,7 @@ def test_a_few_updates_with_random_kills_leave_nothing_behind(
     tmp_path: Path, models: tuple[Path, Path, Expected]
 ) -> None:
     with World(tmp_path, *models, {"one": 1, "two": 1}, snapshot=True, deadlines=DEADLINES) as world:
-        story = endure(world, 24, seed=1, every=8)
+        story = endure(world, 24, seed=7, every=8)
     assert not story.wrong
     assert sum(story.kills.values()) > 0
 

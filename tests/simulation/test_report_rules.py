@@ -6,9 +6,10 @@ import pytest
 
 from ckpt_engine.core.machines import events
 from ckpt_engine.v1 import manager_pb2
-from tests.simulation.members import AgentShell
+from tests.simulation.members import AgentShell, TrainerShell
 from tests.simulation.scenario import Group
 from tests.simulation.story import NEW, OLD, QUARANTINED, UNREACHED, Problem, Story, outcomes, refused
+from tests.simulation.world import Steps
 
 
 @pytest.fixture
@@ -123,6 +124,29 @@ def test_waiting_for_one_costs_the_others_at_most_half_of_the_time(story: Story)
     lost, there, group = away(story, 0.1)
     report = story.update(group, 5.0, timeout_seconds=4.0)
     assert outcomes(report) == {lost.name: UNREACHED, there.name: NEW}
+
+
+def test_an_agent_that_comes_back_without_an_engine_is_not_waited_for_until_the_end(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time is over while the ranks still seal."""
+    original = TrainerShell._seal
+
+    def seal(self: TrainerShell, task: events.SealSource) -> Steps:
+        yield 2.5
+        return (yield from original(self, task))
+
+    monkeypatch.setattr(TrainerShell, "_seal", seal)
+    first, second, group = story.replica(), story.replica(), story.ranks()
+    assert story.update(group).ok
+    group.train()
+    assert first.engine is not None
+    first.engine.kill()
+    monkeypatch.setattr(story, "start_engine", lambda agent: None)
+    story.restart_agent(first, 2.3)
+    story.wait(2.0)
+    assert outcomes(story.update(group, 6.0)) == {first.name: UNREACHED, second.name: NEW}
+    assert story.agents[first.name].alive
 
 
 def test_a_replica_that_comes_in_the_middle_is_for_the_next_update(story: Story) -> None:

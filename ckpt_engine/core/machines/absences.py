@@ -32,6 +32,7 @@ class Absences:
         self._targets = targets
         self._timer = timer
         self._cancel = cancel
+        self._overdue: set[str] = set()  # replicas for which nobody waits any more
 
     def concern(self, member: Trainer | Replica) -> bool:
         """Whether it takes part in the update."""
@@ -50,14 +51,19 @@ class Absences:
         """It is connected again."""
         if isinstance(member, Trainer) or member.engine is not None:
             self._cancel(absence(member))
-            self._targets.awaited.discard(member.name if isinstance(member, Replica) else "")
+        if isinstance(member, Replica) and member.engine is not None:
+            self._targets.awaited.discard(member.name)
+            self._overdue.discard(member.name)
 
     def not_back(self, step: str) -> Trainer | Replica | None:
         """Who has stayed away until the timer of this step fired."""
         ranks = self._state.members.ranks(self._order.lineage).values()
         replicas = (self._state.members.replicas.get(name) for name in self._order.replicas)
         found = (member for member in (*ranks, *replicas) if member is not None and absence(member) == step)
-        return next((member for member in found if not _is_there(member)), None)
+        away = next((member for member in found if not _is_there(member)), None)
+        if isinstance(away, Replica):
+            self._overdue.add(away.name)
+        return away
 
     def begin(self, names: Iterable[str], now: float) -> None:
         """Of these replicas: waits for those that may come back, leaves out those that have been away for too long."""
@@ -65,18 +71,20 @@ class Absences:
             replica = self._state.members.replicas.get(name)
             if replica is None:
                 self._targets.leave_out(name, unavailable("it is not registered any more", replica=name).problem)
-            elif replica.peer is None:
+            elif replica.peer is None or (name in self._targets.awaited and replica.engine is None):
                 patience = self._patience(replica, now)
-                if patience > 0:
+                if patience > 0 and name not in self._overdue:
                     self._wait_for(replica, patience)
                 else:
                     self._targets.leave_out(name, not_there(replica, now).problem)
 
-    def leave_out(self, replica: Replica, how: str, phase: str, now: float) -> None:
+    def leave_out(self, replica: Replica, now: float) -> None:
         """It did not come back in time, or will not. Nothing if it has an outcome already."""
         if replica.name not in self._targets.outcomes:
-            message = f"it {how} while {phase}: {not_there(replica, now).problem.message}"
-            self._targets.leave_out(replica.name, unavailable(message, replica=replica.name).problem)
+            problem = not_there(replica, now).problem
+            if replica.name in self._targets.told:
+                problem.message = f"it was lost while installing: {problem.message}"
+            self._targets.leave_out(replica.name, problem)
 
     def _wait_for(self, replica: Replica, seconds: float) -> None:
         self._targets.awaited.add(replica.name)

@@ -21,7 +21,7 @@ is published. If no replica can, it is what is published that is wrong, and the 
 
 class Targets:
     """outcomes: by name; grows until every replica has one. awaited: those that are to come back before they are asked
-    for anything."""
+    for anything. told: those that were told to install."""
 
     def __init__(self, state: State, order: Order, fence: weights_pb2.Fence) -> None:
         self._state = state
@@ -29,7 +29,7 @@ class Targets:
         self._fence = fence
         self._prepared: dict[str, list[manager_pb2.PreparedWorker]] = {}
         self._unfit: dict[str, Unfit] = {}
-        self._told: set[str] = set()
+        self.told: set[str] = set()
         self.outcomes: dict[str, manager_pb2.ReplicaOutcome] = {}
         self.awaited: set[str] = set()
 
@@ -154,7 +154,7 @@ class Targets:
                 key = (name, worker.rank)
                 command.workers.add(rank=worker.rank, plan=compiled.plans[key], expected=combined.expected[key])
             if self._state.send_to(name, command):
-                self._told.add(name)
+                self.told.add(name)
 
     def abandon(self, reason: str) -> None:
         """Asks everybody who has no outcome to go back, if no byte was written."""
@@ -169,7 +169,7 @@ class Targets:
     def leave_out(self, name: str, problem: Problem) -> None:
         """Ends the update for one replica that gave no outcome, and tells the callers."""
         replica = self._state.members.replicas.get(name)
-        self.outcomes[name] = left_out(name, replica, self._fence, problem, told=name in self._told)
+        self.outcomes[name] = left_out(name, replica, self._fence, problem, told=name in self.told)
         self._prepared.pop(name, None)
         for call in self._order.calls.values():
             progress = manager_pb2.UpdateProgress(replica=name, message=f"left out: {problem.message}")

@@ -134,7 +134,7 @@ class Update:
         if not self._absences.concern(member):
             return
         if isinstance(member, Replica):
-            self._lose_replica(member, "has left", now)
+            self._lose_replica(member, now)
         elif self.phase in REFUSABLE:
             message = f"rank {member.rank} of lineage {member.lineage!r} is gone while {self.phase}"
             self._refuse(unavailable(message, ranks=(member.rank,)).problem)
@@ -143,13 +143,13 @@ class Update:
         """A lost member had its time to come back."""
         member = self._absences.not_back(step)
         if isinstance(member, Replica):
-            self._lose_replica(member, "was lost", now)
+            self._lose_replica(member, now)
         elif member is not None:
             self.member_gone(member, now)
 
-    def _lose_replica(self, replica: Replica, how: str, now: float) -> None:
+    def _lose_replica(self, replica: Replica, now: float) -> None:
         if self.phase in ("preparing", "installing"):
-            self._absences.leave_out(replica, how, self.phase, now)
+            self._absences.leave_out(replica, now)
             self._go_on(now)
 
     # -- messages, results and timers
