@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import time
 from contextlib import nullcontext
@@ -96,10 +97,9 @@ def _console() -> Console:
 
 
 def _plain(tables: RenderableType) -> str:
-    console = _console()
-    with console.capture() as captured:
-        console.print(tables)
-    return captured.get()
+    text = io.StringIO()
+    Console(file=text, width=PLAIN_WIDTH).print(tables)
+    return text.getvalue()
 
 
 async def _ask(stub: Any) -> manager_pb2.GetStatusResponse:
