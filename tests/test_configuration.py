@@ -27,6 +27,10 @@ ENDED_OTHERWISE = {
     ("ckpt_engine/agent/process.py", "ended.result()"): "it is done",
     ("ckpt_engine/agent/process.py", "self._process.wait()"): "the launcher, which always ends: see launcher.py",
     ("ckpt_engine/agent/process.py", "self.wait()"): "bounded by whoever calls, or the launcher was killed",
+    (
+        "ckpt_engine/agent/session.py",
+        "self._launch.wait()",
+    ): "the manager's answer, its silence for a lease, or the end",
     ("ckpt_engine/agent/session.py", "stop.wait()"): "an agent serves until it is stopped",
     ("ckpt_engine/agent/stream.py", "outgoing.get()"): "the writing half of a stream; cancelled with it",
     ("ckpt_engine/commands/serve.py", "ended.wait()"): "a manager serves until it is stopped",

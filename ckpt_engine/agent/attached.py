@@ -7,6 +7,7 @@ may be a new start with a new runtime directory, and then the agent moves there.
 from __future__ import annotations
 
 import asyncio
+import time
 from urllib.parse import urlsplit
 
 from ckpt_engine.agent.adapter import EngineAdapter, EngineCallError, load_adapter
@@ -23,6 +24,9 @@ from ckpt_engine.core.problems import CkptEngineError, precondition
 from ckpt_engine.install.directory import EngineDirectory
 from ckpt_engine.install.state import EnginePage, WorkerWord
 from ckpt_engine.v1 import manager_pb2
+
+SAID_FIRST_SECONDS, SAID_AGAIN_SECONDS = 1.0, 10.0
+"""After how long people are told that an engine is waited for, and how often again."""
 
 
 class AttachedEngine:
@@ -47,6 +51,7 @@ class AttachedEngine:
         self._answer = answer
         self._startup_seconds = startup_seconds
         self._module = load_adapter(kind)
+        self._trouble = f"{self._url} has not answered yet"
         self._directory: EngineDirectory | None = None
         self._channel: AgentChannel | None = None
         self.agent_epoch = 0
@@ -60,16 +65,27 @@ class AttachedEngine:
 
     async def open(self) -> None:
         """Waits for the engine, and takes its directory. Raises CkptEngineError."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + self._startup_seconds
+        until = time.monotonic() + self._startup_seconds
+        saying = asyncio.ensure_future(self._say_waiting(until))
+        try:
+            while True:
+                try:
+                    await self._enter()
+                    return
+                except EngineCallError as error:
+                    self._trouble = str(error)
+                    if error.answered or time.monotonic() > until:
+                        raise precondition(self._trouble) from error
+                await asyncio.sleep(self._deadlines.engine_watch)
+        finally:
+            saying.cancel()
+
+    async def _say_waiting(self, until: float) -> None:
+        await asyncio.sleep(SAID_FIRST_SECONDS)
         while True:
-            try:
-                await self._enter()
-                return
-            except EngineCallError as error:
-                if error.answered or loop.time() > until:
-                    raise precondition(str(error)) from error
-            await asyncio.sleep(self._deadlines.engine_watch)
+            left = max(0.0, until - time.monotonic())
+            self._events.say(f"waiting for the engine: {self._trouble}; {left:.0f} s left (--startup-timeout)")
+            await asyncio.sleep(SAID_AGAIN_SECONDS)
 
     async def run(self) -> None:
         """Never returns by itself; raises EngineFailedError if what answers cannot be driven."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import socket
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Protocol
 from ckpt_engine.agent.adapter import LaunchPlan, load_adapter
 from ckpt_engine.agent.channel import AgentChannel
 from ckpt_engine.agent.link import FollowerLink
+from ckpt_engine.agent.logs import new_log
 from ckpt_engine.agent.nodes import NodeSettings, Place
 from ckpt_engine.agent.process import EngineProcess, EngineProcessError, LineSink, torchrun_variables
 from ckpt_engine.core.deadlines import Deadlines
@@ -174,10 +174,13 @@ class FollowingAgent:
         self._page = EnginePage(directory.page)
         place = Place(self._nodes.nodes, self._nodes.rank, command.master_address, command.master_port)
         plan = self._plan_of(self._arguments, 0, self._model, place)
+        assert self._root is not None
+        name = f"{self._kind}-node-{self._nodes.rank}-{socket.gethostname()}-{os.getpid()}"
+        log = new_log(self._root, name)
         process = EngineProcess(
             plan.command(self._sleeps),
             {**plan.env, ENVIRONMENT: str(directory.path)},
-            self._log_path(),
+            log,
             on_line=self._on_output,
             grace_seconds=self._deadlines.engine_grace,
             start_seconds=self._deadlines.engine_start,
@@ -190,7 +193,7 @@ class FollowingAgent:
             self._say(self._reason)
         else:
             self._process = process
-            self._say(f"part {self._nodes.rank} of the engine launched: pid {process.pid}, log {self._log_path()}")
+            self._say(f"part {self._nodes.rank} of the engine launched: pid {process.pid}, log {log}")
         self._tell()
 
     async def _end(self, reason: str) -> None:
@@ -202,11 +205,6 @@ class FollowingAgent:
         await self._process.stop()
         self._process = None
         self._tell()
-
-    def _log_path(self) -> Path:
-        assert self._root is not None
-        name = f"{self._kind}-node-{self._nodes.rank}-{socket.gethostname()}-{os.getpid()}"
-        return self._root / "logs" / (re.sub(r"[^A-Za-z0-9._-]", "_", name) + ".log")
 
     # -- the leader
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import time
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from ckpt_engine.agent.adapter import EngineAdapter, EngineCallError, LaunchPlan, load_adapter
 from ckpt_engine.agent.channel import AgentChannel, Answer
@@ -22,8 +22,9 @@ from ckpt_engine.agent.engine import (
 )
 from ckpt_engine.agent.following import node_plan_of
 from ckpt_engine.agent.leading import Followers, NodesMissingError
+from ckpt_engine.agent.logs import new_log
 from ckpt_engine.agent.nodes import Place
-from ckpt_engine.agent.ports import ReservedPort, is_free
+from ckpt_engine.agent.ports import ReservedPort, holder, is_free
 from ckpt_engine.agent.process import EngineProcess, EngineProcessError, LineSink, torchrun_variables
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines.events import EngineReady
@@ -56,8 +57,9 @@ class LaunchSettings:
 
     arguments: to the engine, untouched. port: 0: a free one, chosen anew at each start. startup_seconds: from launch
     until it answers. restart_limit: of restarts in a row, after which the agent gives up; 0: none. An engine that has
-    served for `engine_steady` begins a new row. sleeps: it is to give memory up. log_path: empty: in the runtime
-    directory's `logs`. advertise: the host that others are told in the engine's URL, if it listens beyond loopback.
+    served for `engine_steady` begins a new row. sleeps: it is to give memory up. log_path: empty: a file for each
+    launch in the runtime directory's `logs`. advertise: the host that others are told in the engine's URL, if it
+    listens beyond loopback.
     """
 
     kind: str
@@ -248,11 +250,23 @@ class LaunchedEngine:
             )
         return replace(plan, argv=plan.command(settings.sleeps), url=plan.url.rstrip("/"))
 
-    def _log_path(self) -> Path:
-        if self._settings.log_path is not None:
-            return self._settings.log_path
-        assert self._root is not None
-        return self._root / "logs" / (re.sub(r"[^A-Za-z0-9._-]", "_", self.default_name) + ".log")
+    async def _port_is_ours(self, plan: LaunchPlan) -> None:
+        """An engine that is just ending, such as that of an agent that was killed, gets the time that ending takes.
+
+        Raises EngineProcessError, naming who listens there: an engine would load for minutes and then not get it.
+        """
+        port = urlsplit(plan.url).port or self._port
+        host = {"": "127.0.0.1", "localhost": "127.0.0.1"}.get(plan.listens_at, plan.listens_at)
+        until = time.monotonic() + (self._deadlines.engine_grace if self._settings.port else 0)
+        said = ""
+        while not is_free(port, host):
+            taken = f"port {port} is taken by {await asyncio.to_thread(holder, port)}"
+            if time.monotonic() > until:
+                raise EngineProcessError(f"{taken}: end that, or name another one (--port; 0: a free one)")
+            if taken != said:
+                self._events.say(f"{taken}; waiting up to {self._deadlines.engine_grace:g} s for it")
+                said = taken
+            await asyncio.sleep(0.2)
 
     async def _start(self) -> EngineReady:
         """Launches, waits until it answers, and asks what it is."""
@@ -263,11 +277,14 @@ class LaunchedEngine:
             assert self._root is not None
             place = await followers.gather(page, self._root, self._settings.startup_seconds)
         plan = self._plan(place)
+        await self._port_is_ours(plan)
+        assert self._root is not None
+        log = self._settings.log_path or new_log(self._root, self.default_name)
         env = {**plan.env, ENVIRONMENT: str(self._directory.path)}
         process = EngineProcess(
             plan.argv,
             env,
-            self._log_path(),
+            log,
             on_line=self._on_output,
             grace_seconds=self._deadlines.engine_grace,
             start_seconds=self._deadlines.engine_start,
@@ -275,7 +292,7 @@ class LaunchedEngine:
         )
         self._process = process
         await process.start()
-        self._events.say(f"engine launched: pid {process.pid}, {plan.url}, log {self._log_path()}")
+        self._events.say(f"engine launched: pid {process.pid}, {plan.url}, log {log}")
         adapter = connect(self._module, plan.url, self._directory)
         self.adapter = adapter
         path = self._directory.path

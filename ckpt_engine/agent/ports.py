@@ -21,6 +21,8 @@ FIRST, LAST = 20000, 32767
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _ATTEMPTS = 200
+_LISTEN = "0A"  # include/net/tcp_states.h
+_WORDS_SHOWN = 120
 
 
 class ReservedPort:
@@ -60,11 +62,13 @@ class ReservedPort:
             self._descriptor = None
 
 
-def is_free(number: int) -> bool:
-    """Whether a server could listen on this port of every address now."""
+def is_free(number: int, host: str = "") -> bool:
+    """Whether a server could listen on this port now. host: at which it would; empty: at every address."""
     families = [(socket.AF_INET, "0.0.0.0")]
     if socket.has_ipv6:
         families.append((socket.AF_INET6, "::"))
+    if host:
+        families = [(socket.AF_INET6 if ":" in host else socket.AF_INET, host)]
     for family, address in families:
         with contextlib.ExitStack() as stack:
             try:
@@ -83,6 +87,30 @@ def is_free(number: int) -> bool:
                     continue  # IPv6 is switched off
                 return False
     return True
+
+
+def holder(number: int) -> str:
+    """Who listens on this port, for people: "vllm serve (pid 123)". What is not ours to see is "another program"."""
+    sockets = {f"socket:[{inode}]" for inode in _listening(number)}
+    for process in Path("/proc").iterdir():
+        if sockets and process.name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended, or it is another user's
+                if any(os.readlink(opened) in sockets for opened in (process / "fd").iterdir()):
+                    words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                    return f"{' '.join(words).strip()[:_WORDS_SHOWN]} (pid {process.name})"
+    return "another program"
+
+
+def _listening(number: int) -> set[str]:
+    """The inodes of sockets that listen on a port, as the kernel lists them."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == number:
+                    found.add(fields[9])
+    return found
 
 
 def _ephemeral_range() -> tuple[int, int]:

@@ -117,6 +117,8 @@ class ReplicaAgent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._manager_lost: weights_pb2.Problem.Code | None = None
+        self._refused = ""
+        self._launch = asyncio.Event()
         self._unanswered: asyncio.TimerHandle | None = None
         self._questions: dict[int, asyncio.Future[worker_pb2.AgentReply | None]] = {}
         self._asked = 0
@@ -184,7 +186,7 @@ class ReplicaAgent:
     async def _until(self, stop: asyncio.Event) -> None:
         """Runs the engine until the end of one of: it, our wish to run, our health."""
         assert self._fault is not None
-        engine = asyncio.ensure_future(self._host.run())
+        engine = asyncio.ensure_future(self._run_engine())
         stopping = asyncio.ensure_future(stop.wait())
         keeping = asyncio.ensure_future(self._keep_lease())
         try:
@@ -200,6 +202,12 @@ class ReplicaAgent:
             await asyncio.gather(engine, stopping, keeping, return_exceptions=True)
             self._stopping = True
             self._feed(events.Stop(reason))
+
+    async def _run_engine(self) -> None:
+        """An engine is not loaded under a name that another agent has. A manager that is away keeps nobody waiting."""
+        if self.settings.launch is not None:
+            await self._launch.wait()
+        await self._host.run()
 
     async def _keep_lease(self) -> None:
         """Tells the gate at each heartbeat that this agent is there, if the gate is to close without it."""
@@ -248,8 +256,10 @@ class ReplicaAgent:
         self._say(line)
 
     def _heard(self, peer: events.Peer, body: ProtobufMessage) -> None:
-        if line := narration.heard(body):
+        line = narration.heard(body)
+        if line and not (isinstance(body, manager_pb2.Refused) and line == self._refused):  # not at each attempt
             self.say(line)
+        self._refused = line if isinstance(body, manager_pb2.Refused) else ""
         self._feed(events.Message(peer, body))
 
     def _lost(self, peer: events.Peer, reason: str) -> None:
@@ -321,6 +331,7 @@ class ReplicaAgent:
                     answer.set_result(reply)
             case events.SessionOpened():
                 self._manager_lost = None
+                self._launch.set()
             case events.SessionEnded():
                 self._session_ended(command)
 
@@ -332,7 +343,10 @@ class ReplicaAgent:
             # The manager does not want this agent: another one has taken its place, or its name, or an operator it.
             assert self._fault is not None
             self._fault.set_exception(EvictedError(problem) if ended.evicted else CkptEngineError(problem))
-        elif self._manager_lost != problem.code:
+            return
+        if problem.code != weights_pb2.Problem.ABORTED:
+            self._launch.set()
+        if self._manager_lost != problem.code:
             self._manager_lost = problem.code  # said once, not at each attempt; a manager of another cluster is news
             self.say(problem.message)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import time
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import grpc
 import typer
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -24,6 +27,9 @@ ASK_SECONDS = 5.0
 
 WATCH_SECONDS = 0.5
 """Between two questions of --watch."""
+
+PLAIN_WIDTH = 300
+"""Characters of a line that no terminal limits."""
 
 _STATE_STYLES = {"serving": "green", "asleep": "cyan", "closed": "red", "disconnected": "yellow"}
 
@@ -60,16 +66,40 @@ async def _show(manager: str, watch: bool, json_output: bool) -> None:
                 await asyncio.sleep(WATCH_SECONDS)
                 typer.echo(json.dumps(as_dict(await _ask(stub))))
         elif not watch:
-            Console().print(as_tables(manager, first))
+            _console().print(as_tables(manager, first))
         else:
-            with Live(as_tables(manager, first), auto_refresh=False) as live:
-                while True:
-                    await asyncio.sleep(WATCH_SECONDS)
-                    try:
-                        live.update(as_tables(manager, await _ask(stub)), refresh=True)
-                    except CkptEngineError as error:
-                        # Managers are restarted; whoever watches wants to see it come back.
-                        live.update(Text(f"manager {manager}: {error.problem.message}", style="red"), refresh=True)
+            await _watch(manager, stub, as_tables(manager, first))
+
+
+async def _watch(manager: str, stub: Any, first: RenderableType) -> None:
+    """Shows what is new, for ever: in place on a terminal; elsewhere, one below the other, whenever it has changed."""
+    console = _console()
+    shown = ""
+    with Live(first, console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+        tables = first
+        while True:
+            if live is not None:
+                live.update(tables, refresh=True)
+            elif (text := _plain(tables)) != shown:
+                console.print(time.strftime("%H:%M:%S"), text, sep="\n", markup=False, highlight=False)
+                shown = text
+            await asyncio.sleep(WATCH_SECONDS)
+            try:
+                tables = as_tables(manager, await _ask(stub))
+            except CkptEngineError as error:
+                # Managers are restarted; whoever watches wants to see it come back.
+                tables = Text(f"manager {manager}: {error.problem.message}", style="red")
+
+
+def _console() -> Console:
+    """In a pipe or a file lines are as long as they are."""
+    return Console() if Console().is_terminal else Console(width=PLAIN_WIDTH)
+
+
+def _plain(tables: RenderableType) -> str:
+    text = io.StringIO()
+    Console(file=text, width=PLAIN_WIDTH).print(tables)
+    return text.getvalue()
 
 
 async def _ask(stub: Any) -> manager_pb2.GetStatusResponse:

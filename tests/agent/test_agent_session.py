@@ -6,102 +6,28 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ckpt_engine.agent import adapter
-from ckpt_engine.agent.launched import LaunchedEngine, LaunchSettings
+from ckpt_engine.agent.launched import LaunchSettings
 from ckpt_engine.agent.process import free_port
-from ckpt_engine.agent.session import AgentSettings, ReplicaAgent
-from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines
+from ckpt_engine.agent.session import AgentSettings
+from ckpt_engine.core.deadlines import ENVIRONMENT
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from tests.agent.plain_manager import CLUSTER, PlainManager
-from tests.agent.small_engine import SmallAdapter, answers, by_hand, environment
-
-SECONDS = 15.0
-QUICK = "engine_restart_first=0.1 engine_watch=0.1"
-MANIFEST = weights_pb2.Manifest(tensors=[weights_pb2.TensorSpec(name="w", dtype="float32", shape=[1])])
-IDENTITY = weights_pb2.Identity(lineage="run", version=3, root=bytes(range(32)))
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "ADAPTERS", {"small": "tests.agent.small_engine"})
-    monkeypatch.setenv(ENVIRONMENT, QUICK)
-
-
-@pytest.fixture
-async def manager() -> AsyncIterator[PlainManager]:
-    manager = await PlainManager().start()
-    yield manager
-    await manager.stop()
-
-
-class RunningAgent:
-    """An agent on the test's own loop."""
-
-    def __init__(self, settings: AgentSettings) -> None:
-        self.lines: list[str] = []
-        self.agent = ReplicaAgent(settings, self.lines.append)
-        self.stop = asyncio.Event()
-        self.run = asyncio.ensure_future(self.agent.run(self.stop))
-
-    @property
-    def engine_pid(self) -> int:
-        assert isinstance(self.agent.host, LaunchedEngine)
-        assert self.agent.host.pid is not None
-        return self.agent.host.pid
-
-    async def end(self) -> None:
-        self.stop.set()
-        await asyncio.wait_for(asyncio.gather(self.run, return_exceptions=True), SECONDS)
-
-
-Start = Callable[..., RunningAgent]
-
-
-@pytest.fixture
-async def start(manager: PlainManager, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Start]:
-    started: list[RunningAgent] = []
-
-    def start(*arguments: str, url: str = "", name: str = "") -> RunningAgent:
-        launch = LaunchSettings("small", arguments, startup_seconds=SECONDS, root=tmp_path_factory.mktemp("engines"))
-        deadlines = Deadlines.from_environment(os.environ).changed("words=0.1 resend=0.5 reconnect_most=0.3")
-        settings = AgentSettings(manager.address, "small", launch, name=name, deadlines=deadlines)
-        if url:
-            settings = replace(settings, launch=None, url=url)
-        started.append(RunningAgent(settings))
-        return started[-1]
-
-    yield start
-    for agent in started:
-        await agent.end()
-
-
-async def ready(manager: PlainManager) -> manager_pb2.ReplicaHeartbeat:
-    """Until the manager knows the engine's worker."""
-    await manager.until(lambda: any(beat.workers for beat in manager.all(manager_pb2.ReplicaHeartbeat)))
-    return manager.all(manager_pb2.ReplicaHeartbeat)[-1]
-
-
-def fence(epoch: int) -> weights_pb2.Fence:
-    return weights_pb2.Fence(cluster=CLUSTER, epoch=epoch)
-
-
-async def prepare(manager: PlainManager, epoch: int) -> manager_pb2.Prepared:
-    ref = manager.put(MANIFEST.SerializeToString(deterministic=True))
-    manager.send(manager_pb2.Prepare(fence=fence(epoch), manifest=ref, deadline_seconds=10))
-    return await manager.next(manager_pb2.Prepared)
-
-
-def install(manager: PlainManager, epoch: int) -> manager_pb2.Install:
-    plan, expected = manager.put(b"plan"), manager.put(b"")
-    worker = manager_pb2.WorkerInstall(rank=0, plan=plan, expected=expected)
-    return manager_pb2.Install(fence=fence(epoch), identity=IDENTITY, workers=[worker], deadline_seconds=10)
+from tests.agent.plain_manager import PlainManager
+from tests.agent.running_agent import (
+    IDENTITY,
+    QUICK,
+    SECONDS,
+    Start,
+    fence,
+    install,
+    prepare,
+    ready,
+)
+from tests.agent.small_engine import answers, by_hand, environment
 
 
 async def test_an_agent_registers_and_says_goodbye(manager: PlainManager, start: Start) -> None:
@@ -147,71 +73,6 @@ async def test_an_update_from_prepare_to_outcome(manager: PlainManager, start: S
     assert manager.blob_gets == gets
 
 
-async def calls(agent: RunningAgent) -> list[str]:
-    """What its engine was asked to do so far."""
-    driver = agent.agent.host.adapter
-    assert isinstance(driver, SmallAdapter)
-    return await driver.calls()
-
-
-async def test_a_stamp_that_fails_is_repeated_before_the_engine_resumes(manager: PlainManager, start: Start) -> None:
-    agent = start("--refused-stamps", "2")
-    await ready(manager)
-    await prepare(manager, 1)
-    manager.send(install(manager, 1))
-    outcome = await manager.next(manager_pb2.ReplicaOutcome)
-    assert (outcome.outcome, outcome.label_problem) == (manager_pb2.NEW_SERVING, "")
-    assert (await calls(agent))[-4:] == [*["stamp 3:00010203:run"] * 3, "resume"]
-
-
-async def test_a_label_that_an_engine_does_not_take_is_told_and_tried_again(
-    manager: PlainManager, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(ENVIRONMENT, f"{QUICK} resume=0.8")
-    agent = start("--refused-stamps", "4")
-    await ready(manager)
-    await prepare(manager, 1)
-    manager.send(install(manager, 1))
-    outcome = await manager.next(manager_pb2.ReplicaOutcome)
-    assert outcome.outcome == manager_pb2.NEW_SERVING
-    assert "do not trust the version that the engine itself names" in outcome.label_problem
-    assert "version 3 of run" in outcome.label_problem
-    assert "no label today" in outcome.label_problem
-    assert any(line.startswith("update 1: ") and "do not trust" in line for line in agent.lines)
-    beats = manager_pb2.ReplicaHeartbeat
-    await manager.until(lambda: bool(manager.all(beats)[-1].label_problem))
-    assert manager.all(beats)[-1].serving
-    await manager.until(lambda: not manager.all(beats)[-1].label_problem)
-    assert (await calls(agent))[-3:] == ["resume", *["stamp 3:00010203:run"] * 2]
-
-
-async def test_an_agent_tells_an_engine_whose_agent_died_its_version_before_it_resumes_it(
-    manager: PlainManager, start: Start, tmp_path: Path
-) -> None:
-    """What the first agent may have told it, or not, the second one does not know."""
-    port = free_port()
-    engine = await asyncio.create_subprocess_exec(*by_hand(port, tmp_path), env=environment())
-    try:
-        await answers(port)
-        first = start(url=f"http://127.0.0.1:{port}")
-        await ready(manager)
-        await prepare(manager, 1)
-        manager.send(install(manager, 1))
-        await manager.next(manager_pb2.ReplicaOutcome)
-        driver = first.agent.host.adapter
-        assert driver is not None
-        await driver.pause(manager_pb2.KEEP, SECONDS)
-        await first.end()
-        beats = len(manager.all(manager_pb2.ReplicaHeartbeat))
-        second = start(url=f"http://127.0.0.1:{port}")
-        await manager.until(lambda: any(beat.serving for beat in manager.all(manager_pb2.ReplicaHeartbeat)[beats:]))
-        asked = await calls(second)
-        assert asked[asked.index("resume") + 1 :] == ["pause", "pause", "install", "stamp 3:00010203:run", "resume"]
-    finally:
-        engine.kill()
-        await engine.wait()
-
-
 async def test_a_lost_manager_is_dialled_until_it_is_back(manager: PlainManager, start: Start) -> None:
     agent = start("--install-seconds", "1")
     await ready(manager)
@@ -244,13 +105,26 @@ async def test_a_session_that_ends_is_begun_again(manager: PlainManager, start: 
     assert hellos[0].session_id == hellos[-1].session_id
 
 
-async def test_a_refused_agent_ends_and_says_why(manager: PlainManager, start: Start) -> None:
+async def test_a_refused_agent_ends_and_says_why(
+    manager: PlainManager, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, and without having loaded an engine that would serve nobody."""
+    monkeypatch.setenv(ENVIRONMENT, f"{QUICK} heartbeat=0.2 lease=1")
     manager.refuse = weights_pb2.Problem(
         code=weights_pb2.Problem.ABORTED, message="replica-1 is served by another agent"
     )
     agent = start(name="replica-1")
     with pytest.raises(CkptEngineError, match="served by another agent"):
         await asyncio.wait_for(asyncio.shield(agent.run), SECONDS)
+    assert manager.sessions > 2, "the other agent might have been dead"
+    assert sum("refused by the manager" in line for line in agent.lines) == 1
+    assert not any("engine launched" in line for line in agent.lines)
+
+
+async def test_a_manager_that_is_away_keeps_no_engine_from_starting(manager: PlainManager, start: Start) -> None:
+    await manager.stop()
+    agent = start()
+    await agent.until_said("engine ready")
 
 
 async def test_a_killed_engine_is_reported_and_comes_back_empty(manager: PlainManager, start: Start) -> None:

@@ -1,66 +1,26 @@
-"""Engines launched and attached: ready, gone, restarted, refused, and never more than one agent each."""
+"""Engines that an agent launches: ready, gone, restarted, refused."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
 from ckpt_engine.agent import adapter, ports
-from ckpt_engine.agent.attached import AttachedEngine
 from ckpt_engine.agent.engine import EngineFailedError, checked_advertise, told_url
 from ckpt_engine.agent.launched import LaunchedEngine, LaunchSettings, Restart
+from ckpt_engine.agent.logs import KEPT, new_log
 from ckpt_engine.agent.process import free_port
 from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines
-from ckpt_engine.core.machines.events import EngineReady
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.install.directory import EngineDirectory
-from ckpt_engine.v1 import worker_pb2
+from tests.agent.hosts import QUICK, SECONDS, Events, nobody_asks, running
 from tests.agent.small_engine import answers, by_hand, environment
-
-SECONDS = 15.0
-QUICK = "engine_restart_first=0.1 engine_watch=0.1"
-
-
-class Events:
-    """What the host told, in order: "ready", and the reasons of exits."""
-
-    def __init__(self) -> None:
-        self.ready: list[EngineReady] = []
-        self.exits: list[str] = []
-        self.lines: list[str] = []
-        self._changed = asyncio.Event()
-
-    def engine_ready(self, ready: EngineReady) -> None:
-        self.ready.append(ready)
-        self._changed.set()
-
-    def engine_exited(self, reason: str) -> None:
-        self.exits.append(reason)
-        self._changed.set()
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-        self._changed.set()
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(SECONDS):
-            while not condition():
-                self._changed.clear()
-                await self._changed.wait()
-
-
-async def nobody_asks(request: worker_pb2.WorkerRequest) -> worker_pb2.AgentReply | None:
-    return None
 
 
 @pytest.fixture(autouse=True)
@@ -111,17 +71,6 @@ async def launch(root: Path, events: Events) -> AsyncIterator[Launch]:
         await host.close()
 
 
-@contextlib.asynccontextmanager
-async def running(host: LaunchedEngine | AttachedEngine) -> AsyncIterator[asyncio.Future[None]]:
-    await host.open()
-    run = asyncio.ensure_future(host.run())
-    try:
-        yield run
-    finally:
-        run.cancel()
-        await asyncio.gather(run, return_exceptions=True)
-
-
 async def test_a_launched_engine_becomes_ready_and_goes_with_its_directory(
     launch: Launch, events: Events, root: Path
 ) -> None:
@@ -142,7 +91,7 @@ async def test_a_launched_engine_becomes_ready_and_goes_with_its_directory(
     assert sorted(os.listdir(root)) == ["logs", "ports"]
 
 
-async def test_a_killed_engine_is_started_again_on_a_new_page(launch: Launch, events: Events) -> None:
+async def test_a_killed_engine_is_started_again_on_a_new_page(launch: Launch, events: Events, root: Path) -> None:
     host = launch()
     async with running(host):
         await events.until(lambda: len(events.ready) == 1)
@@ -153,7 +102,10 @@ async def test_a_killed_engine_is_started_again_on_a_new_page(launch: Launch, ev
         await events.until(lambda: len(events.exits) == 1)
         assert "was killed by SIGKILL" in events.exits[0]
         await events.until(lambda: len(events.ready) == 2)
-        assert host.page.read()[0].boot_id != first
+        second = host.page.read()[0].boot_id
+        assert second != first
+    words = [path.read_text().split() for path in (root / "logs").iterdir()]
+    assert sorted(line[-1] for line in words) == sorted(boot.hex() for boot in (first, second)), "a log for each launch"
 
 
 async def test_an_engine_that_fails_on_its_first_start_is_not_tried_again(launch: Launch, events: Events) -> None:
@@ -310,6 +262,7 @@ async def test_an_engine_that_is_there_but_deaf_is_replaced(
 async def test_whoever_else_holds_the_port_is_not_taken_for_ours(
     events: Events, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(ENVIRONMENT, f"{QUICK} engine_grace=0.3")
     port = free_port()
     other = await asyncio.create_subprocess_exec(*by_hand(port, root), env=environment())
     try:
@@ -322,8 +275,12 @@ async def test_whoever_else_holds_the_port_is_not_taken_for_ours(
         )
         try:
             async with running(host) as run:
-                with pytest.raises(EngineFailedError, match="Address already in use"):
+                with pytest.raises(
+                    EngineFailedError, match=rf"port {port} is taken by .*small_engine.py .*pid {other.pid}"
+                ):
                     await asyncio.wait_for(run, SECONDS)
+            assert any(f"port {port} is taken by" in line and "waiting up to 0.3 s" in line for line in events.lines)
+            assert not any("launched" in line for line in events.lines), "it would load for minutes, and not get it"
         finally:
             await host.close()
     finally:
@@ -339,90 +296,10 @@ async def test_arguments_that_the_adapter_refuses_are_refused_before_anything_st
     assert os.listdir(root) == ["ports"]
 
 
-# ---------------------------------------------------------------- attached
-
-
-@pytest.fixture
-def start_by_hand(root: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(port: int, *arguments: str) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen(by_hand(port, root, *arguments), env=environment()))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-
-
-def attach(port: int, events: Events, seconds: float = SECONDS) -> AttachedEngine:
-    return AttachedEngine(
-        "small", f"http://127.0.0.1:{port}/", events, nobody_asks, seconds, Deadlines().changed(QUICK)
-    )
-
-
-StartByHand = Callable[..., "subprocess.Popen[bytes]"]
-
-
-async def test_an_engine_started_by_hand_gets_one_agent(start_by_hand: StartByHand, events: Events) -> None:
-    port = free_port()
-    process = start_by_hand(port, "--paused")
-    first, second = attach(port, events), attach(port, events)
-    try:
-        async with running(first):
-            await events.until(lambda: bool(events.ready))
-            assert events.ready[0].paused is True, "a new agent must know that somebody paused the engine"
-            assert first.default_name == f"small-{port}"
-            with pytest.raises(CkptEngineError, match=rf"already has an agent \(pid {os.getpid()}\)"):
-                await second.open()
-        await first.close()
-        async with running(second):
-            await events.until(lambda: len(events.ready) == 2)
-            assert second.agent_epoch == first.agent_epoch + 1
-    finally:
-        await first.close()
-        await second.close()
-    assert process.poll() is None, "an engine that is not ours goes on"
-
-
-async def test_an_agent_follows_its_engine_to_a_new_start(start_by_hand: StartByHand, events: Events) -> None:
-    port = free_port()
-    process = start_by_hand(port)
-    host = attach(port, events)
-    try:
-        async with running(host):
-            await events.until(lambda: len(events.ready) == 1)
-            assert host.page is not None
-            old = host.page.path
-            process.kill()
-            process.wait()
-            start_by_hand(port)
-            await events.until(lambda: len(events.ready) == 2)
-            assert len(events.exits) == 1
-            assert host.page is not None
-            assert host.page.path != old
-            assert host.page.read()[0].alive
-            # The lock of the old directory is free again, so that it can be cleaned away.
-            EngineDirectory(old.parent).lock()
-    finally:
-        await host.close()
-
-
-async def test_a_url_where_nothing_answers(events: Events) -> None:
-    host = attach(free_port(), events, seconds=0.5)
-    with pytest.raises(CkptEngineError, match="does not answer"):
-        await host.open()
-
-
-async def test_a_server_without_our_gate(events: Events) -> None:
-    port = free_port()
-    server = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", stderr=subprocess.DEVNULL
-    )
-    try:
-        with pytest.raises(CkptEngineError, match="without ckpt-engine's gate"):
-            await attach(port, events).open()
-    finally:
-        server.kill()
-        await server.wait()
+def test_the_logs_that_were_written_to_last_stay(root: Path) -> None:
+    paths = [new_log(root, f"engine/{number}") for number in range(KEPT)]
+    for age, path in enumerate(paths):
+        os.utime(path, (1e9 - age, 1e9 - age))
+    newest = [new_log(root, "engine/0"), new_log(root, "engine/0")]
+    assert set((root / "logs").iterdir()) == {*newest, *paths[: KEPT - 2]}
+    assert newest[0] != newest[1]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -106,6 +109,25 @@ def test_status_shows_who_is_there_and_what_they_hold(manager: str, reader: Plai
     assert "3 of run" in shown
     assert "plain" in shown
     assert "idle" in shown
+
+
+def test_status_watched_through_a_pipe_shows_each_change_once(manager: str, replica: StartReplica) -> None:
+    command = [sys.executable, "-m", "ckpt_engine", "status", "--watch", "--manager", manager]
+    watching = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert watching.stdout is not None
+        lines: list[str] = []
+        while "Replicas" not in lines or lines[-1].strip() != "none":  # what there is is shown at once
+            lines.append(watching.stdout.readline().strip())
+            assert lines[-1] or watching.poll() is None, lines
+        replica()
+        while not lines[-1].startswith("plain "):
+            lines.append(watching.stdout.readline().strip())
+            assert lines[-1] or watching.poll() is None, lines
+        assert sum(line.startswith(f"manager {manager}") for line in lines) <= 4, "what has not changed is not repeated"
+    finally:
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(20) == 0
 
 
 def test_status_of_no_manager_fails() -> None:

@@ -1,0 +1,49 @@
+"""A manager that a test plays, and agents of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from ckpt_engine.agent import adapter
+from ckpt_engine.agent.launched import LaunchSettings
+from ckpt_engine.agent.session import AgentSettings
+from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines
+from tests.agent.plain_manager import PlainManager
+from tests.agent.running_agent import QUICK, SECONDS, RunningAgent, Start
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small engine, and an agent that looks at it often."""
+    monkeypatch.setattr(adapter, "ADAPTERS", {"small": "tests.agent.small_engine"})
+    monkeypatch.setenv(ENVIRONMENT, QUICK)
+
+
+@pytest.fixture
+async def manager() -> AsyncIterator[PlainManager]:
+    manager = await PlainManager().start()
+    yield manager
+    await manager.stop()
+
+
+@pytest.fixture
+async def start(manager: PlainManager, quick: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Start]:
+    """Starts agents of `manager`, and ends them whatever happens. url: of an engine beside it; else it launches one."""
+    started: list[RunningAgent] = []
+
+    def start(*arguments: str, url: str = "", name: str = "") -> RunningAgent:
+        launch = LaunchSettings("small", arguments, startup_seconds=SECONDS, root=tmp_path_factory.mktemp("engines"))
+        deadlines = Deadlines.from_environment(os.environ).changed("words=0.1 resend=0.5 reconnect_most=0.3")
+        settings = AgentSettings(manager.address, "small", launch, name=name, deadlines=deadlines)
+        if url:
+            settings = replace(settings, launch=None, url=url)
+        started.append(RunningAgent(settings))
+        return started[-1]
+
+    yield start
+    for agent in started:
+        await agent.end()
