@@ -96,7 +96,9 @@ class Tree:
             if status == 5:
                 raise SystemExit(f"there are no tests in {each}")
             if status:
-                lines = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+                lines = [
+                    line for line in output.splitlines() if line.startswith(("FAILED tests", "ERROR tests", "ERROR it"))
+                ]
                 return lines[0] if lines else f"{each}: status {status}"
         return ""
 
