@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ENGINES ?= vllm sglang routers
 
-.PHONY: demo test test-engines test-slow fuzz bench lint format proto clean fault-matrix endurance
+.PHONY: demo test test-engines test-slow fuzz bench lint format proto clean fault-matrix endurance mutants
 
 demo: DEMO_ENGINE = $(strip $(foreach engine,vllm sglang,$(findstring $(engine),$(ARGS))))
 demo: $(INSTALLED)
@@ -31,6 +31,10 @@ fuzz: $(INSTALLED)
 # Faults on real processes: every cell, into docs/reliability.md; and many updates with random kills.
 fault-matrix: $(INSTALLED)
 	$(BIN)/python -m tests.faults.matrix $(ARGS)
+
+# Mistakes in the code that the promises rest on: those that its tests do not notice (docs/reliability.md).
+mutants: $(INSTALLED)
+	$(BIN)/python -m tests.mutants --count 100 $(ARGS)
 
 endurance: $(INSTALLED)
 	$(BIN)/python -m tests.faults.endurance $(ARGS)

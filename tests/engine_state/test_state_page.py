@@ -124,6 +124,18 @@ def test_a_killed_worker_closes_the_engine(tmp_path, spawned):
     assert page.read()[0].status().state == NONE
 
 
+def test_an_engine_with_weights_of_its_own_is_closed_by_a_dead_worker_too(tmp_path, spawned):
+    path = tmp_path / "page"
+    process = spawned(path, 0, 2, "none")
+    page = EnginePage(path)
+    assert verdict(page.read(), own_weights=True).open, "rank 1 has not started, and need not hold anything"
+    process.kill()
+    process.join(10)
+    found = verdict(page.read(), own_weights=True)
+    assert (found.open, found.identity) == (False, None)
+    assert f"worker 0 (pid {process.pid}) is dead" in found.reason
+
+
 def test_words_are_never_torn_and_a_writer_killed_in_the_middle_leaves_no_open_gate(tmp_path, spawned):
     path = tmp_path / "page"
     process = spawned(path, 0, 1, "write")

@@ -1,0 +1,61 @@
+"""What a worker refuses to begin, whom it names when bytes differ, and where it says that time went."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from install_models import Plain, TensorParallel, target_of
+from install_world import Checkpoint, OneWorker, random_tensor
+from torch import Tensor
+
+from ckpt_engine.install.target import ModuleTarget
+from ckpt_engine.v1 import weights_pb2, worker_pb2
+
+LOADING = 0.05
+"""Seconds that a loader takes here."""
+
+
+def test_a_prepare_that_was_overtaken_is_refused(tmp_path: Path) -> None:
+    """Its update is over; it would push recordings out that are needed."""
+    model = TensorParallel()
+    checkpoint = Checkpoint(model.checkpoint())
+    worker = OneWorker(ModuleTarget(model), tmp_path)
+    assert not worker.update(checkpoint).report.HasField("problem")
+    fence = weights_pb2.Fence(cluster="test", epoch=worker.epoch - 1)
+    order = worker_pb2.PrepareOrder(fence=fence, manifest=checkpoint.manifest_bytes, deadline_seconds=60)
+    prepared = worker.installer.prepare(order)
+    assert prepared.problem.code == weights_pb2.Problem.ABORTED
+    assert not prepared.needs
+    checkpoint.close()
+
+
+def test_only_tensors_that_were_loaded_to_the_same_place_are_named_besides(tmp_path: Path) -> None:
+    def load_one(model: Plain, name: str, weight: Tensor) -> None:
+        model.other.data.copy_(weight) if name == "other" else model.w.data.copy_(weight)
+
+    weight = random_tensor((3, 4), torch.float32, 0)
+    checkpoint = Checkpoint({"embed": weight, "head": weight.clone(), "other": weight.clone()})
+    target = target_of(load_one, w=torch.zeros(3, 4), other=torch.zeros(3, 4))
+    worker = OneWorker(target, tmp_path)
+    assert not worker.update(checkpoint).report.HasField("problem")
+    checkpoint.weights["embed"] = weight + 1
+    checkpoint.seal()
+    problem = worker.update(checkpoint).report.problem
+    assert "also loaded from head)" in problem.message
+    assert "other" not in problem.message
+    checkpoint.close()
+
+
+def test_the_time_of_a_loader_that_computes_counts_as_installing(tmp_path: Path) -> None:
+    def load_one(model: Plain, name: str, weight: Tensor) -> None:
+        time.sleep(LOADING)
+        model.w.data.copy_(weight * 2)
+
+    checkpoint = Checkpoint({"w": random_tensor((4, 4), torch.float32, 0)})
+    worker = OneWorker(target_of(load_one, w=torch.zeros(4, 4)), tmp_path)
+    report = worker.update(checkpoint).report
+    assert list(report.by_loader) == ["w"]
+    assert report.install_seconds >= LOADING
+    checkpoint.close()

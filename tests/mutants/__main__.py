@@ -1,0 +1,207 @@
+"""Makes mistakes in the code that the promises rest on, and says which of them its tests do not notice.
+
+`python -m tests.mutants --seed 1 --count 100`: draws so many lines (`draw.py`), makes one mistake in each in a copy of
+the tree, and runs the tests that are there for that file (`SELECTIONS`) until one fails. Prints the mistakes that none
+noticed, as differences; ends with 1 if there are some. Those in `equivalent.toml` change nothing that anybody could
+see, each with the reason; they are not run. A hundred take about an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutants.draw import Mutation, draw
+
+ROOT = Path(__file__).resolve().parents[2]
+EQUIVALENT = Path(__file__).with_name("equivalent.toml")
+
+SELECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("ckpt_engine/install/gate.py", ("tests/engine_state",)),
+    ("ckpt_engine/install/state.py", ("tests/engine_state", "tests/install")),
+    ("ckpt_engine/install/installer.py", ("tests/install",)),
+    ("ckpt_engine/install/ready.py", ("tests/install",)),
+    ("ckpt_engine/core/plan.py", ("tests/core", "tests/manager/test_compiler.py", "tests/install")),
+    ("ckpt_engine/core/digest.py", ("tests/core",)),
+    ("ckpt_engine/core/machines/", ("tests/core", "tests/simulation", "tests/manager", "tests/agent")),
+)
+"""Which files (all below a folder), and which tests are to notice: one after the other, the quick ones first."""
+
+NOT_MISTAKEN = frozenset({"__init__.py", "events.py", "tasks.py"})
+"""Declarations only."""
+
+COPIED = ("ckpt_engine", "adapters", "tests", "docs", "examples", "proto", "benchmarks", "README.md", "pyproject.toml")
+PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not (slow or engine or gpu)", "--timeout=120")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """noticed_by: the tests that failed, or what else went wrong; empty: nobody noticed."""
+
+    mutation: Mutation
+    noticed_by: str
+    seconds: float
+
+
+def selection(file: str) -> tuple[str, ...]:
+    """The tests that must notice a mistake in it."""
+    return next(tests for prefix, tests in SELECTIONS if file.startswith(prefix))
+
+
+def sources(*parts: str) -> dict[str, str]:
+    """Every file in which mistakes are made, if its name contains one of `parts`, or there are none."""
+    found = [ROOT / prefix for prefix, _ in SELECTIONS]
+    files = [each for path in found for each in (sorted(path.glob("*.py")) if path.is_dir() else [path])]
+    names = {str(path.relative_to(ROOT)): path for path in files if path.name not in NOT_MISTAKEN}
+    return {name: path.read_text() for name, path in names.items() if not parts or any(part in name for part in parts)}
+
+
+def equivalents() -> dict[tuple[str, str, str, str], str]:
+    """Why, by `Mutation.key`."""
+    listed = tomllib.loads(EQUIVALENT.read_text()).get("equivalent", [])
+    return {(each["file"], each["line"], each["old"], each["new"]): each["why"] for each in listed}
+
+
+class Tree:
+    """A copy of the tree in which one mistake at a time is made and tested."""
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        self._path, self._seconds = path, seconds
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / name, path / name)
+        found = self._run("-c", "import ckpt_engine; print(ckpt_engine.__file__)")[1].strip()
+        if not found.startswith(str(path)):
+            raise SystemExit(f"tests would run {found}, and not the copy in {path}")
+
+    def failing(self, tests: Sequence[str]) -> str:
+        """What fails or hangs; empty: nothing does."""
+        for each in tests:
+            status, output = self._run(*PYTEST, each)
+            if status == 5:
+                raise SystemExit(f"there are no tests in {each}")
+            if status:
+                lines = [
+                    line for line in output.splitlines() if line.startswith(("FAILED tests", "ERROR tests", "ERROR it"))
+                ]
+                return lines[0] if lines else f"{each}: status {status}"
+        return ""
+
+    def judge(self, mutation: Mutation) -> Verdict:
+        """With this mistake in it, and only this one."""
+        began = time.monotonic()
+        file = self._path / mutation.file
+        source = file.read_text()
+        try:
+            file.write_text(mutation.apply(source))
+            return Verdict(mutation, self.failing(selection(mutation.file)), time.monotonic() - began)
+        finally:
+            file.write_text(source)
+
+    def _run(self, *arguments: str) -> tuple[int, str]:
+        path = os.pathsep.join((str(self._path), str(self._path / "adapters")))
+        # Compiled files are known by size and second: another mistake of the same length would not be seen.
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=self._path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=self._seconds)
+        except subprocess.TimeoutExpired:
+            return -1, f"ERROR it was not over after {self._seconds:g} s"
+        finally:
+            # Also what the tests have left behind.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return process.returncode, output
+
+
+@contextlib.contextmanager
+def trees(count: int, seconds: float) -> Iterator[list[Tree]]:
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        paths = [Path(folder) / str(number) for number in range(count)]
+        for path in paths:
+            path.mkdir()
+        yield [Tree(path, seconds) for path in paths]
+
+
+def judge_all(drawn: Sequence[Mutation], jobs: int, seconds: float) -> list[Verdict]:
+    """Each tree in a thread of its own; the tests are processes."""
+    waiting: queue.SimpleQueue[Mutation] = queue.SimpleQueue()
+    for mutation in drawn:
+        waiting.put(mutation)
+    verdicts: list[Verdict] = []
+
+    def work(tree: Tree) -> None:
+        while True:
+            try:
+                mutation = waiting.get_nowait()
+            except queue.Empty:
+                return
+            verdict = tree.judge(mutation)
+            verdicts.append(verdict)
+            said = verdict.noticed_by or "NOBODY NOTICED"
+            print(f"{len(verdicts)}/{len(drawn)} {verdict.seconds:.0f} s {mutation.file}:{mutation.line} {said}"[:240])
+
+    with trees(jobs, seconds) as made:
+        for tests in sorted({tests for mutation in drawn for tests in selection(mutation.file)}):
+            # Twice: on a busy machine one that looks at the clock may fail once.
+            if made[0].failing([tests]) and (wrong := made[0].failing([tests])):
+                raise SystemExit(f"without any mistake: {wrong}")
+        threads = [threading.Thread(target=work, args=(tree,)) for tree in made]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return verdicts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=100, help="mistakes, each in another line")
+    parser.add_argument("--file", nargs="*", default=[], help="only files whose name contains one of these")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=400, help="for one selection of tests; longer is a failure")
+    parser.add_argument("--show", action="store_true", help="print the mistakes and make none")
+    options = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    found, known = sources(*options.file), equivalents()
+    drawn = draw(found, options.seed, options.count)
+    todo = [mutation for mutation in drawn if mutation.key not in known]
+    print(f"{len(drawn)} mistakes in {len(found)} files, {len(drawn) - len(todo)} of them listed as equivalent")
+    if options.show:
+        for mutation in todo:
+            print(mutation.difference(found[mutation.file]))
+        return 0
+    survivors = [each.mutation for each in judge_all(todo, options.jobs, options.seconds) if not each.noticed_by]
+    for mutation in survivors:
+        print(mutation.difference(found[mutation.file]))
+    print(f"{len(todo)} mistakes were made with seed {options.seed}, {len(survivors)} of them nobody noticed")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
