@@ -132,7 +132,7 @@ class Queue:
 
     def turn(self, decision: Decision, now: float, limits: HoldLimits) -> list[tuple[Ticket, Decision]]:
         """Who waits no longer, in order, and what becomes of each; they have left. Call it every few milliseconds."""
-        told = []
+        told: list[tuple[Ticket, Decision]] = []
         while self._waiting:
             ticket = next(iter(self._waiting))
             answer = decision

@@ -258,6 +258,10 @@ class AgentShell(MemberShell):
             raise unavailable("there is no engine")
         if isinstance(task, events.StampEngine) and self.engine.words().identity != task.identity:
             raise BrokenPromiseError(f"{self.engine.name} is stamped with a version that its workers do not hold")
+        operation = self.machine.replica.operation
+        installs = operation is not None and operation.kind == "install" and isinstance(task, events.PauseEngine)
+        if installs and self.engine.hold.epoch != operation.fence.epoch:
+            raise BrokenPromiseError(f"{self.engine.name} is asked to pause before its gate keeps requests")
         yield from self.engine.call(task)
 
     def _seal(self, task: events.SealDirectory) -> Steps:

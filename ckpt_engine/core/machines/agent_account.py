@@ -51,11 +51,10 @@ class Account:
         fence: weights_pb2.Fence,
         outcome: manager_pb2.Outcome,
         problem: weights_pb2.Problem | None,
-        before: weights_pb2.Identity | None,
-        after: weights_pb2.Identity | None,
+        held: tuple[weights_pb2.Identity | None, weights_pb2.Identity | None],
         now: float,
     ) -> manager_pb2.ReplicaOutcome:
-        """What became of the install, with its numbers. A pause that did not end goes on."""
+        """What became of the install, with its numbers. held: before and after it. A pause that did not end goes on."""
         self._count(now)
         workers = [self.reports[rank].report for rank in sorted(self.reports)]
         answer = manager_pb2.ReplicaOutcome(
@@ -63,8 +62,8 @@ class Account:
             fence=fence,
             outcome=outcome,
             problem=problem,
-            before=before,
-            after=after,
+            before=held[0],
+            after=held[1],
             bytes=sum(report.bytes for report in workers),
             edges=[edge for rank in sorted(self.reports) for edge in self.reports[rank].edges],
             stages=self._stage_seconds(workers),

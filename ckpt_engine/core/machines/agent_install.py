@@ -53,11 +53,10 @@ class Installing(Operation):
         self._account = Account()
         self._blobs: dict[bytes, bytes] = {}
         self._problem: Problem | None = None
-        self._going_back = self._giving_orders = False
         self._before = replica.words
         self._steps: tuple[Step, ...] = ()
         self._marking = replica.sleeping
-        self._stamped = self._holding = False
+        self._going_back = self._giving_orders = self._stamped = self._holding = False
         self._end = self._reserve = 0.0
 
     # -- steps
@@ -341,7 +340,7 @@ class Installing(Operation):
         if replica.engine is not None and replica.words.open and replica.untouched() and not replica.sleeping:
             self._conclude(manager_pb2.OLD_SERVING, now)
         else:
-            self._quarantine(self.replica.closed_reason(), now)
+            self._quarantine(replica.closed_reason(), now)
 
     def _conclude_serving(self, now: float) -> None:
         """The engine was resumed; its workers have been looked at once more."""
@@ -364,8 +363,8 @@ class Installing(Operation):
     def _conclude(self, outcome: manager_pb2.Outcome, now: float) -> None:
         replica = self.replica
         problem = None if outcome == manager_pb2.NEW_SERVING else self._problem
-        before, after = self._before.identity, replica.words.identity
-        replica.last_outcome = self._account.outcome(replica.name, self.fence, outcome, problem, before, after, now)
+        held = self._before.identity, replica.words.identity
+        replica.last_outcome = self._account.outcome(replica.name, self.fence, outcome, problem, held, now)
         replica.end()
 
     # -- small things
