@@ -154,6 +154,7 @@ def version_of(identity: weights_pb2.Identity) -> str:
     return f"{identity.version} of {identity.lineage} ({identity.root.hex()[:12]})"
 
 
+def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
     """Why replicas do not serve, why they could not take the last version, and whose engine's labels are not to be
     trusted: below the table, where there is room. Yellow: it serves, and only its labels are wrong."""
     lines = []

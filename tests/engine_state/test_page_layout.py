@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 
 from ckpt_engine.core.sleeping import KV_CACHE, WEIGHTS, Sleeping
-from ckpt_engine.install.state import EngineMark, EnginePage
+from ckpt_engine.install.state import EngineMark, EnginePage, Hold, HoldLimits
 from ckpt_engine.transport.host import process_start_time
 from ckpt_engine.v1 import weights_pb2
 
@@ -22,10 +22,17 @@ def test_a_clean_word_lies_where_the_protocol_says(tmp_path: Path) -> None:
     page.mark(EngineMark(own_weights=True, sleeping=Sleeping(2, frozenset({WEIGHTS, KV_CACHE}), rousing=True)))
     raw = (tmp_path / "page").read_bytes()
     assert len(raw) == HEADER + 1024 * SLOT
-    assert raw[:16] == b"CKPTPAGE" + struct.pack("<II", 1, 3)
+    assert raw[:16] == b"CKPTPAGE" + struct.pack("<II", 2, 3)
     assert raw[64:68] == bytes([1 | 2, 2, 1 | 2, 0])
     assert not any(raw[16:64]), "nothing else is in the header"
     assert not any(raw[68 : HEADER + 2 * SLOT]), "nor in slots that nobody has claimed"
+    page.hold(Hold(9, 12.5, closed=True), HoldLimits(30.0, 4096, 1 << 28))
+    page.lease(7.25)
+    head = (tmp_path / "page").read_bytes()[:HEADER]
+    hold = struct.pack("<QdBdIQ", 9, 12.5, 1, 30.0, 4096, 1 << 28)
+    assert head[128:173] == hold + struct.pack("<I", zlib.crc32(hold))
+    assert head[192:200] == struct.pack("<d", 7.25)
+    assert not any(head[173:192] + head[200:])
     word = raw[HEADER + 2 * SLOT : HEADER + 3 * SLOT]
     name = "längs".encode()
     assert word[:16] == slot.boot_id

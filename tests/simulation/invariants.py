@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.core.machines import events
 from ckpt_engine.core.machines.agent_state import Operation
+from ckpt_engine.install.holding import Kind
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.engine import CLEAN, DIRTY, Engine, Worker
 from tests.simulation.world import BrokenPromiseError
@@ -57,6 +58,7 @@ class Invariants:
                 self._whole(agent.engine)
                 self._awake(agent.engine)
                 self._labelled(agent.engine)
+                self._kept(agent.engine, agent)
             if agent.alive:
                 self._agent(name, agent)
         manager = self.scenario.cluster.manager
@@ -119,6 +121,18 @@ class Invariants:
         if made is not None and engine.label != made:
             self._mislabelled[engine] = engine.workers[0].epoch
 
+    def _kept(self, engine: Engine, agent: AgentShell) -> None:
+        """No request is refused because weights change, and none waits for what may never come."""
+        left = engine.hold.until - self.world.now
+        if engine.hold.epoch and left > self.scenario.deadlines.update * DRIFT:
+            raise BrokenPromiseError(f"{engine.name} keeps requests for {left:.0f} s")
+        operation = agent.machine.replica.operation
+        if operation is None or operation.kind != "install" or not agent.alive or not operation._giving_orders:
+            return
+        ours = left > 0 and engine.hold.epoch == operation.fence.epoch  # else its time is over, or it is another one's
+        if ours and all(worker.alive for worker in engine.workers) and engine.gate().kind is not Kind.HOLD:
+            raise BrokenPromiseError(f"{engine.name} does not keep requests: {engine.gate()}")
+
     def _agent(self, name: str, agent: AgentShell) -> None:
         replica = agent.machine.replica
         engine = agent.engine
@@ -162,6 +176,8 @@ class Invariants:
         words = engine.words()
         if engine.paused or not words.open or engine.asleep:
             raise BrokenPromiseError(f"{name} says {kind}, but it is {'paused' if engine.paused else words.reason}")
+        if not engine.gate_open:
+            raise BrokenPromiseError(f"{name} says {kind}, and lets nobody in: {engine.gate().detail}")
         if outcome.outcome == manager_pb2.NEW_SERVING:
             wanted = self._recorded(outcome.fence)
             if outcome.after not in wanted:

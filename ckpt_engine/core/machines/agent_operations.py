@@ -158,8 +158,8 @@ class Preparing(Operation):
 
 
 class Resuming(LabellingOperation):
-    """The engine is, or may be, paused or half asleep although its workers are whole: resume it. Asks again at the next
-    look.
+    """The engine is, or may be, paused or half asleep although its workers are whole, or its gate keeps requests for an
+    update that is over: resume it, and let them in. Asks again at the next look.
 
     If an earlier agent may have given out orders, the workers are called to an install first for which there is no
     order: an engine calls its workers for one thing after the other, so none of them acts on an old order afterwards.
@@ -209,6 +209,11 @@ class Resuming(LabellingOperation):
                     return
                 case "resume":
                     replica.paused = False
+                    if replica.holding:
+                        self.run("let in", replica.hold(0, 0.0))
+                        return
+                case "let in":
+                    replica.holding = False
         replica.end()
 
     def timer(self, step: str, now: float) -> None:
