@@ -27,7 +27,7 @@ pytestmark = needs_routers
 
 STREAMS = 64
 UPDATES = 6
-TOKENS = 12
+TOKENS = 4
 PROBED_SECONDS = 10.0
 """Many times the interval of a second at which FLAGS has replicas probed; with the routers' own flags it would be two
 minutes until a replica is used again."""
@@ -88,6 +88,32 @@ def test_a_quarantined_replica_gets_no_request_and_after_its_return_its_share(
             assert answered(router, 8) == {"1": 4, "3": 4}
 
 
+@pytest.mark.parametrize("kind", MODULES)
+def test_what_a_router_passes_on(cluster: Cluster, tmp_path: Path, kind: str) -> None:
+    """As docs/routers.md says of these versions."""
+    model = model_of(tmp_path / "model", 1)
+    with Trainer(cluster.address, lineage=f"passes {kind}") as trainer:
+        trainer.publish(model)
+        assert trainer.update_weights(version=7).ok
+        with running_router(kind, urls(cluster), tmp_path / "router.log", *FLAGS) as router:
+            eventually("both are found", 60, lambda: router.healthy() == set(urls(cluster)))
+            answer = ask(router, [1, 2, 3], rid="mine", return_logprob=True)
+            assert answer.headers["x-ckpt-engine-version"] == "7"
+            meta = answer.json()["meta_info"]
+            assert (meta["id"], len(meta["output_token_logprobs"])) == ("mine", 4)
+            body = {"input_ids": [[1, 2], [3]], "sampling_params": {"max_new_tokens": 2, "n": 2}}
+            nested = httpx.post(f"{router.url}/generate", json=body, timeout=60).json()
+            assert len(nested) == {"sglang": 4, "vllm": 2}[kind]  # vllm-router drops n
+
+            body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+            completion = httpx.post(f"{router.url}/v1/completions", json=body, timeout=60)
+            if kind == "sglang":
+                assert completion.status_code == 422
+            else:
+                assert completion.json()["choices"][0]["token_ids"] == answer.json()["output_ids"]
+                assert completion.json()["metadata"] == {"weight_version": "7"}
+
+
 class Streams:
     """So many clients of one router, each with one stream after another until `end`. answers: how each one ended."""
 
@@ -139,7 +165,8 @@ def test_no_request_fails_while_both_replicas_are_updated_every_second(
     with Trainer(cluster.address, lineage=f"updates {kind}") as trainer:
         trainer.publish(model)
         assert trainer.update_weights(version=0).ok
-        with running_router(kind, urls(cluster), tmp_path / "router.log", *FLAGS, "--disable-retries") as router:
+        flags = (*FLAGS, "--disable-retries")
+        with running_router(kind, urls(cluster), tmp_path / "router.log", *flags, policy="cache_aware") as router:
             eventually("both are found", 60, lambda: router.healthy() == set(urls(cluster)))
             streams = Streams(router, STREAMS)
             try:
