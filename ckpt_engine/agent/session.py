@@ -35,6 +35,7 @@ from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines import events
 from ckpt_engine.core.machines.agent import AgentMachine
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.install.state import HoldLimits
 from ckpt_engine.trace import trace
 from ckpt_engine.transport.host import this_host
 from ckpt_engine.transport.registry import all_transports, worker_transports
@@ -64,6 +65,7 @@ class AgentSettings:
     startup_seconds: float = 600.0
     deadlines: Deadlines = field(default_factory=lambda: Deadlines.from_environment(os.environ))
     nodes: NodeSettings = field(default_factory=NodeSettings)
+    hold: HoldLimits = field(default_factory=HoldLimits)
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
@@ -144,7 +146,7 @@ class ReplicaAgent:
             if not await self._opened(stop):
                 return
             self.name = self.name or f"{socket.gethostname()}-{self._host.default_name}"
-            self._runner = TaskRunner(stub, self._host, transports, self._deadlines.blobs)
+            self._runner = TaskRunner(stub, self._host, transports, self._deadlines.blobs, self.settings.hold)
             self._stub = stub
             self._machine = AgentMachine(
                 self.name,
@@ -223,7 +225,9 @@ class ReplicaAgent:
     def engine_ready(self, ready: events.EngineReady) -> None:
         self._forget_unanswered()  # whatever it was, it was of an engine that has gone
         if self._host.page is not None:
-            ready = replace(ready, marked=self._host.page.marked().sleeping)
+            hold, _ = self._host.page.held()
+            self._host.page.hold(hold, self.settings.hold)
+            ready = replace(ready, marked=self._host.page.marked().sleeping, holding=hold.epoch != 0)
         self._feed(ready)
 
     def engine_exited(self, reason: str) -> None:

@@ -19,7 +19,7 @@ from ckpt_engine.client import get_blob, put_blob
 from ckpt_engine.core.machines import events
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import CkptEngineError, deadline, internal, unavailable
-from ckpt_engine.install.state import EngineMark, verdict
+from ckpt_engine.install.state import EngineMark, EnginePage, Hold, HoldLimits, verdict
 from ckpt_engine.trace import span
 from ckpt_engine.transport.base import Transport
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
@@ -36,8 +36,10 @@ class TaskRunner:
         host: EngineHost,
         transports: dict[str, Transport],
         blob_seconds: float,
+        hold_limits: HoldLimits,
     ) -> None:
         """blob_seconds: for one blob that several tasks may wait for; each waits no longer than its own time."""
+        self._hold_limits = hold_limits
         self._stub = stub
         self._host = host
         self._transports = transports
@@ -78,7 +80,11 @@ class TaskRunner:
                     await self._host.look(task.seconds / 2)
                 return self._words()
             case events.MarkEngine():
-                self._mark(task)
+                self._page().mark(EngineMark(task.own_weights, task.sleeping))
+                return None
+            case events.HoldRequests():
+                hold = Hold(task.epoch, time.monotonic() + task.left, task.closed) if task.epoch else Hold()
+                self._page().hold(hold, self._hold_limits)
                 return None
             case events.SealDirectory():
                 return await self._seal(task)
@@ -111,10 +117,10 @@ class TaskRunner:
         found = verdict(words, page is not None and page.marked().own_weights)
         return events.Words(tuple(self._host.status(word) for word in words), found.open, found.reason, found.identity)
 
-    def _mark(self, task: events.MarkEngine) -> None:
+    def _page(self) -> EnginePage:
         if self._host.page is None:
             raise EngineCallError("the engine has no page", answered=True)
-        self._host.page.mark(EngineMark(task.own_weights, task.sleeping))
+        return self._host.page
 
     async def _seal(self, task: events.SealDirectory) -> events.SealResult:
         started = time.monotonic()

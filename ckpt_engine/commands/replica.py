@@ -21,9 +21,11 @@ from ckpt_engine.agent.nodes import NodeSettings
 from ckpt_engine.agent.session import AgentSettings, ReplicaAgent
 from ckpt_engine.commands.options import configured_deadlines
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.install.state import HoldLimits
 from ckpt_engine.transport.registry import worker_transports
 from ckpt_engine.v1 import manager_pb2
 
+_HOLD = HoldLimits()
 _MODES = {
     "standalone": manager_pb2.STANDALONE,
     "hybrid": manager_pb2.HYBRID,
@@ -69,6 +71,13 @@ def replica(
     node_token: Annotated[
         Path | None, typer.Option(help="File with a secret (32 bytes or more) that the agents of all nodes share.")
     ] = None,
+    hold_seconds: Annotated[
+        float, typer.Option(help="Longest that the gate keeps a request during an update; 0: it refuses.", min=0)
+    ] = _HOLD.seconds,
+    hold_requests: Annotated[int, typer.Option(help="Requests that may wait at a time.", min=0)] = _HOLD.requests,
+    hold_bytes: Annotated[
+        int, typer.Option(help="Bytes that the bodies of waiting requests may have together.", min=0)
+    ] = _HOLD.bytes,
     startup_timeout: Annotated[float, typer.Option(help="Seconds for the engine to answer.", min=1)] = 600.0,
     deadline: Annotated[
         list[str] | None,
@@ -136,6 +145,7 @@ def replica(
             startup_seconds=startup_timeout,
             deadlines=deadlines,
             nodes=placed,
+            hold=HoldLimits(hold_seconds, hold_requests, hold_bytes),
         )
         agent = ReplicaAgent(settings, _say, _pass_on if engine_output else None)
     except (ValueError, UnknownAdapterError) as error:

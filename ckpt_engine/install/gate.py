@@ -1,8 +1,9 @@
 """The gate: ASGI middleware in an engine's API server that lets a request in only while the weights are whole.
 
-It decides from the workers' state words and the engine's mark (asleep, weights of its own), read at every request;
-pause, resume and labels play no part. It does not stop requests that are already inside; the engine's pause does. It
-keeps the engine's control routes for the agent, which knows the token in the engine's directory.
+It reads the engine's page at every request: the workers' state words, and what the agent says of the engine (asleep,
+weights of its own, an update that goes on). While an update goes on it keeps requests and lets them in afterwards, in
+their order. It does not stop requests that are already inside; the engine's pause does. It keeps the engine's control
+routes for the agent, which knows the token in the engine's directory.
 
 An adapter subclasses it with the routes of its engine. Any framework that takes ``Class(app)`` can use it.
 """
@@ -12,13 +13,17 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
-import time
+import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, ClassVar
+from urllib.parse import parse_qs
 
 from ckpt_engine.install.directory import TOKEN_HEADER, EngineDirectory
+from ckpt_engine.install.holding import Decision, Kind
+from ckpt_engine.install.reader import StateReader
 from ckpt_engine.install.routes import Access, Routes, listed
-from ckpt_engine.install.state import EnginePage, Verdict, admission
+from ckpt_engine.install.state import EnginePage, Verdict
+from ckpt_engine.install.waiting import WaitingRoom
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -30,40 +35,18 @@ VERSION_HEADER = b"x-ckpt-engine-version"
 ROOT_HEADER = b"x-ckpt-engine-root"
 INFO_ROUTE = "/ckpt_engine/info"
 READY_ROUTE = "/ckpt_engine/ready"
-"""For load balancers and probes, from anywhere: 200 while the gate is open, 503 with the reason while it is not."""
+"""For load balancers and probes, from anywhere: 200 while requests are let in or kept, 503 with the reason while they
+would be refused. With `?strict=1` it is 200 only while they are let in."""
 ROUTES_ROUTE = "/ckpt_engine/routes"
 """Every route of the engine with its class, for the agent only."""
 
 _TOKEN_HEADER = TOKEN_HEADER.encode()
-_LIVENESS_SECONDS = 0.05
-
-
-class StateReader:
-    """Reads the verdict at the cost of comparing a few hundred bytes while nothing changes.
-
-    Whether workers live is asked of the kernel at most every 50 ms. Used on the API server's event loop.
-    """
-
-    def __init__(self, page: EnginePage, clock: Callable[[], float] = time.monotonic) -> None:
-        self._page = page
-        self._clock = clock
-        self._raw = b""
-        self._checked = 0.0
-        self._verdict = Verdict(False, "no worker has started", None)
-
-    def verdict(self) -> Verdict:
-        """What `admission` says of the page as it is now."""
-        now = self._clock()
-        raw = self._page.raw()
-        if raw != self._raw or now - self._checked > _LIVENESS_SECONDS:
-            self._raw, self._checked = raw, now
-            self._verdict = admission(self._page.read(), self._page.marked())
-        return self._verdict
 
 
 class Gate:
-    """Answers 503 while asleep, and unless all workers are clean with one root; adds the version to every answer that
-    it lets out. An engine that is marked as having weights of its own is open while it is awake, without a version.
+    """Lets requests in while all workers are clean with one root and the engine is awake, keeps them during an update,
+    and answers 503 otherwise. Adds the version to every answer that it lets out. An engine that is marked as having
+    weights of its own is open while it is awake, without a version.
 
     Raises at construction (so that the server does not start) when the engine's directory cannot be opened, or its
     token is none. How routes are written is said in routes.py; one in none of the three sets is refused without the
@@ -89,6 +72,8 @@ class Gate:
         self._token = directory.token().encode()
         self._page = EnginePage(directory.page)
         self._state = StateReader(self._page)
+        self._room = WaitingRoom(self._state)
+        self._waiting = self._room.queue
         self._routes = Routes(self.open_routes, self.generation_routes, self.control_routes | {"/ckpt_engine/"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -100,11 +85,11 @@ class Gate:
             raise ValueError(f"the gate lets through HTTP and WebSockets, not {scope['type']!r}")
         route, access = self._routes.of_request(scope)
         if access is Access.GATED:
-            state = self._state.verdict()
-            if state.open:
-                await self._app(scope, receive, send if state.identity is None else _with_version(send, state))
+            decision = self._state.decision()
+            if decision.kind is Kind.ADMIT and not self._waiting:
+                await self._let_in(decision, scope, receive, send)
             else:
-                await _refuse_closed(scope, send, state)
+                await self._keep(decision, scope, receive, send)
         elif access is Access.OPEN:
             await self._app(scope, receive, send)
         elif route == INFO_ROUTE:
@@ -112,7 +97,7 @@ class Gate:
         elif route == READY_ROUTE:
             await self._ready(scope, send)
         elif not self._has_token(scope):
-            await _refuse(scope, send, 403, _agents_only(route, access))
+            await _refuse(scope, send, 403, _agents_only(route, access), f"{access.value}_route")
         elif route == ROUTES_ROUTE:
             await answer_json(
                 send, 200, {each: self._routes.of(each).value for each in listed(scope.get("app", self._app))}
@@ -127,33 +112,69 @@ class Gate:
         """
         await self._app(scope, receive, send)
 
+    async def _let_in(self, decision: Decision, scope: Scope, receive: Receive, send: Send) -> None:
+        state = decision.verdict
+        await self._app(scope, receive, send if state.identity is None else _with_version(send, state))
+
+    async def _keep(self, decision: Decision, scope: Scope, receive: Receive, send: Send) -> None:
+        """Until its turn comes, or there is nothing to wait for. A WebSocket is refused: it is a client's to dial."""
+        if scope["type"] == "websocket":
+            await self._refuse(decision, scope, send)
+            return
+        answer = self._waiting.arrive(decision, _announced(scope), self._state.clock(), self._state.limits)
+        if isinstance(answer, Decision):
+            await self._refuse(answer, scope, send)
+            return
+        held = await self._room.wait(answer, receive)
+        try:
+            if held.decision is None:
+                return  # the client has gone
+            if held.decision.kind is Kind.ADMIT:
+                await self._let_in(held.decision, scope, held.receive(receive), send)
+            else:
+                await self._refuse(held.decision, scope, send)
+        finally:
+            held.close()
+
+    async def _refuse(self, decision: Decision, scope: Scope, send: Send) -> None:
+        left = math.ceil(decision.until - self._state.clock())
+        detail = f"this replica does not serve now: {decision.detail}"
+        await _refuse(scope, send, 503, detail, decision.reason, left if left > 0 else None)
+
     def _has_token(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == _TOKEN_HEADER), b"")
         return hmac.compare_digest(given, self._token)
 
     async def _ready(self, scope: Scope, send: Send) -> None:
-        state = self._state.verdict()
-        if state.open:
+        decision = self._state.decision()
+        strict = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("strict", ["0"])[-1]
+        limits, state = self._state.limits, decision.verdict
+        keeps = decision.kind is Kind.HOLD and limits.seconds > 0 and not self._waiting.full(limits)
+        if decision.kind is Kind.ADMIT:
             version = state.identity.version if state.identity else None
-            body = {"ready": True, "version": version}
+            body = {"ready": True, "open": True, "version": version}
             await answer_json(send if state.identity is None else _with_version(send, state), 200, body)
+        elif keeps and strict in ("", "0", "false"):
+            await answer_json(send, 200, {"ready": True, "open": False, "version": None})
         else:
-            await _refuse_closed(scope, send, state)
+            await self._refuse(decision, scope, send)
 
     async def _information(self, scope: Scope, send: Send) -> None:
         client = scope.get("client")
         if client is not None and not _is_loopback(client[0]):
-            await _refuse(scope, send, 403, f"{INFO_ROUTE} answers on this host only")
+            await _refuse(scope, send, 403, f"{INFO_ROUTE} answers on this host only", "not_local")
             return
         mark = self._page.marked()
-        state = admission(self._page.read(), mark)
+        decision = self._state.decision()
+        state = decision.verdict
         body = {
             "directory": str(self._directory.path),
             "world_size": self._page.world_size(),
-            "open": state.open,
+            "open": decision.kind is Kind.ADMIT,
+            "held": len(self._waiting),
             "own_weights": mark.own_weights,
             "asleep": sorted(mark.sleeping.tags),
-            "reason": state.reason,
+            "reason": decision.detail,
             "version": state.identity.version if state.identity else None,
             "lineage": state.identity.lineage if state.identity else None,
             "root": state.identity.root.hex() if state.identity else None,
@@ -185,17 +206,23 @@ def _agents_only(route: str, access: Access) -> str:
     )
 
 
-async def _refuse_closed(scope: Scope, send: Send, state: Verdict) -> None:
-    await _refuse(scope, send, 503, f"this replica does not serve now: {state.reason}", retry_after=1)
+def _announced(scope: Scope) -> int:
+    """Bytes of the body as the client says; 0: it does not."""
+    said = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    return int(said) if said.isdigit() else 0
 
 
-async def _refuse(scope: Scope, send: Send, status: int, detail: str, retry_after: int | None = None) -> None:
+async def _refuse(
+    scope: Scope, send: Send, status: int, detail: str, reason: str, retry_after: int | None = None
+) -> None:
+    """reason: the same for programs."""
     if scope["type"] == "websocket":
         code = {403: 1008, 503: 1013}[status]  # policy violation; try again later
         await send({"type": "websocket.close", "code": code, "reason": detail[:120]})
         return
     title = {403: "Forbidden", 503: "Service Unavailable"}[status]
-    body = json.dumps({"type": "about:blank", "title": title, "status": status, "detail": detail}).encode()
+    problem = {"type": "about:blank", "title": title, "status": status, "detail": detail, "reason": reason}
+    body = json.dumps(problem).encode()
     headers = [] if retry_after is None else [(b"retry-after", str(retry_after).encode())]
     await _answer(send, status, b"application/problem+json", body, headers)
 

@@ -34,13 +34,15 @@ LINEAGE_BYTES = 120
 
 _MAGIC = b"CKPTPAGE"
 _HEADER = struct.Struct("<8sII")  # magic, layout version, workers
-_LAYOUT = 1
+_LAYOUT = 2
 _HEADER_BYTES = 256
 _SLOT_BYTES = 256
 _WORD = struct.Struct("<16sIQIQq32sH120s")  # boot id, pid, start time, state, epoch, version, root, lineage
 _CHECK = struct.Struct("<I")
 _MARK = struct.Struct("<BBBB")  # flags, sleep level, tags that are given up, zero
 _MARK_OFFSET = 64
+_HOLD = struct.Struct("<QdBdIQ")  # epoch, until, closed; seconds, requests, bytes
+_HOLD_OFFSET = 128
 _OWN_WEIGHTS, _ROUSING = 1, 2
 _TAG_BITS = {WEIGHTS: 1, KV_CACHE: 2}
 _PAGE_BYTES = _HEADER_BYTES + MAX_WORKERS * _SLOT_BYTES
@@ -77,6 +79,29 @@ class EngineMark:
 
     own_weights: bool = False
     sleeping: Sleeping = AWAKE
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What the agent says of an update that goes on; it outlives the agent.
+
+    epoch: of the update; 0: there is none. until: monotonic seconds of this host; when its time is over. closed: the
+    update is over, and the engine does not compute although its weights are whole.
+    """
+
+    epoch: int = 0
+    until: float = 0.0
+    closed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HoldLimits:
+    """How long the gate keeps a request during an update, in seconds (0: not at all), and of all together how many,
+    and how many bytes of bodies."""
+
+    seconds: float = 30.0
+    requests: int = 4096
+    bytes: int = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +260,24 @@ class EnginePage:
         tags = frozenset(tag for tag, bit in _TAG_BITS.items() if bits & bit)
         sleeping = Sleeping(level, tags, bool(flags & _ROUSING)) if tags else AWAKE
         return EngineMark(bool(flags & _OWN_WEIGHTS), sleeping)
+
+    def hold(self, hold: Hold, limits: HoldLimits) -> None:
+        """Writes what the gate shall do with requests during an update. The agent's alone, like the mark."""
+        words = (hold.epoch, hold.until, hold.closed, limits.seconds, limits.requests, limits.bytes)
+        record = _HOLD.pack(*words)
+        record += _CHECK.pack(zlib.crc32(record))
+        self._map[_HOLD_OFFSET : _HOLD_OFFSET + len(record)] = record
+
+    def held(self) -> tuple[Hold, HoldLimits]:
+        """What was written last; no update and the usual limits if that is nothing, or was left half-written."""
+        for _ in range(_READS_BEFORE_TORN):
+            record = self._map[_HOLD_OFFSET : _HOLD_OFFSET + _HOLD.size + _CHECK.size]
+            if zlib.crc32(record[: _HOLD.size]) == _CHECK.unpack(record[_HOLD.size :])[0]:
+                epoch, until, closed, *limits = _HOLD.unpack(record[: _HOLD.size])
+                return Hold(epoch, until, bool(closed)), HoldLimits(*limits)
+            if not any(record):
+                break
+        return Hold(), HoldLimits()
 
     def raw(self) -> bytes:
         """The used part of the page as it is, possibly torn: equal bytes mean that nothing changed."""

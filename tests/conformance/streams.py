@@ -110,8 +110,6 @@ def shows(mode: manager_pb2.PauseMode, models: Sequence[Any], seen: Seen) -> boo
 def breaks(mode: manager_pb2.PauseMode, models: Sequence[Any], seen: Seen) -> str:
     """Why this answer must never be given in this mode; empty: it may."""
     prompt, answer = seen.prompt, seen.answer
-    if answer.status == 503:
-        return ""  # it came while the gate was closed
     if answer.status != 200:
         return f"answered with {answer.status}: {answer.detail}"
     if mode != manager_pb2.ABORT and len(answer.tokens) != COUNT:

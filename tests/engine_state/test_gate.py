@@ -10,7 +10,8 @@ from fastapi import FastAPI, WebSocket
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.sleeping import Sleeping
 from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
-from ckpt_engine.install.gate import Gate, StateReader
+from ckpt_engine.install.gate import Gate
+from ckpt_engine.install.reader import StateReader
 from ckpt_engine.install.state import EngineMark, EnginePage
 from ckpt_engine.v1 import weights_pb2
 from tests.engine_state.server import serve
@@ -62,8 +63,9 @@ def test_requests_follow_the_state_words(engine):
     refused = client.post("/generate")
     assert refused.status_code == 503
     assert refused.headers["content-type"] == "application/problem+json"
-    assert refused.headers["retry-after"] == "1"
+    assert "retry-after" not in refused.headers, "nobody knows when there will be weights"
     assert refused.json()["detail"] == "this replica does not serve now: no worker has started"
+    assert refused.json()["reason"] == "no_weights"
 
     slot = EnginePage(directory.page).claim(0, 1)
     assert client.post("/generate").status_code == 503
@@ -75,7 +77,10 @@ def test_requests_follow_the_state_words(engine):
     assert served.headers["x-ckpt-engine-version"] == "12"
     assert served.headers["x-ckpt-engine-root"] == "05" * 32
     slot.dirty(2)
-    assert "epoch 2" in client.post("/generate").json()["detail"]
+    torn = client.post("/generate")
+    assert torn.status_code == 503, "no update goes on, so it was left so"
+    assert "worker 0 was left half updated by epoch 2" in torn.json()["detail"]
+    assert torn.json()["reason"] == "quarantined"
 
 
 def test_control_routes_need_the_token_in_any_state(engine):
@@ -137,6 +142,7 @@ def test_health_passes_and_information_tells_the_agent_where_to_go(engine):
         "directory": str(directory.path),
         "world_size": 1,
         "open": True,
+        "held": 0,
         "own_weights": False,
         "asleep": [],
         "reason": "",
@@ -154,7 +160,7 @@ def test_probes_learn_whether_it_serves(engine):
     slot = EnginePage(directory.page).claim(0, 1)
     slot.clean(3, IDENTITY)
     served = client.get("/ckpt_engine/ready")
-    assert (served.status_code, served.json()) == (200, {"ready": True, "version": 12})
+    assert (served.status_code, served.json()) == (200, {"ready": True, "open": True, "version": 12})
     assert served.headers["x-ckpt-engine-version"] == "12"
     slot.dirty(4)
     assert client.get("/ckpt_engine/ready").status_code == 503
@@ -176,6 +182,7 @@ def test_nobody_is_let_in_while_memory_is_given_up(engine):
         refused = client.post("/generate")
         assert refused.status_code == 503
         assert said in refused.json()["detail"]
+        assert refused.json()["reason"] == "asleep"
     page.mark(EngineMark())
     assert client.post("/generate").headers["x-ckpt-engine-version"] == "12"
 

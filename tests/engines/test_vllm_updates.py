@@ -44,7 +44,11 @@ def test_a_root_path_leads_nobody_around_the_gate(cluster: Cluster) -> None:
     assert httpx.get(f"{replica.url}{ROOT}/ckpt_engine/info", timeout=30).status_code == 200
 
 
-def test_fifty_updates_while_twenty_streams_generate(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "updates"),
+    [("keep", 50), *(pytest.param(mode, 50, marks=pytest.mark.slow) for mode in ("abort", "wait", "in_place"))],
+)
+def test_many_updates_while_twenty_streams_generate(cluster: Cluster, tmp_path: Path, mode: str, updates: int) -> None:
     """Every answer consists of tokens of whole versions; afterwards a new request gets the last version's tokens."""
     (replica,) = cluster.replicas
     models = [model_of(tmp_path, seed) for seed in (80, 81)]
@@ -56,24 +60,26 @@ def test_fifty_updates_while_twenty_streams_generate(cluster: Cluster, tmp_path:
         statuses.append(response.status_code)
         return tokens(response) if response.status_code == 200 else []
 
-    with Trainer(cluster.address, lineage="streams") as trainer:
+    with Trainer(cluster.address, lineage=f"streams-{mode}") as trainer:
         trainer.publish(live)
         load(live, models[0])
         assert trainer.update_weights(version=0).ok
         streams = [Stream(ask) for _ in range(20)]
         try:
-            for version in range(1, 51):
+            for version in range(1, updates + 1):
                 load(live, models[version % 2])
-                report = trainer.update_weights(version=version)
+                report = trainer.update_weights(version=version, pause_mode=mode)
                 assert report.ok, f"{report}\n{replica.tail()}"
         finally:
             answers: list[Any] = [answer for stream in streams for answer in stream.end()]
-        assert set(statuses) <= {200, 503}
+        assert set(statuses) == {200}, "no request fails because weights change"
         whole = [answer for answer in answers if answer]
         assert len(whole) >= 20
-        assert {len(answer) for answer in whole} == {60}, "a request that was let in ends as it should"
-        for answer in set(map(tuple, whole)):
-            assert of_either_version(models, PROMPT, answer), answer
+        if mode != "abort":
+            assert {len(answer) for answer in whole} == {60}, "a request that was let in ends as it should"
+        if mode != "in_place":  # there new tokens are made over caches of old weights
+            for answer in set(map(tuple, whole)):
+                assert of_either_version(models, PROMPT, answer), answer
         strange = reference_tokens(model_of(tmp_path, 82), PROMPT, 60).tokens
         assert not of_either_version(models, PROMPT, strange), "the judge would let other weights pass"
-        assert_serves(replica, models[0], 50)
+        assert_serves(replica, models[updates % 2], updates)

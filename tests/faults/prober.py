@@ -10,11 +10,13 @@ from pathlib import Path
 
 import httpx
 
+from ckpt_engine.install.holding import ASLEEP, DEAD_WORKER, NO_WEIGHTS, QUARANTINED
 from tests.tiny_model import DECISIVE_GAP, make_tiny_qwen3, reference_tokens
 
 SEEDS = 3
 TOKENS = 8
 PAUSE_SECONDS = 0.1
+REASONS = {ASLEEP, DEAD_WORKER, NO_WEIGHTS, QUARANTINED}
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Prober(threading.Thread):
                     self._judge(began, response)
                 else:
                     self.refusals += 1
+                    self._refused(response)
 
     def end(self) -> None:
         self._ended.set()
@@ -88,6 +91,14 @@ class Prober(threading.Thread):
                 return True
             time.sleep(0.02)
         return False
+
+    def _refused(self, response: httpx.Response) -> None:
+        """Only with a reason that is one: weights that change are none, since requests wait for the end of that."""
+        reason = response.json().get("reason")
+        if reason not in REASONS:
+            self.violations.append(
+                f"{self.replica} refuses with {response.status_code} and {reason!r}: {response.text}"
+            )
 
     def _judge(self, began: float, response: httpx.Response) -> None:
         """An answer's tokens are those of the one version that it names; while versions change, up to the change."""

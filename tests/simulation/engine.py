@@ -16,6 +16,7 @@ from ckpt_engine.core.machines import events
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, internal, precondition, unavailable
 from ckpt_engine.core.sleeping import AWAKE, TAGS
 from ckpt_engine.install import state
+from ckpt_engine.install.holding import Decision, Kind, decide
 from ckpt_engine.install.state import WorkerWord
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.simulation.shell import Faults
@@ -69,6 +70,7 @@ class Engine:
         self.paused = False
         self.asleep: set[str] = set()
         self.mark = events.MarkEngine(False, AWAKE)  # what its page says, and so its gate
+        self.hold = state.Hold()
         self.inside = self.discarded = False  # requests that may be there; weights that are not
         self.alive = True
         self.in_order = world.chance(0.5)
@@ -106,10 +108,15 @@ class Engine:
             self._judged = key, events.Words(statuses, judged.open, judged.reason, judged.identity)
         return self._judged[1]
 
+    def gate(self) -> Decision:
+        """What the gate does with a request now; the rule is that of install/holding.py."""
+        mark = state.EngineMark(self.mark.own_weights, self.mark.sleeping)
+        return decide([worker.word() for worker in self.workers], mark, self.hold, self.world.now)
+
     @property
     def gate_open(self) -> bool:
-        """Whether requests are let in; the rule is that of install/state.py."""
-        return self.alive and not self.mark.sleeping and self.words().open
+        """Whether requests are let in."""
+        return self.alive and self.gate().kind is Kind.ADMIT
 
     def call(self, task: events.EngineTask) -> Steps:
         """The caller's side of an HTTP call; raises CkptEngineError."""

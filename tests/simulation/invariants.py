@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.core.machines import events
 from ckpt_engine.core.machines.agent_state import Operation
+from ckpt_engine.install.holding import Kind
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.engine import CLEAN, DIRTY, Engine, Worker
 from tests.simulation.world import BrokenPromiseError
@@ -52,6 +53,7 @@ class Invariants:
             if agent.engine is not None and agent.engine.alive:
                 self._whole(agent.engine)
                 self._awake(agent.engine)
+                self._kept(agent.engine, agent)
             if agent.alive:
                 self._agent(name, agent)
         manager = self.scenario.cluster.manager
@@ -105,6 +107,18 @@ class Invariants:
         elif engine.discarded and engine.inside and not engine.paused and not engine.asleep and not engine.words().open:
             raise BrokenPromiseError(f"{engine.name} computes with weights that were discarded")
 
+    def _kept(self, engine: Engine, agent: AgentShell) -> None:
+        """No request is refused because weights change, and none waits for what may never come."""
+        left = engine.hold.until - self.world.now
+        if engine.hold.epoch and left > self.scenario.deadlines.update * DRIFT:
+            raise BrokenPromiseError(f"{engine.name} keeps requests for {left:.0f} s")
+        operation = agent.machine.replica.operation
+        if operation is None or operation.kind != "install" or not agent.alive or not operation._giving_orders:
+            return
+        ours = left > 0 and engine.hold.epoch == operation.fence.epoch  # else its time is over, or it is another one's
+        if ours and all(worker.alive for worker in engine.workers) and engine.gate().kind is not Kind.HOLD:
+            raise BrokenPromiseError(f"{engine.name} does not keep requests: {engine.gate()}")
+
     def _agent(self, name: str, agent: AgentShell) -> None:
         replica = agent.machine.replica
         engine = agent.engine
@@ -144,6 +158,8 @@ class Invariants:
         words = engine.words()
         if engine.paused or not words.open or engine.asleep:
             raise BrokenPromiseError(f"{name} says {kind}, but it is {'paused' if engine.paused else words.reason}")
+        if not engine.gate_open:
+            raise BrokenPromiseError(f"{name} says {kind}, and lets nobody in: {engine.gate().detail}")
         if outcome.outcome == manager_pb2.NEW_SERVING:
             wanted = self._recorded(outcome.fence)
             if outcome.after not in wanted:

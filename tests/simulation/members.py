@@ -13,6 +13,7 @@ from ckpt_engine.core.machines.agent import AgentMachine
 from ckpt_engine.core.machines.events import Peer, PeerLost
 from ckpt_engine.core.machines.trainer import TrainerMachine
 from ckpt_engine.core.problems import CkptEngineError, aborted, invalid, precondition, unavailable
+from ckpt_engine.install import state
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.simulation.engine import Engine
 from tests.simulation.manager import ManagerShell
@@ -184,7 +185,11 @@ class AgentShell(MemberShell):
         engine.agent = self
         described = manager_pb2.Engine(kind="reference", version="0", url=f"http://127.0.0.1/{engine.name}")
         asleep = bool(engine.asleep) or (engine.in_order and engine.paused)  # vLLM calls a paused engine sleeping
-        self.feed(events.EngineReady(described, len(engine.workers), engine.paused, asleep, engine.mark.sleeping))
+        self.feed(
+            events.EngineReady(
+                described, len(engine.workers), engine.paused, asleep, engine.mark.sleeping, engine.hold.epoch != 0
+            )
+        )
 
     def engine_died(self) -> None:
         """The agent notices that its engine is gone."""
@@ -222,6 +227,8 @@ class AgentShell(MemberShell):
                 self.run_task(key, task.seconds, self._read_words(), fallible=False)
             case events.MarkEngine():
                 self.run_task(key, task.seconds, self._mark(task), fallible=False)
+            case events.HoldRequests():
+                self.run_task(key, task.seconds, self._hold(task), fallible=False)
             case events.PutBlobs(blobs):
                 self.run_task(key, task.seconds, self.put(blobs))
             case events.FetchBlobs(refs):
@@ -240,11 +247,21 @@ class AgentShell(MemberShell):
             self.engine.mark = task
         yield 0.0
 
+    def _hold(self, task: events.HoldRequests) -> Steps:
+        if self.engine is not None:
+            until = self.world.now + task.left
+            self.engine.hold = state.Hold(task.epoch, until, task.closed) if task.epoch else state.Hold()
+        yield 0.0
+
     def _call_engine(self, task: events.EngineTask) -> Steps:
         if self.engine is None:
             raise unavailable("there is no engine")
         if isinstance(task, events.StampEngine) and self.engine.words().identity != task.identity:
             raise BrokenPromiseError(f"{self.engine.name} is stamped with a version that its workers do not hold")
+        operation = self.machine.replica.operation
+        installs = operation is not None and operation.kind == "install" and isinstance(task, events.PauseEngine)
+        if installs and self.engine.hold.epoch != operation.fence.epoch:
+            raise BrokenPromiseError(f"{self.engine.name} is asked to pause before its gate keeps requests")
         yield from self.engine.call(task)
 
     def _seal(self, task: events.SealDirectory) -> Steps:

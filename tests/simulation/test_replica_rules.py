@@ -155,7 +155,7 @@ def orders_outlive_their_agent(story: Story, monkeypatch: pytest.MonkeyPatch) ->
     story.call(group.trainers[0])
     while not agent.machine.replica.orders:
         story.wait(0.01)
-    story.restart_agent(agent, 0.1)
+    story.restart_agent(agent, 0.7)
     story.wait(10.0)
     return story.agents[agent.name]
 

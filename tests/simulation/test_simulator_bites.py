@@ -6,7 +6,8 @@ import pytest
 
 from ckpt_engine.core.machines import agent_install, gather, targets, update
 from ckpt_engine.core.machines.agent import AgentMachine
-from ckpt_engine.core.machines.events import TimerFired
+from ckpt_engine.core.machines.agent_state import Replica
+from ckpt_engine.core.machines.events import HoldRequests, TimerFired
 from ckpt_engine.core.machines.manager_state import State
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.simulation.engine import CLEAN, Engine, Worker
@@ -133,6 +134,27 @@ def outcomes_are_invented(patch: Patch) -> None:
     patch.setattr(agent_install.Installing, "_conclude", conclude)
 
 
+def requests_are_not_kept(patch: Patch) -> None:
+    """The gate is not told that an install begins, so it refuses who comes."""
+    patch.setattr(Replica, "hold", lambda self, epoch, left, closed=False: HoldRequests(0, 0.0))
+
+
+def nobody_is_let_in_again(patch: Patch) -> None:
+    """Requests wait until the deadline of an update that has long ended well."""
+    original = Replica.hold
+
+    def hold(self: Replica, epoch: int, left: float, closed: bool = False) -> HoldRequests:
+        return original(self, epoch or 1, left or 10.0, closed)
+
+    patch.setattr(Replica, "hold", hold)
+
+
+def requests_wait_for_ever(patch: Patch) -> None:
+    """What a dead agent leaves behind has no end."""
+    original = Replica.hold
+    patch.setattr(Replica, "hold", lambda self, epoch, left, closed=False: original(self, epoch, 1e6, closed))
+
+
 MISTAKES: list[Mistake] = [
     workers_do_not_verify,
     half_a_version_is_resumed,
@@ -146,6 +168,9 @@ MISTAKES: list[Mistake] = [
     installs_are_not_repeated,
     agents_ignore_time,
     outcomes_are_invented,
+    requests_are_not_kept,
+    nobody_is_let_in_again,
+    requests_wait_for_ever,
 ]
 
 

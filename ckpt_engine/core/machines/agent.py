@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import cast
 
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.core.machines.agent_install import Installing, no_order
+from ckpt_engine.core.machines.agent_install import Installing
 from ckpt_engine.core.machines.agent_operations import Preparing, Resuming
 from ckpt_engine.core.machines.agent_sleep import SleepingOrWaking
-from ckpt_engine.core.machines.agent_state import NO_WORDS, Operation, Replica, acknowledged
+from ckpt_engine.core.machines.agent_state import NO_WORDS, Operation, Replica, acknowledged, no_order
 from ckpt_engine.core.machines.events import (
     AgentCommand,
     AgentEvent,
@@ -247,6 +247,7 @@ class AgentMachine:
         if self.replica.mode == manager_pb2.COLOCATED:
             self.replica.settled = True  # no agent gives a colocated engine install orders
         self.replica.sleeping = AWAKE if event.asleep is False else event.marked
+        self.replica.holding = event.holding
         self._out.append(Run(MARK, self.replica.mark(self.replica.sleeping)))
         self._session.hello_again()
         self._look()
@@ -258,6 +259,7 @@ class AgentMachine:
         replica.words = NO_WORDS
         replica.paused = None
         replica.sleeping = AWAKE
+        replica.holding = False
         replica.orders.clear()
         replica.prepared.clear()
         replica.needs.clear()
@@ -270,13 +272,13 @@ class AgentMachine:
             self._out.append(Run(LOOK, ReadWords()))
 
     def _reconcile(self, now: float) -> None:
-        """An engine whose workers are whole, and none of which may begin to write, has no reason to be paused, or to be
-        half asleep if it is to be awake."""
+        """An engine whose workers are whole, and none of which may begin to write, has no reason to be paused, to be
+        half asleep if it is to be awake, or to have requests wait."""
         replica = self.replica
         if (
             replica.operation is None
             and replica.engine is not None
-            and (replica.paused is not False or replica.sleeping)
+            and (replica.paused is not False or replica.sleeping or replica.holding)
             and not replica.asleep
             and replica.words.open
             and not replica.orders

@@ -45,11 +45,25 @@ class Account:
             bytes_total=sum(progress.bytes_total for progress in self._progress.values()),
         )
 
-    def outcome(self, now: float) -> manager_pb2.ReplicaOutcome:
-        """The numbers of an outcome; what it was is for the caller to fill in. A pause that did not end goes on."""
+    def outcome(
+        self,
+        replica: str,
+        fence: weights_pb2.Fence,
+        outcome: manager_pb2.Outcome,
+        problem: weights_pb2.Problem | None,
+        held: tuple[weights_pb2.Identity | None, weights_pb2.Identity | None],
+        now: float,
+    ) -> manager_pb2.ReplicaOutcome:
+        """What became of the install, with its numbers. held: before and after it. A pause that did not end goes on."""
         self._count(now)
         workers = [self.reports[rank].report for rank in sorted(self.reports)]
         answer = manager_pb2.ReplicaOutcome(
+            replica=replica,
+            fence=fence,
+            outcome=outcome,
+            problem=problem,
+            before=held[0],
+            after=held[1],
             bytes=sum(report.bytes for report in workers),
             edges=[edge for rank in sorted(self.reports) for edge in self.reports[rank].edges],
             stages=self._stage_seconds(workers),

@@ -5,6 +5,9 @@ It needs nothing of the manager once the plans are fetched. Up to the moment in 
 state words count: all workers clean with the new version is NEW_SERVING; anything else stays closed, QUARANTINED.
 Every step has a deadline, and a part of the whole is kept back for resuming.
 
+The gate keeps requests from before the engine is asked to pause (some take new requests in while they pause) until it
+has resumed, or until the deadline of the whole. After a quarantine nobody waits: what was kept is refused.
+
 Around an engine that sleeps (core/sleeping.py, `update_steps`) its weights are woken first, and its caches once the
 words are whole, on every way out. What cannot be woken stays marked, so the gate stays closed, QUARANTINED; what was
 woken is not put to sleep again. From the moment that weights are awake the mark says that the rest shall follow, so
@@ -16,7 +19,7 @@ from __future__ import annotations
 from typing import ClassVar, cast
 
 from ckpt_engine.core.machines.agent_account import Account
-from ckpt_engine.core.machines.agent_state import CLEAN, Operation, Order, Replica, acknowledged, refusal
+from ckpt_engine.core.machines.agent_state import CLEAN, Operation, Order, Replica, acknowledged
 from ckpt_engine.core.machines.events import (
     Done,
     FetchBlobs,
@@ -50,12 +53,10 @@ class Installing(Operation):
         self._account = Account()
         self._blobs: dict[bytes, bytes] = {}
         self._problem: Problem | None = None
-        self._going_back = False
-        self._giving_orders = False
         self._before = replica.words
         self._steps: tuple[Step, ...] = ()
         self._marking = replica.sleeping
-        self._stamped = False
+        self._going_back = self._giving_orders = self._stamped = self._holding = False
         self._end = self._reserve = 0.0
 
     # -- steps
@@ -81,6 +82,8 @@ class Installing(Operation):
                 self._fetch(now)
             case "fetch":
                 self._fetched(done, now)
+            case "hold":
+                self._held(now)
             case "wake":
                 self._woken(done, now)
             case "wake marked":
@@ -99,8 +102,14 @@ class Installing(Operation):
                 self._rouse_marked(done, now)
             case "resume":
                 self._resumed(done, now)
+            case "let in":
+                # If it could not be written, the next look finds that requests wait for nothing.
+                self._holding, self.replica.holding = False, done.problem is not None
+                self.run("after", ReadWords())
             case "after":
                 self._conclude_serving(now)
+            case "close":
+                self._conclude(manager_pb2.QUARANTINED, now)
 
     def timer(self, step: str, now: float) -> None:
         """The engine refused to resume, or to wake its caches, a moment ago."""
@@ -146,8 +155,15 @@ class Installing(Operation):
             return
         contents = cast(tuple[bytes, ...], done.result)
         self._blobs = {ref.digest: data for ref, data in zip(self._refs, contents, strict=True)}
+        self._holding = True
+        self.run("hold", self.replica.hold(self.fence.epoch, self._end - now))
+
+    def _held(self, now: float) -> None:
+        """Also if it could not be written: then requests are refused, and nothing worse."""
         self._enter(manager_pb2.QUIESCE, now)
-        if Step.WAKE_WEIGHTS in self._steps:
+        if self._going_back:
+            self.run("judge", ReadWords())
+        elif Step.WAKE_WEIGHTS in self._steps:
             self.run("wake", WakeEngine((WEIGHTS,), self._left(now)))
         else:
             self._pause(now)
@@ -260,7 +276,7 @@ class Installing(Operation):
             return
         self.replica.paused = False
         self._account.pause_ended = now
-        self.run("after", ReadWords())
+        self.run("let in", self.replica.hold(0, 0.0))
 
     def _again(self, reason: str, now: float) -> None:
         if self._end - now > RETRY_SECONDS:
@@ -311,7 +327,8 @@ class Installing(Operation):
         )
 
     def engine_exited(self, reason: str, now: float) -> None:
-        """Workers and weights are gone with it."""
+        """Workers and weights are gone with it, and the page."""
+        self._holding = False
         self._fail(self._issue(Problem.UNAVAILABLE, f"the engine ended during the install: {reason}"))
         self._quarantine(reason, now)
 
@@ -323,7 +340,7 @@ class Installing(Operation):
         if replica.engine is not None and replica.words.open and replica.untouched() and not replica.sleeping:
             self._conclude(manager_pb2.OLD_SERVING, now)
         else:
-            self._quarantine(self.replica.closed_reason(), now)
+            self._quarantine(replica.closed_reason(), now)
 
     def _conclude_serving(self, now: float) -> None:
         """The engine was resumed; its workers have been looked at once more."""
@@ -337,22 +354,18 @@ class Installing(Operation):
 
     def _quarantine(self, reason: str, now: float) -> None:
         self._fail(self._issue(Problem.INTERNAL, f"closed: {reason}"))
-        self._conclude(manager_pb2.QUARANTINED, now)
+        if self._holding:
+            self._holding = False
+            self.run("close", self.replica.hold(self.fence.epoch, 0.0, closed=self.replica.words.open))
+        else:
+            self._conclude(manager_pb2.QUARANTINED, now)
 
     def _conclude(self, outcome: manager_pb2.Outcome, now: float) -> None:
-        new = outcome == manager_pb2.NEW_SERVING
-        answer = self._account.outcome(now)
-        answer.replica = self.replica.name
-        answer.fence.CopyFrom(self.fence)
-        answer.outcome = outcome
-        if self._problem is not None and not new:
-            answer.problem.CopyFrom(self._problem)
-        if self._before.identity is not None:
-            answer.before.CopyFrom(self._before.identity)
-        if self.replica.words.identity is not None:
-            answer.after.CopyFrom(self.replica.words.identity)
-        self.replica.last_outcome = answer
-        self.replica.end()
+        replica = self.replica
+        problem = None if outcome == manager_pb2.NEW_SERVING else self._problem
+        held = self._before.identity, replica.words.identity
+        replica.last_outcome = self._account.outcome(replica.name, self.fence, outcome, problem, held, now)
+        replica.end()
 
     # -- small things
 
@@ -361,7 +374,7 @@ class Installing(Operation):
         return self._end - self._reserve - now
 
     def _fail(self, problem: Problem) -> None:
-        """From now on there is no way to the new version but through the state words. The first reason is kept."""
+        """From now on only the state words lead to the new version. The first reason is kept."""
         self._going_back = True
         if self._problem is None:
             self._problem = problem
@@ -385,8 +398,3 @@ class Installing(Operation):
 
     def _tell_progress(self) -> None:
         self.replica.session.send(self._account.progress(self.fence))
-
-
-def no_order(replica: Replica) -> worker_pb2.AgentReply:
-    """For a worker that asks for an order when there is none."""
-    return refusal(replica.problem(Problem.ABORTED, "no such order now: its update is over, or none was asked for"))

@@ -157,8 +157,8 @@ class Preparing(Operation):
 
 
 class Resuming(Operation):
-    """The engine is, or may be, paused or half asleep although its workers are whole: resume it. Asks again at the next
-    look.
+    """The engine is, or may be, paused or half asleep although its workers are whole, or its gate keeps requests for an
+    update that is over: resume it, and let them in. Asks again at the next look.
 
     If an earlier agent may have given out orders, the workers are called to an install first for which there is no
     order: an engine calls its workers for one thing after the other, so none of them acts on an old order afterwards.
@@ -202,6 +202,11 @@ class Resuming(Operation):
                     return
                 case "resume":
                     replica.paused = False
+                    if replica.holding:
+                        self.run("let in", replica.hold(0, 0.0))
+                        return
+                case "let in":
+                    replica.holding = False
         replica.end()
 
     def _resume(self) -> None:

@@ -16,6 +16,7 @@ from ckpt_engine.core.machines.events import (
     AgentTask,
     Done,
     EngineReady,
+    HoldRequests,
     MarkEngine,
     Run,
     SetTimer,
@@ -44,7 +45,8 @@ class Replica:
 
     engine: None while there is none; then `engine_reason` says why. words: the workers' state, as last read.
     paused: None: unknown, since a call that would tell had no answer. sleeping: as marked in the engine's page, and so
-    what the gate believes. orders: by worker rank, see Order.
+    what the gate believes. holding: its page says that requests wait for the end of an update, or are refused since
+    the engine has not resumed after one. orders: by worker rank, see Order.
     settled: False: an agent before this one may have given out orders that no worker has accounted for.
     prepared, needs: what the workers last recorded, and the blobs of it, by rank.
     """
@@ -59,6 +61,7 @@ class Replica:
     words: Words = NO_WORDS
     paused: bool | None = None
     sleeping: Sleeping = AWAKE
+    holding: bool = False
     orders: dict[int, Order] = field(default_factory=dict)
     settled: bool = False
     prepared: dict[int, manager_pb2.PreparedWorker] = field(default_factory=dict)
@@ -110,6 +113,11 @@ class Replica:
     def mark(self, sleeping: Sleeping) -> MarkEngine:
         """The task that writes a mark; `sleeping` is set once it is done, or before it if that is the careful side."""
         return MarkEngine(self.mode == manager_pb2.COLOCATED, sleeping)
+
+    def hold(self, epoch: int, left: float, closed: bool = False) -> HoldRequests:
+        """The task that has requests wait, or not; `holding` is cleared once letting them in is done."""
+        self.holding = True
+        return HoldRequests(epoch, left, closed)
 
     def serving(self) -> bool:
         """Whether requests are answered now."""
@@ -186,6 +194,12 @@ class Operation(ABC):
 def acknowledged() -> worker_pb2.AgentReply:
     """The worker's message has arrived."""
     return worker_pb2.AgentReply(acknowledged=worker_pb2.Acknowledged())
+
+
+def no_order(replica: Replica) -> worker_pb2.AgentReply:
+    """For a worker that asks for an order when there is none."""
+    message = "no such order now: its update is over, or none was asked for"
+    return refusal(replica.problem(weights_pb2.Problem.ABORTED, message))
 
 
 def refusal(problem: weights_pb2.Problem) -> worker_pb2.AgentReply:

@@ -39,6 +39,7 @@ from ckpt_engine.core.machines.tasks import (
     DiscardEngine as DiscardEngine,
     EngineTask as EngineTask,
     FetchBlobs as FetchBlobs,
+    HoldRequests as HoldRequests,
     InstallEngine as InstallEngine,
     ManagerTask as ManagerTask,
     MarkEngine as MarkEngine,
@@ -284,6 +285,7 @@ class EngineReady:
     world_size: how many workers must be clean for the engine to serve.
     paused, asleep: as the engine says; None: it does not say, so it may be. marked: what its page says; it counts
         unless the engine says that it is awake (some call an engine asleep that is only paused).
+    holding: its page says that requests wait, or are refused, for the sake of an update.
     sleep_levels: those that the engine knows.
     """
 
@@ -292,6 +294,7 @@ class EngineReady:
     paused: bool | None
     asleep: bool | None
     marked: Sleeping = AWAKE
+    holding: bool = False
     sleep_levels: frozenset[int] = frozenset({1, 2})
 
 

@@ -248,6 +248,20 @@ class MarkEngine:
 
 
 @dataclass(frozen=True)
+class HoldRequests:
+    """Write into the engine's page what the gate does with requests. Result: None. Takes no time to speak of.
+
+    epoch: of the update for whose end they wait, at most `left` seconds from now; 0: they are let in again.
+    closed: nobody waits, and nobody is let in: the engine does not compute although its weights are whole.
+    """
+
+    epoch: int
+    left: float
+    closed: bool = False
+    seconds: float = 5.0
+
+
+@dataclass(frozen=True)
 class WakeEngine:
     """adapter.wake(tags, seconds). Result: None."""
 
@@ -270,7 +284,7 @@ class SealDirectory:
 EngineTask: TypeAlias = (
     PrepareEngine | PauseEngine | InstallEngine | StampEngine | ResumeEngine | DiscardEngine | SleepEngine | WakeEngine
 )
-AgentTask: TypeAlias = PutBlobs | FetchBlobs | ReadWords | MarkEngine | EngineTask | SealDirectory
+AgentTask: TypeAlias = PutBlobs | FetchBlobs | ReadWords | MarkEngine | HoldRequests | EngineTask | SealDirectory
 
 # ------------------------------------------------------------------------------------------------------ of the trainer
 
