@@ -19,15 +19,18 @@ import pytest
 import torch
 
 from ckpt_engine import Trainer
-from tests.cluster import Cluster, corrupt_after_sealing, eventually, outcomes, running_cluster
+from ckpt_engine.install.directory import EngineDirectory
+from ckpt_engine.install.state import DIRTY, EnginePage
+from tests.cluster import Cluster, Replica, corrupt_after_sealing, eventually, outcomes, running_cluster
 from tests.engines.routers import FLAGS, MODULES, Router, ask, needs_routers, running_router
 from tests.tiny_model import make_tiny_qwen3
 
 pytestmark = needs_routers
 
 STREAMS = 64
-UPDATES = 6
-TOKENS = 12
+UPDATES = 5
+TOKENS = 4
+LONG_UPDATE_SECONDS = 1.5
 PROBED_SECONDS = 10.0
 """Many times the interval of a second at which FLAGS has replicas probed; with the routers' own flags it would be two
 minutes until a replica is used again."""
@@ -88,6 +91,76 @@ def test_a_quarantined_replica_gets_no_request_and_after_its_return_its_share(
             assert answered(router, 8) == {"1": 4, "3": 4}
 
 
+@pytest.mark.parametrize("kind", MODULES)
+def test_what_a_router_passes_on(cluster: Cluster, tmp_path: Path, kind: str) -> None:
+    """As docs/routers.md says of these versions."""
+    model = model_of(tmp_path / "model", 1)
+    with Trainer(cluster.address, lineage=f"passes {kind}") as trainer:
+        trainer.publish(model)
+        assert trainer.update_weights(version=7).ok
+        with running_router(kind, urls(cluster), tmp_path / "router.log", *FLAGS) as router:
+            eventually("both are found", 60, lambda: router.healthy() == set(urls(cluster)))
+            answer = ask(router, [1, 2, 3], rid="mine", return_logprob=True)
+            assert answer.headers["x-ckpt-engine-version"] == "7"
+            meta = answer.json()["meta_info"]
+            assert (meta["id"], len(meta["output_token_logprobs"])) == ("mine", 4)
+            body = {"input_ids": [[1, 2], [3]], "sampling_params": {"max_new_tokens": 2, "n": 2}}
+            nested = httpx.post(f"{router.url}/generate", json=body, timeout=60).json()
+            assert len(nested) == {"sglang": 4, "vllm": 2}[kind]  # vllm-router drops n
+
+            body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+            completion = httpx.post(f"{router.url}/v1/completions", json=body, timeout=60)
+            if kind == "sglang":
+                assert completion.status_code == 422
+            else:
+                assert completion.json()["choices"][0]["token_ids"] == answer.json()["output_ids"]
+                assert completion.json()["metadata"] == {"weight_version": "7"}
+
+
+class HeldUp(threading.Thread):
+    """Stops a replica's worker for a while as soon as it writes weights, so that the update takes as long."""
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__(daemon=True)
+        (self._worker,) = replica.workers()
+        directory = httpx.get(f"{replica.url}/ckpt_engine/info", timeout=30).json()["directory"]
+        self._page = EnginePage(EngineDirectory(Path(directory)).page)
+        self._ended = threading.Event()
+        self.stopped = False
+        self.start()
+
+    def run(self) -> None:
+        while not self._ended.wait(0.0005):
+            if self._page.read()[0].state == DIRTY:
+                self._worker.suspend()
+                try:
+                    self.stopped = not self._ended.wait(LONG_UPDATE_SECONDS)
+                finally:
+                    self._worker.resume()
+                return
+
+    def end(self) -> bool:
+        """Whether it did."""
+        self._ended.set()
+        self.join()
+        self._page.close()
+        return self.stopped
+
+
+def update_slowly(cluster: Cluster, trainer: Trainer, version: int) -> int:
+    """Updates both replicas, each for longer than a router's probes are apart. Returns the version that they hold."""
+    for attempt in range(version, version + 20):  # a worker may have written everything before anybody looked
+        slow = [HeldUp(replica) for replica in cluster.replicas]
+        try:
+            report = trainer.update_weights(version=attempt)
+        finally:
+            stopped = [each.end() for each in slow]
+        assert report.ok, report
+        if all(stopped):
+            return attempt
+    raise AssertionError("no worker was seen writing")
+
+
 class Streams:
     """So many clients of one router, each with one stream after another until `end`. answers: how each one ended."""
 
@@ -139,15 +212,17 @@ def test_no_request_fails_while_both_replicas_are_updated_every_second(
     with Trainer(cluster.address, lineage=f"updates {kind}") as trainer:
         trainer.publish(model)
         assert trainer.update_weights(version=0).ok
-        with running_router(kind, urls(cluster), tmp_path / "router.log", *FLAGS, "--disable-retries") as router:
+        flags = (*FLAGS, "--disable-retries")
+        with running_router(kind, urls(cluster), tmp_path / "router.log", *flags, policy="cache_aware") as router:
             eventually("both are found", 60, lambda: router.healthy() == set(urls(cluster)))
             streams = Streams(router, STREAMS)
             try:
                 for version in range(1, UPDATES + 1):
                     time.sleep(1)
                     assert trainer.update_weights(version=version).ok
+                version = update_slowly(cluster, trainer, UPDATES + 1)
                 eventually(
-                    "the last version serves", 30, lambda: any(spans[0] == UPDATES for spans in streams.versions)
+                    "the last version serves", 30, lambda: any(spans[0] == version for spans in streams.versions)
                 )
             finally:
                 streams.end()

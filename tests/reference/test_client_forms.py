@@ -188,6 +188,15 @@ async def test_a_stream_that_is_aborted_says_so(one_worker: EngineProcess, versi
                 assert last["choices"][0]["finish_reason"] == "abort"
 
 
+async def test_a_refusal_is_words(client: httpx.AsyncClient) -> None:
+    params = '{"input_ids": [1], "sampling_params": {"top_p": 0.9}}'
+    infinite = '{"input_ids": [1], "sampling_params": {"temperature": Infinity}}'  # JSON has no way to send it back
+    for body, named in ((params, "top_p: this engine cannot"), (infinite, "temperature: Input should be a finite")):
+        answer = await client.post("/generate", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 422
+        assert named in answer.json()["detail"]
+
+
 async def test_routers_learn_the_model_in_any_state(one_worker: EngineProcess, versions: Versions) -> None:
     async with serving(one_worker, versions[1]) as (agent, client):
         assert (await client.get("/model_info")).json()["weight_version"] == "2"
@@ -235,6 +244,8 @@ def test_whose_form_a_body_has(body: dict[str, Any], form: type) -> None:
         ({"input_ids": [[1], "a"]}, "token ids"),
         ({"input_ids": [[1], []]}, "at least 1"),
         ({"input_ids": [[1], 2]}, "list"),
+        ({"input_ids": [1], "seed": 10**4299}, "seed"),  # a number that JSON can bring and not take on
+        ({"input_ids": [1], "sampling_params": {"sampling_seed": 10**4300 - 1}}, "sampling_seed"),
     ],
 )
 def test_what_would_change_the_meaning_is_refused(body: dict[str, Any], named: str) -> None:

@@ -84,6 +84,7 @@ def _prompts(value: Any) -> Any:
 
 _Prompt = Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=1)]
 _Prompts = Annotated[list[_Prompt], Field(min_length=1), BeforeValidator(_prompts)]
+_Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 _Temperature = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 
@@ -98,7 +99,7 @@ class GenerateBody(BaseModel):
     input_ids: list[int] = Field(min_length=1)
     max_tokens: int = Field(default=16, ge=1)
     temperature: _Temperature = 0.0
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     logprobs: bool = False
     stream: bool = False
     stop_token_ids: list[int] = []
@@ -126,7 +127,7 @@ class SamplingParams(BaseModel):
 
     max_new_tokens: int | None = Field(default=128, ge=1)
     temperature: _Temperature | None = None
-    sampling_seed: int | None = None
+    sampling_seed: _Seed | None = None
     stop_token_ids: list[int | None] | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
     ignore_eos: bool | None = None
@@ -213,7 +214,7 @@ class CompletionBody(BaseModel):
     model: str | None = None
     max_tokens: int | None = Field(default=16, ge=1)
     temperature: _Temperature | None = None
-    seed: int | None = None
+    seed: _Seed | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
     stop_token_ids: list[int] | None = None
     logprobs: int | None = Field(default=None, ge=0, le=1)

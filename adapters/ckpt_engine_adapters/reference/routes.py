@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import Body, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -87,6 +88,11 @@ def create_app(engine: Engine, facts: ModelFacts) -> FastAPI:
     @app.exception_handler(WorkerFailedError)
     async def failed(_request: Request, error: WorkerFailedError) -> Response:
         return problem(500, str(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def refused(_request: Request, error: RequestValidationError) -> Response:
+        found = (f"{'.'.join(map(str, each['loc'][1:]))}: {each['msg']}" for each in error.errors())
+        return problem(422, "; ".join(found))
 
     @app.exception_handler(TimeoutError)
     async def late(_request: Request, _error: TimeoutError) -> Response:
