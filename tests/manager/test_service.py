@@ -80,6 +80,20 @@ async def test_a_silent_stream_is_closed(config: ManagerConfig) -> None:
     assert time.monotonic() - begun < 5
 
 
+async def test_a_peer_that_ends_its_side_at_once_is_answered_first(
+    stub: CheckpointEngineManagerStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No status is sent while a message is being written: gRPC takes that for a fault."""
+    for number in range(10):
+        call = stub.TrainerSession()
+        hello = manager_pb2.TrainerHello(lineage="run", world_size=1, session_id=f"session {number}")
+        await call.write(manager_pb2.TrainerMessage(hello=hello))
+        await call.done_writing()
+        assert [message.WhichOneof("body") async for message in call] == ["welcome"]
+        assert await call.code() is grpc.StatusCode.OK
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def test_sessions_show_in_the_status_until_they_end(stub: CheckpointEngineManagerStub) -> None:
     trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
     welcome = await trainer.open()
