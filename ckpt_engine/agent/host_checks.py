@@ -48,6 +48,7 @@ def all_checks() -> Iterable[Check]:
     """Every check, in the order in which people should read them. Imports torch; takes a few seconds."""
     for check in (
         software,
+        host_digests,
         shared_memory_between_processes,
         memory_facts,
         engine_directory,
@@ -90,6 +91,18 @@ def software() -> Iterable[Check]:
         yield Check("software", "generated code", Result.NO, f"{type(error).__name__}: {error}")
     else:
         yield Check("software", "generated code", Result.OK, "fits the installed protobuf and grpcio")
+
+
+def host_digests() -> Iterable[Check]:
+    """How weights in this host's memory are digested. Without Numba slowly, so that it is a note only."""
+    from ckpt_engine.core.digest_host import warm_up
+
+    if why := warm_up():
+        slow = f"{why}: digests of host memory come from numpy, at a tenth of the speed; pip install numba"
+        yield Check("software", "numba", Result.NOTE, slow)
+    else:
+        found = f"{importlib.metadata.version('numba')}; compiled the digests of host memory"
+        yield Check("software", "numba", Result.OK, found)
 
 
 def _run_child(code: str, *arguments: str, descriptors: tuple[int, ...] = ()) -> tuple[bool, str]:

@@ -1,4 +1,4 @@
-"""Digests of boxes on one GPU, all in a few launches; equal to the bit to those of core/digest.py.
+"""Digests of boxes on one GPU, all in a few launches; equal to the bit to those of core/digest_host.py.
 
 Tables are made once for a set of boxes and kept; a run only launches. What the kernel cannot take as it lies is copied
 to contiguous memory of the same GPU at each run. Needs Triton; `missing` says why it cannot be used.
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckpt_engine.core.digest import digest_host_boxes
+from ckpt_engine.core.digest_host import digest_host_boxes
 from ckpt_engine.core.digest_tiles import ALIGNMENT, BLOCK_BYTES, FIELDS, NotTileableError, Strided, Table, TileTable
 from ckpt_engine.core.problems import deadline
 

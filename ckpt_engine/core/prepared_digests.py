@@ -15,7 +15,8 @@ from functools import cache
 import torch
 
 from ckpt_engine.core import digest_cuda
-from ckpt_engine.core.digest import SEED, checked_box, digest_host_boxes
+from ckpt_engine.core.digest_host import HostDigests, checked_box, digest_host_boxes
+from ckpt_engine.core.factors import SEED
 from ckpt_engine.core.problems import invalid
 
 log = logging.getLogger(__name__)
@@ -33,19 +34,23 @@ class PreparedDigests:
     def __init__(self, boxes: Sequence[digest_cuda.Box], seed: int) -> None:
         self._boxes = list(boxes)
         self._seed = seed
-        self._host: list[int] = []
+        self._converted: list[int] = []  # at each run, before the host digests them
         self._cuda: list[tuple[list[int], digest_cuda.CudaDigests]] = []
-        self._of_host: list[int] = []
+        self._found: list[tuple[list[int], list[int]]] = []
+        as_they_are: list[int] = []
         on_device: dict[torch.device, list[int]] = {}
-        for index, (view, _, _) in enumerate(self._boxes):
+        for index, (view, _, served) in enumerate(self._boxes):
             if view.device.type == "cuda":
                 on_device.setdefault(view.device, []).append(index)
+            elif view.dtype != served or view.is_conj() or view.is_neg():
+                self._converted.append(index)
             else:
-                self._host.append(index)
+                as_they_are.append(index)
+        self._host = as_they_are, HostDigests([self._boxes[index][:2] for index in as_they_are], seed)
         for device, indices in on_device.items():
             made = _on_gpu(device, [self._boxes[index] for index in indices], seed)
             if made is None:
-                self._host += indices
+                self._converted += indices
             else:
                 self._cuda.append((indices, made))
 
@@ -63,13 +68,15 @@ class PreparedDigests:
         """Enqueues the work of GPUs, each on its current stream, and does that of the host."""
         for _, digests in self._cuda:
             digests.launch()
-        self._of_host = _of_host([self._boxes[index] for index in self._host], self._seed)
+        converted = _of_host([self._boxes[index] for index in self._converted], self._seed)
+        indices, of_host = self._host
+        self._found = [(indices, of_host.run()), (self._converted, converted)]
 
     def collect(self) -> list[int]:
         """The digests of the bytes as they were when launched, in order. Waits for its own work, not for a device."""
         found = [0] * len(self._boxes)
         parts = [(indices, digests.collect()) for indices, digests in self._cuda]
-        for indices, values in [*parts, (self._host, self._of_host)]:
+        for indices, values in [*parts, *self._found]:
             for index, value in zip(indices, values, strict=True):
                 found[index] = value
         return found
@@ -83,7 +90,8 @@ class PreparedDigests:
 def prepare_digests(
     boxes: Sequence[tuple[torch.Tensor, Sequence[int]]], seed: int = SEED, served: Served = None
 ) -> PreparedDigests:
-    """Makes boxes ready, on the calling thread; the first one on a GPU compiles a kernel, which takes seconds.
+    """Makes boxes ready, on the calling thread; the first one of a process, or on a GPU, compiles, which
+    takes seconds.
 
     boxes: as in `digest_boxes`. served: digests are of `view.to(dtype)`, rounded to nearest even as torch does; of a
     NaN, any that is a NaN, so weights with NaN may differ between a GPU and a CPU. Raises INVALID_ARGUMENT as

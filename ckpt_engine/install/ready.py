@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from ckpt_engine.core import digest_host
 from ckpt_engine.core.prepared_digests import prepare_digests
 from ckpt_engine.install.recording import Recording
 from ckpt_engine.install.resolve import Bound, Target
@@ -84,9 +85,12 @@ def settle(in_time: Callable[[], None]) -> None:
 
 
 def warm_up(recording: Recording, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Compiles, ahead of any pause, the kernels that copying to and digesting these tensors will need on a GPU. The
-    first time on a host it takes seconds. Never raises: what is not compiled here is compiled when it is needed."""
-    present = {name: tensor.detach() for name, tensor in tensors if tensor.device.type == "cuda"}
+    """Compiles, ahead of any pause, the kernels that copying to and digesting these tensors will need. The first time
+    on a host it takes seconds. Never raises: what is not compiled here is compiled when it is needed."""
+    held = list(tensors)
+    if any(tensor.device.type == "cpu" for _, tensor in held):
+        digest_host.warm_up()
+    present = {name: tensor.detach() for name, tensor in held if tensor.device.type == "cuda"}
     if not present:
         return
     # Here, since it loads triton, which a process without a GPU does not need.

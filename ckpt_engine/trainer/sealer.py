@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 
+from ckpt_engine.core.digest_host import warm_up
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.source.base import Source
 from ckpt_engine.trainer.session import Sealing
+from ckpt_engine.transport.cuda_memory import NAME as CUDA_IPC
 from ckpt_engine.v1 import weights_pb2
 
 
@@ -21,7 +23,10 @@ class Sealer:
         self._table_digest = b""
 
     def offer(self, source: Source) -> bytes:
-        """Takes the place of the former source, which is closed. Returns the table to publish, serialised."""
+        """Takes the place of the former source, which is closed. Returns the table to publish, serialised. The first
+        time it compiles what its digests need, a second or two, so that no update waits for that."""
+        if any(region.transport != CUDA_IPC for region in source.table().regions):
+            warm_up()
         table = canonical(source.table())
         with self._lock:
             former, self._source, self._table_digest = self._source, source, blob_digest(table)

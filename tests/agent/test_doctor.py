@@ -12,6 +12,7 @@ import pytest
 
 from ckpt_engine.agent import host_checks
 from ckpt_engine.agent.host_checks import SHARED_MEMORY_CHECK, Check, Result, as_json, works
+from ckpt_engine.core import digest_host
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,6 +73,19 @@ def test_only_what_an_update_needs_decides() -> None:
     assert not works([*checks, Check(memory.group, memory.name, Result.NO, "no"), gpu])
     assert not works([*checks[1:], memory])
     assert json.loads(as_json(checks))["ok"] is False
+
+
+def test_numba_is_tried_and_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    (check,) = host_checks.host_digests()
+    assert check.result is Result.OK, check.detail
+    monkeypatch.setitem(sys.modules, "ckpt_engine.core.digest_host_kernel", None)  # as if it were not installed
+    digest_host._loaded.cache_clear()
+    try:
+        (check,) = host_checks.host_digests()
+    finally:
+        digest_host._loaded.cache_clear()
+    assert check.result is Result.NOTE
+    assert "pip install numba" in check.detail
 
 
 def test_a_check_that_breaks_does_not_take_the_others_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,26 @@
-"""Digests against the formula of core/digest.py, written once more in plain Python integers."""
+"""Digests against the formula of core/factors.py, written once more in plain Python integers."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine.core import digest as digest_module
-from ckpt_engine.core.digest import SEED, digest_box, digest_boxes, gemm_is_exact
+from ckpt_engine.core import digest_host, digest_host_jobs, digest_host_kernel
+from ckpt_engine.core.digest import SEED, digest_box, digest_boxes
+from ckpt_engine.core.digest_host import HostDigests, copy_and_digest
 from ckpt_engine.core.dtypes import ITEMSIZES, torch_dtype
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.threads import share_out
 
 MASK = (1 << 64) - 1
 FIXED = 9501765756003544046
@@ -94,16 +98,94 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("gemm", [True, False], ids=["matrix products", "numpy"])
+@pytest.fixture(params=["compiled", "numpy"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each way of computing a digest, with blocks so small that there are several."""
+    if request.param == "numpy":
+        monkeypatch.setattr(digest_host, "_kernel", lambda: None)
+        monkeypatch.setattr(digest_host, "_NUMPY_LANES", 1000)
+    else:
+        assert digest_host._kernel() is not None, "Numba is not installed"
+        monkeypatch.setattr(digest_host_jobs, "_JOB_BYTES", 32 << 10)
+        monkeypatch.setattr(digest_host_jobs, "COLUMNS", 1500)
+        monkeypatch.setattr(digest_host_jobs, "jobs_of", digest_host_jobs.jobs_of.__wrapped__)  # nothing that was kept
+    return str(request.param)
+
+
 @pytest.mark.parametrize("case", LARGE)
-def test_each_way_of_computing_it_is_the_formula(case: str, gemm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if gemm and not gemm_is_exact():
-        pytest.skip("this torch has no exact product of 8-bit matrices")
-    monkeypatch.setattr(digest_module, "gemm_is_exact", lambda: gemm)
-    monkeypatch.setattr(digest_module, "_SCRATCH_BYTES", 32 << 10)  # so that rows come in several blocks
+def test_each_way_of_computing_it_is_the_formula(case: str, way: str) -> None:
     shape, dtype, order, start = LARGE[case]
     view = random_tensor(shape, dtype).permute(order)
     assert digest_box(view, start) == by_the_formula(view, start)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(drawn=views())
+def test_each_way_takes_any_dtype_shape_and_strides(drawn: tuple[torch.Tensor, tuple[int, ...]], way: str) -> None:
+    view, start = drawn
+    assert digest_box(view, start) == by_the_formula(view, start)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_addresses_need_not_be_aligned(dtype: torch.dtype, way: str) -> None:
+    """A safetensors file may put a tensor anywhere."""
+    memory = bytearray(1 + 3 * 700 * dtype.itemsize)
+    view = torch.frombuffer(memory, dtype=dtype, offset=1, count=3 * 700).view(3, 700)
+    there = random_tensor((3, 700), dtype)
+    memory[1:] = there.view(torch.uint8).numpy().tobytes()
+    assert view.data_ptr() % 2
+    assert digest_box(view[:, 3:], (1, 3)) == digest_box(there[:, 3:], (1, 3)) == by_the_formula(there[:, 3:], (1, 3))
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(drawn=views(), data=st.data())
+def test_one_pass_copies_and_digests(
+    drawn: tuple[torch.Tensor, tuple[int, ...]], data: st.DataObject, way: str
+) -> None:
+    source, start = drawn
+    order = data.draw(st.permutations(range(source.dim())))
+    room = random_tensor(tuple(source.shape[axis] + 3 for axis in order), source.dtype, 5)
+    inside = room[tuple(slice(2, 2 + source.shape[axis]) for axis in order)]
+    destination = inside.permute([order.index(axis) for axis in range(source.dim())])
+    expected = room.clone()
+    expected[tuple(slice(2, 2 + source.shape[axis]) for axis in order)] = source.permute(order)
+    assert copy_and_digest([(destination, source, start)]) == [by_the_formula(source, start)]
+    assert bits(room) == bits(expected)
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    found: list[int] = tensor.reshape(-1).view(torch.uint8).tolist() if tensor.numel() else []
+    return found
+
+
+def test_one_pass_over_many_rows_and_over_tensors_that_lie_otherwise(way: str) -> None:
+    sources = [random_tensor((300, 5000), torch.bfloat16), random_tensor((300, 70), torch.float32).t()]
+    sources += [random_tensor((7,), torch.uint8), random_tensor((40, 2, 30), torch.float16)[:, 1]]
+    there = [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in sources]
+    copies = [(to, tensor, (1,) * tensor.dim()) for to, tensor in zip(there, sources, strict=True)]
+    assert copy_and_digest(copies) == digest_boxes([(tensor, start) for _, tensor, start in copies])
+    assert [bits(tensor) for tensor in there] == [bits(tensor.contiguous()) for tensor in sources]
+
+
+def test_what_cannot_be_copied_in_one_pass_is_refused() -> None:
+    good, other = (torch.zeros(4), torch.ones(4), (0,)), torch.ones(4, dtype=torch.bfloat16)
+    for bad in ((torch.zeros(4), other, (0,)), (torch.zeros(5), torch.ones(4), (0,)), (torch.zeros(4), other, (0, 0))):
+        with pytest.raises(CkptEngineError):
+            copy_and_digest([good, bad])
+    with pytest.raises(CkptEngineError, match="not strided memory of this host"):
+        copy_and_digest([(good[0], torch.ones(4, device="meta"), (0,))])
+    assert not good[0].any()
+
+
+def test_freed_memory_is_refused_and_memory_that_moved_is_found() -> None:
+    tensor = random_tensor((64, 64), torch.bfloat16)
+    digests = HostDigests([(tensor, (0, 0))])
+    tensor.untyped_storage().resize_(1 << 22)  # moves
+    tensor.copy_(random_tensor((64, 64), torch.bfloat16, 1))
+    assert digests.run() == digest_boxes([(tensor, (0, 0))])
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(CkptEngineError, match="was freed"):
+        digests.run()
 
 
 def test_extreme_bytes_do_not_overflow() -> None:
@@ -139,25 +221,71 @@ def two_threads() -> Iterator[None]:
 
 
 def test_shares_of_threads_add_up_to_the_same(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest_module, "_SCRATCH_BYTES", 64 << 10)  # so that shares are small and boxes are split
+    monkeypatch.setattr(digest_host, "_SHARE_BYTES", 10 << 10)
+    monkeypatch.setattr(digest_host_jobs, "_JOB_BYTES", 10 << 10)
+    monkeypatch.setattr(digest_host_jobs, "jobs_of", digest_host_jobs.jobs_of.__wrapped__)
+    pools: list[int] = []
+    pool = digest_host._pool
+    monkeypatch.setattr(digest_host, "_pool", lambda *key: pools.append(key[1]) or pool(*key))
     shapes = [(700, 300), (3,), (0, 4), (), (9000,), (3, 40_000), (20, 30, 40), (1, 50_000), *[(64,)] * 50]
     boxes = [(random_tensor(shape, torch.bfloat16), tuple(range(len(shape)))) for shape in shapes]
-    assert len(digest_module._shares([(view.view(torch.int16), start) for view, start in boxes], 2)) > 4
     found = digest_boxes(boxes)
+    assert pools == [2]
     torch.set_num_threads(1)
     assert found == digest_boxes(boxes) == [digest_box(view, start) for view, start in boxes]
+    assert pools == [2]
 
 
-def test_threads_of_the_digest_leave_those_of_torch_alone(two_threads: None) -> None:
-    def threads(_: int) -> int:
-        return torch.get_num_threads()
+def in_a_child(*, missing: str = "", **environment: str) -> str:
+    """What another process logs when it digests, where `missing` cannot be imported."""
+    script = (
+        "import logging, sys, threading, torch\n"
+        "logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format='%(message)s')\n"
+        f"if {missing!r}: sys.modules[{missing!r}] = None\n"
+        "from ckpt_engine.core.digest import digest_box\n"
+        "view = torch.arange(24, dtype=torch.int16).reshape(4, 6)\n"
+        "print([digest_box(view, (1, 2)) for _ in range(2)])\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return ran.stdout
 
-    assert share_out(threads, [0, 1, 2], 3) == [1, 1, 1]  # a pool that no other test has made
-    assert torch.get_num_threads() == 2
-    with ThreadPoolExecutor(1) as other:
-        assert other.submit(threads, 0).result() == 2
-    with pytest.raises(ZeroDivisionError):
-        share_out(lambda number: 1 // number, [1, 0, 1], 2)
+
+def test_without_numba_numpy_digests_and_the_log_says_so_once() -> None:
+    lines = in_a_child(missing="numba").splitlines()
+    assert lines[1:] == [str([FIXED, FIXED])]
+    assert "numpy" in lines[0]
+    assert "import of numba halted" in lines[0]
+
+
+@pytest.mark.slow
+def test_processes_that_compile_at_once_share_what_was_kept(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        assert set(pool.map(lambda _: in_a_child(NUMBA_CACHE_DIR=str(tmp_path)), range(2))) == {f"{[FIXED, FIXED]}\n"}
+    kept = list(tmp_path.rglob("*.nb?"))
+    assert kept
+    for path in kept:
+        path.write_bytes(b"cut short")
+    assert in_a_child(NUMBA_CACHE_DIR=str(tmp_path)) == f"{[FIXED, FIXED]}\n"
+
+
+@pytest.mark.parametrize("home", ["open to all", "absent", "mine"])
+def test_compiled_code_is_kept_only_where_nobody_else_writes(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere, so a read-only package is a fake
+    tmp_path.chmod(0o777 if home == "open to all" else 0o700)
+    monkeypatch.setenv("HOME", str(tmp_path / "absent" if home == "absent" else tmp_path))
+    assert digest_host_kernel._may_cache() is (home == "mine")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    assert digest_host_kernel._may_cache()
 
 
 def test_memory_layout_does_not_matter() -> None:
