@@ -64,7 +64,9 @@ def _usable(region: weights_pb2.OfferedRegion, transports: Mapping[str, Transpor
     for name, way in ways.items():
         if name in transports:
             return way
-    raise unavailable(f"the source needs transport {' or '.join(ways)}, which is off here; see `ckpt-engine doctor`")
+    raise unavailable(
+        f"the source needs transport {' or '.join(map(repr, ways))}, which is off here; see `ckpt-engine doctor`"
+    )
 
 
 def _shards(

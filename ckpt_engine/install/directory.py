@@ -179,7 +179,8 @@ class EngineDirectory:
 
 
 def _remove_stale(root: Path) -> None:
-    """Deletes directories that killed agents left: old ones whose lock is free and whose workers are dead."""
+    """Deletes directories that killed agents left: old ones whose lock is free and whose workers are dead. Those whose
+    page is of another version of ckpt-engine stay: nothing here can tell whether their workers live."""
     for path in root.iterdir():
         try:
             if not (path / "token").exists() or time.time() - path.stat().st_mtime < _STALE_SECONDS:
@@ -188,7 +189,11 @@ def _remove_stale(root: Path) -> None:
             directory.lock()
         except (OSError, CkptEngineError):
             continue  # in use, vanished or not ours
-        if _is_in_use(directory):
+        try:
+            in_use = _is_in_use(directory)
+        except ValueError:
+            in_use = True
+        if in_use:
             directory.unlock()
         else:
             directory.remove()

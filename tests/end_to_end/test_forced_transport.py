@@ -1,4 +1,4 @@
-"""A replica that may read over one transport only: what cannot reach it is refused, and touches nobody."""
+"""A replica that may read over one transport only: what cannot reach it is refused, and it is not touched."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.end_to_end.conftest import PADDED_VOCABULARY
 from tests.tiny_model import make_tiny_qwen3
 
 
-def test_an_impossible_transport_is_refused_before_any_replica_is_touched(tmp_path: Path, bare_model: Path) -> None:
+def test_an_impossible_transport_is_named_and_its_replica_not_touched(tmp_path: Path, bare_model: Path) -> None:
     model = make_tiny_qwen3(tmp_path / "model", 3, vocabulary=PADDED_VOCABULARY)
     with running_cluster(tmp_path / "cluster") as cluster:
         cluster.replica("any", "reference", bare_model)
@@ -22,15 +22,18 @@ def test_an_impossible_transport_is_refused_before_any_replica_is_touched(tmp_pa
         with Trainer(cluster.address, lineage="memory") as trainer:
             trainer.publish(model)
             with pytest.raises(CkptEngineError) as caught:
-                trainer.update_weights()
+                trainer.update_weights(min_replicas=2)
             for word in ("files", "shared_memory", "it can use file", "--transport"):
                 assert word in str(caught.value)
             for replica in cluster.status().replicas:
                 assert not replica.identity.lineage, "nobody was touched"
                 assert not replica.HasField("last_outcome")
-            alone = trainer.update_weights(replicas=["any"])
-            assert outcomes(alone) == {"any": "new_serving"}
-            assert [use.transport for use in alone.replicas[0].transports] == ["shared_memory"]
+            report = trainer.update_weights()
+            assert not report.ok, "one of two was left out"
+            assert outcomes(report) == {"any": "new_serving", "files": "quarantined"}
+            assert [use.transport for use in report.replicas[0].transports] == ["shared_memory"]
+            assert "it can use file" in str(report.replicas[1].problem)
+            assert not report.replicas[1].message.HasField("after")
         with Trainer(cluster.address, lineage="files") as trainer:
             trainer.publish(tmp_path / "model")
             report = trainer.update_weights()

@@ -101,7 +101,7 @@ def test_requests_that_come_during_an_update_are_answered_after_it(engine: Engin
     engine.end()
     responses = [answer.result(60) for answer in answers]
     assert [response.status_code for response in responses] == [200] * 20
-    assert {response.headers["x-ckpt-engine-root"] for response in responses} == {identity(2).root.hex()}
+    assert {response.headers["x-ckpt-engine-admitted-root"] for response in responses} == {identity(2).root.hex()}
     assert [response.json()["length"] for response in responses] == [100 * number for number in range(20)]
     assert engine.reached == list(range(20))
     assert engine.held() == 0
@@ -115,7 +115,7 @@ def test_they_are_kept_from_before_the_pause_and_let_in_when_old_weights_stand(
     answer = threads.submit(ask, engine)
     engine.wait_until_held(1)
     engine.page.hold(Hold(), LIMITS)
-    assert answer.result(60).headers["x-ckpt-engine-root"] == identity(1).root.hex()
+    assert answer.result(60).headers["x-ckpt-engine-admitted-root"] == identity(1).root.hex()
 
 
 @pytest.mark.parametrize("how", ["asleep", "quarantined", "closed", "dead agent"])

@@ -101,7 +101,7 @@ def test_what_a_router_passes_on(cluster: Cluster, tmp_path: Path, kind: str) ->
         with running_router(kind, urls(cluster), tmp_path / "router.log", *FLAGS) as router:
             eventually("both are found", 60, lambda: router.healthy() == set(urls(cluster)))
             answer = ask(router, [1, 2, 3], rid="mine", return_logprob=True)
-            assert answer.headers["x-ckpt-engine-version"] == "7"
+            assert answer.headers["x-ckpt-engine-admitted-version"] == "7"
             meta = answer.json()["meta_info"]
             assert (meta["id"], len(meta["output_token_logprobs"])) == ("mine", 4)
             body = {"input_ids": [[1, 2], [3]], "sampling_params": {"max_new_tokens": 2, "n": 2}}

@@ -11,13 +11,13 @@ from typing import Any
 
 import httpx
 
-from ckpt_engine.install.holding import ASLEEP, DEAD_WORKER, NO_WEIGHTS, QUARANTINED
+from ckpt_engine.install.holding import ALONE, ASLEEP, DEAD_WORKER, NO_WEIGHTS, QUARANTINED
 from tests.tiny_model import DECISIVE_GAP, ROUNDING, make_tiny_qwen3, reference_tokens, regrets
 
 SEEDS = 3
 TOKENS = 8
 PAUSE_SECONDS = 0.1
-REASONS = {ASLEEP, DEAD_WORKER, NO_WEIGHTS, QUARANTINED}
+REASONS = {ALONE, ASLEEP, DEAD_WORKER, NO_WEIGHTS, QUARANTINED}
 
 
 @dataclass(frozen=True)

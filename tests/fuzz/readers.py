@@ -46,7 +46,7 @@ def tables() -> Iterator[Callable[[bytes], None]]:
         worker = events.PlanWorker(("one", 0), blobs.put(canonical(needs_seed())), HOST, ("shared_memory",))
         compiled = compiler.compile(events.CompilePlans(published, (worker,), 9.0))
         sums = blobs.put(canonical(weights_pb2.Digests(values=[1, 2])))
-        compiler.combine(events.CombineSeals(published, compiled, {0: sums}, 9.0))
+        compiler.combine(events.CombineSeals(published, compiled, {table().id: sums}, 9.0))
 
     yield take
 

@@ -118,7 +118,8 @@ class Engine:
     @property
     def computing(self) -> weights_pb2.Identity | None:
         """The version that its tokens are of, if it may be making any and they are of a version."""
-        return self.words().identity if self.gate_open and not self.paused else None
+        may = (self.gate_open or self.inside) and self.alive and not self.paused and not self.asleep
+        return self.words().identity if may else None
 
     @property
     def gate_open(self) -> bool:

@@ -256,7 +256,8 @@ class AgentShell(MemberShell):
     def _call_engine(self, task: events.EngineTask) -> Steps:
         if self.engine is None:
             raise unavailable("there is no engine")
-        if isinstance(task, events.StampEngine) and self.engine.words().identity != task.identity:
+        whole = self.engine.alive and all(worker.alive for worker in self.engine.workers)  # as the agent saw it
+        if isinstance(task, events.StampEngine) and whole and self.engine.words().identity != task.identity:
             raise BrokenPromiseError(f"{self.engine.name} is stamped with a version that its workers do not hold")
         operation = self.machine.replica.operation
         installs = operation is not None and operation.kind == "install" and isinstance(task, events.PauseEngine)
