@@ -14,6 +14,7 @@ import trustme
 
 from ckpt_engine import Trainer
 from ckpt_engine.agent.process import free_port
+from ckpt_engine.commands.replica import EVICTED
 from ckpt_engine.security.grants import digest_of
 from tests.cluster import eventually
 from tests.tiny_model import make_tiny_qwen3
@@ -77,7 +78,7 @@ def test_everybody_shows_a_token_and_a_stranger_stays_out(
         asked = {**os.environ, **environment("operator")}
         command = [sys.executable, "-m", "ckpt_engine", "replica", "evict", "one", "--manager", address]
         assert subprocess.run(command, env=asked, timeout=60).returncode == 0
-        assert started[1].wait(60) == 1
+        assert started[1].wait(60) == EVICTED
         assert not any(token in log.read_text() for log in tmp_path.glob("*.log") for token in TOKENS.values())
     finally:
         for process in started:

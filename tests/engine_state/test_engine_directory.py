@@ -69,13 +69,17 @@ def test_agents_are_counted(tmp_path):
 
 
 def test_old_directories_without_agent_and_workers_are_removed(tmp_path):
-    stale, locked, working, young = (EngineDirectory.create(tmp_path) for _ in range(4))
+    stale, locked, working, young, foreign = (EngineDirectory.create(tmp_path) for _ in range(5))
     locked.lock()
     EnginePage(working.page).claim(0, 1)
-    for directory in (stale, locked, working):
+    with foreign.page.open("r+b") as page:
+        page.write(b"CKPTPAGE" + (99).to_bytes(4, "little") + (1).to_bytes(4, "little"))
+    for directory in (stale, locked, working, foreign):
         os.utime(directory.path, (time.time() - 7200,) * 2)
     EngineDirectory.create(tmp_path)
     assert not stale.path.exists()
     assert locked.path.exists()
     assert working.path.exists()
     assert young.path.exists()
+    assert foreign.path.exists(), "nothing tells whether workers of another version of the page live"
+    foreign.lock()

@@ -31,11 +31,18 @@ EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 
 SELECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("ckpt_engine/install/gate.py", ("tests/engine_state",)),
+    ("ckpt_engine/install/routes.py", ("tests/engine_state",)),
+    ("ckpt_engine/install/holding.py", ("tests/engine_state",)),
+    ("ckpt_engine/install/waiting.py", ("tests/engine_state",)),
+    ("ckpt_engine/install/reader.py", ("tests/engine_state",)),
     ("ckpt_engine/install/state.py", ("tests/engine_state", "tests/install")),
     ("ckpt_engine/install/installer.py", ("tests/install",)),
     ("ckpt_engine/install/ready.py", ("tests/install",)),
     ("ckpt_engine/core/plan.py", ("tests/core", "tests/manager/test_compiler.py", "tests/install")),
-    ("ckpt_engine/core/digest.py", ("tests/core",)),
+    ("ckpt_engine/core/publication.py", ("tests/core", "tests/manager/test_compiler.py")),
+    ("ckpt_engine/core/sealed_record.py", ("tests/core",)),
+    ("ckpt_engine/core/digest_host.py", ("tests/core",)),
+    ("ckpt_engine/core/digest_host_jobs.py", ("tests/core",)),
     ("ckpt_engine/core/machines/", ("tests/core", "tests/simulation", "tests/manager", "tests/agent")),
 )
 """Which files (all below a folder), and which tests are to notice: one after the other, the quick ones first."""
