@@ -14,11 +14,13 @@ import httpx
 from ckpt_engine import Trainer
 from ckpt_engine.install.directory import TOKEN_HEADER, EngineDirectory
 from ckpt_engine.install.gate import ROUTES_ROUTE, Gate
-from tests.cluster import Cluster, Replica
+from tests.cluster import Cluster, Replica, Stream
+from tests.conformance.weights import load, of_either_version
 from tests.end_to_end.test_several_nodes import free_address
 from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
 
 TOKENS = 32
+PROMPT = [3, 5, 7, 11, 13, 17]
 
 Complete = Callable[..., httpx.Response]
 
@@ -104,3 +106,49 @@ def start_on_two_nodes(
         )
     leader, follower = started
     return leader, follower
+
+
+def check_under_load(
+    complete: Complete,
+    tokens: Callable[[httpx.Response], list[int]],
+    cluster: Cluster,
+    path: Path,
+    mode: str,
+    updates: int,
+    count: int = 60,
+) -> Any:
+    """Twenty streams, and updates meanwhile: each request is answered, and each answer consists of tokens of whole
+    versions. Returns the model of the last version, which is number `updates`."""
+    (replica,) = cluster.replicas
+    models = [model_of(path, seed) for seed in (80, 81)]
+    live = model_of(path, 98)
+    statuses: list[int] = []
+
+    def ask() -> list[int]:
+        response = complete(replica, PROMPT, count)
+        statuses.append(response.status_code)
+        return tokens(response) if response.status_code == 200 else []
+
+    with Trainer(cluster.address, lineage=f"streams-{mode}") as trainer:
+        trainer.publish(live)
+        load(live, models[0])
+        assert trainer.update_weights(version=0).ok
+        streams = [Stream(ask) for _ in range(20)]
+        try:
+            for version in range(1, updates + 1):
+                load(live, models[version % 2])
+                report = trainer.update_weights(version=version, pause_mode=mode)
+                assert report.ok, f"{report}\n{replica.tail()}"
+        finally:
+            answers: list[Any] = [answer for stream in streams for answer in stream.end()]
+    assert set(statuses) == {200}, "no request fails because weights change"
+    whole = [answer for answer in answers if answer]
+    assert len(whole) >= 20
+    if mode != "abort":
+        assert {len(answer) for answer in whole} == {count}, "a request that was let in ends as it should"
+    if mode != "in_place":  # there new tokens are made over caches of old weights
+        for answer in set(map(tuple, whole)):
+            assert of_either_version(models, PROMPT, answer), answer
+    strange = reference_tokens(model_of(path, 82), PROMPT, count).tokens
+    assert not of_either_version(models, PROMPT, strange), "the judge would let other weights pass"
+    return models[updates % 2]

@@ -15,7 +15,7 @@ import torch
 from ckpt_engine import CkptEngineError, Trainer
 from ckpt_engine_adapters.sglang.gate import MEMORY, RELEASE_ROUTE, RESUME_ROUTE, STATE_ROUTE, SglangGate
 from tests.cluster import Cluster, Replica, corrupt_after_sealing, outcomes, running_cluster
-from tests.engines.serving import check_routes, model_of, publish, token_of
+from tests.engines.serving import check_routes, check_under_load, model_of, publish, token_of
 from tests.engines.sglang_server import (
     assert_closed,
     assert_serves,
@@ -140,6 +140,15 @@ def test_a_slice_that_is_corrupt_on_one_rank_closes_the_gate(
         assert_closed(replica)
         assert trainer.update_weights(version=2).ok
         assert_serves(replica, model, 2)
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", "in_place"])
+def test_many_updates_while_twenty_streams_generate(
+    cluster: Cluster, replica: Replica, tmp_path: Path, mode: str
+) -> None:
+    """Each request is answered; afterwards a new one gets the last version's tokens."""
+    model = check_under_load(complete, tokens, cluster, tmp_path, mode, 50, count=20)
+    assert_serves(replica, model, 50)
 
 
 def test_a_retracted_request_tells_which_version_made_which_token(
