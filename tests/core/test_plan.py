@@ -269,3 +269,11 @@ def test_why_no_way_into_a_region_reaches_is_said_for_each() -> None:
         compile_plans(publication, publication.table_digests, [asked])
     for word in ("worker w", "tensor a", "rank 0", "over file", "over cuda_ipc"):
         assert word in caught.value.problem.message
+
+
+def test_one_worker_is_not_planned_for_twice() -> None:
+    weights = some_weights(a=(2,))
+    publication = merge_tables([table(0, weights, everything(weights))])
+    asked = request("w", publication.manifest_digest, [(0, whole((2,)))])
+    with pytest.raises(CkptEngineError, match="worker w is to be planned for twice"):
+        compile_plans(publication, publication.table_digests, [asked, asked])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from install_models import Plain, TensorParallel, target_of
 from install_world import Checkpoint, OneWorker, random_tensor
@@ -58,4 +59,46 @@ def test_the_time_of_a_loader_that_computes_counts_as_installing(tmp_path: Path)
     report = worker.update(checkpoint).report
     assert list(report.by_loader) == ["w"]
     assert report.install_seconds >= LOADING
+    checkpoint.close()
+
+
+def test_a_plan_that_cannot_be_read_is_called_so(tmp_path: Path) -> None:
+    model = TensorParallel()
+    checkpoint = Checkpoint(model.checkpoint())
+    worker = OneWorker(ModuleTarget(model), tmp_path)
+    assert not worker.update(checkpoint).report.HasField("problem")
+    order = worker_pb2.InstallOrder(
+        fence=weights_pb2.Fence(cluster="test", epoch=worker.epoch + 1),
+        identity=weights_pb2.Identity(lineage="run", version=9, root=bytes(32)),
+        plan=b"\xff\xff",
+        deadline_seconds=60,
+    )
+    problem = worker.installer.install(order).report.problem
+    assert problem.code == weights_pb2.Problem.INVALID_ARGUMENT
+    assert "the plan cannot be read" in problem.message
+    checkpoint.close()
+
+
+def test_a_copy_ends_at_its_deadline_and_not_after_its_last_byte(tmp_path: Path) -> None:
+    """The worker's clock passes the deadline once the first bytes are there."""
+
+    def load_one(model: Plain, name: str, weight: Tensor) -> None:
+        model.w.data.copy_(weight)
+
+    checkpoint = Checkpoint({"w": random_tensor((8, 1 << 20), torch.float32, 0)})
+    worker = OneWorker(target_of(load_one, w=torch.zeros(8, 1 << 20)), tmp_path)
+    assert not worker.update(checkpoint).report.HasField("problem")
+    late = 0.0
+    clock = time.monotonic
+
+    def progress(stage: int, done: int, total: int) -> None:
+        nonlocal late
+        late = 1000.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckpt_engine.install.installer.time.monotonic", lambda: clock() + late)
+        worker.prepare(checkpoint)
+        report = worker.installer.install(worker.order(checkpoint), progress).report
+    assert report.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
+    assert 0 < report.bytes < 32 << 20
     checkpoint.close()

@@ -36,6 +36,7 @@ def install_and_compare(model: torch.nn.Module, like: torch.nn.Module, checkpoin
     assert installed.report.verified == len(recording.needs)
     assert installed.report.verified_as_loaded == 0
     assert installed.report.copies == 1
+    assert installed.report.tensors == len({need.tensor for need in recording.needs}) > 0
     assert sum(edge.bytes for edge in installed.edges) == installed.report.bytes
     assert installed.report.bytes == read or len(recording.copies) > len(recording.needs)
     [word] = worker.page.read()
