@@ -359,3 +359,11 @@ def test_gradients_and_parameter_classes_are_no_matter() -> None:
     plain = torch.ones(200, 100)
     for parameter in (torch.nn.Parameter(plain), Marked(plain)):
         assert digest_box(parameter, (0, 0)) == digest_box(plain, (0, 0))
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (4, 3, 8), (3, 4, 8)])
+def test_rows_that_lie_on_one_another_are_digested_as_often(shape: tuple[int, ...]) -> None:
+    """A row that was expanded: its neighbours have a step of 0."""
+    row = random_tensor((1,) * (len(shape) - 1) + (8,), torch.bfloat16, 5)
+    view = row.expand(shape)
+    assert digest_box(view, (0,) * len(shape)) == digest_box(view.contiguous(), (0,) * len(shape))

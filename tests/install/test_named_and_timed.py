@@ -11,6 +11,7 @@ from install_models import Plain, TensorParallel, target_of
 from install_world import Checkpoint, OneWorker, random_tensor
 from torch import Tensor
 
+from ckpt_engine.install.ready import Ready
 from ckpt_engine.install.target import ModuleTarget
 from ckpt_engine.v1 import weights_pb2, worker_pb2
 
@@ -101,4 +102,39 @@ def test_a_copy_ends_at_its_deadline_and_not_after_its_last_byte(tmp_path: Path)
         report = worker.installer.install(worker.order(checkpoint), progress).report
     assert report.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
     assert 0 < report.bytes < 32 << 20
+    checkpoint.close()
+
+
+def test_an_engine_whose_own_step_took_too_long_is_not_verified_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = 0.0
+    clock = time.monotonic
+
+    class Slow(ModuleTarget):
+        def post_load(self) -> None:
+            nonlocal late
+            late = 1000.0
+
+    model = TensorParallel()
+    checkpoint = Checkpoint(model.checkpoint())
+    worker = OneWorker(Slow(model), tmp_path)
+    monkeypatch.setattr("ckpt_engine.install.installer.time.monotonic", lambda: clock() + late)
+    monkeypatch.setattr(Ready, "wrong", lambda *_: pytest.fail("it was read back after its deadline"))
+    assert worker.update(checkpoint).report.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
+    checkpoint.close()
+
+
+def test_a_transport_that_the_worker_lacks_is_named_beside_those_that_it_has(tmp_path: Path) -> None:
+    model = TensorParallel()
+    checkpoint = Checkpoint(model.checkpoint())
+    worker = OneWorker(ModuleTarget(model), tmp_path)
+    worker.prepare(checkpoint)
+    order = worker.order(checkpoint)
+    plan = weights_pb2.WorkerPlan.FromString(order.plan)
+    plan.sources[0].transport = "carrier_pigeon"
+    order.plan = plan.SerializeToString(deterministic=True)
+    problem = worker.installer.install(order).report.problem
+    assert "no transport carrier_pigeon (it has " in problem.message
+    assert "shared_memory" in problem.message.partition("it has ")[2]
     checkpoint.close()
