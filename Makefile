@@ -12,8 +12,8 @@ demo: DEMO_ENGINE = $(strip $(foreach engine,vllm sglang,$(findstring $(engine),
 demo: $(INSTALLED)
 	@$(if $(DEMO_ENGINE),engines/run $(DEMO_ENGINE) --) $(BIN)/ckpt-engine demo $(ARGS)
 
-# Two files at a time: most tests wait for processes that they have started.
-test: $(INSTALLED) lint
+# Two files at a time: most tests wait for processes that they have started. The linters run among them.
+test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not engine and not gpu and not slow" --numprocesses 2 --dist loadfile $(ARGS)
 
 # Real inference engines on the CPU, and real routers, in environments of their own that are cached outside the checkout.
