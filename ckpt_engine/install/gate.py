@@ -94,7 +94,7 @@ class Gate:
             else:
                 await self._keep(decision, scope, receive, send)
         elif access is Access.OPEN:
-            await self._app(scope, receive, send)
+            await self.open(route, scope, receive, send)
         elif route == INFO_ROUTE:
             await self._information(scope, send)
         elif route == READY_ROUTE:
@@ -107,6 +107,10 @@ class Gate:
             )
         else:
             await self.control(route, scope, receive, send)
+
+    async def open(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """A route that answers in any state. The engine answers; route: as for `control`."""
+        await self._app(scope, receive, send)
 
     async def control(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
         """A control route, called with the token. The engine answers; adapters may have routes of their own here.

@@ -99,3 +99,17 @@ async def test_it_generates_nothing_without_weights(directory: EngineDirectory) 
     for route in ("/generate", "/v1/chat/completions", "/health_generate", "/ready", "/model_info"):
         assert (await ask(application(asked), directory.token(), route)).status_code == 503
     assert asked == []
+
+
+@pytest.mark.parametrize("path", ["/health", "/root/health"])
+async def test_the_health_route_reaches_sglang_under_its_plain_path(directory: EngineDirectory, path: str) -> None:
+    """Under another one SGLang computes a token for the answer, and fails while it is paused."""
+    app = FastAPI(root_path="/root")
+
+    @app.get("/health")
+    async def health(request: Request) -> str:
+        return request.url.path
+
+    app.add_middleware(SglangGate)
+    answer = await ask(app, "nobody", path, "GET")
+    assert (answer.status_code, answer.json()) == (200, "/health")

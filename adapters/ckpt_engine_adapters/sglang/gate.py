@@ -16,6 +16,7 @@ from ckpt_engine.install.routes import listed
 STATE_ROUTE = "/ckpt_engine/sglang"
 """Answers `{"paused": bool, "released": [tag, ...], "routes": [path, ...]}`, for the agent only."""
 
+HEALTH_ROUTE = "/health"
 RELEASE_ROUTE = "/release_memory_occupation"
 RESUME_ROUTE = "/resume_memory_occupation"
 PAUSE_ROUTE = "/pause_generation"
@@ -41,7 +42,7 @@ class SglangGate(Gate):
             "/docs/oauth2-redirect",
             "/freeze_gc",  # the server calls it itself, without a token, once it has started
             "/get_load",
-            "/health",
+            HEALTH_ROUTE,
             "/is_scaling_elastic_ep",
             "/metrics",
             "/metrics/",
@@ -151,6 +152,13 @@ class SglangGate(Gate):
         super().__init__(app)
         self._paused = False
         self._released: set[str] = set()
+
+    async def open(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """SGLang answers `/health` without computing a token only if its path is just that: under a root path it would
+        compute one, and so fail while generation is paused. So the root path is taken away here."""
+        if route == HEALTH_ROUTE:
+            scope = {**scope, "root_path": "", "path": HEALTH_ROUTE, "raw_path": HEALTH_ROUTE.encode()}
+        await super().open(route, scope, receive, send)
 
     async def control(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
         """SGLang answers, except for what it must not be asked twice. Calls come one at a time, from the agent."""
