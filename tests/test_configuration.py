@@ -34,7 +34,6 @@ ENDED_OTHERWISE = {
     ("ckpt_engine/agent/session.py", "stop.wait()"): "an agent serves until it is stopped",
     ("ckpt_engine/agent/stream.py", "outgoing.get()"): "the writing half of a stream; cancelled with it",
     ("ckpt_engine/commands/serve.py", "ended.wait()"): "a manager serves until it is stopped",
-    ("ckpt_engine/core/threads.py", "future.result()"): "computes, and waits for nothing",
     ("ckpt_engine/install/waiting.py", "reading.result()"): "it is done",
     ("ckpt_engine/install/waiting.py", "turn.result()"): "it is done",
     ("ckpt_engine/manager/service.py", "ended.wait()"): "a manager serves until it is stopped",

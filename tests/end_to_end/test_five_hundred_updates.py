@@ -134,6 +134,7 @@ def processes(cluster: Cluster, replica: Replica, trainer: TrainerProcess) -> di
     return {**found, **{f"engine {index}": child for index, child in enumerate(others)}}
 
 
+@pytest.mark.slow
 def test_five_hundred_updates_leave_nothing_behind(
     running: tuple[Cluster, Replica], start: Callable[[str], TrainerProcess]
 ) -> None:

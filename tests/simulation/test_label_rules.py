@@ -83,6 +83,12 @@ RULES: dict[Mistake, Slant | None] = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES, ids=name_of)
+RARE = {a_label_is_tried_again}
+"""So many stories must be told until one needs the rule that it takes a minute."""
+
+
+@pytest.mark.parametrize(
+    "rule", [pytest.param(rule, marks=pytest.mark.slow) if rule in RARE else rule for rule in RULES], ids=name_of
+)
 def test_some_seed_notices_without(rule: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
     must_be_noticed(rule, monkeypatch, RULES[rule])
