@@ -89,7 +89,7 @@ class Gate:
         route, access = self._routes.of_request(scope)
         if access is Access.GATED:
             decision = self._state.decision()
-            if decision.kind is Kind.ADMIT and not self._waiting:
+            if decision.kind is Kind.ADMIT and self._waiting.empty:
                 await self._let_in(decision, scope, receive, send)
             else:
                 await self._keep(decision, scope, receive, send)

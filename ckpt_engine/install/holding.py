@@ -89,14 +89,21 @@ class Ticket:
 
 
 class Queue:
-    """The requests that wait, the oldest first."""
+    """The requests that wait, the oldest first, and those that have been called and are still on their way in."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[Ticket, None] = OrderedDict()
+        self._called: set[Ticket] = set()
         self.bytes = 0
 
     def __len__(self) -> int:
+        """How many wait."""
         return len(self._waiting)
+
+    @property
+    def empty(self) -> bool:
+        """Whether a request that comes now would overtake nobody."""
+        return not self._waiting and not self._called
 
     def full(self, limits: HoldLimits) -> bool:
         """Whether not even a request without a body would find a place."""
@@ -104,7 +111,7 @@ class Queue:
 
     def arrive(self, decision: Decision, size: int, now: float, limits: HoldLimits) -> Decision | Ticket:
         """A request comes: let in or refused at once, or a ticket. Nobody overtakes those that wait."""
-        if decision.kind is Kind.REFUSE or (decision.kind is Kind.ADMIT and not self._waiting):
+        if decision.kind is Kind.REFUSE or (decision.kind is Kind.ADMIT and self.empty):
             return decision
         if decision.kind is Kind.HOLD and limits.seconds <= 0:
             return _refused(decision, UPDATING, decision.detail)
@@ -129,12 +136,14 @@ class Queue:
 
     def leave(self, ticket: Ticket) -> None:
         """It waits no longer, for whatever reason; its place is free. Nothing if it has left already."""
-        if ticket in self._waiting:
-            del self._waiting[ticket]
-            self.bytes -= ticket.size
+        self._called.discard(ticket)
+        self._free(ticket)
 
     def turn(self, decision: Decision, now: float, limits: HoldLimits) -> list[tuple[Ticket, Decision]]:
-        """Who waits no longer, in order, and what becomes of each; they have left. Call it every few milliseconds."""
+        """Who waits no longer, in order, and what becomes of each. Call it every few milliseconds.
+
+        Their places are free; each is on its way in until it leaves.
+        """
         told: list[tuple[Ticket, Decision]] = []
         while self._waiting:
             ticket = next(iter(self._waiting))
@@ -146,9 +155,15 @@ class Queue:
                     break
                 said = f"{decision.detail}, and this request has waited {limits.seconds:g} s for it"
                 answer = _refused(decision, UPDATING, said)
-            self.leave(ticket)
+            self._free(ticket)
+            self._called.add(ticket)
             told.append((ticket, answer))
         return told
+
+    def _free(self, ticket: Ticket) -> None:
+        if ticket in self._waiting:
+            del self._waiting[ticket]
+            self.bytes -= ticket.size
 
     def _too_large(self, decision: Decision, limits: HoldLimits) -> Decision:
         said = f"the requests that wait for the end of an update may have {limits.bytes} bytes together, and this one"

@@ -46,13 +46,33 @@ class Held:
             self._reading.cancel()
 
 
+class _Body:
+    """What of a request's body has come while it waits. reading: the next message, not yet looked at."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.messages: list[Message] = []
+        self.size = 0
+        self._receive = receive
+        self.reading: asyncio.Future[Message] = asyncio.ensure_future(receive())
+
+    async def next(self) -> Message:
+        """The next message. Cancelling this call loses none: `reading` goes on."""
+        await asyncio.wait((self.reading,))
+        message = self.reading.result()
+        if message["type"] == "http.request":
+            self.messages.append(message)
+            self.size += len(message.get("body", b""))
+            self.reading = asyncio.ensure_future(self._receive())
+        return message
+
+
 class WaitingRoom:
     """See the module."""
 
     def __init__(self, state: StateReader) -> None:
         self.queue = Queue()
         self._state = state
-        self._turns: dict[Ticket, asyncio.Future[Decision]] = {}
+        self._turns: dict[Ticket, asyncio.Future[Decision | None]] = {}
         self._calling: asyncio.Task[None] | None = None
 
     async def wait(self, ticket: Ticket, receive: Receive) -> Held:
@@ -61,30 +81,35 @@ class WaitingRoom:
         turn = self._turns[ticket] = asyncio.get_running_loop().create_future()
         if self._calling is None or self._calling.done():
             self._calling = asyncio.create_task(self._call())
-        body: list[Message] = []
-        size = 0
-        reading: asyncio.Future[Message] = asyncio.ensure_future(receive())
-        handed_over = False
+        body = _Body(receive)
+        reader = asyncio.create_task(self._read(ticket, body, turn))
+        decision: Decision | None = None
         try:
-            while True:
-                await asyncio.wait((turn, reading), return_when=asyncio.FIRST_COMPLETED)
-                if turn.done():
-                    handed_over = True
-                    return Held(turn.result(), body, reading)
-                message = reading.result()
-                if message["type"] != "http.request":
-                    return Held(None, [], None)
-                body.append(message)
-                size += len(message.get("body", b""))
-                refused = self.queue.grow(ticket, size, self._state.decision(), self._state.limits)
-                if refused is not None:
-                    return Held(refused, [], None)
-                reading = asyncio.ensure_future(receive())
+            # Nothing else is awaited here, from the first moment on: so those whose turns come together wake in order,
+            # also one that has come just now.
+            decision = await turn
         finally:
             self.queue.leave(ticket)
             del self._turns[ticket]
-            if not handed_over:
-                reading.cancel()
+            reader.cancel()
+            if decision is None:
+                body.reading.cancel()
+        return Held(decision, body.messages, body.reading)
+
+    async def _read(self, ticket: Ticket, body: _Body, turn: asyncio.Future[Decision | None]) -> None:
+        """Ends the ticket's wait when its client has gone, its body is too much, or reading fails."""
+        try:
+            while (await body.next())["type"] == "http.request":
+                refused = self.queue.grow(ticket, body.size, self._state.decision(), self._state.limits)
+                if refused is not None:
+                    _tell(turn, refused)
+                    return
+            _tell(turn, None)
+        except Exception as error:  # the request fails with it
+            if not turn.done():
+                turn.set_exception(error)
+        finally:
+            self.queue.leave(ticket)
 
     async def _call(self) -> None:
         """Calls those whose turn it is, until nobody waits."""
@@ -92,9 +117,14 @@ class WaitingRoom:
             while self.queue:
                 decision = self._state.decision()
                 for ticket, told in self.queue.turn(decision, self._state.clock(), self._state.limits):
-                    self._turns[ticket].set_result(told)
+                    _tell(self._turns[ticket], told)
                 await asyncio.sleep(POLL_SECONDS)
         except Exception as error:  # nobody shall wait for a task that has ended: each request fails with it
             for turn in self._turns.values():
                 if not turn.done():
                     turn.set_exception(error)
+
+
+def _tell(turn: asyncio.Future[Decision | None], decision: Decision | None) -> None:
+    if not turn.done():  # it may have been told already, or its task has been cancelled
+        turn.set_result(decision)

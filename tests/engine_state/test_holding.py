@@ -79,6 +79,9 @@ def test_who_was_first_goes_first_and_nobody_overtakes() -> None:
     assert [ticket for ticket, _ in told] == [*waiting, late]
     assert len(first) == BATCH
     assert all(decision is ADMIT for _, decision in told)
+    for ticket, _ in told:
+        assert not queue.empty, "one that has been called is still on its way in"
+        queue.leave(ticket)
     assert queue.arrive(ADMIT, 10**9, 103.0, limits) is ADMIT, "nobody waits, so nothing is bounded"
 
 

@@ -15,6 +15,7 @@ import pytest
 from fastapi import FastAPI, Request
 
 from ckpt_engine.core.sleeping import Sleeping
+from ckpt_engine.install import waiting
 from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.install.gate import Gate
 from ckpt_engine.install.state import EngineMark, EnginePage, Hold, HoldLimits, WorkerSlot
@@ -311,3 +312,37 @@ async def test_a_page_that_cannot_be_read_any_more_leaves_nobody_waiting(
     directory.page.write_bytes(b"overwrit" + directory.page.read_bytes()[8:])
     with pytest.raises(ValueError, match="not a page of state words"):
         await asyncio.wait_for(request, 20)
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_one_that_comes_when_the_gate_opens_overtakes_nobody(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    """turns: of the event loop between its arrival and the end of the update; the page is looked at in each."""
+    monkeypatch.setattr(waiting, "POLL_SECONDS", 0)
+    directory = EngineDirectory.create(tmp_path)
+    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
+    engine = Engine(directory)
+    reached: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope["number"])
+
+    async def receive() -> Any:
+        return await asyncio.get_running_loop().create_future()
+
+    gate = SmallGate(app)
+
+    def request(number: int) -> asyncio.Task[None]:
+        scope = {"type": "http", "path": "/generate", "headers": [], "number": number}
+        return asyncio.create_task(gate(scope, receive, None))  # type: ignore[arg-type]
+
+    engine.update(60.0)
+    requests = [request(number) for number in range(3)]
+    await asyncio.sleep(0.05)
+    requests.append(request(3))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    engine.end()
+    await asyncio.wait_for(asyncio.gather(*requests), 20)
+    assert reached == [0, 1, 2, 3]
