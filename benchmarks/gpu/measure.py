@@ -34,6 +34,10 @@ class Series:
             found[name] = {"median": median(kept), "iqr": spread[2] - spread[0], "rounds": len(kept)}
         return found
 
+    def first(self) -> dict[str, float]:
+        """The first value of each list: of the round that maps and prepares everything."""
+        return {name: values[0] for name, values in self._values.items()}
+
     def median(self, name: str, rounds: int = ROUNDS) -> float:
         return median(self._values[name][-rounds:])
 

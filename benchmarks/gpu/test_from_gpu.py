@@ -100,6 +100,8 @@ def test_update_from_live_parameters(benchmark: BenchmarkFixture, two_gpus_for: 
                 "digest_GB_s": BYTES / series.median("verify_seconds") / 1e9,
                 "pause_over_bare_milliseconds": 1e3 * (series.median("pause_seconds") - series.median("bare_seconds")),
                 "times_faster_than_rival": series.median("rival_seconds") / series.median("pause_seconds"),
+                "first_pause_over_later": series.first()["pause_seconds"] / series.median("pause_seconds"),
+                "first": series.first(),
                 "medians": series.last(ROUNDS),
                 "versions": versions("vllm"),
             }
