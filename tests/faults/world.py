@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import psutil
 
 from ckpt_engine.core.deadlines import ENVIRONMENT as DEADLINES_ENVIRONMENT
@@ -280,6 +281,7 @@ class World:
                 and bool(found[name].engine.url)
                 and len(found[name].workers) == rollout.workers
                 and all(is_running(worker.pid) for worker in found[name].workers)
+                and _answers(found[name].engine.url)
                 for name, rollout in self.replicas.items()
             )
             and status.phase == "idle"
@@ -335,6 +337,14 @@ def is_running(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
+        return False
+
+
+def _answers(url: str) -> bool:
+    """Whether the engine's API server does: its agent takes a moment to notice that it does not."""
+    try:
+        return httpx.get(f"{url}/health", timeout=2).status_code == 200
+    except httpx.HTTPError:
         return False
 
 
