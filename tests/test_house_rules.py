@@ -15,10 +15,10 @@ SOURCES = sorted(
 )  # generated code has no say in this
 
 ALLOWED = {
-    "core": {"core", "v1"},
-    "transport": {"core", "transport", "v1", "trace"},
-    "install": {"core", "transport", "install", "v1", "trace"},
-    "source": {"core", "transport", "source", "v1", "trace"},
+    "core": {"core", "v1", "torch_dtypes"},
+    "transport": {"core", "transport", "v1", "trace", "torch_dtypes"},
+    "install": {"core", "transport", "install", "v1", "trace", "torch_dtypes"},
+    "source": {"core", "transport", "source", "v1", "trace", "torch_dtypes"},
     "security": {"core", "security"},
     "manager": {"core", "manager", "security", "v1", "client", "trace"},
     "agent": {"core", "transport", "install", "source", "agent", "v1", "client", "trace"},

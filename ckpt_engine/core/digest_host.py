@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ckpt_engine.core.dtypes import dtype_name
 from ckpt_engine.core.factors import MASK, SEED, Words, hashed, words
 from ckpt_engine.core.problems import invalid, precondition
+from ckpt_engine.torch_dtypes import dtype_name
 
 if TYPE_CHECKING:
     from ckpt_engine.core.digest_host_kernel import Kernel

@@ -1,22 +1,17 @@
 """The dtypes that weights may have, under the names that travel on the wire.
 
-A name is what torch calls the dtype ("bfloat16"). Sizes are known without torch, so that the manager, which never
-holds a tensor, need not import it; only `torch_dtype` and `dtype_name` do. Packed dtypes of less than a byte are not
-supported: one element of theirs has no address.
+A name is what torch calls the dtype ("bfloat16"). No torch here: the manager never holds a tensor
+(ckpt_engine/torch_dtypes.py is for those who do). Packed dtypes of less than a byte are not supported: one element of
+theirs has no address.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.v1 import weights_pb2
-
-if TYPE_CHECKING:
-    import torch
 
 ITEMSIZES: Mapping[str, int] = MappingProxyType(
     {
@@ -66,23 +61,3 @@ def itemsize(name: str) -> int:
         return ITEMSIZES[name]
     except KeyError:
         raise UnsupportedDtypeError(name) from None
-
-
-@cache
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype called ``name``. Raises UnsupportedDtypeError, also if this torch is too old to know it."""
-    import torch
-
-    itemsize(name)
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise UnsupportedDtypeError(name, f"is unknown to torch {torch.__version__}")
-    return found
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of ``dtype``. Raises UnsupportedDtypeError."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in ITEMSIZES:
-        raise UnsupportedDtypeError(name)
-    return name

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_engine.core.boxes import Box, whole
-from ckpt_engine.core.dtypes import torch_dtype
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.problems import CkptEngineError, invalid
 from ckpt_engine.install.coverage import Owners, Place, account, remainder_of_all
@@ -36,6 +35,7 @@ from ckpt_engine.install.origins import NotRecordable
 from ckpt_engine.install.recorder import Recorder
 from ckpt_engine.install.recording import Copy, Fill, Handover, NeedBox, Recording, TensorLayout, handed
 from ckpt_engine.install.target import LoadTarget
+from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.v1 import weights_pb2
 
 __all__ = ["NotRecordable", "record"]

@@ -23,7 +23,7 @@ from pathlib import Path
 from ckpt_engine.core.names import LINEAGE_BYTES as LINEAGE_BYTES
 from ckpt_engine.core.sleeping import AWAKE, KV_CACHE, WEIGHTS, Sleeping
 from ckpt_engine.install.reserve import reserve
-from ckpt_engine.transport.host import process_start_time
+from ckpt_engine.transport.processes import process_start_time
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 NONE = manager_pb2.NONE

@@ -19,7 +19,6 @@ from collections.abc import Callable
 
 import torch
 
-from ckpt_engine.core.dtypes import dtype_name
 from ckpt_engine.core.offers import rank_id, region_offered
 from ckpt_engine.core.prepared_digests import PreparedDigests
 from ckpt_engine.core.problems import CkptEngineError, invalid, precondition
@@ -29,6 +28,7 @@ from ckpt_engine.source.held import Held, plain_values
 from ckpt_engine.source.host_memory import HostOffer
 from ckpt_engine.source.rehome import by_storage
 from ckpt_engine.source.ways import Wish, copy_reasons, may_share, served_dtype, tell_copied
+from ckpt_engine.torch_dtypes import dtype_name
 from ckpt_engine.transport.copying import TensorCopy
 from ckpt_engine.transport.cuda_memory import NAME as CUDA_IPC
 from ckpt_engine.v1.weights_pb2 import Atoms, Host, Region, Shard, SourceTable, TensorSpec

@@ -9,13 +9,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ckpt_engine.core.dtypes import UnsupportedDtypeError, dtype_name, torch_dtype
+from ckpt_engine.core.dtypes import UnsupportedDtypeError
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.source.base import Source
 from ckpt_engine.source.directory import directory_source
 from ckpt_engine.source.module import module_source
 from ckpt_engine.source.named import named_source
 from ckpt_engine.source.ways import Wish
+from ckpt_engine.torch_dtypes import dtype_name, torch_dtype
 from ckpt_engine.transport.cuda_memory import NAME as CUDA_IPC
 from ckpt_engine.transport.host import this_host
 from ckpt_engine.transport.shared_memory import NAME as SHARED_MEMORY

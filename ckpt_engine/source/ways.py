@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_engine.core.dtypes import CASTABLE as CASTABLE_NAMES
-from ckpt_engine.core.dtypes import UnsupportedDtypeError, dtype_name
+from ckpt_engine.core.dtypes import UnsupportedDtypeError
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.source.held import Held
 from ckpt_engine.source.rehome import why_not
+from ckpt_engine.torch_dtypes import dtype_name
 from ckpt_engine.transport.cuda_memory import NAME as CUDA_IPC
 from ckpt_engine.transport.shared_memory import NAME as SHARED_MEMORY
 from ckpt_engine.v1.weights_pb2 import CopiedTensors

@@ -18,12 +18,13 @@ INVALID_ARGUMENT (a move does not fit its region or its destination).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from ckpt_engine.transport.prepared import PreparedCopy
 from ckpt_engine.v1.weights_pb2 import Region
 
 
@@ -51,29 +52,6 @@ class Availability:
 
     ok: bool
     reason: str
-
-
-class PreparedCopy(Protocol):
-    """Moves that were checked and made ready, to be run any number of times. Keeps its regions open."""
-
-    @property
-    def bytes(self) -> int:
-        """What one run writes, in bytes."""
-        ...
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What is slower in this process than it could be, each with why; for the report."""
-        ...
-
-    def run(self, on_bytes: Callable[[int], None] | None = None) -> int:
-        """Writes every destination and returns the bytes written. They have arrived when it returns.
-
-        `on_bytes` is called in this thread with the bytes written since its last call (0 is possible), every few
-        milliseconds of work.
-        What it raises stops the copy there and comes out of `run`: that is how a deadline is kept.
-        """
-        ...
 
 
 class OpenedRegions(Protocol):

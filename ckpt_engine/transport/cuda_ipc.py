@@ -18,16 +18,18 @@ from functools import partial
 
 import torch
 
-from ckpt_engine.core.dtypes import itemsize, torch_dtype
+from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.problems import invalid, unavailable
-from ckpt_engine.transport.base import Availability, Move, PreparedCopy
+from ckpt_engine.torch_dtypes import torch_dtype
+from ckpt_engine.transport.base import Availability, Move
 from ckpt_engine.transport.copying import TensorCopy
 from ckpt_engine.transport.cuda_arena import device_bytes
 from ckpt_engine.transport.cuda_driver import CudaDriverError, driver, library_problem
 from ckpt_engine.transport.cuda_memory import NAME, Imported
-from ckpt_engine.transport.host import process_start_time
 from ckpt_engine.transport.lease import Lease
 from ckpt_engine.transport.mapped import check_destination, span_of
+from ckpt_engine.transport.prepared import PreparedCopy
+from ckpt_engine.transport.processes import process_start_time
 from ckpt_engine.v1.weights_pb2 import CudaIpcLocator, Region
 
 log = logging.getLogger(__name__)

@@ -8,15 +8,15 @@ for how long, is the lease's matter (transport/lease.py). No torch here: a probi
 from __future__ import annotations
 
 import os
-import threading
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ckpt_engine.core.problems import invalid, unavailable
 from ckpt_engine.transport.cuda_driver import NOT_FOUND, OUT_OF_MEMORY, Allocation, CudaDriverError, Driver
-from ckpt_engine.transport.host import process_start_time
+from ckpt_engine.transport.elsewhere import forget_elsewhere, note_elsewhere
 from ckpt_engine.transport.lease import BATCH, fetch_descriptors
+from ckpt_engine.transport.processes import process_start_time
 from ckpt_engine.v1.weights_pb2 import CudaIpcLocator, Region
 
 NAME = "cuda_ipc"
@@ -27,12 +27,6 @@ NOT_SHAREABLE, LEGACY, PIECES = (
     CudaIpcLocator.LEGACY,
     CudaIpcLocator.PIECES,
 )
-
-_elsewhere: list[tuple[int, int]] = []
-"""First address, and the one behind the last, of what is mapped here and lies on another GPU than the mapping one's;
-sorted. Used under its lock: a lease may end on another thread."""
-
-_elsewhere_lock = threading.Lock()
 
 Look = Callable[[int], tuple[Allocation, Kind]]
 """An address to the allocation that it lies in, and how that can be shared."""
@@ -143,16 +137,6 @@ def export_parts(driver: Driver, device: int, region: Region, first: int) -> lis
     return descriptors
 
 
-def lies_elsewhere(pointer: int) -> bool:
-    """Whether it is an address of memory that `Imported` mapped and that another GPU than the mapping one has.
-
-    Of the memory of a GPU that this process cannot see, nothing promises that the driver tells.
-    """
-    with _elsewhere_lock:
-        index = bisect_right(_elsewhere, (pointer, 1 << 64)) - 1
-        return index >= 0 and pointer < _elsewhere[index][1]
-
-
 class Imported:
     """Another process's memory, mapped for one device of this one. `release` it exactly once. users: of its holder."""
 
@@ -178,8 +162,7 @@ class Imported:
             raise unavailable(self._why(region, error)) from error
         self._span = (self.pointer, self.pointer + self.size) if away else None
         if self._span is not None:
-            with _elsewhere_lock:
-                insort(_elsewhere, self._span)
+            note_elsewhere(self._span)
 
     @property
     def handle(self) -> bytes:
@@ -193,8 +176,7 @@ class Imported:
     def release(self) -> None:
         """Unmaps it, in the device's context. The caller made sure that nothing uses it. Raises CudaDriverError."""
         if self._span is not None:
-            with _elsewhere_lock:
-                _elsewhere.remove(self._span)
+            forget_elsewhere(self._span)
         if self._locator.kind == LEGACY:
             self._driver.close_ipc_handle(self.pointer)
         else:

@@ -21,7 +21,7 @@ import torch
 from ckpt_engine.transport import copy_kernel
 from ckpt_engine.transport.blocks import Block, aligned, blocks_of, cut, merged
 from ckpt_engine.transport.cuda_driver import CudaDriverError, driver
-from ckpt_engine.transport.cuda_memory import lies_elsewhere
+from ckpt_engine.transport.elsewhere import lies_elsewhere
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -1,4 +1,4 @@
-"""Which machine this process runs on, told by facts that only its processes share; and which process is which."""
+"""Which machine this process runs on, told by facts that only its processes share."""
 
 from __future__ import annotations
 
@@ -24,19 +24,6 @@ def this_host(advertise: str = "") -> Host:
         network_namespace=_link(Path("/proc/self/ns/net")),
         gpus=used_gpus(),
     )
-
-
-def process_start_time(pid: int) -> int:
-    """Clock ticks between boot and the start of ``pid``, 0 if there is no such process (or it is a zombie).
-
-    Together with the pid it names one process for ever: field 22 of /proc/<pid>/stat, see proc_pid_stat(5).
-    """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def _read(path: Path) -> str:

@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ckpt_engine.core.dtypes import itemsize, torch_dtype
+from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.problems import invalid
+from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import Move
 from ckpt_engine.transport.copying import TensorCopy
 from ckpt_engine.transport.cuda_driver import (

@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ckpt_engine.transport.copying import Work, host_work
 from ckpt_engine.transport.device_work import DeviceWork, Pair, Segment
+from ckpt_engine.transport.host_copy import Work, host_work
 
 SLOT_BYTES = 16 << 20
 """Of one buffer: 1.5 ms of a thread's copying, 0.3 ms of the link's."""

@@ -8,9 +8,9 @@ import torch
 from core_tables import Held, part
 
 from ckpt_engine.core.boxes import Box
-from ckpt_engine.core.dtypes import torch_dtype
 from ckpt_engine.core.plan import PlanRequest
 from ckpt_engine.core.publication import Publication
+from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.v1.weights_pb2 import WorkerPlan
 
 Weights = dict[str, torch.Tensor]

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from ckpt_engine.core import digest_host, digest_host_jobs, digest_host_kernel
 from ckpt_engine.core.digest import SEED, digest_box, digest_boxes
 from ckpt_engine.core.digest_host import HostDigests, copy_and_digest
-from ckpt_engine.core.dtypes import ITEMSIZES, torch_dtype
+from ckpt_engine.core.dtypes import ITEMSIZES
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.torch_dtypes import torch_dtype
 
 MASK = (1 << 64) - 1
 FIXED = 9501765756003544046

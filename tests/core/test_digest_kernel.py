@@ -148,7 +148,8 @@ import sys, torch
 from ckpt_engine.core.digest import SEED, digest_boxes
 from ckpt_engine.core.digest_cuda import CudaDigests
 from tests.core.test_digest import random_tensor
-from ckpt_engine.core.dtypes import ITEMSIZES, torch_dtype
+from ckpt_engine.core.dtypes import ITEMSIZES
+from ckpt_engine.torch_dtypes import torch_dtype
 
 boxes = []
 for number, name in enumerate(sorted(ITEMSIZES)):

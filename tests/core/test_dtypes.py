@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt_engine.core.dtypes import ITEMSIZES, UnsupportedDtypeError, dtype_name, itemsize, torch_dtype
+from ckpt_engine.core.dtypes import ITEMSIZES, UnsupportedDtypeError, itemsize
+from ckpt_engine.torch_dtypes import dtype_name, torch_dtype
 from ckpt_engine.v1.weights_pb2 import Problem
 
 

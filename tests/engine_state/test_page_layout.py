@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckpt_engine.core.sleeping import KV_CACHE, WEIGHTS, Sleeping
 from ckpt_engine.install.state import EngineMark, EnginePage, Hold, HoldLimits
-from ckpt_engine.transport.host import process_start_time
+from ckpt_engine.transport.processes import process_start_time
 from ckpt_engine.v1 import weights_pb2
 
 HEADER, SLOT = 256, 256

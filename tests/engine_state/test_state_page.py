@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.install.state import CLEAN, DIRTY, NONE, EnginePage, verdict
-from ckpt_engine.transport.host import process_start_time
+from ckpt_engine.transport.processes import process_start_time
 from ckpt_engine.v1 import weights_pb2
 
 

@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 
-from ckpt_engine.core.dtypes import torch_dtype
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.open import open_source
-from ckpt_engine.transport.base import Move, PreparedCopy
+from ckpt_engine.torch_dtypes import torch_dtype
+from ckpt_engine.transport.base import Move
 from ckpt_engine.transport.cuda_ipc import CudaIpcTransport, CudaRegions
+from ckpt_engine.transport.prepared import PreparedCopy
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Atom, Atoms, Problem, SourceTable
 from tests.source.reading import readable

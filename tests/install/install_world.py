@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ckpt_engine.core.boxes import Box, contains, intersect, whole
 from ckpt_engine.core.digest import digest_boxes
-from ckpt_engine.core.dtypes import dtype_name
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.install.installer import Installer
 from ckpt_engine.install.record import record
 from ckpt_engine.install.recording import Recording
 from ckpt_engine.install.state import EnginePage
 from ckpt_engine.install.target import LoadTarget
+from ckpt_engine.torch_dtypes import dtype_name
 from ckpt_engine.transport.shared_memory import SharedArena, SharedMemoryTransport
 from ckpt_engine.v1 import weights_pb2, worker_pb2
 

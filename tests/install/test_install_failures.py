@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ckpt_engine.install.installer import Installer
 from ckpt_engine.install.target import ModuleTarget
-from ckpt_engine.transport.base import Availability, Move, OpenedRegions, PreparedCopy
+from ckpt_engine.transport.base import Availability, Move, OpenedRegions
+from ckpt_engine.transport.prepared import PreparedCopy
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ckpt_engine.core.dtypes import torch_dtype
 from ckpt_engine.core.offers import by_transport
+from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import Move
 from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.v1.weights_pb2 import Atom, Atoms, Region, SourceTable

@@ -18,7 +18,7 @@ import grpc
 import torch
 
 from ckpt_engine.core.digest import digest_boxes
-from ckpt_engine.core.dtypes import torch_dtype
+from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import Move
 from ckpt_engine.transport.host import this_host
 from ckpt_engine.transport.registry import all_transports

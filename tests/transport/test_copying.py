@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine.transport import copying, rows
+from ckpt_engine.transport import host_copy, rows
 from ckpt_engine.transport.copying import TensorCopy
 
 DTYPES = [torch.bfloat16, torch.uint8, torch.float32, torch.int64, torch.complex64, torch.complex128, torch.float8_e5m2]
@@ -53,8 +53,8 @@ def test_it_is_what_copy_makes_of_it(
 ) -> None:
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copying, "PIECE_ELEMENTS", limit)
-        patch.setattr(copying, "BATCH_BYTES", max(limit, 16))
+        patch.setattr(host_copy, "PIECE_ELEMENTS", limit)
+        patch.setattr(host_copy, "BATCH_BYTES", max(limit, 16))
         patch.setattr(rows, "ROW_BYTES", row_bytes)
         torch.set_num_threads(threads)
         pairs, wanted, raws, size = [], [], [], 0
@@ -78,7 +78,7 @@ def test_it_is_what_copy_makes_of_it(
 
 @pytest.mark.parametrize("in_helper", [True, False])
 def test_a_failing_piece_fails_the_run_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch, in_helper: bool) -> None:
-    monkeypatch.setattr(copying, "BATCH_BYTES", 4096)
+    monkeypatch.setattr(host_copy, "BATCH_BYTES", 4096)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     copied = TensorCopy([(torch.zeros(1 << 20, dtype=torch.uint8), torch.ones(1 << 20, dtype=torch.uint8))])
     caller, copy, reached = threading.get_ident(), torch._foreach_copy_, threading.Event()
@@ -98,7 +98,7 @@ def test_a_failing_piece_fails_the_run_and_leaves_no_thread(monkeypatch: pytest.
 
 
 def test_other_dtypes_are_cast_as_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "PIECE_ELEMENTS", 1000)
+    monkeypatch.setattr(host_copy, "PIECE_ELEMENTS", 1000)
     source = torch.randn(70, 300)
     destination = torch.zeros(300, 70, dtype=torch.bfloat16)
     assert TensorCopy([(destination.t(), source)]).run() == 42000

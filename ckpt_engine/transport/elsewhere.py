@@ -1,0 +1,38 @@
+"""Which addresses of this process are memory of another GPU than the one that they were mapped for.
+
+Of the memory of a GPU that this process cannot see, nothing promises that the driver tells. So whoever maps memory
+notes it here, and whoever copies looks. Any thread: a lease may end on another one than the copying.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right, insort
+from typing import TypeAlias
+
+Span: TypeAlias = tuple[int, int]
+"""First address, and the one behind the last."""
+
+_spans: list[Span] = []
+"""Sorted; used under the lock."""
+
+_lock = threading.Lock()
+
+
+def note_elsewhere(span: Span) -> None:
+    """It is mapped now. Spans do not overlap."""
+    with _lock:
+        insort(_spans, span)
+
+
+def forget_elsewhere(span: Span) -> None:
+    """It is about to be unmapped. Raises ValueError for one that was not noted."""
+    with _lock:
+        _spans.remove(span)
+
+
+def lies_elsewhere(pointer: int) -> bool:
+    """Whether it is an address in a noted span."""
+    with _lock:
+        index = bisect_right(_spans, (pointer, 1 << 64)) - 1
+        return index >= 0 and pointer < _spans[index][1]
