@@ -20,9 +20,10 @@ ALLOWED = {
     "install": {"core", "transport", "install", "v1", "trace", "torch_dtypes"},
     "source": {"core", "transport", "source", "v1", "trace", "torch_dtypes"},
     "security": {"core", "security"},
-    "manager": {"core", "manager", "security", "v1", "client", "trace"},
-    "agent": {"core", "transport", "install", "source", "agent", "v1", "client", "trace"},
-    "trainer": {"core", "transport", "source", "trainer", "v1", "client", "report", "trace"},
+    "shell": {"core", "shell", "v1", "client", "trace"},
+    "manager": {"shell", "core", "manager", "security", "v1", "client", "trace"},
+    "agent": {"shell", "core", "transport", "install", "source", "agent", "v1", "client", "trace"},
+    "trainer": {"shell", "core", "transport", "source", "trainer", "v1", "client", "report", "trace"},
 }
 """A folder to what it may import of ckpt_engine."""
 

@@ -12,13 +12,12 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
-from ckpt_engine.agent.adapter import LaunchPlan, load_adapter
 from ckpt_engine.agent.channel import AgentChannel
 from ckpt_engine.agent.link import FollowerLink
 from ckpt_engine.agent.logs import new_log
-from ckpt_engine.agent.nodes import NodeSettings, Place
+from ckpt_engine.agent.node_plan import Place, node_plan_of
+from ckpt_engine.agent.nodes import NodeSettings
 from ckpt_engine.agent.process import EngineProcess, EngineProcessError, LineSink, torchrun_variables
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory, default_root
@@ -26,22 +25,6 @@ from ckpt_engine.install.state import EnginePage
 from ckpt_engine.v1 import worker_pb2
 
 _Key = tuple[int, bytes, int]
-
-
-class NodePlan(Protocol):
-    """What an adapter offers as `node_plan` if its engine can span nodes."""
-
-    def __call__(self, arguments: tuple[str, ...], port: int, model: str, place: Place) -> LaunchPlan:
-        """As `launch_plan`, for one node's part. port: of the HTTP server, which only node 0 has; else 0."""
-        ...
-
-
-def node_plan_of(kind: str) -> NodePlan:
-    """Raises ValueError if engines of this kind cannot be driven on several nodes."""
-    found: NodePlan | None = getattr(load_adapter(kind), "node_plan", None)
-    if found is None:
-        raise ValueError(f"--nodes: an engine of kind {kind} on several nodes cannot be driven yet; start it on one")
-    return found
 
 
 class FollowingAgent:

@@ -20,10 +20,9 @@ from ckpt_engine.agent.engine import (
     locate,
     probe,
 )
-from ckpt_engine.agent.following import node_plan_of
 from ckpt_engine.agent.leading import Followers, NodesMissingError
 from ckpt_engine.agent.logs import new_log
-from ckpt_engine.agent.nodes import Place
+from ckpt_engine.agent.node_plan import Place, node_plan_of
 from ckpt_engine.agent.ports import ReservedPort, holder, is_free
 from ckpt_engine.agent.process import EngineProcess, EngineProcessError, LineSink, torchrun_variables
 from ckpt_engine.core.deadlines import Deadlines

@@ -17,7 +17,8 @@ from pathlib import Path
 from ckpt_engine.agent.channel import Answer
 from ckpt_engine.agent.link import LeaderLink
 from ckpt_engine.agent.mirror import Mirror, MirrorError
-from ckpt_engine.agent.nodes import NodeSettings, Place
+from ckpt_engine.agent.node_plan import Place
+from ckpt_engine.agent.nodes import NodeSettings
 from ckpt_engine.agent.ports import ReservedPort
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.install.state import EnginePage, WorkerWord

@@ -22,19 +22,6 @@ TOKEN_BYTES = 32
 
 
 @dataclass(frozen=True)
-class Place:
-    """One part of an engine that spans nodes, for an adapter's `node_plan`.
-
-    rank: of the node, 0 leads. address, port: where the engine's own parts meet; port is free on node 0.
-    """
-
-    nodes: int
-    rank: int
-    address: str
-    port: int
-
-
-@dataclass(frozen=True)
 class NodeSettings:
     """nodes: of the engine; 1: it does not span nodes. leader: HOST:PORT at which the agent of node 0 listens for the
     others, equal on all nodes. token: file with the secret that all nodes share; none: loopback only."""

@@ -14,10 +14,8 @@ import re
 import socket
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from google.protobuf.message import Message as ProtobufMessage
 
@@ -28,7 +26,6 @@ from ckpt_engine.agent.launched import LaunchedEngine, LaunchSettings
 from ckpt_engine.agent.leading import Followers
 from ckpt_engine.agent.nodes import NodeSettings
 from ckpt_engine.agent.process import LineSink
-from ckpt_engine.agent.stream import ManagerStream
 from ckpt_engine.agent.tasks import TaskRunner
 from ckpt_engine.client import manager_stub, open_channel
 from ckpt_engine.core.deadlines import Deadlines
@@ -36,6 +33,8 @@ from ckpt_engine.core.machines import events
 from ckpt_engine.core.machines.agent import AgentMachine
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.install.state import HoldLimits
+from ckpt_engine.shell.loop import Loop
+from ckpt_engine.shell.stream import MemberStream
 from ckpt_engine.trace import trace
 from ckpt_engine.transport.host import this_host
 from ckpt_engine.transport.registry import all_transports, worker_transports
@@ -112,11 +111,8 @@ class ReplicaAgent:
             )
         self._machine: AgentMachine | None = None
         self._runner: TaskRunner | None = None
-        self._inbox: deque[events.AgentEvent] = deque()
-        self._handling = False
-        self._streams: dict[events.Peer, ManagerStream] = {}
-        self._timers: dict[events.Key, asyncio.TimerHandle] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop: Loop | None = None
+        self._streams: dict[events.Peer, MemberStream] = {}
         self._stopping = False
         self._manager_lost: weights_pb2.Problem.Code | None = None
         self._refused = ""
@@ -143,7 +139,7 @@ class ReplicaAgent:
         """Until `stop` is set. Ends a launched engine in every case.
 
         Raises EvictedError, CkptEngineError (the engine has another agent, or cannot be found), EngineFailedError (it
-        cannot be launched, or is not to be launched again), and whatever fault of ours the machine shows.
+        cannot be launched, or is not to be launched again), and CkptEngineError (INTERNAL) once the machine has failed.
         """
         channel = open_channel(self.settings.manager)
         stub = manager_stub(channel)
@@ -164,6 +160,7 @@ class ReplicaAgent:
                 worker_transports(self.settings.transports),
                 self.settings.deadlines,
             )
+            self._loop = Loop("agent", self._machine, self._perform, self._run, self._failed)
             self.say(f"replica {self.name}, manager {self.settings.manager}")
             self._feed(events.Start())
             await self._until(stop)
@@ -226,18 +223,13 @@ class ReplicaAgent:
             await asyncio.sleep(0.05)
 
     async def _shut_down(self) -> None:
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
         self._forget_unanswered()
         streams = list(self._streams.values())
         self._streams.clear()
         await asyncio.gather(*(stream.close() for stream in streams), return_exceptions=True)
-        # What the last commands started (a stream that says goodbye) gets its time; nothing here is unbounded.
-        if self._tasks:
-            await asyncio.wait(tuple(self._tasks), timeout=self._deadlines.stop_tasks)
-        for task in self._tasks:
-            task.cancel()
+        if self._loop is not None:
+            # What the last commands started (a stream that says goodbye) gets its time; nothing here is unbounded.
+            await self._loop.stop(self._deadlines.stop_tasks)
         await self._host.close()
         if self._runner is not None:
             self._runner.close()
@@ -266,11 +258,13 @@ class ReplicaAgent:
         self._refused = line if isinstance(body, manager_pb2.Refused) else ""
         self._feed(events.Message(peer, body))
 
-    def _lost(self, peer: events.Peer, reason: str) -> None:
+    def _lost(self, peer: events.Peer, problem: weights_pb2.Problem) -> None:
         self._streams.pop(peer, None)
-        self._feed(events.PeerLost(peer, reason))
+        self._feed(events.PeerLost(peer, problem.message))
 
     async def _answer_worker(self, request: worker_pb2.WorkerRequest) -> worker_pb2.AgentReply | None:
+        if self._loop is not None and self._loop.problem is not None:
+            return None
         self._asked += 1
         number = self._asked
         answer: asyncio.Future[worker_pb2.AgentReply | None] = asyncio.get_running_loop().create_future()
@@ -284,21 +278,20 @@ class ReplicaAgent:
             del self._questions[number]
 
     def _feed(self, event: events.AgentEvent) -> None:
-        """Brings one event to the machine and carries out what it says; events that come meanwhile wait their turn."""
-        self._inbox.append(event)
-        if self._handling or self._machine is None or self._fault is None or self._fault.done():
-            return
-        self._handling = True
-        try:
-            while self._inbox:
-                for command in self._machine.handle(self._inbox.popleft(), time.monotonic()):
-                    self._perform(command)
-        except Exception as error:
-            # The machine promises not to raise. If it does, nobody knows what it believes, so it must not go on.
-            logger.exception("the agent's machine failed")
+        if self._loop is not None:
+            self._loop.feed(event)
+
+    def _failed(self, _event: object, problem: weights_pb2.Problem) -> None:
+        """Ends `run`, and lets no worker wait for an answer."""
+        for answer in self._questions.values():
+            if not answer.done():
+                answer.set_result(None)
+        self._end(CkptEngineError(problem))
+
+    def _end(self, error: Exception) -> None:
+        assert self._fault is not None
+        if not self._fault.done():
             self._fault.set_exception(error)
-        finally:
-            self._handling = False
 
     # ---------------------------------------------------------------- what the machine says, carried out
 
@@ -312,23 +305,16 @@ class ReplicaAgent:
                     stream.send(body)
             case events.OpenStream(peer):
                 assert self._stub is not None
-                self._streams[peer] = ManagerStream(
-                    self._stub,
+                self._streams[peer] = MemberStream(
+                    self._stub.ReplicaSession,
+                    manager_pb2.ReplicaMessage,
                     lambda body: self._heard(peer, body),
-                    lambda reason: self._lost(peer, reason),
+                    lambda problem: self._lost(peer, problem),
                     self._deadlines.goodbye,
                 )
             case events.ClosePeer(peer):
-                if (stream := self._streams.pop(peer, None)) is not None:
-                    self._start(stream.close())
-            case events.SetTimer(key, seconds):
-                self._cancel_timer(key)
-                loop = asyncio.get_running_loop()
-                self._timers[key] = loop.call_later(seconds, self._timer_fired, key)
-            case events.CancelTimer(key):
-                self._cancel_timer(key)
-            case events.Run(key, task):
-                self._start(self._run(key, task))
+                if (stream := self._streams.pop(peer, None)) is not None and self._loop is not None:
+                    self._loop.start(stream.close())
             case events.Reply(request, reply):
                 answer = self._questions.get(request)
                 if answer is not None and not answer.done():
@@ -345,8 +331,7 @@ class ReplicaAgent:
             return
         if ended.final:
             # The manager does not want this agent: another one has taken its place, or its name, or an operator it.
-            assert self._fault is not None
-            self._fault.set_exception(EvictedError(problem) if ended.evicted else CkptEngineError(problem))
+            self._end(EvictedError(problem) if ended.evicted else CkptEngineError(problem))
             return
         if problem.code != weights_pb2.Problem.ABORTED:
             self._launch.set()
@@ -354,20 +339,12 @@ class ReplicaAgent:
             self._manager_lost = problem.code  # said once, not at each attempt; a manager of another cluster is news
             self.say(problem.message)
 
-    def _cancel_timer(self, key: events.Key) -> None:
-        if (timer := self._timers.pop(key, None)) is not None:
-            timer.cancel()
-
-    def _timer_fired(self, key: events.Key) -> None:
-        del self._timers[key]
-        self._feed(events.TimerFired(key))
-
-    async def _run(self, key: events.Key, task: events.Task) -> None:
+    async def _run(self, key: events.Key, task: events.Task) -> events.Done:
         assert self._runner is not None
         done = await self._runner.run(key, task)
         if isinstance(task, events.PauseEngine | events.InstallEngine | events.WakeEngine | events.ResumeEngine):
             self._mind_answer(done)
-        self._feed(done)
+        return done
 
     def _mind_answer(self, done: events.Done) -> None:
         """Begins to wait for the outcome of a call that had no answer, or stops to."""
@@ -389,8 +366,3 @@ class ReplicaAgent:
         if closed:
             told = "it is replaced" if self._host.replace(what) else "end it, or wait for it: it was not started by us"
             self.say(f"{what}, and the engine is closed since ({closed}): {told}")
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

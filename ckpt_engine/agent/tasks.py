@@ -7,7 +7,6 @@ except digests, which are worked out on a thread of their own.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,13 +17,11 @@ from ckpt_engine.agent.reader_seal import digest_for_readers
 from ckpt_engine.client import get_blob, put_blob
 from ckpt_engine.core.machines import events
 from ckpt_engine.core.manifest import canonical
-from ckpt_engine.core.problems import CkptEngineError, deadline, internal, unavailable
+from ckpt_engine.core.problems import internal, unavailable
 from ckpt_engine.install.state import EngineMark, EnginePage, Hold, HoldLimits, verdict
-from ckpt_engine.trace import span
+from ckpt_engine.shell.tasks import TaskFailedError, carry_out, words
 from ckpt_engine.transport.base import Transport
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
-
-logger = logging.getLogger(__name__)
 
 
 class TaskRunner:
@@ -52,24 +49,16 @@ class TaskRunner:
 
     async def run(self, key: events.Key, task: events.Task) -> events.Done:
         """Carries `task` out. Never raises, except when it is cancelled."""
-        try:
-            async with asyncio.timeout(task.seconds):
-                with span("agent.does", type(task).__name__):
-                    return events.Done(key, result=await self._carry_out(key, task))
-        except TimeoutError:
-            problem = deadline(f"{_name(task)} took longer than {task.seconds:.3g} s").problem
-            return events.Done(key, problem=problem, answered=False)
-        except EngineCallError as error:
-            refused = internal if error.answered else unavailable
-            return events.Done(key, problem=refused(f"{_name(task)}: {error}").problem, answered=error.answered)
-        except CkptEngineError as error:
-            return events.Done(key, problem=error.problem)
-        except Exception as error:
-            logger.exception("%s failed in a way that nobody foresaw", _name(task))
-            text = f"{_name(task)} failed: {type(error).__name__}: {error}"
-            return events.Done(key, problem=internal(text).problem, answered=False)
+        return await carry_out("agent", key, task, lambda task: self._carry_out(key, task))
 
     async def _carry_out(self, key: events.Key, task: events.Task) -> object:
+        try:
+            return await self._work(key, task)
+        except EngineCallError as error:
+            refused = internal if error.answered else unavailable
+            raise TaskFailedError(refused(f"{words(task)}: {error}").problem, error.answered) from error
+
+    async def _work(self, key: events.Key, task: events.Task) -> object:
         match task:
             case events.PutBlobs():
                 return tuple([await self._put(data, task.seconds) for data in task.blobs])
@@ -78,7 +67,7 @@ class TaskRunner:
             case events.ReadWords():
                 if key[0] == "operation":  # it decides by them; between operations the last heard words do
                     await self._host.look(task.seconds / 2)
-                return self._words()
+                return self._state_words()
             case events.MarkEngine():
                 self._page().mark(EngineMark(task.own_weights, task.sleeping))
                 return None
@@ -104,14 +93,14 @@ class TaskRunner:
                 await _call_engine(adapter, task)
                 return None
             case _:
-                raise internal(f"an agent carries out no {_name(task)}")
+                raise internal(f"an agent carries out no {words(task)}")
 
     async def _put(self, data: bytes, seconds: float) -> manager_pb2.BlobRef:
         ref = await put_blob(self._stub, data, seconds)
         self._blobs.keep(ref, data)
         return ref
 
-    def _words(self) -> events.Words:
+    def _state_words(self) -> events.Words:
         page = self._host.page
         words = page.read() if page is not None else []
         found = verdict(words, page is not None and page.marked().own_weights)
@@ -154,9 +143,3 @@ async def _call_engine(adapter: EngineAdapter, task: events.EngineTask) -> None:
             await adapter.sleep(task.level, task.seconds)
         case events.WakeEngine():
             await adapter.wake(task.tags, task.seconds)
-
-
-def _name(task: events.Task) -> str:
-    """The task in words: "install engine"."""
-    name = type(task).__name__
-    return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in name).strip()

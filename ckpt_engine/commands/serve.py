@@ -78,8 +78,8 @@ async def _serve(config: ManagerConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
-    async with ManagerServer(config):
-        await ended.wait()
+    async with ManagerServer(config) as server:
+        await server.serve(ended)
 
 
 def log_plainly() -> None:

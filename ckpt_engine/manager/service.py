@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection
 from ckpt_engine.client import MESSAGE_BYTES
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines.manager import ManagerMachine
-from ckpt_engine.core.problems import unavailable
+from ckpt_engine.core.problems import CkptEngineError, unavailable
 from ckpt_engine.manager.about import software_version
 from ckpt_engine.manager.access import Access
 from ckpt_engine.manager.addresses import check_reach, is_loopback, join_address, split_address
@@ -116,6 +116,18 @@ class ManagerServer:
     def status(self) -> manager_pb2.GetStatusResponse:
         """What GetStatus answers."""
         return self._shell.status()
+
+    async def serve(self, ended: asyncio.Event) -> None:
+        """Returns when ``ended`` is set; stop it then. Raises CkptEngineError (INTERNAL) once its state machine has
+        failed: everybody was told, nothing more is done, and it must be stopped and started again."""
+        waiting = [asyncio.ensure_future(event.wait()) for event in (ended, self._shell.failed)]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waiting:
+                each.cancel()
+        if self._shell.problem is not None:
+            raise CkptEngineError(self._shell.problem)
 
     async def _start(self) -> None:
         config = self.config
@@ -241,7 +253,7 @@ def running_manager(config: ManagerConfig) -> Iterator[str]:
         ended = asyncio.Event()
         async with ManagerServer(config) as server:
             started.set_result((server.address, asyncio.get_running_loop(), ended))
-            await ended.wait()
+            await server.serve(ended)
 
     def run() -> None:
         try:

@@ -1,4 +1,4 @@
-"""The one loop around the manager's state machine: events go in, commands are carried out.
+"""The manager's streams and calls, around its state machine: what `shell/loop.py` has no name for.
 
 It decides nothing. All of it runs on the manager's event loop thread; only tasks leave it (see ``tasks``).
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, assert_never
@@ -16,15 +15,16 @@ from typing import Any, assert_never
 from google.protobuf.message import Message as ProtobufMessage
 
 from ckpt_engine.core.machines import events
-from ckpt_engine.core.machines.events import Call, Key, ManagerCommand, ManagerEvent, Peer
+from ckpt_engine.core.machines.events import Call, ManagerEvent, Peer
 from ckpt_engine.core.machines.manager import ManagerMachine
 from ckpt_engine.core.machines.wire import pack
-from ckpt_engine.core.problems import internal
+from ckpt_engine.core.problems import unavailable
 from ckpt_engine.manager.blobs import BlobStore
 from ckpt_engine.manager.metrics import Metrics
-from ckpt_engine.manager.sessions import Outbox
 from ckpt_engine.manager.tasks import Tasks
-from ckpt_engine.trace import span, trace
+from ckpt_engine.shell.loop import Loop
+from ckpt_engine.shell.outbox import Outbox
+from ckpt_engine.trace import trace
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 SESSION_QUEUE = 1024
@@ -43,21 +43,25 @@ class _Session:
 
 
 class Shell:
-    """Streams, calls, timers and tasks of one machine."""
+    """Streams and calls of one machine. failed: set once it has raised; then nothing more is done for anybody."""
 
     def __init__(self, machine: ManagerMachine, tasks: Tasks, blobs: BlobStore, metrics: Metrics) -> None:
+        self.failed = asyncio.Event()
         self._machine = machine
-        self._tasks = tasks
+        self._loop = Loop("manager", machine, self._perform, tasks.run, self._fail, self._handled)
         self._blobs = blobs
         self._metrics = metrics
         self._sessions: dict[Peer, _Session] = {}
         self._calls: dict[Call, Outbox[Any]] = {}
-        self._timers: dict[Key, asyncio.TimerHandle] = {}
-        self._running: set[asyncio.Task[None]] = set()
         self._pinned: dict[str, list[manager_pb2.BlobRef]] = {}
         self._numbers = count(1)
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def problem(self) -> weights_pb2.Problem | None:
+        """Why the machine does not go on; None: it does."""
+        return self._loop.problem
 
     # -- what the servicer calls
 
@@ -68,6 +72,8 @@ class Shell:
         peer = Peer(f"{kind}-{next(self._numbers)}")
         outbox: Outbox[Any] = Outbox(peer, SESSION_QUEUE)
         self._sessions[peer] = _Session(envelope, outbox)
+        if self.problem is not None:
+            self._close(peer, _ending(self.problem))
         self.handle(events.Message(peer, hello))
         return peer, outbox
 
@@ -82,6 +88,8 @@ class Shell:
         outbox: Outbox[Any] = Outbox(call, CALL_QUEUE)
         self._calls[call] = outbox
         self._idle.clear()
+        if self.problem is not None:
+            outbox.close(_ending(self.problem))
         self.handle(event(call))
         return call, outbox
 
@@ -110,40 +118,35 @@ class Shell:
 
         Tasks get so many ``seconds``, so that the report of what just ended is still stored.
         """
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
         for outbox in self._calls.values():
             outbox.close(problem)
         for session in self._sessions.values():
             session.outbox.close(problem)
         self._sessions.clear()
-        if self._running:
-            await asyncio.wait(self._running, timeout=seconds)
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await self._loop.stop(seconds)
 
     # -- the loop
 
     def handle(self, event: ManagerEvent) -> None:
         """One event into the machine, and everything out of it that it commands."""
-        try:
-            commands = self._machine.handle(event, time.monotonic())
-        except Exception:
-            # A defect of ours. Whoever waits is freed by the machine's own timers; the sender is sent away, so that
-            # the same message is not tried for ever.
-            log.exception("the state machine failed event=%s", type(event).__name__)
-            if isinstance(event, events.Message):
-                self._close(event.peer, internal("the manager failed on a message; its log says why").problem)
-            return
-        for command in commands:
-            self._perform(command)
+        self._loop.feed(event)
+
+    def _handled(self, event: object, commands: Sequence[object]) -> None:
         self._count_refusal(commands)
         if not _changes_no_blobs(event):
             self._pin()
 
-    def _perform(self, command: ManagerCommand) -> None:
+    def _fail(self, event: object, problem: weights_pb2.Problem) -> None:
+        """Tells everybody who waits for the machine. Whose message it was is not to send it again; the others are."""
+        if isinstance(event, events.Message):
+            self._close(event.peer, problem)
+        for peer in tuple(self._sessions):
+            self._close(peer, _ending(problem))
+        for outbox in self._calls.values():
+            outbox.close(_ending(problem))
+        self.failed.set()
+
+    def _perform(self, command: events.Send | events.ClosePeer | events.EmitEvent | events.FinishCall) -> None:
         match command:
             case events.Send(peer, body):
                 trace("manager.sends", type(body).__name__)
@@ -151,15 +154,6 @@ class Shell:
                     session.outbox.put(pack(session.envelope, body))
             case events.ClosePeer(peer, problem):
                 self._close(peer, problem)
-            case events.SetTimer(key, seconds):
-                self._cancel_timer(key)
-                self._timers[key] = asyncio.get_running_loop().call_later(seconds, self._fire, key)
-            case events.CancelTimer(key):
-                self._cancel_timer(key)
-            case events.Run(key, task):
-                running = asyncio.ensure_future(self._run(key, task))
-                self._running.add(running)
-                running.add_done_callback(self._running.discard)
             case events.EmitEvent(call, event):
                 if (outbox := self._calls.get(call)) is not None and (event.HasField("report") or outbox.has_room):
                     outbox.put(event)
@@ -171,19 +165,6 @@ class Shell:
             case _:
                 assert_never(command)
 
-    async def _run(self, key: Key, task: events.Task) -> None:
-        with span("manager.does", type(task).__name__):
-            done = await self._tasks.run(key, task)
-        self.handle(done)
-
-    def _fire(self, key: Key) -> None:
-        del self._timers[key]
-        self.handle(events.TimerFired(key))
-
-    def _cancel_timer(self, key: Key) -> None:
-        if (timer := self._timers.pop(key, None)) is not None:
-            timer.cancel()
-
     def _close(self, peer: Peer, problem: weights_pb2.Problem | None) -> None:
         session = self._sessions.pop(peer, None)
         if session is not None:
@@ -191,7 +172,7 @@ class Shell:
                 session.outbox.put(pack(session.envelope, manager_pb2.Refused(problem=problem)))
             session.outbox.close(problem)
 
-    def _count_refusal(self, commands: list[ManagerCommand]) -> None:
+    def _count_refusal(self, commands: Sequence[object]) -> None:
         """Counts a refused update once, however many ranks called it: one event refuses all of them together."""
         for command in commands:
             if isinstance(command, events.FinishCall) and command.problem and command.call.startswith("update-"):
@@ -209,8 +190,13 @@ class Shell:
         self._pinned = wanted
 
 
-def _changes_no_blobs(event: ManagerEvent) -> bool:
+def _changes_no_blobs(event: object) -> bool:
     """Heartbeats are nearly all events there are, so they are spared the look at what is pinned."""
     return isinstance(event, events.Message) and isinstance(
         event.body, (manager_pb2.Heartbeat, manager_pb2.ReplicaHeartbeat, manager_pb2.Progress)
     )
+
+
+def _ending(problem: weights_pb2.Problem) -> weights_pb2.Problem:
+    """What is told to whoever is not to blame: it may try again when the manager was started again."""
+    return unavailable(f"the manager ends: {problem.message}").problem

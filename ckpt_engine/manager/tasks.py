@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ckpt_engine.core.machines import events
 from ckpt_engine.core.machines.events import Done, Key
-from ckpt_engine.core.problems import CkptEngineError, deadline, internal
 from ckpt_engine.manager.compiler import Compiler
 from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.metrics import Metrics
+from ckpt_engine.shell.tasks import carry_out
 from ckpt_engine.v1 import manager_pb2
 
 log = logging.getLogger("ckpt_engine.manager")
@@ -31,28 +31,11 @@ class Tasks:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
 
     async def run(self, key: Key, task: events.Task) -> Done:
-        """Carries out one task and says how it ended, at the latest after ``task.seconds``. Raises nothing.
-
-        Work that is still going on then is not stopped; its result is dropped.
-        """
-        work = asyncio.ensure_future(self._work(task))
-        name = type(task).__name__
-        try:
-            done, _ = await asyncio.wait((work,), timeout=task.seconds)
-        except asyncio.CancelledError:
-            work.cancel()
-            raise
-        if not done:
-            work.add_done_callback(_look_away)
-            return Done(key, problem=deadline(f"{name} took longer than {task.seconds:g} s").problem, answered=False)
-        try:
-            return Done(key, result=work.result())
-        except CkptEngineError as error:
-            log.warning("task refused task=%s problem=%r", name, error.problem.message)
-            return Done(key, problem=error.problem)
-        except Exception as error:
-            log.exception("task failed task=%s", name)
-            return Done(key, problem=internal(f"{name} failed in the manager: {error!r}; its log says where").problem)
+        """Carries out one task and says how it ended, at the latest after ``task.seconds``. Raises nothing."""
+        done = await carry_out("manager", key, task, self._work)
+        if done.problem is not None:
+            log.warning("task failed task=%s problem=%r", type(task).__name__, done.problem.message)
+        return done
 
     def close(self) -> None:
         """Drops heavy work that has not begun; what runs ends by itself."""
@@ -88,13 +71,8 @@ class Tasks:
                         problem = outcome.problem.message
                         log.warning("replica not updated name=%s outcome=%s problem=%r", outcome.replica, name, problem)
                 self._metrics.report(report)
-                await self._ledger.record_outcome(report)
+                # It is written also when that is late: the update happened.
+                await asyncio.shield(self._ledger.record_outcome(report))
             case _:
                 raise TypeError(f"the manager does not do {type(task).__name__}")
         return None
-
-
-def _look_away(work: asyncio.Future[object]) -> None:
-    """Takes note of a late failure, which nobody waits for any more."""
-    if not work.cancelled() and (error := work.exception()) is not None:
-        log.warning("task failed after its deadline error=%r", error)

@@ -7,18 +7,14 @@ It decides nothing: `TrainerMachine` does (core/machines). Everything here runs 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
 
-from ckpt_engine.client import error_of, get_blob, manager_stub, open_channel, problem_of, put_blob
+from ckpt_engine.client import error_of, get_blob, manager_stub, open_channel, put_blob
 from ckpt_engine.core.machines.events import (
-    CancelTimer,
     ClosePeer,
     Done,
     Key,
@@ -29,24 +25,23 @@ from ckpt_engine.core.machines.events import (
     PublicationDecided,
     PutBlobs,
     Released,
-    Run,
     SealResult,
     SealSource,
     Send,
     SessionEnded,
     SessionOpened,
-    SetTimer,
     Start,
     Stop,
     Task,
-    TimerFired,
     TrainerCommand,
     TrainerEvent,
 )
 from ckpt_engine.core.machines.trainer import TrainerMachine
-from ckpt_engine.core.machines.wire import pack, unpack
-from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, internal
-from ckpt_engine.trace import span, trace
+from ckpt_engine.core.problems import CkptEngineError, aborted
+from ckpt_engine.shell.loop import Loop
+from ckpt_engine.shell.stream import MemberStream
+from ckpt_engine.shell.tasks import carry_out
+from ckpt_engine.trace import trace
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 ATOMS_KEPT = 4
@@ -54,16 +49,6 @@ ATOMS_KEPT = 4
 
 Sealing: TypeAlias = tuple[weights_pb2.Digests, float, float]
 """Digests, the seconds of copying, the seconds of digesting."""
-
-logger = logging.getLogger("ckpt_engine.trainer")
-
-
-@dataclass
-class _Stream:
-    """One session stream. None in the outgoing queue ends it."""
-
-    outgoing: asyncio.Queue[manager_pb2.TrainerMessage | None] = field(default_factory=asyncio.Queue)
-    task: asyncio.Task[None] | None = None
 
 
 class TrainerSession:
@@ -85,14 +70,12 @@ class TrainerSession:
         self._goodbye_seconds = goodbye_seconds
         self._channel = open_channel(address)
         self._stub = manager_stub(self._channel)
-        self._machine = machine
+        self._loop = Loop("trainer", machine, self._perform, self._run, self._failed)
         self._seal = seal
         self._seal_epoch = 0
-        self._failed = False
         self._notify = notify
-        self._streams: dict[Peer, _Stream] = {}
-        self._timers: dict[Key, asyncio.TimerHandle] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._streams: dict[Peer, MemberStream] = {}
+        self._updates: set[Any] = set()
         self._known_atoms: dict[bytes, weights_pb2.Atoms] = {}
 
     def start(self) -> None:
@@ -101,32 +84,23 @@ class TrainerSession:
 
     async def stop(self, reason: str) -> None:
         """Says goodbye and ends everything. Takes at most a few seconds."""
+        ending = tuple(self._streams.values())
         self.feed(Stop(reason))
-        for handle in self._timers.values():
-            handle.cancel()
-        ending = [stream.task for stream in self._streams.values() if stream.task is not None]
-        for stream in self._streams.values():
-            stream.outgoing.put_nowait(None)
-        if ending:
-            await asyncio.wait(ending, timeout=2 * self._goodbye_seconds)
-        for task in (*ending, *self._tasks):
-            task.cancel()
-        await asyncio.gather(*ending, *self._tasks, return_exceptions=True)
+        await asyncio.gather(*(stream.close() for stream in ending))
+        await self._loop.stop(0.0)
         await self._channel.close(None)
 
     def feed(self, event: TrainerEvent) -> None:
-        """Gives the machine an event and performs what it commands. A machine that raises goes on no more."""
-        if self._failed:
-            return
-        try:
-            commands = self._machine.handle(event, time.monotonic())
-        except Exception as error:
-            logger.exception("the trainer's machine failed")
-            self._failed = True
-            problem = internal(f"this trainer failed on {type(event).__name__}: {error!r}; its log says where").problem
-            commands = [*(ClosePeer(peer) for peer in self._streams), SessionEnded(problem, final=True)]
-        for command in commands:
-            self._perform(command)
+        """Gives the machine an event and performs what it commands. A machine that raised gets none any more."""
+        self._loop.feed(event)
+
+    def _failed(self, _event: object, problem: weights_pb2.Problem) -> None:
+        """Ends the session for good, and every update call that waits for the manager."""
+        for peer in tuple(self._streams):
+            self._perform(ClosePeer(peer))
+        for call in tuple(self._updates):
+            call.cancel()
+        self._notify(SessionEnded(problem, final=True))
 
     async def update(
         self,
@@ -134,12 +108,23 @@ class TrainerSession:
         seconds: float,
         on_event: Callable[[manager_pb2.UpdateEvent], None],
     ) -> None:
-        """Makes the UpdateWeights call and passes its events on. Raises CkptEngineError when it fails."""
+        """Makes the UpdateWeights call and passes its events on. Raises CkptEngineError if either fails."""
+        if self._loop.problem is not None:
+            raise CkptEngineError(self._loop.problem)
+        call: Any = self._stub.UpdateWeights(request, timeout=seconds)
+        self._updates.add(call)
         try:
-            async for event in self._stub.UpdateWeights(request, timeout=seconds):
+            async for event in call:
                 on_event(event)
         except grpc.RpcError as error:
             raise error_of(error) from error
+        except asyncio.CancelledError:
+            if self._loop.problem is not None:
+                raise CkptEngineError(self._loop.problem) from None
+            raise
+        finally:
+            self._updates.discard(call)
+            call.cancel()
 
     async def status(self, seconds: float) -> manager_pb2.GetStatusResponse:
         """Asks the manager how things are. Raises CkptEngineError when it does not answer."""
@@ -169,88 +154,29 @@ class TrainerSession:
             case Send(peer, body):
                 trace("trainer.sends", type(body).__name__)
                 if peer in self._streams:
-                    self._streams[peer].outgoing.put_nowait(pack(manager_pb2.TrainerMessage, body))
+                    self._streams[peer].send(body)
             case OpenStream(peer):
-                stream = self._streams[peer] = _Stream()
-                stream.task = asyncio.ensure_future(self._carry(peer, stream))
+                self._streams[peer] = MemberStream(
+                    self._stub.TrainerSession,
+                    manager_pb2.TrainerMessage,
+                    lambda body: self.feed(Message(peer, body)),
+                    lambda problem: self._lost(peer, problem),
+                    self._goodbye_seconds,
+                )
             case ClosePeer(peer):
                 if peer in self._streams:
-                    self._streams[peer].outgoing.put_nowait(None)
-            case SetTimer(key, seconds):
-                self._cancel_timer(key)
-                self._timers[key] = asyncio.get_running_loop().call_later(seconds, self._fire, key)
-            case CancelTimer(key):
-                self._cancel_timer(key)
-            case Run(key, task):
-                running = asyncio.ensure_future(self._run(key, task))
-                self._tasks.add(running)
-                running.add_done_callback(self._tasks.discard)
+                    self._loop.start(self._streams.pop(peer).close())
             case SessionOpened() | SessionEnded() | PublicationDecided() | Released():
                 self._notify(command)
 
-    def _fire(self, key: Key) -> None:
-        del self._timers[key]
-        self.feed(TimerFired(key))
-
-    def _cancel_timer(self, key: Key) -> None:
-        handle = self._timers.pop(key, None)
-        if handle is not None:
-            handle.cancel()
-
-    # ------------------------------------------------------------------------------------------- streams
-
-    async def _carry(self, peer: Peer, stream: _Stream) -> None:
-        """Carries one session stream both ways until it ends, and tells the machine."""
-        closing = False
-
-        async def outgoing() -> AsyncIterator[manager_pb2.TrainerMessage]:
-            nonlocal closing
-            while (message := await stream.outgoing.get()) is not None:
-                yield message
-            closing = True
-            asyncio.get_running_loop().call_later(self._goodbye_seconds, call.cancel)
-
-        call: Any = self._stub.TrainerSession(outgoing())
-        reason = "the manager ended the session"
-        try:
-            async for command in call:
-                body = unpack(command)
-                if body is not None and not closing:
-                    self.feed(Message(peer, body))
-        except grpc.RpcError as error:
-            reason = problem_of(error).message
-        except asyncio.CancelledError:
-            # Either this task is ended by `stop`, or the call was cancelled above: its end is all that matters.
-            reason = "closed"
-            if not closing:
-                raise
-        finally:
-            given_up = closing
-            call.cancel()
-            # grpc leaves the iterator waiting when it was the other side that ended the call.
-            stream.outgoing.put_nowait(None)
-            del self._streams[peer]
-        if not given_up:
-            self.feed(PeerLost(peer, reason))
+    def _lost(self, peer: Peer, problem: weights_pb2.Problem) -> None:
+        self._streams.pop(peer, None)
+        self.feed(PeerLost(peer, problem.message))
 
     # --------------------------------------------------------------------------------------------- tasks
 
-    async def _run(self, key: Key, task: Task) -> None:
-        try:
-            async with asyncio.timeout(task.seconds):
-                with span("trainer.does", type(task).__name__):
-                    result = await self._perform_task(task)
-        except TimeoutError:
-            late = deadline(f"{type(task).__name__} was not done within {task.seconds:.1f} s")
-            self.feed(Done(key, problem=late.problem, answered=False))
-        except CkptEngineError as error:
-            self.feed(Done(key, problem=error.problem))
-        except Exception as error:
-            # Whatever it is, the update must end with a reason instead of a deadline.
-            logger.exception("%s failed", type(task).__name__)
-            self.feed(Done(key, problem=internal(f"{type(error).__name__}: {error}").problem))
-        else:
-            self.feed(Done(key, result))
+    async def _run(self, key: Key, task: Task) -> Done:
+        return await carry_out("trainer", key, task, self._perform_task)
 
     async def _perform_task(self, task: Task) -> object:
         if isinstance(task, PutBlobs):

@@ -14,8 +14,10 @@ from ckpt_engine.agent.launched import LaunchSettings
 from ckpt_engine.agent.process import free_port
 from ckpt_engine.agent.session import AgentSettings
 from ckpt_engine.core.deadlines import ENVIRONMENT
+from ckpt_engine.core.machines import events
+from ckpt_engine.core.machines.agent import AgentMachine
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.agent.plain_manager import PlainManager
 from tests.agent.running_agent import (
     IDENTITY,
@@ -119,6 +121,56 @@ async def test_a_refused_agent_ends_and_says_why(
     assert manager.sessions > 2, "the other agent might have been dead"
     assert sum("refused by the manager" in line for line in agent.lines) == 1
     assert not any("engine launched" in line for line in agent.lines)
+
+
+async def test_a_machine_that_raises_ends_the_agent_and_its_engine(
+    manager: PlainManager, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The defect is put in; there is none that could be provoked."""
+    original = AgentMachine._message
+
+    def message(self: AgentMachine, body: object, now: float) -> None:
+        if isinstance(body, manager_pb2.Abandon):
+            self._session.send(manager_pb2.Goodbye(reason="half of what was decided"))
+            raise ZeroDivisionError("a defect of ours")
+        original(self, body, now)
+
+    agent = start()
+    await ready(manager)
+    pid = agent.engine_pid
+    monkeypatch.setattr(AgentMachine, "_message", message)
+    manager.send(manager_pb2.Abandon(fence=fence(1)))
+    with pytest.raises(CkptEngineError, match="the agent failed on Abandon") as caught:
+        await asyncio.wait_for(asyncio.shield(agent.run), SECONDS)
+    assert caught.value.problem.code == weights_pb2.Problem.INTERNAL
+    assert not manager.all(manager_pb2.Goodbye)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_a_worker_waits_for_no_machine_that_raised(
+    manager: PlainManager, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The defect is put in. The worker's question comes first, and would be waited for much longer than the test."""
+    original = AgentMachine._take
+
+    def take(self: AgentMachine, event: events.AgentEvent, now: float) -> None:
+        if isinstance(event, events.WorkerAsked):
+            return
+        if isinstance(event, events.Message) and isinstance(event.body, manager_pb2.Abandon):
+            raise ZeroDivisionError("a defect of ours")
+        original(self, event, now)
+
+    agent = start()
+    await ready(manager)
+    monkeypatch.setattr(AgentMachine, "_take", take)
+    question = asyncio.ensure_future(agent.agent._answer_worker(worker_pb2.WorkerRequest()))
+    await asyncio.sleep(0)
+    manager.send(manager_pb2.Abandon(fence=fence(1)))
+    assert await asyncio.wait_for(question, agent.agent.settings.deadlines.worker_reply / 2) is None
+    assert await asyncio.wait_for(agent.agent._answer_worker(worker_pb2.WorkerRequest()), 0.1) is None
+    with pytest.raises(CkptEngineError, match="a defect of ours"):
+        await asyncio.wait_for(asyncio.shield(agent.run), SECONDS)
 
 
 async def test_a_manager_that_is_away_keeps_no_engine_from_starting(manager: PlainManager, start: Start) -> None:

@@ -16,7 +16,8 @@ from ckpt_engine.agent import following
 from ckpt_engine.agent.adapter import LaunchPlan
 from ckpt_engine.agent.following import FollowingAgent
 from ckpt_engine.agent.link import LeaderLink
-from ckpt_engine.agent.nodes import NodeSettings, Place
+from ckpt_engine.agent.node_plan import Place
+from ckpt_engine.agent.nodes import NodeSettings
 from ckpt_engine.agent.process import free_port
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError

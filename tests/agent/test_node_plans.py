@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from ckpt_engine.agent import adapter
-from ckpt_engine.agent.following import node_plan_of
-from ckpt_engine.agent.nodes import Place
+from ckpt_engine.agent.node_plan import Place, node_plan_of
 from ckpt_engine_adapters.reference import driver as reference
 from ckpt_engine_adapters.reference.server import parse
 from ckpt_engine_adapters.vllm import driver as vllm

@@ -16,8 +16,8 @@ import typer
 import yaml
 
 from ckpt_engine.agent.adapter import load_adapter
-from ckpt_engine.agent.following import node_plan_of
-from ckpt_engine.agent.nodes import NodeSettings, Place
+from ckpt_engine.agent.node_plan import Place, node_plan_of
+from ckpt_engine.agent.nodes import NodeSettings
 from ckpt_engine.cli import app_for
 from ckpt_engine.commands.replica import EVICTED
 from ckpt_engine.install.gate import READY_ROUTE

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.agent.nodes import Place
+from ckpt_engine.agent.node_plan import Place
 from ckpt_engine_adapters.sglang.command import LOADER, WRAPPER, check_options, command_options
 from ckpt_engine_adapters.sglang.driver import launch_plan, node_plan
 

@@ -16,6 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from scripted_members import ScriptedReplica, ScriptedTrainer, Stream, get, problem_of, put, some_weights, stub_at
 
+from ckpt_engine.core.machines import events
+from ckpt_engine.core.machines.manager import ManagerMachine
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.manager import shell
 from ckpt_engine.manager.addresses import is_loopback, join_address, split_address
@@ -266,6 +268,48 @@ async def test_stopping_tells_members_and_callers(config: ManagerConfig) -> None
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await replica.stream.until(manager_pb2.Refused)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_machine_that_raises_ends_the_manager_and_everybody_is_told(
+    config: ManagerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The defect is put in; there is none that could be provoked."""
+    original = ManagerMachine._message
+
+    def message(self: ManagerMachine, peer: events.Peer, body: object, now: float) -> None:
+        if isinstance(body, manager_pb2.Progress):
+            self._state.out.append(events.Send(peer, manager_pb2.OutcomeReceived()))
+            raise ZeroDivisionError("a defect of ours")
+        original(self, peer, body, now)
+
+    monkeypatch.setattr(ManagerMachine, "_message", message)
+    async with ManagerServer(config) as server, stub_at(server.address) as stub:
+        serving = asyncio.ensure_future(server.serve(asyncio.Event()))
+        first, sender, other = ScriptedTrainer(stub, 0, 2), ScriptedReplica(stub, "sender"), ScriptedReplica(stub)
+        first.hold(some_weights())
+        await first.open()
+        await first.publish()
+        await sender.open()
+        await other.open()
+        call = first.update()  # waits for rank 1, which never comes
+        await asyncio.sleep(0)
+        await sender.stream.send(progress=manager_pb2.Progress())
+        refused = await sender.stream.next()  # and not what the event had commanded
+        assert isinstance(refused, manager_pb2.Refused)
+        assert refused.problem.code == weights_pb2.Problem.INTERNAL
+        assert "the manager failed on Progress: ZeroDivisionError('a defect of ours')" in refused.problem.message
+        for stream in (other.stream, first.stream):
+            told = await stream.until(manager_pb2.Refused)
+            assert told.problem.code == weights_pb2.Problem.UNAVAILABLE
+            assert "a defect of ours" in told.problem.message
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        for late in (ScriptedReplica(stub, "late").open(), ScriptedTrainer(stub, lineage="late").update()):
+            with pytest.raises((grpc.aio.AioRpcError, AssertionError), match=r"UNAVAILABLE|the manager ends"):
+                await late
+        with pytest.raises(CkptEngineError, match="a defect of ours"):
+            await asyncio.wait_for(serving, 10)
 
 
 async def test_a_member_that_does_not_read_is_closed(config: ManagerConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from ckpt_engine import CkptEngineError, Trainer
 from ckpt_engine.cli import app_for
+from ckpt_engine.core.machines.events import TimerFired, TrainerEvent
 from ckpt_engine.core.machines.trainer import TrainerMachine
 from ckpt_engine.manager.service import running_manager
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -169,6 +170,31 @@ def test_a_trainer_whose_machine_fails_says_so_at_once(manager: str, monkeypatch
         with pytest.raises(CkptEngineError, match="a defect of ours") as caught:
             trainer.update_weights()
         assert code_of(caught) == Problem.INTERNAL
+
+
+def test_a_call_waits_for_no_machine_that_raised(manager: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect is put in. The call waits for a second rank, which never comes, and would for longer than the test."""
+    broken = threading.Event()
+    original = TrainerMachine._take
+
+    def take(self: TrainerMachine, event: TrainerEvent, now: float) -> None:
+        if broken.is_set() and isinstance(event, TimerFired):
+            self._session.send(manager_pb2.Goodbye(reason="half of what was decided"))
+            raise ZeroDivisionError("a defect of ours")
+        original(self, event, now)
+
+    monkeypatch.setattr(TrainerMachine, "_take", take)
+    patient = DEADLINES.changed("update=1000 gather=900 settle=0.1")
+    with Trainer(manager, 0, 2, lineage="run", deadlines=patient) as trainer:
+        trainer.publish({"a": torch.ones(3)})
+        timer = threading.Timer(1.0, broken.set)
+        timer.start()
+        for _ in range(2):
+            with pytest.raises(CkptEngineError, match="the trainer failed on TimerFired") as caught:
+                trainer.update_weights()
+            assert code_of(caught) == Problem.INTERNAL
+        timer.join()
+        assert trainer._background.status().trainers[0].connected is False
 
 
 def test_a_forked_child_is_refused(manager: str) -> None:

@@ -25,7 +25,7 @@ from ckpt_engine.agent.adapter import (
     LaunchPlan,
 )
 from ckpt_engine.agent.http import engine_call, engine_client
-from ckpt_engine.agent.nodes import Place
+from ckpt_engine.agent.node_plan import Place
 from ckpt_engine.core.labels import version_label
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.sglang.command import (

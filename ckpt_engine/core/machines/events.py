@@ -19,10 +19,8 @@ What a shell promises
 - Calls: a call gets any number of `EmitEvent` and then one `FinishCall`; after `CallCancelled` it may get more of
   them, which the shell drops.
 
-A machine that raises all the same has a defect, and gives none of that event's commands (`deciding`). The shell logs
-it. The manager, whom all need, sends the sender of the message away and goes on. A member does not, since nobody knows
-what it believes: an agent's process ends, and another one looks at its engine afresh; a trainer's session ends for
-good, and its calls fail.
+A machine that raises all the same has a defect, and gives none of that event's commands (`deciding`). Nobody knows what
+it believes then, so it gets no further event: shell/README.md says what follows, for all machines alike.
 
 What tasks there are, and what each results in, is in tasks.py; its names can be taken from here too.
 """

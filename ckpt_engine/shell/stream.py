@@ -1,4 +1,4 @@
-"""One session stream to the manager, as the agent machine's `OpenStream`, `Send` and `ClosePeer` want it.
+"""One session stream from a member to the manager, as its machine's `OpenStream`, `Send` and `ClosePeer` want it.
 
 It opens, carries and ends; when to dial again, what to say first and what a lease is are the machine's business.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -14,15 +15,15 @@ from google.protobuf.message import Message
 
 from ckpt_engine.client import problem_of
 from ckpt_engine.core.machines.wire import pack, unpack
-from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
+from ckpt_engine.core.problems import unavailable
+from ckpt_engine.shell.outbox import Outbox
+from ckpt_engine.v1 import weights_pb2
 
 QUEUE_LIMIT = 1000
 """Messages waiting to be written. A manager that reads nothing for so long is as good as gone."""
 
-Outgoing = asyncio.Queue[manager_pb2.ReplicaMessage | None]
 
-
-class ManagerStream:
+class MemberStream:
     """Begins at once, on the running loop. `on_message` and `on_lost` are called on it, `on_lost` at most once.
 
     on_lost is not called after `close`. Neither may block.
@@ -30,62 +31,60 @@ class ManagerStream:
 
     def __init__(
         self,
-        stub: manager_pb2_grpc.CheckpointEngineManagerStub,
+        dial: Callable[[AsyncIterator[Any]], Any],
+        envelope: type[Message],
         on_message: Callable[[Message], None],
-        on_lost: Callable[[str], None],
+        on_lost: Callable[[weights_pb2.Problem], None],
         goodbye_seconds: float,
     ) -> None:
-        """goodbye_seconds: for the manager to take what was queued, and to end the stream, after `close`."""
+        """dial: the stub's method, such as `stub.ReplicaSession`. envelope: the type of the messages that it takes.
+        goodbye_seconds: for the manager to take what was queued, and to end the stream, after `close`."""
         self._goodbye_seconds = goodbye_seconds
-        self._outgoing: Outgoing = asyncio.Queue()
+        self._outbox: Outbox[Message] = Outbox("the manager", QUEUE_LIMIT)
+        self._envelope = envelope
         self._on_message = on_message
         self._on_lost = on_lost
         self._closing = False
-        self._overrun = False
-        self._call = stub.ReplicaSession(_drain(self._outgoing))
+        self._call = dial(self._drain())
         self._reading = asyncio.create_task(self._read(), name="manager stream")
 
     def send(self, body: Message) -> None:
         """Queues a message; dropped if the stream is gone."""
-        if self._closing or self._reading.done():
-            return
-        if self._outgoing.qsize() >= QUEUE_LIMIT:
-            self._overrun = True
+        self._outbox.put(pack(self._envelope, body))
+        if self._outbox.problem is not None:
             self._call.cancel()
-            return
-        self._outgoing.put_nowait(pack(manager_pb2.ReplicaMessage, body))
 
     async def close(self) -> None:
         """Ends the stream after what was queued. Returns when that is done, or the time for it is over."""
-        if not self._closing:
-            self._closing = True
-            self._outgoing.put_nowait(None)
-        await asyncio.wait((self._reading,), timeout=self._goodbye_seconds)
-        self._call.cancel()
+        self._closing = True
+        self._outbox.close()
+        try:
+            await asyncio.wait((self._reading,), timeout=self._goodbye_seconds)
+        finally:
+            self._call.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
 
     async def _read(self) -> None:
-        reason = "the manager ended the session"
+        problem = unavailable("the manager ended the session").problem
         try:
             async for command in self._call:
                 body = unpack(command)
                 if body is not None and not self._closing:
                     self._on_message(body)
         except grpc.RpcError as error:
-            reason = problem_of(error).message
+            problem = problem_of(error)
         except asyncio.CancelledError:
             # grpc raises this also when the call was cancelled and not this task.
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            reason = f"the manager did not read {QUEUE_LIMIT} messages" if self._overrun else "the stream was cancelled"
+            problem = self._outbox.problem or unavailable("the stream was cancelled").problem
         finally:
             self._call.cancel()
-            self._outgoing.put_nowait(None)  # ends the writer, which may wait for a message
+            self._outbox.close()  # ends the writer, which may wait for a message
         if not self._closing:
-            self._on_lost(reason)
+            self._on_lost(problem)
 
-
-async def _drain(outgoing: Outgoing) -> AsyncIterator[manager_pb2.ReplicaMessage]:
-    while (message := await outgoing.get()) is not None:
-        yield message
+    async def _drain(self) -> AsyncIterator[Message]:
+        while (message := await self._outbox.take()) is not None:
+            yield message

@@ -9,11 +9,11 @@ import grpc.aio
 import pytest
 from google.protobuf.message import Message
 
-from ckpt_engine.agent import stream as stream_module
 from ckpt_engine.agent.process import free_port
-from ckpt_engine.agent.stream import ManagerStream
 from ckpt_engine.client import manager_stub, open_channel
-from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.shell import stream as stream_module
+from ckpt_engine.shell.stream import MemberStream
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.agent.plain_manager import SECONDS, PlainManager
 
 
@@ -22,16 +22,22 @@ class Ears:
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[Message] = asyncio.Queue()
-        self.lost: asyncio.Queue[str] = asyncio.Queue()
+        self.lost: asyncio.Queue[weights_pb2.Problem] = asyncio.Queue()
 
-    def stream(self, channel: grpc.aio.Channel, goodbye_seconds: float = 2.0) -> ManagerStream:
-        return ManagerStream(manager_stub(channel), self.messages.put_nowait, self.lost.put_nowait, goodbye_seconds)
+    def stream(self, channel: grpc.aio.Channel, goodbye_seconds: float = 2.0) -> MemberStream:
+        return MemberStream(
+            manager_stub(channel).ReplicaSession,
+            manager_pb2.ReplicaMessage,
+            self.messages.put_nowait,
+            self.lost.put_nowait,
+            goodbye_seconds,
+        )
 
     async def message(self) -> Message:
         return await asyncio.wait_for(self.messages.get(), SECONDS)
 
     async def reason(self) -> str:
-        return await asyncio.wait_for(self.lost.get(), SECONDS)
+        return (await asyncio.wait_for(self.lost.get(), SECONDS)).message
 
 
 @pytest.fixture
@@ -109,7 +115,7 @@ async def test_a_manager_that_does_not_read_is_given_up(
     stream = ears.stream(channel)
     for number in range(11):  # the loop has had no time to write any of them
         stream.send(manager_pb2.ReplicaHeartbeat(sequence=number))
-    assert "did not read 10 messages" in await ears.reason()
+    assert "10 messages wait" in await ears.reason()
 
 
 async def test_closing_has_a_deadline(channel: grpc.aio.Channel, ears: Ears, manager: PlainManager) -> None:
