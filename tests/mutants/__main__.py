@@ -41,13 +41,17 @@ def _about_machines() -> str:
     return " ".join([*files, f"{STORIES}::test_promises_hold_whatever_happens[0]", "--timeout=60"])
 
 
+def _gate(*names: str) -> str:
+    return " ".join(f"tests/engine_state/test_{name}.py" for name in names)
+
+
 SELECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("ckpt_engine/install/gate.py", ("tests/engine_state",)),
-    ("ckpt_engine/install/routes.py", ("tests/engine_state",)),
-    ("ckpt_engine/install/holding.py", ("tests/engine_state",)),
-    ("ckpt_engine/install/waiting.py", ("tests/engine_state",)),
-    ("ckpt_engine/install/reader.py", ("tests/engine_state",)),
-    ("ckpt_engine/install/state.py", ("tests/engine_state", "tests/install")),
+    ("ckpt_engine/install/gate.py", (_gate("gate", "waiting", "routes"), "tests/engine_state")),
+    ("ckpt_engine/install/routes.py", (_gate("routes"), "tests/engine_state")),
+    ("ckpt_engine/install/holding.py", (_gate("holding", "waiting"), "tests/engine_state")),
+    ("ckpt_engine/install/waiting.py", (_gate("waiting"), "tests/engine_state")),
+    ("ckpt_engine/install/reader.py", (_gate("state_page", "gate"), "tests/engine_state")),
+    ("ckpt_engine/install/state.py", (_gate("page_layout", "state_page"), "tests/engine_state", "tests/install")),
     ("ckpt_engine/install/installer.py", ("tests/install",)),
     ("ckpt_engine/install/ready.py", ("tests/install",)),
     ("ckpt_engine/core/plan.py", ("tests/core", "tests/manager/test_compiler.py", "tests/install")),
