@@ -70,3 +70,16 @@ def test_a_replica_that_does_not_serve_says_why() -> None:
     reasons = [beat.closed_reason for beat in beats]
     assert [beats[-1].serving, reasons[-1]] == [False, "it ran out of memory"]
     assert [beat.serving for beat in beats] == [reason == "" for reason in reasons]
+
+
+def test_an_agent_is_heard_as_often_as_its_manager_wants() -> None:
+    agent = Agent()
+    welcome = manager_pb2.Welcome(fence=weights_pb2.Fence(cluster=CLUSTER), lease_seconds=9, heartbeat_seconds=0.25)
+    given = agent.tell(events.Message(agent.peer, welcome))
+    for _ in range(3):
+        (timer,) = [each for each in given if isinstance(each, events.SetTimer) and each.key == ("session", "beat")]
+        assert timer.seconds == 0.25
+        given = agent.tell(events.TimerFired(timer.key), 8.0)
+        assert [each for each in given if isinstance(each, events.Send)]
+    given = agent.tell(events.TimerFired(timer.key), 9.0)
+    assert [each for each in given if isinstance(each, events.ClosePeer)], "it has heard nothing for a lease"

@@ -129,3 +129,16 @@ def test_an_engine_that_ends_has_its_outcome_at_once_and_is_asked_for_nothing(st
     outcome = install.outcome()
     assert outcome.outcome == manager_pb2.QUARANTINED
     assert "it ran out of memory" in outcome.problem.message
+
+
+def test_an_engine_that_took_all_the_time_to_pause_is_not_installed_into() -> None:
+    install = Install()
+    pause = install.until(events.PauseEngine, 0.0)
+    install.end(pause, DEADLINE - KEPT)
+    install.end(install.until(events.ResumeEngine, DEADLINE - KEPT), DEADLINE - KEPT)
+    install.end(install.until(events.HoldRequests, DEADLINE - KEPT), DEADLINE - KEPT)
+    install.end(install.until(events.ReadWords, DEADLINE - KEPT), DEADLINE - KEPT)
+    outcome = install.outcome()
+    assert outcome.outcome == manager_pb2.OLD_SERVING
+    assert outcome.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
+    assert "pausing" in outcome.problem.message

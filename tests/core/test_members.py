@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ckpt_engine.core.machines.events import Peer
 from ckpt_engine.core.machines.members import Members
+from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 HOST = weights_pb2.Host(boot_id="host", name="machine")
@@ -50,3 +53,11 @@ def test_a_stream_that_was_replaced_speaks_for_nobody() -> None:
     assert members.by_peer == {SECOND: trainer, fourth: replica}
     assert members.lose(third) is None
     assert replica.peer == fourth
+
+
+def test_a_replica_without_a_name_is_refused() -> None:
+    members = Members("cluster")
+    with pytest.raises(CkptEngineError, match="needs a name"):
+        members.replica_hello(FIRST, manager_pb2.ReplicaHello(session_id="session", host=HOST), 0.0)
+    assert not members.replicas
+    assert not members.by_peer

@@ -265,6 +265,10 @@ def test_memory_does_not_go_while_a_worker_calls_its_weights_clean(
     assert "still call their weights clean" in problem.message
     assert not engine_of(agent).asleep
     assert engine_of(agent).gate_open
+    assert agent.machine.replica.serving()
+    monkeypatch.undo()
+    group.train()
+    assert outcomes(story.update(group)) == {agent.name: NEW}
 
 
 def test_an_install_that_cannot_mark_what_it_woke_goes_back_and_ends(

@@ -172,6 +172,25 @@ def test_a_rank_that_cannot_seal_is_named_and_no_replica_is_touched(
     assert agent.machine.replica.serving()
 
 
+def test_ranks_that_do_not_seal_are_named_with_the_time_that_they_had(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story.replica()
+    group = story.ranks(world_size=3)
+    original = TrainerShell._seal
+
+    def seal(self: TrainerShell, task: events.SealSource) -> Steps:
+        if self.source.rank == 1:
+            yield 60.0
+        return (yield from original(self, task))
+
+    monkeypatch.setattr(TrainerShell, "_seal", seal)
+    seconds = story.deadlines.seal
+    problem = story.update(group, 6.0)
+    refused(problem, Problem.DEADLINE_EXCEEDED, "rank 1", f"had not sealed the weights {seconds:.0f}.")
+    assert list(problem.ranks) == [1]
+
+
 def test_replicas_that_are_wanted_must_be_there(story: Story) -> None:
     group = story.ranks()
     refused(story.update(group), Problem.FAILED_PRECONDITION, "0 replicas", "ckpt-engine replica")
