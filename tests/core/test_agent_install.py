@@ -118,3 +118,27 @@ def test_the_words_after_resuming_decide(words: events.Words, outcome: manager_p
     install.end(resume, 2.0)
     install.end(install.until(events.ReadWords, 2.0), 2.0, words)
     assert install.outcome().outcome == outcome
+
+
+@pytest.mark.parametrize("step", [events.FetchBlobs, events.PauseEngine, events.InstallEngine])
+def test_an_engine_that_ends_has_its_outcome_at_once_and_is_asked_for_nothing(step: type) -> None:
+    install = Install()
+    install.until(step, 0.0)
+    given = install.agent.tell(events.EngineExited("it ran out of memory"), 1.0)
+    assert not [command for command in given if isinstance(command, events.Run)]
+    outcome = install.outcome()
+    assert outcome.outcome == manager_pb2.QUARANTINED
+    assert "it ran out of memory" in outcome.problem.message
+
+
+def test_an_engine_that_took_all_the_time_to_pause_is_not_installed_into() -> None:
+    install = Install()
+    pause = install.until(events.PauseEngine, 0.0)
+    install.end(pause, DEADLINE - KEPT)
+    install.end(install.until(events.ResumeEngine, DEADLINE - KEPT), DEADLINE - KEPT)
+    install.end(install.until(events.HoldRequests, DEADLINE - KEPT), DEADLINE - KEPT)
+    install.end(install.until(events.ReadWords, DEADLINE - KEPT), DEADLINE - KEPT)
+    outcome = install.outcome()
+    assert outcome.outcome == manager_pb2.OLD_SERVING
+    assert outcome.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
+    assert "pausing" in outcome.problem.message

@@ -17,10 +17,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,14 +28,30 @@ from tests.mutants.draw import Mutation, draw
 
 ROOT = Path(__file__).resolve().parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
+STORIES = "tests/simulation/test_simulation.py"
+
+
+def _about_machines() -> str:
+    """Tests that drive the machines alone, the quickest first; with them a tenth of the simulation's stories."""
+    core = [path for path in sorted(ROOT.glob("tests/core/test_*.py")) if "core.machines" in path.read_text()]
+    rules = [path for path in sorted(ROOT.glob("tests/simulation/test_*_rules.py")) if "_design_" not in path.name]
+    # Those that take a rule out and look for a seed that notices come last.
+    rules.sort(key=lambda path: "must_be_noticed" in path.read_text())
+    files = [str(path.relative_to(ROOT)) for path in (*core, *rules)]
+    return " ".join([*files, f"{STORIES}::test_promises_hold_whatever_happens[0]", "--timeout=60"])
+
+
+def _gate(*names: str) -> str:
+    return " ".join(f"tests/engine_state/test_{name}.py" for name in names)
+
 
 SELECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("ckpt_engine/install/gate.py", ("tests/engine_state",)),
-    ("ckpt_engine/install/routes.py", ("tests/engine_state",)),
-    ("ckpt_engine/install/holding.py", ("tests/engine_state",)),
-    ("ckpt_engine/install/waiting.py", ("tests/engine_state",)),
-    ("ckpt_engine/install/reader.py", ("tests/engine_state",)),
-    ("ckpt_engine/install/state.py", ("tests/engine_state", "tests/install")),
+    ("ckpt_engine/install/gate.py", (_gate("gate", "waiting", "routes"), "tests/engine_state")),
+    ("ckpt_engine/install/routes.py", (_gate("routes"), "tests/engine_state")),
+    ("ckpt_engine/install/holding.py", (_gate("holding", "waiting"), "tests/engine_state")),
+    ("ckpt_engine/install/waiting.py", (_gate("waiting"), "tests/engine_state")),
+    ("ckpt_engine/install/reader.py", (_gate("state_page", "gate"), "tests/engine_state")),
+    ("ckpt_engine/install/state.py", (_gate("page_layout", "state_page"), "tests/engine_state", "tests/install")),
     ("ckpt_engine/install/installer.py", ("tests/install",)),
     ("ckpt_engine/install/ready.py", ("tests/install",)),
     ("ckpt_engine/core/plan.py", ("tests/core", "tests/manager/test_compiler.py", "tests/install")),
@@ -43,9 +59,11 @@ SELECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("ckpt_engine/core/sealed_record.py", ("tests/core",)),
     ("ckpt_engine/core/digest_host.py", ("tests/core",)),
     ("ckpt_engine/core/digest_host_jobs.py", ("tests/core",)),
-    ("ckpt_engine/core/machines/", ("tests/core", "tests/simulation", "tests/manager", "tests/agent")),
+    ("ckpt_engine/core/machines/", (_about_machines(), STORIES, "tests/manager", "tests/agent")),
 )
-"""Which files (all below a folder), and which tests are to notice: one after the other, the quick ones first."""
+"""Which files (all below a folder), and which tests are to notice: arguments of pytest, quick ones first.
+
+A mistake that one run of it notices does not get to the next."""
 
 NOT_MISTAKEN = frozenset({"__init__.py", "events.py", "tasks.py"})
 """Declarations only."""
@@ -87,6 +105,7 @@ class Tree:
 
     def __init__(self, path: Path, seconds: float) -> None:
         self._path, self._seconds = path, seconds
+        self._sound: set[str] = set()
         for name in COPIED:
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -96,29 +115,35 @@ class Tree:
         if not found.startswith(str(path)):
             raise SystemExit(f"tests would run {found}, and not the copy in {path}")
 
-    def failing(self, tests: Sequence[str]) -> str:
-        """What fails or hangs; empty: nothing does."""
-        for each in tests:
-            status, output = self._run(*PYTEST, each)
-            if status == 5:
-                raise SystemExit(f"there are no tests in {each}")
-            if status:
-                lines = [
-                    line for line in output.splitlines() if line.startswith(("FAILED tests", "ERROR tests", "ERROR it"))
-                ]
-                return lines[0] if lines else f"{each}: status {status}"
-        return ""
-
-    def judge(self, mutation: Mutation) -> Verdict:
-        """With this mistake in it, and only this one."""
+    def judge(self, mutation: Mutation, runs: int) -> Verdict:
+        """With this mistake in it, and only this one; by so many runs of its selection at most."""
         began = time.monotonic()
-        file = self._path / mutation.file
-        source = file.read_text()
-        try:
-            file.write_text(mutation.apply(source))
-            return Verdict(mutation, self.failing(selection(mutation.file)), time.monotonic() - began)
-        finally:
-            file.write_text(source)
+        for tests in selection(mutation.file)[:runs]:
+            self._must_pass(tests)
+            file = self._path / mutation.file
+            source = file.read_text()
+            try:
+                file.write_text(mutation.apply(source))
+                failed = self._failing(tests)
+            finally:
+                file.write_text(source)
+            if failed:
+                return Verdict(mutation, failed, time.monotonic() - began)
+        return Verdict(mutation, "", time.monotonic() - began)
+
+    def _must_pass(self, tests: str) -> None:
+        """Without a mistake; once. Twice if need be: on a busy machine one that looks at the clock may fail."""
+        if tests not in self._sound and self._failing(tests) and (wrong := self._failing(tests)):
+            raise SystemExit(f"without any mistake: {wrong}")
+        self._sound.add(tests)
+
+    def _failing(self, tests: str) -> str:
+        """What fails or hangs; empty: nothing does."""
+        status, output = self._run(*PYTEST, *tests.split())
+        if not status:
+            return ""
+        lines = [line for line in output.splitlines() if line.startswith(("FAILED tests", "ERROR tests", "ERROR it"))]
+        return lines[0] if lines else f"{tests}: status {status}"
 
     def _run(self, *arguments: str) -> tuple[int, str]:
         path = os.pathsep.join((str(self._path), str(self._path / "adapters")))
@@ -154,34 +179,28 @@ def trees(count: int, seconds: float) -> Iterator[list[Tree]]:
         yield [Tree(path, seconds) for path in paths]
 
 
-def judge_all(drawn: Sequence[Mutation], jobs: int, seconds: float) -> list[Verdict]:
-    """Each tree in a thread of its own; the tests are processes."""
-    waiting: queue.SimpleQueue[Mutation] = queue.SimpleQueue()
-    for mutation in drawn:
-        waiting.put(mutation)
+def judge_all(drawn: Mapping[int, Mutation], jobs: int, runs: int, seconds: float) -> list[Verdict]:
+    """Each tree in a thread of its own; the tests are processes. drawn: by number, which is printed."""
+    waiting: queue.SimpleQueue[tuple[int, Mutation]] = queue.SimpleQueue()
+    for each in drawn.items():
+        waiting.put(each)
     verdicts: list[Verdict] = []
 
     def work(tree: Tree) -> None:
         while True:
             try:
-                mutation = waiting.get_nowait()
+                number, mutation = waiting.get_nowait()
             except queue.Empty:
                 return
-            verdict = tree.judge(mutation)
+            verdict = tree.judge(mutation, runs)
             verdicts.append(verdict)
             said = verdict.noticed_by or "NOBODY NOTICED"
-            print(f"{len(verdicts)}/{len(drawn)} {verdict.seconds:.0f} s {mutation.file}:{mutation.line} {said}"[:240])
+            print(f"{number}: {verdict.seconds:.0f} s {mutation.file}:{mutation.line} {said}"[:240])
 
     with trees(jobs, seconds) as made:
-        for tests in sorted({tests for mutation in drawn for tests in selection(mutation.file)}):
-            # Twice: on a busy machine one that looks at the clock may fail once.
-            if made[0].failing([tests]) and (wrong := made[0].failing([tests])):
-                raise SystemExit(f"without any mistake: {wrong}")
-        threads = [threading.Thread(target=work, args=(tree,)) for tree in made]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(jobs) as threads:
+            for done in [threads.submit(work, tree) for tree in made]:
+                done.result()
     return verdicts
 
 
@@ -190,6 +209,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=100, help="mistakes, each in another line")
     parser.add_argument("--file", nargs="*", default=[], help="only files whose name contains one of these")
+    parser.add_argument("--only", type=int, nargs="*", default=[], help="of the mistakes drawn only these, by number")
+    parser.add_argument("--runs", type=int, default=9, help="of each selection only so many; 1: the quick tests alone")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=400, help="for one selection of tests; longer is a failure")
     parser.add_argument("--show", action="store_true", help="print the mistakes and make none")
@@ -197,13 +218,19 @@ def main() -> int:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     found, known = sources(*options.file), equivalents()
     drawn = draw(found, options.seed, options.count)
-    todo = [mutation for mutation in drawn if mutation.key not in known]
-    print(f"{len(drawn)} mistakes in {len(found)} files, {len(drawn) - len(todo)} of them listed as equivalent")
+    todo = {
+        number: mutation
+        for number, mutation in enumerate(drawn, 1)
+        if mutation.key not in known and (not options.only or number in options.only)
+    }
+    listed = sum(mutation.key in known for mutation in drawn)
+    print(f"{len(drawn)} mistakes in {len(found)} files, {listed} of them listed as equivalent")
     if options.show:
-        for mutation in todo:
-            print(mutation.difference(found[mutation.file]))
+        for number, mutation in todo.items():
+            print(f"{number}:", mutation.difference(found[mutation.file]))
         return 0
-    survivors = [each.mutation for each in judge_all(todo, options.jobs, options.seconds) if not each.noticed_by]
+    verdicts = judge_all(todo, options.jobs, options.runs, options.seconds)
+    survivors = [each.mutation for each in verdicts if not each.noticed_by]
     for mutation in survivors:
         print(mutation.difference(found[mutation.file]))
     print(f"{len(todo)} mistakes were made with seed {options.seed}, {len(survivors)} of them nobody noticed")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ckpt_engine.core.machines import events
 from ckpt_engine.core.machines.recovery import MOST_SKIPPED, Recovery
+from ckpt_engine.core.problems import not_found
 from tests.simulation.manager import Ledger, ManagerShell
 from tests.simulation.story import NEW, Problem, Story, outcomes, refused
 
@@ -152,6 +154,22 @@ def test_needs_that_another_manager_stored_are_stored_again(story: Story) -> Non
     blobs = manager_of(story).blobs
     for prepared in agent.machine.replica.prepared.values():
         blobs.forget(prepared.needs)
+    assert story.update(group).ok
+
+
+def test_needs_that_are_stored_again_in_vain_refuse_the_update(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once more, and not until the deadline."""
+    story.replica()
+    group, tried = story.ranks(), []
+
+    def compile(task: events.CompilePlans) -> events.Compiled:
+        tried.append(task)
+        raise not_found("these needs are not here")
+
+    monkeypatch.setattr(manager_of(story), "_compile", compile)
+    refused(story.update(group), Problem.NOT_FOUND, "these needs are not here")
+    assert len(tried) == 2
+    monkeypatch.undo()
     assert story.update(group).ok
 
 

@@ -296,3 +296,18 @@ def test_progress_names_who_is_left_out(story: Story) -> None:
     assert story.cluster.manager is not None
     said = {progress.replica: progress.message for progress in story.cluster.manager.progress if progress.replica}
     assert said[misfit.name] == "left out: this engine cannot load model B"
+
+
+# ---------------------------------------------------------------------------------------------------- warnings
+
+
+def test_a_version_without_a_change_is_a_warning_that_names_both(story: Story) -> None:
+    """Not if it is the same version once more."""
+    story.replica()
+    group = story.ranks()
+    assert list(story.update(group).warnings) == []
+    (said,) = story.update(group).warnings
+    assert "version 1 has the same weights as version 0" in said
+    assert list(story.update(group, version=1).warnings) == []
+    group.train()
+    assert list(story.update(group).warnings) == []

@@ -265,3 +265,34 @@ def test_memory_does_not_go_while_a_worker_calls_its_weights_clean(
     assert "still call their weights clean" in problem.message
     assert not engine_of(agent).asleep
     assert engine_of(agent).gate_open
+    assert agent.machine.replica.serving()
+    monkeypatch.undo()
+    group.train()
+    assert outcomes(story.update(group)) == {agent.name: NEW}
+
+
+def test_an_install_that_cannot_mark_what_it_woke_goes_back_and_ends(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are awake already; the caches follow, and the old version serves."""
+    agent, group = story.replica(HYBRID), story.ranks()
+    before = story.update(group).identity
+    assert sleep(story, agent) is None
+    original, failed = AgentShell._mark, []
+
+    def mark(self: AgentShell, task: events.MarkEngine) -> Steps:
+        if task.sleeping.rousing and not failed:
+            failed.append(task)
+            raise internal("the test says no")
+        yield from original(self, task)
+
+    monkeypatch.setattr(AgentShell, "_mark", mark)
+    group.train()
+    report = story.update(group)
+    assert failed
+    assert outcomes(report) == {agent.name: OLD}
+    assert "the test says no" in report.replicas[0].problem.message
+    assert engine_of(agent).words().identity == before
+    assert engine_of(agent).gate_open
+    group.train()
+    assert outcomes(story.update(group)) == {agent.name: NEW}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from ckpt_engine.core.machines import events
+from ckpt_engine.core.problems import internal
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.members import TrainerShell
 from tests.simulation.scenario import Group
 from tests.simulation.story import NEW, Problem, Story, outcomes, refused
 from tests.simulation.weights import Source
+from tests.simulation.world import Steps
 
 
 @pytest.fixture
@@ -146,6 +149,46 @@ def test_tables_that_do_not_fit_are_told_to_the_caller(story: Story) -> None:
     group.train()
     story.wait(1.0)
     refused(story.update(group), Problem.INVALID_ARGUMENT, "different models")
+
+
+def test_a_rank_that_cannot_seal_is_named_and_no_replica_is_touched(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, group = story.replica(), story.ranks(world_size=3)
+    assert story.update(group).ok
+    original = TrainerShell._seal
+
+    def seal(self: TrainerShell, task: events.SealSource) -> Steps:
+        if self.source.rank == 1:
+            yield 0.01
+            raise internal("its memory is gone")
+        return (yield from original(self, task))
+
+    monkeypatch.setattr(TrainerShell, "_seal", seal)
+    group.train()
+    problem = story.update(group)
+    refused(problem, Problem.INTERNAL, "its memory is gone")
+    assert list(problem.ranks) == [1]
+    assert agent.machine.replica.serving()
+
+
+def test_ranks_that_do_not_seal_are_named_with_the_time_that_they_had(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story.replica()
+    group = story.ranks(world_size=3)
+    original = TrainerShell._seal
+
+    def seal(self: TrainerShell, task: events.SealSource) -> Steps:
+        if self.source.rank == 1:
+            yield 60.0
+        return (yield from original(self, task))
+
+    monkeypatch.setattr(TrainerShell, "_seal", seal)
+    seconds = story.deadlines.seal
+    problem = story.update(group, 6.0)
+    refused(problem, Problem.DEADLINE_EXCEEDED, "rank 1", f"had not sealed the weights {seconds:.0f}.")
+    assert list(problem.ranks) == [1]
 
 
 def test_replicas_that_are_wanted_must_be_there(story: Story) -> None:

@@ -351,7 +351,6 @@ class Installing(LabellingOperation):
     def _quarantine(self, reason: str, now: float) -> None:
         self._fail(self._issue(Problem.INTERNAL, f"closed: {reason}"))
         if self._holding:
-            self._holding = False
             self.run("close", self.replica.hold(self.fence.epoch, 0.0, closed=self.replica.words.open))
         else:
             self._conclude(manager_pb2.QUARANTINED, now)

@@ -1,0 +1,163 @@
+"""Single rules of calls that come while something else runs, each in a small story."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ckpt_engine.core.machines import events
+from ckpt_engine.v1 import manager_pb2
+from tests.simulation.engine import Engine
+from tests.simulation.manager import ManagerShell
+from tests.simulation.members import TrainerShell
+from tests.simulation.story import NEW, Problem, Story, outcomes, refused
+from tests.simulation.weights import Source
+from tests.simulation.world import Steps
+
+
+@pytest.fixture
+def story() -> Story:
+    return Story()
+
+
+def manager_of(story: Story) -> ManagerShell:
+    assert story.cluster.manager is not None
+    return story.cluster.manager
+
+
+def wait_until(story: Story, over: Callable[[], bool], seconds: float = 5.0) -> None:
+    end = story.world.now + seconds
+    while not over():
+        assert story.world.now < end, manager_of(story).machine.status().phase
+        story.wait(0.001)
+
+
+def sent(story: Story, kind: type) -> list[Any]:
+    """What the manager sends of this kind from now on; the list grows."""
+    found: list[Any] = []
+    manager = manager_of(story)
+    before = manager.watch
+
+    def watch(shell: ManagerShell, command: Any) -> None:
+        if isinstance(command, events.Send) and isinstance(command.body, kind):
+            found.append(command.body)
+        before(shell, command)
+
+    manager.watch = watch
+    return found
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each write to the ledger takes half a second."""
+    original = ManagerShell._written
+
+    def written(self: ManagerShell) -> Steps:
+        yield 0.5
+        yield from original(self)
+
+    monkeypatch.setattr(ManagerShell, "_written", written)
+
+
+def test_a_run_that_calls_while_its_update_goes_on_is_told_what_goes_on(story: Story) -> None:
+    agent, group = story.replica(), story.ranks()
+    first = story.call(group.trainers[0])
+    wait_until(story, lambda: "sealing" in manager_of(story).machine.status().phase)
+    second = story.call(group.trainers[0])
+    story.wait(3.0)
+    refused(second[0], Problem.ABORTED, "another update runs", "version 0 of lineage 'run'")
+    assert outcomes(first[0]) == {agent.name: NEW}
+
+
+def test_bringing_up_that_is_cut_short_before_its_intent_is_on_the_disk_touches_nothing(
+    story: Story, slow_disk: None
+) -> None:
+    """The late replica is told to install only what the update brings that came."""
+    story.replica()
+    group = story.ranks(kind="snapshot")
+    assert story.update(group).ok
+    group.train()
+    installs = sent(story, manager_pb2.Install)
+    story.join_replica(manager_pb2.STANDALONE)
+    wait_until(story, lambda: ": recording" in manager_of(story).machine.status().phase)
+    assert "bringing up" in manager_of(story).machine.status().phase
+    report = story.update(group)
+    assert len(report.replicas) == 2
+    assert report.ok
+    assert {install.identity.version for install in installs} == {1}
+
+
+def test_a_replica_that_does_not_hear_that_bringing_up_is_given_up_is_told_again(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine takes long to pause, and the update that came waits for its outcome."""
+    story.replica()
+    group = story.ranks(kind="snapshot")
+    assert story.update(group).ok
+    group.train()
+    original, pauses = Engine.call, []
+
+    def call(self: Engine, task: Any) -> Steps:
+        if isinstance(task, events.PauseEngine) and not pauses:
+            pauses.append(task)
+            yield 1.9
+        yield from original(self, task)
+
+    monkeypatch.setattr(Engine, "call", call)
+    abandons = sent(story, manager_pb2.Abandon)
+    story.join_replica(manager_pb2.STANDALONE)
+    wait_until(story, lambda: bool(pauses))
+    report = story.update(group)
+    assert len(abandons) > 1
+    assert report.ok
+    assert len(report.replicas) == 2
+
+
+def test_members_of_other_runs_do_not_disturb_an_update(story: Story) -> None:
+    """They come, publish and say hello again, while a rank of the same number seals."""
+    agent, group = story.replica(), story.ranks("run")
+    first = story.call(group.trainers[0])
+    wait_until(story, lambda: "sealing" in manager_of(story).machine.status().phase)
+    manager = manager_of(story)
+    known = manager.streams.keys() | set()
+    other = TrainerShell(story.cluster, Source("another run", 0, 1, "live", "model B", 2), "session")
+    (peer,) = manager.streams.keys() - known
+    manager.feed(events.Message(peer, other.machine._hello()))
+    story.wait(3.0)
+    assert outcomes(first[0]) == {agent.name: NEW}
+    assert first[0].ok
+
+
+def test_a_report_is_recorded_once_whatever_comes_meanwhile(story: Story, slow_disk: None) -> None:
+    """Each message comes twice, so an outcome comes again when the report is on its way to the disk."""
+    agent, group = story.replica(), story.ranks()
+    manager = manager_of(story)
+    recorded = []
+    before = manager.watch
+
+    def watch(shell: ManagerShell, command: Any) -> None:
+        if isinstance(command, events.Run) and isinstance(command.task, events.RecordOutcome):
+            recorded.append(command.task.report.fence.epoch)
+        before(shell, command)
+
+    manager.watch = watch
+    story.faults.duplicate = 1.0
+    for _ in range(2):
+        assert outcomes(story.update(group)) == {agent.name: NEW}
+        group.train()
+    assert len(recorded) == len(set(recorded)) == 2
+
+
+def test_a_replica_that_says_hello_again_is_told_at_once_to_sleep(story: Story) -> None:
+    """It may have missed what it was told before."""
+    agent = story.replica()
+    manager = manager_of(story)
+    (peer,) = manager.streams
+    commands = sent(story, manager_pb2.SleepWake)
+    manager.sleep_or_wake(False, [agent.name])
+    wait_until(story, lambda: len(commands) == 1)
+    manager.feed(events.Message(peer, agent.machine._hello()))
+    assert len(commands) == 2
+    assert commands[0].fence == commands[1].fence
