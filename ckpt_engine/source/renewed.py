@@ -30,10 +30,10 @@ class RenewedSource(MemorySource):
     """Offers what `walk` yields, in memory of its own: one copy of all that this rank yields.
 
     walk: returns (name, tensor) pairs, or a mapping; called when the source is opened, to learn names, shapes and
-        dtypes, and once at each seal, on the thread that seals. Each tensor is copied (and cast, if another dtype is served) before the
-        next one is asked for, and may be freed or written then. On a GPU the copy lies there if half of its free memory
-        has room for it, else in shared memory. The walk may be a collective: every rank walks to its end, unless its
-        own walk raises.
+        dtypes, and once at each seal, on the thread that seals. Each tensor is copied (and cast, if another dtype is
+        served) before the next one is asked for, and may be freed or written then. On a GPU the copy lies there if
+        half of its free memory has room for it, else in shared memory. The walk may be a collective: every rank walks
+        to its end, unless its own walk raises.
 
     What one walk yields, each later one must, with equal shapes and dtypes, in any order: so nothing is planned again.
     Raises INVALID_ARGUMENT as MemorySource does, and whatever `walk` raises.
