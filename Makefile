@@ -5,8 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ENGINES ?= vllm sglang routers
+FRAMEWORKS ?= trl
 
-.PHONY: demo test test-engines test-slow fuzz bench lint format proto clean fault-matrix endurance mutants
+.PHONY: demo test test-engines test-frameworks test-slow fuzz bench lint format proto clean fault-matrix endurance mutants
 
 demo: DEMO_ENGINE = $(strip $(foreach engine,vllm sglang,$(findstring $(engine),$(ARGS))))
 demo: $(INSTALLED)
@@ -14,14 +15,18 @@ demo: $(INSTALLED)
 
 # Two files at a time: most tests wait for processes that they have started. The linters run among them.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not engine and not gpu and not slow" --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not engine and not framework and not gpu and not slow" --numprocesses 2 --dist loadfile $(ARGS)
 
 # Real inference engines on the CPU, and real routers, in environments of their own that are cached outside the checkout.
 test-engines: $(INSTALLED)
 	engines/run $(ENGINES) -- $(BIN)/python -m pytest -m "engine and not gpu" --timeout=900 $(ARGS)
 
+# Real training frameworks, with replicas of the reference engine.
+test-frameworks: $(INSTALLED)
+	engines/run $(FRAMEWORKS) -- $(BIN)/python -m pytest -m "framework" --timeout=900 $(ARGS)
+
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m "slow and not engine and not gpu" --timeout=1800 $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not engine and not framework and not gpu" --timeout=1800 $(ARGS)
 
 # A million damaged messages for everything that reads what another process sent (docs/security.md).
 fuzz: $(INSTALLED)

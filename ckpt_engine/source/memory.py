@@ -124,13 +124,18 @@ class MemorySource:
         began = time.perf_counter()
         if self._device is not None:
             self._device.settle()
+        self._copied_from = self._copy(boxes)
+        self._has_seal = True
+        return time.perf_counter() - began if any(self._copied) else 0.0
+
+    def _copy(self, boxes: list[Held]) -> list[torch.Tensor | None]:
+        """Puts the values of what is copied into `_sealed`. Returns what each was copied from, to be compared with its
+        copy once that is digested; empty: nothing is to be."""
         live = [box.tensor if copied else None for box, copied in zip(boxes, self._copied, strict=True)]
         TensorCopy(
             (sealed, plain_values(there)) for sealed, there in zip(self._sealed, live, strict=True) if there is not None
         ).run()
-        self._has_seal = True
-        self._copied_from = live if any(self._copied) else []
-        return time.perf_counter() - began if any(self._copied) else 0.0
+        return live if any(self._copied) else []
 
     def digest(self, atoms: Atoms) -> list[int]:
         """Digests of sealed memory, as if cast to what is served; any thread.

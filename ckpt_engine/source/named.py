@@ -29,14 +29,7 @@ def named_source(
 
     Raises INVALID_ARGUMENT for elements that are no (name, tensor) pairs, and as MemorySource does.
     """
-    pairs: list[tuple[str, torch.Tensor]] = []
-    for item in tensors.items() if isinstance(tensors, Mapping) else tensors:
-        if not (isinstance(item, tuple) and len(item) == 2):
-            raise invalid(f"expected (name, tensor) pairs, found a {type(item).__name__}")
-        name, tensor = item
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise invalid(f"expected (name, tensor) pairs, found ({type(name).__name__}, {type(tensor).__name__})")
-        pairs.append((name, tensor))
+    pairs = [checked_pair(item) for item in (tensors.items() if isinstance(tensors, Mapping) else tensors)]
     names = strip_wrappers([name for name, _ in pairs])
     kept = list(zip(names, (tensor for _, tensor in pairs), strict=True))
     return MemorySource(
@@ -48,3 +41,13 @@ def named_source(
         kind="named tensors",
         may_be_empty=any(is_sharded(tensor) for _, tensor in kept),
     )
+
+
+def checked_pair(item: object) -> tuple[str, torch.Tensor]:
+    """`item`, if it is a (name, tensor) pair; else raises INVALID_ARGUMENT."""
+    if not (isinstance(item, tuple) and len(item) == 2):
+        raise invalid(f"expected (name, tensor) pairs, found a {type(item).__name__}")
+    name, tensor = item
+    if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+        raise invalid(f"expected (name, tensor) pairs, found ({type(name).__name__}, {type(tensor).__name__})")
+    return name, tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,15 +15,26 @@ from ckpt_engine.source.base import Source
 from ckpt_engine.source.directory import directory_source
 from ckpt_engine.source.module import module_source
 from ckpt_engine.source.named import named_source
+from ckpt_engine.source.renewed import Pairs, RenewedSource
 from ckpt_engine.source.ways import Wish
 from ckpt_engine.torch_dtypes import dtype_name, torch_dtype
 from ckpt_engine.transport.cuda_memory import NAME as CUDA_IPC
 from ckpt_engine.transport.host import this_host
 from ckpt_engine.transport.shared_memory import NAME as SHARED_MEMORY
 
+Publishable = (
+    nn.Module
+    | Mapping[str, torch.Tensor]
+    | Iterable[tuple[str, torch.Tensor]]
+    | Callable[[], Pairs]
+    | str
+    | os.PathLike[str]
+)
+"""What `open_source` takes."""
+
 
 def open_source(
-    obj: nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | str | os.PathLike[str],
+    obj: Publishable,
     rank: int = 0,
     world_size: int = 1,
     dtype: str | torch.dtype | None = None,
@@ -41,6 +52,7 @@ def open_source(
     | nn.Module sharded by FSDP2, on the CPU   | this rank's shards, copied at each seal   | the same             |
     | (name, tensor) pairs, or a mapping, GPU  | live where they lie, no copies            | copied on the GPU    |
     | (name, tensor) pairs, or a mapping, CPU  | copied at each seal                       | the same             |
+    | callable that returns pairs              | walked at each seal, copied one by one    | the same             |
     | safetensors directory or file            | files read in place, no copies            | copied at each seal  |
 
     (*) Tensor by tensor, if nothing but the published tensors uses their memory (source/rehome.py): what torch shares
@@ -56,6 +68,10 @@ def open_source(
     be mapped are copied at each seal: on the GPU if half of its free memory has room for that, else to shared memory.
     `transport` forces the way of GPU tensors: "cuda_ipc" refuses what would go to shared memory, "shared_memory" copies
     all there.
+
+    A callable is for tensors that do not exist between updates: gathered, merged or renamed ones. Each is copied before
+    the next one is asked for, into memory of the source, which holds one copy of what this rank yields; see
+    source/renewed.py.
 
     Every rank publishes all that it holds: equal tensors of several ranks are replicas of each other. `dtype` is the
     served dtype of floating-point tensors; those of another one are cast: by the readers if they are live on a GPU,
@@ -80,9 +96,11 @@ def open_source(
         return directory_source(Path(obj), host=host, rank=rank, snapshot=snapshot, dtype=wish.dtype)
     if isinstance(obj, Iterable) and not isinstance(obj, torch.Tensor | bytes):
         return named_source(obj, host=host, rank=rank, wish=wish)
+    if callable(obj):
+        return RenewedSource(obj, host=host, rank=rank, wish=wish)
     raise invalid(
         f"cannot publish a {type(obj).__name__}: give an nn.Module, (name, tensor) pairs, a mapping of names to "
-        "tensors, or the path of a safetensors directory"
+        "tensors, a callable that returns pairs, or the path of a safetensors directory"
     )
 
 

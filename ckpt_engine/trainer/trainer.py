@@ -14,18 +14,17 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Self
 
 import torch
-from torch import nn
 
 from ckpt_engine.core.deadlines import Deadlines, check_seconds
 from ckpt_engine.core.machines.trainer import TrainerMachine
 from ckpt_engine.core.problems import CkptEngineError, deadline, invalid, precondition
 from ckpt_engine.report import UpdateReport
-from ckpt_engine.source.open import open_source
+from ckpt_engine.source.open import Publishable, open_source
 from ckpt_engine.trainer.background import Background
 from ckpt_engine.trainer.call import Progress
 from ckpt_engine.trainer.lineage import resolve_lineage
@@ -100,13 +99,14 @@ class Trainer:
 
     def publish(
         self,
-        weights: nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | str | os.PathLike[str],
+        weights: Publishable,
         *,
         dtype: str | torch.dtype | None = None,
         snapshot: bool | None = None,
         transport: str | None = None,
     ) -> None:
-        """Says which weights updates send: an nn.Module (also sharded by FSDP2), pairs, or a safetensors directory.
+        """Says which weights updates send: an nn.Module (also sharded by FSDP2), (name, tensor) pairs or a mapping, a
+        callable that yields pairs anew at each update, or a safetensors directory.
 
         Once, and again only when tensors are replaced (not when their values change). Each rank publishes what it
         holds. dtype: served, if another than the weights'. snapshot: True copies the weights at each update, so that

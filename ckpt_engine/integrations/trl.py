@@ -1,0 +1,197 @@
+"""TRL: GRPOTrainer and AsyncGRPOTrainer bring each step's weights to replicas, and get their tokens from them.
+
+It decides when an update is made and what is published; how TRL trains is not touched, and nothing of it is patched.
+Three seams, from the simplest: `Rollouts` is a `rollout_func` of GRPOTrainer; `WeightTransfer` is a `weight_transfer`
+of AsyncGRPOTrainer, on one rank, from the tensors that TRL gathers; `UpdateCallback` updates from every rank without
+gathering, with any trainer of transformers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import torch
+from transformers import TrainerCallback
+
+from ckpt_engine.integrations.peft import merged
+from ckpt_engine.integrations.updates import Updates
+
+SEED_BITS = 62
+
+
+class UpdateCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Brings the replicas to the trainer's weights when training begins, and after every `every` optimizer steps.
+
+    Every rank has one and publishes what it holds (shards under FSDP2), so nothing is gathered. The version is the
+    trainer's `global_step`.
+    """
+
+    def __init__(self, updates: Updates, every: int = 1) -> None:
+        if every < 1:
+            raise ValueError(f"every={every}: give the number of optimizer steps from one update to the next")
+        self._updates, self._every = updates, every
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Publishes, and updates from the weights that training begins with."""
+        if not self._updates.opened:
+            self._updates.open(_publishable(model), rank=args.process_index, world_size=args.world_size)
+        self._updates.bring(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Updates, if it is time to."""
+        if state.global_step % self._every == 0:
+            self._updates.bring(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Ends the session; replicas go on serving what they have."""
+        self._updates.close()
+
+
+class Rollouts:
+    """A `rollout_func` of GRPOTrainer: has replicas answer the prompts, with the weights as they are at that step.
+
+    updates: of this rank; each rank of the trainer makes its own Rollouts. urls: where to ask: a gateway, a router, or
+    the replicas themselves (then in turns). concurrency: requests at once. timeout: seconds for one answer, waiting for
+    an update included. model: what servers call it; None: the first one that they name.
+
+    Each prompt is a request of its own with a seed of its own, so equal prompts get different answers, on every rank.
+    Raises RuntimeError with what the server said if an answer is no answer; no sample is left out.
+    """
+
+    def __init__(
+        self,
+        updates: Updates,
+        urls: str | Sequence[str],
+        *,
+        concurrency: int = 64,
+        timeout: float = 600.0,
+        model: str | None = None,
+    ) -> None:
+        self._updates = updates
+        self._urls = [urls] if isinstance(urls, str) else list(urls)
+        if not self._urls:
+            raise ValueError("urls is empty: give the address of a gateway, or those of the replicas")
+        self._client = httpx.Client(timeout=timeout, limits=httpx.Limits(max_connections=concurrency))
+        self._threads = ThreadPoolExecutor(concurrency, "ckpt-engine-rollout")
+        self._model = model
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
+        """One completion for each prompt: prompt_ids, completion_ids, logprobs (of the sampled tokens, natural)."""
+        if not self._updates.opened:
+            self._updates.open(
+                _publishable(trainer.accelerator.unwrap_model(trainer.model)),
+                rank=trainer.accelerator.process_index,
+                world_size=trainer.accelerator.num_processes,
+            )
+        if self._updates.version != trainer.state.global_step:
+            self._updates.bring(trainer.state.global_step)
+        prompt_ids = [_ids(prompt, trainer) for prompt in prompts]
+        sampling = _sampling(trainer)
+        urls = itertools.cycle(self._urls)
+        answers = list(self._threads.map(self._complete, prompt_ids, urls, itertools.repeat(sampling)))
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": [tokens for tokens, _ in answers],
+            "logprobs": [logprobs for _, logprobs in answers],
+        }
+
+    def close(self) -> None:
+        """Ends the session and the connections."""
+        self._updates.close()
+        self._threads.shutdown(cancel_futures=True)
+        self._client.close()
+
+    def _complete(self, prompt: list[int], url: str, sampling: dict[str, Any]) -> tuple[list[int], list[float]]:
+        body = {
+            **sampling,
+            "model": self._model or self._named(url),
+            "prompt": prompt,
+            "n": 1,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "seed": secrets.randbits(SEED_BITS),
+        }
+        response = self._client.post(f"{url}/v1/completions", json=body)
+        if response.status_code != 200:
+            raise RuntimeError(f"{url}/v1/completions answered {response.status_code}: {response.text[:500]}")
+        choice = response.json()["choices"][0]
+        tokens, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
+        if tokens is None or logprobs is None or len(tokens) != len(logprobs):
+            raise RuntimeError(f"{url} answers without token ids or their logprobs: {str(choice)[:500]}")
+        return tokens, logprobs
+
+    def _named(self, url: str) -> str:
+        if self._model is None:
+            response = self._client.get(f"{url}/v1/models")
+            response.raise_for_status()
+            self._model = str(response.json()["data"][0]["id"])
+        return self._model
+
+
+class WeightTransfer:
+    """A `weight_transfer` of AsyncGRPOTrainer: updates from what its rank 0 gathers, tensor by tensor.
+
+    TRL calls it on rank 0 only, so this is one rank of its own, whatever the trainer's world is. Versions count TRL's
+    synchronisations, from 0. At the first one all tensors are held at once, to learn their names and shapes; after it
+    one at a time.
+    """
+
+    def __init__(self, updates: Updates) -> None:
+        self._updates = updates
+        self._pairs: Iterable[tuple[str, torch.Tensor]] = ()
+        self._count = itertools.count()
+
+    def init_weight_transfer(self) -> None:
+        """Nothing is to be set up before there are tensors."""
+
+    def pause(self) -> None:
+        """Agents pause their engines themselves, once the weights are sealed, and only for the install."""
+
+    def resume(self) -> None:
+        """See `pause`."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Updates from the pairs, on the calling thread; returns when the replicas serve them."""
+        if self._updates.opened:
+            self._pairs = iterator
+        else:
+            self._pairs = list(iterator)
+            self._updates.open(lambda: self._pairs)
+        try:
+            self._updates.bring(next(self._count))
+        finally:
+            self._pairs = ()
+
+    def destroy(self) -> None:
+        """Ends the session."""
+        self._updates.close()
+
+
+def _publishable(model: Any) -> Any:
+    """The model itself, or for one with adapters what merges them at each update."""
+    return merged(model) if hasattr(model, "merge_adapter") and hasattr(model, "peft_config") else model
+
+
+def _ids(prompt: Any, trainer: Any) -> list[int]:
+    """Token ids of a text, or of a conversation under the model's chat template."""
+    tokenizer = trainer.processing_class
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    return list(tokenizer.apply_chat_template(prompt, tokenize=True, add_generation_prompt=True, return_dict=False))
+
+
+def _sampling(trainer: Any) -> dict[str, Any]:
+    """What the trainer's arguments say of sampling; left out where it changes nothing, as servers differ in that."""
+    args = trainer.args
+    asked = {"max_tokens": args.max_completion_length, "temperature": args.temperature}
+    for name, nothing in (("top_p", (None, 1.0)), ("top_k", (None, 0, -1)), ("repetition_penalty", (None, 1.0))):
+        if getattr(args, name) not in nothing:
+            asked[name] = getattr(args, name)
+    if args.min_p:
+        asked["min_p"] = args.min_p
+    return asked

@@ -1,0 +1,90 @@
+"""When a training framework's rank opens its session, what it publishes, and what it makes of a report.
+
+It decides nothing about a framework: each has a module of its own beside this one, which calls `bring` once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ckpt_engine import Trainer, UpdateReport
+
+
+class Updates:
+    """The updates of one trainer rank. Nothing is dialled before the first `bring`.
+
+    manager: host:port. replicas: how many must have come up before the first update; it waits `wait` seconds for them.
+    dtype: that is served, if another than the weights' (a trainer in mixed precision has float32 weights, engines serve
+    bfloat16). lineage, pause_mode, timeout: as for `Trainer`. min_replicas: so many suffice; None: all that are
+    registered. on_report: called with each report, on the thread that trains.
+    """
+
+    def __init__(
+        self,
+        manager: str,
+        *,
+        replicas: int = 1,
+        wait: float = 600.0,
+        dtype: str | None = None,
+        lineage: str | None = None,
+        pause_mode: str | None = None,
+        min_replicas: int | None = None,
+        timeout: float | None = None,
+        on_report: Callable[[UpdateReport], None] | None = None,
+    ) -> None:
+        self._manager, self._lineage, self._dtype = manager, lineage, dtype
+        self._replicas, self._wait = replicas, wait
+        self._pause_mode, self._min_replicas, self._timeout = pause_mode, min_replicas, timeout
+        self._on_report = on_report
+        self._trainer: Trainer | None = None
+        self.version: int | None = None
+        """What the last report was about; None: there was none."""
+
+    @property
+    def opened(self) -> bool:
+        """Whether weights are published."""
+        return self._trainer is not None
+
+    def open(self, weights: Any, rank: int = 0, world_size: int = 1) -> None:
+        """Publishes, once; every rank calls it. weights: whatever `Trainer.publish` takes.
+
+        Raises CkptEngineError: they cannot be published, or there are too few replicas in time.
+        """
+        if self._trainer is not None:
+            raise RuntimeError("these updates have been opened already")
+        trainer = Trainer(self._manager, rank=rank, world_size=world_size, lineage=self._lineage)
+        try:
+            trainer.publish(weights, dtype=self._dtype)
+            trainer.wait_for_replicas(self._replicas, timeout=self._wait)
+        except BaseException:
+            trainer.close()
+            raise
+        self._trainer = trainer
+
+    def bring(self, version: int) -> UpdateReport:
+        """Brings the replicas to the weights as they are now; every rank calls it with the same version.
+
+        Raises CkptEngineError if the update was refused, or if fewer replicas serve the version than must: training on
+        with tokens of older weights would go unnoticed.
+        """
+        if self._trainer is None:
+            raise RuntimeError("call open, with the weights, before bring")
+        report = self._trainer.update_weights(
+            version, pause_mode=self._pause_mode, timeout=self._timeout, min_replicas=self._min_replicas
+        )
+        if self._on_report is not None:
+            self._on_report(report)
+        if not report.ok:
+            raise RuntimeError(
+                f"version {version} is not served by all replicas that must serve it (min_replicas says how many "
+                f"suffice):\n{report}"
+            )
+        self.version = version
+        return report
+
+    def close(self) -> None:
+        """Says goodbye to the manager. May be repeated; `open` may follow."""
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            trainer.close()

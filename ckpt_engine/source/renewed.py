@@ -1,0 +1,129 @@
+"""A source of tensors that a callable yields anew at each update: gathered, merged, renamed or fused ones.
+
+It decides where each yielded tensor is put, and refuses walks that yield something else than the first one did. What is
+yielded, and whether all ranks walk together, is the callable's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from ckpt_engine.core.problems import invalid, precondition
+from ckpt_engine.source.held import Held, held, plain_values
+from ckpt_engine.source.memory import MemorySource
+from ckpt_engine.source.named import checked_pair
+from ckpt_engine.source.names import strip_wrappers
+from ckpt_engine.source.ways import Wish
+from ckpt_engine.transport.copying import TensorCopy
+from ckpt_engine.v1.weights_pb2 import Host
+
+Pairs = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]
+
+WHY = "is yielded anew at each update"
+
+
+class RenewedSource(MemorySource):
+    """Offers what `walk` yields, in memory of its own: one copy of all that this rank yields.
+
+    walk: returns (name, tensor) pairs, or a mapping; called when the source is opened, to learn names, shapes and
+        dtypes, and once at each seal, on the thread that seals. Each tensor is copied (and cast, if another dtype is
+        served) before the next one is asked for, and may be freed or written then. On a GPU the copy lies there if
+        half of its free memory has room for it, else in shared memory. The walk may be a collective: every rank walks
+        to its end, unless its own walk raises.
+
+    What one walk yields, each later one must, with equal shapes and dtypes, in any order: so nothing is planned again.
+    Raises INVALID_ARGUMENT as MemorySource does, and whatever `walk` raises.
+    """
+
+    def __init__(self, walk: Callable[[], Pairs], *, host: Host, rank: int = 0, wish: Wish | None = None) -> None:
+        self._walk = walk
+        self._rank = rank
+        found = self._learn()
+        super().__init__(
+            lambda: found, host=host, rank=rank, wish=wish, kind="renewed tensors", may_be_empty=self._may_be_empty
+        )
+
+    def check(self) -> None:
+        """Nothing can be told before the walk."""
+
+    def close(self) -> None:
+        """As MemorySource, and forgets the callable."""
+        super().close()
+        self._walk = list
+
+    def _look(self) -> list[Held]:
+        return self._published
+
+    def _copy(self, boxes: list[Held]) -> list[torch.Tensor | None]:
+        """Walks. If that raises nothing is sealed until the next update, and what replicas have stays as it is."""
+        places = {box.name: index for index, box in enumerate(boxes)}
+        missing = set(places)
+        with self._walking() as pairs:
+            for raw, tensor in pairs:
+                name = self._names.get(raw)
+                if name is None:
+                    raise self._other(f"{raw!r} was not among what was yielded when it was published", raw)
+                for box in held([(name, tensor)]):
+                    then = boxes[places[name]] if name in places else None
+                    if then is None or _said(box) != _said(then):
+                        raise self._other(f"{raw!r} is {_said(box)} now, and was {_said(then)}", raw)
+                    if name not in missing:
+                        raise self._other(f"{raw!r} was yielded twice", raw)
+                    TensorCopy([(self._sealed[places[name]], plain_values(box.tensor))]).run()
+                    missing.discard(name)
+        if missing:
+            names = sorted(missing)
+            raise self._other(f"the walk ended without {len(names)} tensors: {', '.join(names[:4])}", *names[:16])
+        return []
+
+    def _learn(self) -> list[Held]:
+        """What the first walk yields, each with a stand-in that has its shape and dtype, and no memory."""
+        shards: dict[str, list[Held]] = {}
+        with self._walking() as pairs:
+            for raw, tensor in pairs:
+                if raw in shards:
+                    raise invalid(f"{raw!r} was yielded twice", tensors=[raw])
+                shards[raw] = [
+                    replace(box, tensor=_stand_in(box.tensor), must_copy=WHY, twins=()) for box in held([(raw, tensor)])
+                ]
+        self._names = dict(zip(shards, strip_wrappers(list(shards)), strict=True))
+        self._may_be_empty = any(not boxes for boxes in shards.values())
+        if len(set(self._names.values())) < len(shards):
+            raise invalid("two of the yielded tensors have one name once wrappers are stripped", tensors=[*shards][:16])
+        return [replace(box, name=self._names[raw]) for raw, boxes in shards.items() for box in boxes]
+
+    @contextmanager
+    def _walking(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        """The pairs of one walk. However it ends, a generator is closed before this returns, so that what it does in a
+        `finally` (take a merged adapter out again) is done before training goes on."""
+        yielded = self._walk()
+        try:
+            with torch.no_grad():
+                yield (checked_pair(item) for item in (yielded.items() if isinstance(yielded, Mapping) else yielded))
+        finally:
+            if isinstance(yielded, Generator):
+                yielded.close()
+
+    def _other(self, said: str, *names: str) -> Exception:
+        return precondition(
+            f"{said}: each walk must yield what the first one did, else publish again",
+            tensors=list(names),
+            ranks=[self._rank],
+        )
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def _said(box: Held | None) -> str:
+    if box is None:
+        return "no part of this rank's"
+    part = "" if tuple(box.tensor.shape) == box.shape else f" (from {list(box.start)} of {list(box.shape)})"
+    return f"{box.tensor.dtype} {list(box.tensor.shape)} on {box.tensor.device}{part}"
