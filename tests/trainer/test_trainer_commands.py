@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,6 +148,9 @@ def test_an_operator_lists_runs_and_evicts_one(manager: str) -> None:
         assert "lineage 'in the way'" in listed.stdout
         evicted = run("trainer", "evict", "in the way", "--manager", manager, "--reason", "it blocks us")
         assert evicted.stdout == "lineage in the way: evicted, 1 ranks, 1 of them connected\n"
+        end = time.monotonic() + 20
+        while not trainer._background._final and time.monotonic() < end:  # the manager's word is on its way
+            time.sleep(0.01)
         with pytest.raises(CkptEngineError, match="evicted by an operator: it blocks us"):
             trainer.update_weights(timeout=10)
         assert "none" in run("trainer", "list", "--manager", manager).stdout
