@@ -11,6 +11,7 @@ from install_models import Plain, TensorParallel, target_of
 from install_world import Checkpoint, OneWorker, random_tensor
 from torch import Tensor
 
+from ckpt_engine.core import digest_host
 from ckpt_engine.install.ready import Ready
 from ckpt_engine.install.target import ModuleTarget
 from ckpt_engine.v1 import weights_pb2, worker_pb2
@@ -137,4 +138,15 @@ def test_a_transport_that_the_worker_lacks_is_named_beside_those_that_it_has(tmp
     problem = worker.installer.install(order).report.problem
     assert "no transport carrier_pigeon (it has " in problem.message
     assert "shared_memory" in problem.message.partition("it has ")[2]
+    checkpoint.close()
+
+
+def test_what_digests_need_is_compiled_when_a_loader_is_recorded(tmp_path: Path) -> None:
+    """It takes seconds the first time, which must not be seconds of a pause."""
+    model = TensorParallel()
+    checkpoint = Checkpoint(model.checkpoint())
+    worker = OneWorker(ModuleTarget(model), tmp_path)
+    digest_host._loaded.cache_clear()  # as in a process that has not digested anything
+    assert not worker.prepare(checkpoint).HasField("problem")
+    assert digest_host._loaded.cache_info().currsize == 1
     checkpoint.close()

@@ -161,3 +161,27 @@ def test_a_replica_that_says_hello_again_is_told_at_once_to_sleep(story: Story) 
     manager.feed(events.Message(peer, agent.machine._hello()))
     assert len(commands) == 2
     assert commands[0].fence == commands[1].fence
+
+
+@pytest.mark.parametrize("phase", ["sealing", "installing"])
+def test_a_member_that_has_seen_higher_epochs_ends_only_what_has_touched_nothing(story: Story, phase: str) -> None:
+    """The ledger was rolled back. Members would not obey the epoch; those that install already do."""
+    agent = story.replica()
+    manager = manager_of(story)
+    (peer,) = manager.streams
+    group = story.ranks()
+    result = story.call(group.trainers[0])
+    wait_until(story, lambda: manager.machine.status().phase.endswith(phase))
+    hello = agent.machine._hello()
+    hello.epoch = manager.machine.status().fence.epoch + 100
+    manager.feed(events.Message(peer, hello))
+    story.wait(4.0)
+    if phase == "sealing":
+        refused(result[0], Problem.UNAVAILABLE, "rolled back", "try again")
+        assert not story.ledger.intents
+    else:
+        assert outcomes(result[0]) == {agent.name: NEW}
+    group.train()
+    report = story.update(group)
+    assert outcomes(report) == {agent.name: NEW}
+    assert report.fence.epoch > hello.epoch

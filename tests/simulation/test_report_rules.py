@@ -298,6 +298,22 @@ def test_progress_names_who_is_left_out(story: Story) -> None:
     assert said[misfit.name] == "left out: this engine cannot load model B"
 
 
+@pytest.mark.parametrize("phase", ["preparing", "installing"])
+def test_a_replica_that_is_lost_while_it_installs_is_told_from_one_that_was_never_told_to(
+    story: Story, phase: str
+) -> None:
+    lost, _, group = story.replica(), story.replica(), story.ranks()
+    assert story.cluster.manager is not None
+    result = story.call(group.trainers[0])
+    while not story.cluster.manager.machine.status().phase.endswith(phase):
+        story.wait(0.0005)
+    lost.crash()
+    story.wait(10.0)
+    (told,) = (each for each in result[0].replicas if each.replica == lost.name)
+    assert told.outcome == (QUARANTINED if phase == "installing" else UNREACHED)
+    assert told.problem.message.startswith("it was lost while installing: ") == (phase == "installing")
+
+
 # ---------------------------------------------------------------------------------------------------- warnings
 
 

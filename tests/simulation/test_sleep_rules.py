@@ -296,3 +296,24 @@ def test_an_install_that_cannot_mark_what_it_woke_goes_back_and_ends(
     assert engine_of(agent).gate_open
     group.train()
     assert outcomes(story.update(group)) == {agent.name: NEW}
+
+
+def test_a_replica_of_which_nobody_knows_what_its_page_says_counts_as_closed(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the mark nor taking it back could be written, as far as the agent knows. Waking it writes it anew."""
+    agent, group = story.replica(HYBRID), story.ranks()
+    assert story.update(group).ok
+
+    def mark(self: AgentShell, task: events.MarkEngine) -> Steps:
+        yield 0.01
+        raise internal("the test says no")
+
+    monkeypatch.setattr(AgentShell, "_mark", mark)
+    assert "the test says no" in sleep(story, agent).message
+    assert not engine_of(agent).asleep
+    assert not agent.machine.replica.serving()
+    monkeypatch.undo()
+    assert wake(story, agent) is None
+    assert agent.machine.replica.serving()
+    assert engine_of(agent).gate_open
