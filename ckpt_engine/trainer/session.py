@@ -1,7 +1,8 @@
-"""The shell around a trainer's state machine: streams, timers and tasks on one asyncio loop.
+"""The shell around the machine of a member that offers weights: streams, timers and tasks on one asyncio loop.
 
-It decides nothing: `TrainerMachine` does (core/machines). Everything here runs on the loop of the thread that
-`Trainer` starts. Nothing here touches weights: sealing is handed to whoever made the session.
+It decides nothing: the machine does (core/machines/offering.py), which also says what kind of member this is.
+Everything here runs on the loop of the thread that owns it. Nothing here touches weights: sealing is handed to whoever
+made the session.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message as ProtobufMessage
 
 from ckpt_engine.client import error_of, get_blob, manager_stub, open_channel, problem_of, put_blob
 from ckpt_engine.core.machines.events import (
@@ -43,7 +45,7 @@ from ckpt_engine.core.machines.events import (
     TrainerCommand,
     TrainerEvent,
 )
-from ckpt_engine.core.machines.trainer import TrainerMachine
+from ckpt_engine.core.machines.offering import OfferingMachine
 from ckpt_engine.core.machines.wire import pack, unpack
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, internal
 from ckpt_engine.trace import span, trace
@@ -62,12 +64,12 @@ logger = logging.getLogger("ckpt_engine.trainer")
 class _Stream:
     """One session stream. None in the outgoing queue ends it."""
 
-    outgoing: asyncio.Queue[manager_pb2.TrainerMessage | None] = field(default_factory=asyncio.Queue)
+    outgoing: asyncio.Queue[ProtobufMessage | None] = field(default_factory=asyncio.Queue)
     task: asyncio.Task[None] | None = None
 
 
-class TrainerSession:
-    """One rank's session with the manager at `address`, from `start` to `stop`.
+class OfferingSession:
+    """One member's session with the manager at `address`, from `start` to `stop`.
 
     seal: performs a SealSource on whichever thread it belongs; awaited on the loop; raises CkptEngineError.
     notify: is told SessionOpened, SessionEnded, PublicationDecided and Released, on the loop.
@@ -76,7 +78,7 @@ class TrainerSession:
     def __init__(
         self,
         address: str,
-        machine: TrainerMachine,
+        machine: OfferingMachine,
         seal: Callable[[SealSource, weights_pb2.Atoms], Awaitable[Sealing]],
         notify: Callable[[SessionOpened | SessionEnded | PublicationDecided | Released], None],
         goodbye_seconds: float,
@@ -121,9 +123,9 @@ class TrainerSession:
         try:
             commands = self._machine.handle(event, time.monotonic())
         except Exception as error:
-            logger.exception("the trainer's machine failed")
+            logger.exception("the machine of this member failed")
             self._failed = True
-            problem = internal(f"this trainer failed on {type(event).__name__}: {error!r}; its log says where").problem
+            problem = internal(f"this member failed on {type(event).__name__}: {error!r}; its log says where").problem
             commands = [*(ClosePeer(peer) for peer in self._streams), SessionEnded(problem, final=True)]
         for command in commands:
             self._perform(command)
@@ -169,7 +171,7 @@ class TrainerSession:
             case Send(peer, body):
                 trace("trainer.sends", type(body).__name__)
                 if peer in self._streams:
-                    self._streams[peer].outgoing.put_nowait(pack(manager_pb2.TrainerMessage, body))
+                    self._streams[peer].outgoing.put_nowait(pack(self._machine.kind.message, body))
             case OpenStream(peer):
                 stream = self._streams[peer] = _Stream()
                 stream.task = asyncio.ensure_future(self._carry(peer, stream))
@@ -203,14 +205,14 @@ class TrainerSession:
         """Carries one session stream both ways until it ends, and tells the machine."""
         closing = False
 
-        async def outgoing() -> AsyncIterator[manager_pb2.TrainerMessage]:
+        async def outgoing() -> AsyncIterator[ProtobufMessage]:
             nonlocal closing
             while (message := await stream.outgoing.get()) is not None:
                 yield message
             closing = True
             asyncio.get_running_loop().call_later(self._goodbye_seconds, call.cancel)
 
-        call: Any = self._stub.TrainerSession(outgoing())
+        call: Any = getattr(self._stub, self._machine.kind.session)(outgoing())
         reason = "the manager ended the session"
         try:
             async for command in call:
@@ -255,7 +257,7 @@ class TrainerSession:
     async def _perform_task(self, task: Task) -> object:
         if isinstance(task, PutBlobs):
             return tuple([await put_blob(self._stub, blob, task.seconds) for blob in task.blobs])
-        assert isinstance(task, SealSource), "a trainer's machine asks for nothing else"
+        assert isinstance(task, SealSource), "a machine that offers weights asks for nothing else"
         self._seal_epoch = task.epoch
         atoms = await self._atoms(task)
         if task.epoch < self._seal_epoch:
