@@ -101,7 +101,7 @@ SLANTS: dict[Mistake, Slant] = {
 
 
 RARE = {a_record_tells_nothing_of_what_was_sealed_since}
-"""So many stories must be told until one needs the rule that it takes half a minute; test_holder_rules.py has a story."""
+"""Half a minute of stories must be told until one needs the rule. A story of its own is in test_holder_rules.py."""
 
 
 @pytest.mark.parametrize(
