@@ -31,7 +31,7 @@ from ckpt_engine.agent.channel import AgentChannel, Answer
 from ckpt_engine.client import manager_stub
 from ckpt_engine.core.machines.events import EngineReady
 from ckpt_engine.install.directory import EngineDirectory
-from ckpt_engine.install.state import EnginePage
+from ckpt_engine.install.state import EnginePage, WorkerWord
 from ckpt_engine.install.target import ModuleTarget
 from ckpt_engine.install.worker import EngineWorker
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -136,6 +136,12 @@ class DirectHost:
 
     def replace(self, reason: str) -> bool:
         return False
+
+    async def look(self, seconds: float) -> None:
+        """Nothing: its worker is here."""
+
+    def status(self, word: WorkerWord) -> manager_pb2.WorkerStatus:
+        return word.status()
 
 
 class DirectAgent(session.ReplicaAgent):

@@ -31,8 +31,8 @@ def said(body: Message) -> str:
     match body:
         case manager_pb2.Prepared():
             if body.HasField("problem"):
-                return f"update {body.fence.epoch}: cannot be prepared: {body.problem.message}"
-            return f"update {body.fence.epoch}: prepared, {_count(len(body.workers), 'worker')}"
+                return f"cannot be prepared: {body.problem.message}"
+            return f"prepared, {_count(len(body.workers), 'worker')}"
         case manager_pb2.ReplicaOutcome():
             return _outcome(body)
         case manager_pb2.SleepWakeDone() if body.HasField("problem"):

@@ -54,7 +54,7 @@ class Deadlines:
     catch_up: bringing one late replica to the latest version.
     catch_up_retry: before a failed catch-up is tried again; doubles with each attempt.
     sleep_wake: putting an engine to sleep or waking it, when the caller sets no timeout.
-    forget: a trainer rank that lost its session and did not come back, until the manager forgets it.
+    forget: a trainer rank or a holder that lost its session and did not come back, until the manager forgets it.
 
     The manager's process:
 

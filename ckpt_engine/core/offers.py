@@ -17,6 +17,11 @@ def rank_id(rank: int) -> str:
     return f"rank {rank}"
 
 
+def holder_id(kind: str, name: str) -> str:
+    """The id of what a holder offers; no rank has it."""
+    return f"{kind} {name}"
+
+
 def label(table: SourceTable) -> str:
     """The source as messages name it: its rank if it has one, else its id."""
     return f"rank {table.rank}" if table.HasField("rank") else f"source {table.id}"

@@ -220,6 +220,9 @@ class _Merger:
             tensor = tensors[shard.tensor]
             if shard.encoding:
                 raise self._error(table, tensor, f"its encoding {shard.encoding!r} is not known here")
+            if shard.HasField("unchanged_since"):
+                since = f"version {shard.unchanged_since.version} of lineage {shard.unchanged_since.lineage!r}"
+                raise self._error(table, tensor, f"shard {index} is unchanged since {since}, which nobody uses yet")
             stride = tuple(shard.stride)
             key = tuple(shard.start), tuple(shard.stop), stride, self._shapes[tensor]
             extent = self._extents.get(key)

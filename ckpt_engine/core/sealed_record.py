@@ -8,6 +8,7 @@ pieces, and these must add up to what the record says. It decides nothing about 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,7 @@ from ckpt_engine.core.layout import Layout
 from ckpt_engine.core.manifest import RootHasher, canonical, manifest_of
 from ckpt_engine.core.plan import Plans
 from ckpt_engine.core.problems import data_loss, internal, invalid
-from ckpt_engine.core.sealed import Sealed, Words, check_replicas
+from ckpt_engine.core.sealed import Sealed, Words, check_replicas, delimited, packed
 from ckpt_engine.v1.weights_pb2 import Atoms, Digests, SealedRecord
 
 
@@ -42,18 +43,49 @@ class Recorded:
         return tuple(known.setdefault(boxes, Layout(boxes)) for boxes in self.boxes)
 
 
+class RecordWriter:
+    """Writes the records of one cutting. Manifest and cells are the same in all of them: they are made into bytes, and
+    hashed, once."""
+
+    def __init__(self, cells: Cells) -> None:
+        self._cells = cells
+        order: list[int] = []
+        pieces = [canonical(SealedRecord(manifest=cells.publication.manifest))]
+        boxes: dict[int, list[tuple[int, bytes]]] = {}  # tensors that are cut alike share one tiling
+        for tensor, tiling in enumerate(cells.tilings):
+            if id(tiling) not in boxes:
+                boxes[id(tiling)] = [
+                    (
+                        place,
+                        canonical(SealedRecord.Cell(start=tiling.boxes[place].start, stop=tiling.boxes[place].stop)),
+                    )
+                    for place in sorted(range(len(tiling.boxes)), key=tiling.boxes.__getitem__)
+                ]
+            number = canonical(SealedRecord.Cell(tensor=tensor))
+            for place, box in boxes[id(tiling)]:
+                order.append(cells.first[tensor] + place)
+                pieces.append(delimited(SealedRecord.CELLS_FIELD_NUMBER, number + box))
+        self._order = np.array(order, dtype=np.int64)
+        self._prefix = b"".join(pieces)
+        self._hasher = hashlib.sha256(self._prefix)
+
+    def write(self, sealed: Sealed) -> tuple[bytes, bytes]:
+        """What an update's sources sealed: a SealedRecord as a blob, and the blob's digest.
+
+        Raises FAILED_PRECONDITION if a cell was not digested or not everything is held.
+        """
+        if sealed.cells is not self._cells:
+            raise internal("these digests are of other cells than this record's")
+        sealed.root()
+        digests = packed(SealedRecord.DIGESTS_FIELD_NUMBER, sealed.values[self._order])
+        hasher = self._hasher.copy()
+        hasher.update(digests)
+        return self._prefix + digests, hasher.digest()
+
+
 def record_of(sealed: Sealed) -> SealedRecord:
-    """What an update's sources sealed. Raises FAILED_PRECONDITION if a cell was not digested or not everything is
-    held."""
-    sealed.root()
-    cells = sealed.cells
-    record = SealedRecord(manifest=sealed.publication.manifest)
-    order = sorted(range(len(cells)), key=lambda cell: (int(cells.tensor[cell]), cells.box(cell)))
-    for cell in order:
-        box = cells.box(cell)
-        record.cells.add(tensor=int(cells.tensor[cell]), start=box.start, stop=box.stop)
-    record.digests.extend(map(int, sealed.values[order]))
-    return record
+    """What an update's sources sealed. Raises as RecordWriter.write does."""
+    return SealedRecord.FromString(RecordWriter(sealed.cells).write(sealed)[0])
 
 
 def read_record(record: SealedRecord, root: bytes) -> Recorded:
@@ -150,9 +182,8 @@ def seal_from_record(plans: Plans, recorded: Recorded, digests: Mapping[int, Dig
         whole_answers[source] = Digests(values=values.tolist())
     sealed = check_replicas(plans, whole_answers)
     values = np.where(equal, recorded.values[number], sealed.values)
-    known = equal | sealed.known
-    _check_sums(plans, recorded, number, values, known)
-    return Sealed(plans.publication, cells, values, known)
+    proven = _check_sums(plans, recorded, number, values, equal | sealed.known)
+    return Sealed(plans.publication, cells, values, proven)
 
 
 def _check_manifest(plans: Plans, recorded: Recorded) -> None:
@@ -162,8 +193,9 @@ def _check_manifest(plans: Plans, recorded: Recorded) -> None:
 
 def _check_sums(
     plans: Plans, recorded: Recorded, number: Indices, values: Words, known: np.typing.NDArray[np.bool_]
-) -> None:
-    """Finer pieces of a recorded cell, if all of it is there, add up to what was recorded."""
+) -> np.typing.NDArray[np.bool_]:
+    """Finer pieces of a recorded cell add up to what was recorded. Which cells that proves: none of a recorded cell of
+    which a piece is missing."""
     cells = plans.cells
     sums = np.zeros(len(recorded.values), dtype=np.uint64)
     np.add.at(sums, number[known], values[known])
@@ -173,7 +205,8 @@ def _check_sums(
     recorded_volumes = np.fromiter(
         (box.volume for boxes in recorded.boxes for box in boxes), dtype=np.int64, count=len(recorded.values)
     )
-    wrong = np.flatnonzero((covered == recorded_volumes) & (sums != recorded.values))
+    whole_cells = covered == recorded_volumes
+    wrong = np.flatnonzero(whole_cells & (sums != recorded.values))
     if len(wrong):
         tensors = sorted({int(np.searchsorted(recorded.first, cell, side="right")) - 1 for cell in wrong.tolist()})
         names = [plans.publication.manifest.tensors[tensor].name for tensor in tensors]
@@ -182,6 +215,8 @@ def _check_sums(
             "than their version says",
             names[:16],
         )
+    proven: np.typing.NDArray[np.bool_] = known & whole_cells[number]
+    return proven
 
 
 def _equal(cells: Cells, recorded: Recorded) -> tuple[Indices, np.typing.NDArray[np.bool_]]:

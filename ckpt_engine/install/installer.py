@@ -84,6 +84,7 @@ class Installer:
         self._current: _Current | None = None
         self._constants = Constants(target)
         self._fence = weights_pb2.Fence()
+        self._filled = weights_pb2.Fence()
         self._last: worker_pb2.WorkerInstalled | None = None
 
     def prepare(self, order: worker_pb2.PrepareOrder) -> worker_pb2.WorkerPrepared:
@@ -91,7 +92,7 @@ class Installer:
         prepared = worker_pb2.WorkerPrepared(fence=order.fence, host=this_host())
         stop_at = time.monotonic() + order.deadline_seconds
         try:
-            self._check_fence(order.fence)
+            self._check_fill(order.fence)
             prepared.needs = self._recording(order.manifest, stop_at).needs_bytes
         except Exception as error:
             prepared.problem.CopyFrom(_problem_of(error, "preparing"))
@@ -142,6 +143,12 @@ class Installer:
         highest = max(self._fence.epoch, self._slot.epoch)
         if fence.epoch < highest:
             raise aborted(f"epoch {fence.epoch} was overtaken by {highest} on worker {self._slot.rank}")
+
+    def _check_fill(self, fence: weights_pb2.Fence) -> None:
+        # Fill fences are compared with each other only. Words do not tell them, so another cluster's may be lower.
+        if fence.cluster == self._filled.cluster and fence.epoch < self._filled.epoch:
+            raise aborted(f"epoch {fence.epoch} was overtaken by {self._filled.epoch} on worker {self._slot.rank}")
+        self._filled = weights_pb2.Fence(cluster=fence.cluster, epoch=fence.epoch)
 
     def _recording(self, manifest_bytes: bytes, stop_at: float) -> Recording:
         digest = blob_digest(manifest_bytes)

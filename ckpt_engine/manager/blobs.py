@@ -50,6 +50,7 @@ class BlobStore:
         self._lock = threading.Lock()
         self._blobs: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
         self._pins: dict[str, frozenset[bytes]] = {}
+        self._fleeting: set[bytes] = set()
         self._stored_bytes = 0
         self._reserved_bytes = 0
 
@@ -82,14 +83,18 @@ class BlobStore:
             raise invalid(f"blob {describe(ref.digest)} has {len(data)} bytes, the reference says {ref.size}")
         return data
 
-    def put(self, data: bytes) -> manager_pb2.BlobRef:
-        """Stores bytes that this process made and returns their reference.
+    def put(self, data: bytes, digest: bytes | None = None, fleeting: bool = False) -> manager_pb2.BlobRef:
+        """Stores bytes that this process made and returns their reference. digest: theirs, if it is at hand.
 
+        fleeting: large, and new with every update: it goes as soon as nobody pins it any more.
         Raises ResourceExhaustedError when they are over a limit.
         """
-        ref = manager_pb2.BlobRef(digest=hashlib.sha256(data).digest(), size=len(data))
+        ref = manager_pb2.BlobRef(digest=digest or hashlib.sha256(data).digest(), size=len(data))
         self._reserve(ref.size)
         self._settle(ref, data)
+        if fleeting:
+            with self._lock:
+                self._fleeting.add(ref.digest)
         return ref
 
     def upload(self, ref: manager_pb2.BlobRef) -> Upload:
@@ -106,15 +111,25 @@ class BlobStore:
         """Keeps these blobs, and no longer those that the same owner pinned before."""
         digests = frozenset(ref.digest for ref in refs if ref.digest)
         with self._lock:
+            before = self._pins.pop(owner, frozenset())
             if digests:
                 self._pins[owner] = digests
-            else:
-                self._pins.pop(owner, None)
+            self._let_go(before)
 
     def unpin(self, owner: str) -> None:
         """Ends an owner's claims; unknown owners are fine."""
         with self._lock:
-            self._pins.pop(owner, None)
+            self._let_go(self._pins.pop(owner, frozenset()))
+
+    def _let_go(self, digests: frozenset[bytes]) -> None:
+        """Drops the fleeting ones of these that nobody pins."""
+        fleeting = self._fleeting & digests
+        for digest in fleeting.difference(*self._pins.values()) if fleeting else ():
+            self._drop(digest)
+
+    def _drop(self, digest: bytes) -> None:
+        self._stored_bytes -= len(self._blobs.pop(digest, b""))
+        self._fleeting.discard(digest)
 
     def _reserve(self, size: int) -> None:
         if size > self.max_blob_bytes:
@@ -144,7 +159,7 @@ class BlobStore:
                 "are forgotten after a while; `ckpt-engine trainer evict LINEAGE` lets go of one now"
             )
         for digest in doomed:
-            self._stored_bytes -= len(self._blobs.pop(digest))
+            self._drop(digest)
 
     def _owners(self) -> str:
         """Who needs how many bytes, the most first; what several need counts for each."""

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, TypeVar, cast
 
 from google.protobuf.message import DecodeError, Message
 
+from ckpt_engine.core.boxes import Box
 from ckpt_engine.core.complete import check_complete
 from ckpt_engine.core.machines.events import (
     Combined,
     CombineSeals,
     Compiled,
     CompilePlans,
+    HeldOffer,
+    Joined,
+    JoinSources,
     MergeTables,
     PlanWorker,
     Published,
@@ -27,13 +33,15 @@ from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.offers import by_transport, label
 from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
 from ckpt_engine.core.problems import CkptEngineError, internal, invalid
-from ckpt_engine.core.publication import Publication, merge_tables
-from ckpt_engine.core.sealed import check_replicas, expected_digests
+from ckpt_engine.core.publication import Publication, join_sources, merge_tables
+from ckpt_engine.core.sealed import check_replicas, expected_blob
+from ckpt_engine.core.sealed_record import Recorded, RecordWriter, finer_atoms, read_record, seal_from_record
 from ckpt_engine.manager.blobs import BlobStore, describe
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 KEPT_PUBLICATIONS = 2
 KEPT_PLANS = 4
+KEPT_RECORDS = 2
 """More than one of each: runs alternate on one manager, and so do a late replica alone and all replicas together."""
 
 Key = TypeVar("Key")
@@ -61,8 +69,21 @@ class _Recent(Generic[Key, Value]):
             self._values.popitem(last=False)
 
 
+@dataclass(frozen=True, eq=False)
+class _Planned:
+    """What was compiled. recorded: the record that it was cut along, for a late replica; None: a record is made."""
+
+    plans: Plans
+    recorded: Recorded | None
+
+    @cached_property
+    def writer(self) -> RecordWriter:
+        """Of the records of this cutting; made at the first seal."""
+        return RecordWriter(self.plans.cells)
+
+
 class Compiler:
-    """The tasks MergeTables, CompilePlans and CombineSeals over one content store.
+    """The tasks MergeTables, JoinSources, CompilePlans and CombineSeals over one content store.
 
     Every method raises CkptEngineError with the Problem that the task ends with.
     """
@@ -71,6 +92,7 @@ class Compiler:
         self._blobs = blobs
         self._publications: _Recent[tuple[bytes, ...], Published] = _Recent(KEPT_PUBLICATIONS)
         self._plans: _Recent[tuple[object, ...], Compiled] = _Recent(KEPT_PLANS)
+        self._records: _Recent[tuple[bytes, bytes], Recorded] = _Recent(KEPT_RECORDS)
 
     def merge(self, task: MergeTables) -> Published:
         """Merges the tables of all ranks. NOT_FOUND when a table's blob is not held any more."""
@@ -85,27 +107,65 @@ class Compiler:
             if not table.HasField("rank") or table.rank != rank:
                 raise invalid(f"rank {rank} of lineage {task.lineage!r} published the table of {label(table)}")
             tables.append(table)
-        publication = merge_tables(tables, digests)
-        published = Published(
+        published = self._published(merge_tables(tables, digests), task.tables)
+        self._publications.put(digests, published)
+        return published
+
+    def join(self, task: JoinSources) -> Joined:
+        """Joins what holders offer of one version. Who brings a record that does not hash to the version's root, or a
+        table that does not fit it, is left out and named."""
+        refused: dict[str, weights_pb2.Problem] = {}
+        records = [] if task.record is None else [task.record]
+        for offer in task.offers:
+            try:
+                if offer.record is not None:
+                    self._recorded(offer.record, task.identity.root)
+                    records.append(offer.record)
+            except CkptEngineError as error:
+                refused[offer.source] = _of_holder(offer, error)
+        if not records:
+            return Joined(None, None, refused)
+        manifest = self._recorded(records[0], task.identity.root).record.manifest
+        tables, refs = [], []
+        for offer in task.offers:
+            if offer.source in refused:
+                continue
+            try:
+                table = self._parsed(offer.table, weights_pb2.SourceTable(), "its table")
+                if table.HasField("rank") or table.id != offer.source:
+                    raise invalid(
+                        f"its table is that of {label(table)}; its id must be {offer.source!r}, without a rank"
+                    )
+                join_sources(manifest, [table], [offer.table.digest])
+            except CkptEngineError as error:
+                refused[offer.source] = _of_holder(offer, error)
+            else:
+                tables.append(table)
+                refs.append(offer.table)
+        if not tables:
+            return Joined(None, None, refused)
+        publication = join_sources(manifest, tables, [ref.digest for ref in refs])
+        return Joined(self._published(publication, refs), records[0], refused)
+
+    def _published(self, publication: Publication, refs: Sequence[manager_pb2.BlobRef]) -> Published:
+        return Published(
             manifest=self._blobs.put(publication.manifest_bytes),
             sources=tuple(
                 SourceOffer(
                     table.id,
-                    table.rank,
+                    table.rank if table.HasField("rank") else None,
                     ref,
                     table.stays_sealed,
                     table.source_copies,
                     _outlives(table),
                     tuple(table.copied),
                 )
-                for table, ref in zip(tables, task.tables, strict=True)
+                for table, ref in zip(publication.tables, refs, strict=True)
             ),
             tensors=len(publication.manifest.tensors),
             bytes=publication.bytes,
             handle=publication,
         )
-        self._publications.put(digests, published)
-        return published
 
     def compile(self, task: CompilePlans) -> Compiled:
         """Plans for these workers, from what is kept if nothing changed and its blobs are still there.
@@ -113,12 +173,14 @@ class Compiler:
         A replica that cannot be planned for is named as unfit, and has no plans.
         """
         publication = _publication(task.published)
-        key = (publication.table_digests, tuple(map(_identity, task.workers)))
+        recorded = None if task.record is None else self._recorded(task.record, task.root)
+        record = b"" if task.record is None else task.record.digest
+        key = (publication.table_digests, record, tuple(map(_identity, task.workers)))
         compiled = self._plans.get(key)
         if compiled is not None and all(map(self._blobs.has, (*compiled.plans.values(), *compiled.atoms.values()))):
             return compiled
         requests, unfit = self._requests(task)
-        plans = _plans_for_all_that_fit(publication, requests, unfit)
+        plans = _plans_for_all_that_fit(publication, requests, unfit, () if recorded is None else recorded.boxes)
         stored: dict[int, manager_pb2.BlobRef] = {}
         refs: dict[WorkerKey, manager_pb2.BlobRef] = {}
         planned = [worker for worker in task.workers if worker.key[0] not in unfit]
@@ -131,10 +193,10 @@ class Compiler:
             plans=refs,
             atoms={
                 publication.tables[source].id: self._blobs.put(canonical(atoms))
-                for source, atoms in plans.atoms.items()
+                for source, atoms in (plans.atoms if recorded is None else finer_atoms(plans, recorded)).items()
             },
             bytes={worker.key: plans.workers[worker.key].bytes for worker in planned},
-            handle=plans,
+            handle=_Planned(plans, recorded),
             unfit=unfit,
         )
         self._plans.put(key, compiled)
@@ -160,24 +222,37 @@ class Compiler:
 
     def combine(self, task: CombineSeals) -> Combined:
         """What the sealed digests add up to, and what each worker must therefore find."""
-        plans = task.compiled.handle
-        if not isinstance(plans, Plans):
+        planned = task.compiled.handle
+        if not isinstance(planned, _Planned):
             raise internal("these plans were not compiled by this manager")
+        plans, recorded = planned.plans, planned.recorded
         tables = plans.publication.tables
         digests = {
             source: self._parsed(task.digests[table.id], weights_pb2.Digests(), f"the digests of {label(table)}")
             for source, table in enumerate(tables)
             if table.id in task.digests
         }
-        sealed = check_replicas(plans, digests)
+        sealed = check_replicas(plans, digests) if recorded is None else seal_from_record(plans, recorded, digests)
         stored: dict[int, manager_pb2.BlobRef] = {}
         expected: dict[WorkerKey, manager_pb2.BlobRef] = {}
         for key in task.compiled.plans:
             needs = plans.maps[key]
             if id(needs) not in stored:
-                stored[id(needs)] = self._blobs.put(canonical(expected_digests(plans, key, sealed)))
+                stored[id(needs)] = self._blobs.put(expected_blob(plans, key, sealed))
             expected[key] = stored[id(needs)]
-        return Combined(sealed.root(), expected)
+        if recorded is not None:
+            return Combined(recorded.root, expected)
+        record = self._blobs.put(*planned.writer.write(sealed), fleeting=True)
+        return Combined(sealed.root(), expected, record)
+
+    def _recorded(self, ref: manager_pb2.BlobRef, root: bytes) -> Recorded:
+        """A record, from whomever it comes. Raises DATA_LOSS unless it hashes to the root."""
+        recorded = self._records.get((ref.digest, root))
+        if recorded is None:
+            record = self._parsed(ref, weights_pb2.SealedRecord(), "the sealed record")
+            recorded = read_record(record, root)
+            self._records.put((ref.digest, root), recorded)
+        return recorded
 
     def _parsed(self, ref: manager_pb2.BlobRef, empty: Parsed, name: str) -> Parsed:
         """A blob as the message that it should hold. Raises INVALID_ARGUMENT saying which blob is none."""
@@ -189,10 +264,13 @@ class Compiler:
 
 
 def _plans_for_all_that_fit(
-    publication: Publication, requests: Sequence[PlanRequest], unfit: dict[str, weights_pb2.Problem]
+    publication: Publication,
+    requests: Sequence[PlanRequest],
+    unfit: dict[str, weights_pb2.Problem],
+    along: Sequence[Sequence[Box]],
 ) -> Plans:
     """Plans without the replicas that there are none for, which are put into unfit: a worker of theirs cannot be
-    planned for, or their workers together leave something out."""
+    planned for, or their workers together leave something out. along: what cells are cut along too."""
     workers: dict[str, list[PlanRequest]] = {}
     for request in requests:
         workers.setdefault(_replica(request), []).append(request)
@@ -203,7 +281,7 @@ def _plans_for_all_that_fit(
             unfit[name] = error.problem
     refused: dict[Hashable, CkptEngineError] = {}
     fitting = [request for request in requests if _replica(request) not in unfit]
-    plans = compile_plans(publication, publication.table_digests, fitting, refused=refused)
+    plans = compile_plans(publication, publication.table_digests, fitting, along=along, refused=refused)
     if not refused:
         return plans
     for request in fitting:
@@ -211,7 +289,15 @@ def _plans_for_all_that_fit(
             unfit.setdefault(_replica(request), refused[request.key].problem)
     # Other workers of these replicas were planned for in vain.
     fitting = [request for request in fitting if _replica(request) not in unfit]
-    return compile_plans(publication, publication.table_digests, fitting)
+    return compile_plans(publication, publication.table_digests, fitting, along=along)
+
+
+def _of_holder(offer: HeldOffer, error: CkptEngineError) -> weights_pb2.Problem:
+    """Its problem, for the one who offers."""
+    problem = weights_pb2.Problem()
+    problem.CopyFrom(error.problem)
+    problem.message = f"what {offer.source} holds is left out: {problem.message}"
+    return problem
 
 
 def _replica(request: PlanRequest) -> str:

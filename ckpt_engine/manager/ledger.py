@@ -31,10 +31,11 @@ from ckpt_engine.core.machines.versions import Intended, Meant
 from ckpt_engine.core.problems import CkptEngineError, precondition
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 APPLICATION_ID = 0x636B7074  # "ckpt", so that `file` and we recognise it
 
 _MEANT = "CREATE TABLE meant (replica TEXT PRIMARY KEY, epoch INTEGER NOT NULL, lineage TEXT NOT NULL) STRICT;"
+_HIGHEST = "CREATE TABLE highest (lineage TEXT PRIMARY KEY, version INTEGER NOT NULL, root BLOB NOT NULL) STRICT;"
 _SCHEMA = f"""
 CREATE TABLE cluster (
     id TEXT NOT NULL, made REAL NOT NULL, epoch INTEGER NOT NULL, generation INTEGER NOT NULL DEFAULT 0
@@ -45,6 +46,7 @@ CREATE TABLE intents (
 ) STRICT;
 CREATE TABLE outcomes (epoch INTEGER PRIMARY KEY, report BLOB NOT NULL, time REAL NOT NULL) STRICT;
 {_MEANT}
+{_HIGHEST}
 """
 
 KEPT_REPORTS = 1000
@@ -56,6 +58,7 @@ _MIGRATIONS = {
     3: _MEANT
     + "INSERT INTO meant SELECT name.value, max(epoch), lineage FROM intents, "
     + """json_each(CASE selection WHEN '[]' THEN '[""]' ELSE selection END) AS name GROUP BY name.value;""",
+    4: _HIGHEST + "INSERT INTO highest SELECT lineage, max(version), root FROM intents GROUP BY lineage;",
 }
 """From a schema to the next one."""
 
@@ -145,11 +148,15 @@ class Ledger:
         selection: Sequence[str] = (),
         meant: Sequence[str] = (),
     ) -> None:
-        """Stores what is about to be installed, and spends its epoch. selection, meant: see events.RecordIntent."""
+        """Stores what is about to be installed, and spends its epoch. selection, meant: see events.RecordIntent.
+
+        Also raises FAILED_PRECONDITION, storing nothing, for a number that the lineage has used for another root.
+        """
 
         def statements() -> None:
             with self._connection:
                 self._spend(epoch)
+                self._take_number(identity)
                 self._connection.execute(
                     "INSERT OR REPLACE INTO intents VALUES (?, ?, ?, ?, ?, ?)",
                     (epoch, identity.lineage, identity.version, identity.root, time.time(), json.dumps(selection)),
@@ -189,6 +196,13 @@ class Ledger:
             for epoch, lineage, version, root, selection in rows
         ]
 
+    async def highest(self) -> list[weights_pb2.Identity]:
+        """The version with the highest number of each lineage."""
+        rows = await self._run(
+            lambda: self._connection.execute("SELECT lineage, version, root FROM highest ORDER BY lineage").fetchall()
+        )
+        return [weights_pb2.Identity(lineage=lineage, version=version, root=root) for lineage, version, root in rows]
+
     async def meant(self) -> dict[str, Meant]:
         """The last update that was for each replica; versions.EVERYBODY: that was for all."""
         rows = await self._run(lambda: self._connection.execute("SELECT replica, epoch, lineage FROM meant").fetchall())
@@ -225,6 +239,25 @@ class Ledger:
         )
         if written.rowcount != 1:
             raise precondition(f"another manager has taken the ledger {self.path} over: stop one of the two")
+
+    def _take_number(self, identity: weights_pb2.Identity) -> None:
+        """Remembers the highest number apart from intents, and compares roots with those that are still known."""
+        named = (identity.lineage, identity.version)
+        other = self._connection.execute(
+            "SELECT root FROM (SELECT lineage, version, root FROM intents UNION SELECT * FROM highest) "
+            "WHERE lineage = ? AND version = ? AND root != ?",
+            (*named, identity.root),
+        ).fetchone()
+        if other is not None:
+            raise precondition(
+                f"version {identity.version} of lineage {identity.lineage!r} has the root {other[0].hex()[:12]} in the "
+                f"ledger {self.path}, and not {identity.root.hex()[:12]}: take a higher version"
+            )
+        self._connection.execute(
+            "INSERT INTO highest VALUES (?, ?, ?) ON CONFLICT (lineage) DO UPDATE "
+            "SET version = excluded.version, root = excluded.root WHERE excluded.version > version",
+            (*named, identity.root),
+        )
 
     def _forget_old(self) -> None:
         """Deletes reports beyond those that are kept, and their intents unless they are the last of a lineage."""

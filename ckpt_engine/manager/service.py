@@ -148,6 +148,7 @@ class ManagerServer:
             config.deadlines,
             software_version(),
             await self.ledger.meant(),
+            await self.ledger.highest(),
         )
         self._shell = Shell(machine, tasks, blobs, self.metrics)
         self.http_address = await self._start_http() if config.http else ""

@@ -25,6 +25,9 @@ from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
+MEMBERS = ("trainer", "holder", "replica")
+"""Roles of those that may store and fetch blobs."""
+
 log = logging.getLogger("ckpt_engine.manager")
 
 
@@ -49,6 +52,9 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
 
     async def ReplicaSession(self, requests: object, context: Context) -> None:  # noqa: N802
         await self._session("replica", manager_pb2.ReplicaHello, manager_pb2.ReplicaCommand, context)
+
+    async def HolderSession(self, requests: object, context: Context) -> None:  # noqa: N802
+        await self._session("holder", manager_pb2.HolderHello, manager_pb2.HolderCommand, context)
 
     async def _session(
         self, kind: str, hello_type: type[ProtobufMessage], envelope: type[ProtobufMessage], context: Context
@@ -174,7 +180,7 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
     async def PutBlob(  # noqa: N802
         self, requests: AsyncIterator[manager_pb2.BlobChunk], context: Context
     ) -> manager_pb2.BlobRef:
-        await self._admit(context, "trainer", "replica")
+        await self._admit(context, *MEMBERS)
         try:
             return await asyncio.wait_for(receive(self._blobs, requests), self._deadlines.blobs)
         except TimeoutError:
@@ -183,7 +189,7 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
             await refuse(context, error)
 
     async def GetBlob(self, request: manager_pb2.BlobRef, context: Context) -> None:  # noqa: N802
-        await self._admit(context, "trainer", "replica")
+        await self._admit(context, *MEMBERS)
         try:
             data = self._blobs.get(request)
         except CkptEngineError as error:
@@ -194,7 +200,7 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
     async def HasBlob(  # noqa: N802
         self, request: manager_pb2.BlobRef, context: Context
     ) -> manager_pb2.HasBlobResponse:
-        await self._admit(context, "trainer", "replica")
+        await self._admit(context, *MEMBERS)
         return manager_pb2.HasBlobResponse(present=self._blobs.has(request))
 
 
@@ -202,7 +208,7 @@ def _name_of(hello: ProtobufMessage) -> str:
     """What a member's grant must cover."""
     if isinstance(hello, manager_pb2.TrainerHello):
         return hello.lineage
-    return hello.name if isinstance(hello, manager_pb2.ReplicaHello) else ""
+    return hello.name if isinstance(hello, manager_pb2.ReplicaHello | manager_pb2.HolderHello) else ""
 
 
 def stopping() -> CkptEngineError:

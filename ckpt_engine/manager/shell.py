@@ -182,11 +182,11 @@ class Shell:
 
     def _pin(self) -> None:
         wanted = self._machine.blobs_in_use()
-        for owner in self._pinned.keys() - wanted.keys():
-            self._blobs.unpin(owner)
         for owner, refs in wanted.items():
             if self._pinned.get(owner) != refs:
                 self._blobs.pin(owner, refs)
+        for owner in self._pinned.keys() - wanted.keys():
+            self._blobs.unpin(owner)
         self._pinned = wanted
 
 

@@ -46,6 +46,8 @@ class Tasks:
         match task:
             case events.MergeTables():
                 return await loop.run_in_executor(self._thread, self._compiler.merge, task)
+            case events.JoinSources():
+                return await loop.run_in_executor(self._thread, self._compiler.join, task)
             case events.CompilePlans():
                 return await loop.run_in_executor(self._thread, self._compiler.compile, task)
             case events.CombineSeals():

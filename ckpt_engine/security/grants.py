@@ -1,9 +1,10 @@
 """Who may act as whom. Pure.
 
-A grant is a role, and for the first two a pattern of names (`*` stands for any characters):
+A grant is a role, and for the first three a pattern of names (`*` stands for any characters):
 
     trainer/PATTERN   publish and update lineages of such names; put replicas to sleep and wake them
     replica/PATTERN   be a replica of such a name
+    holder/PATTERN    hold versions for others under such a name, whatever kind of holder
     operator          put replicas to sleep, wake, retry and evict them, evict runs
     viewer            look
 
@@ -21,7 +22,7 @@ from fnmatch import fnmatchcase
 
 from ckpt_engine.core.problems import CkptEngineError, forbidden, invalid
 
-NAMED = ("trainer", "replica")
+NAMED = ("trainer", "replica", "holder")
 UNNAMED = ("operator", "viewer")
 TOKEN_CHARACTERS = 24
 """The least that a token must have: its digest is not salted, so it must be random and long."""
@@ -41,7 +42,8 @@ class Grant:
         if (role in NAMED and pattern) or (role in UNNAMED and not separator):
             return cls(role, pattern)
         raise invalid(
-            f"{text!r} is no grant: write trainer/PATTERN, replica/PATTERN, operator or viewer (docs/security.md)"
+            f"{text!r} is no grant: write trainer/PATTERN, replica/PATTERN, holder/PATTERN, operator or viewer "
+            "(docs/security.md)"
         )
 
     def covers(self, role: str, name: str) -> bool:

@@ -27,7 +27,7 @@ from ckpt_engine.core.machines.trainer import TrainerMachine
 from ckpt_engine.core.problems import CkptEngineError, deadline, precondition, unavailable
 from ckpt_engine.trainer.call import Progress, UpdateCall
 from ckpt_engine.trainer.sealer import Sealer
-from ckpt_engine.trainer.session import Sealing, TrainerSession
+from ckpt_engine.trainer.session import OfferingSession, Sealing
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 logger = logging.getLogger("ckpt_engine.trainer")
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """Runs one TrainerSession on a daemon thread, from `start` to `stop`."""
+    """Runs one OfferingSession on a daemon thread, from `start` to `stop`."""
 
     def __init__(self, address: str, machine: TrainerMachine, sealer: Sealer, deadlines: Deadlines) -> None:
         self._address = address
@@ -46,7 +46,7 @@ class Background:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="ckpt-engine trainer", daemon=True)
         self._keeper = ThreadPoolExecutor(1, thread_name_prefix="ckpt-engine keep")
-        self._session: TrainerSession | None = None
+        self._session: OfferingSession | None = None
         self._call: UpdateCall | None = None
         self._closing = False
         # Guarded by the condition: what the machine said last.
@@ -157,7 +157,7 @@ class Background:
             self._loop.close()
 
     async def _begin(self) -> None:
-        self._session = TrainerSession(
+        self._session = OfferingSession(
             self._address, self._machine, self._seal, self._notified, self._deadlines.goodbye
         )
         self._session.start()

@@ -1,7 +1,8 @@
-"""The shell around a trainer's state machine: streams, timers and tasks on one asyncio loop.
+"""The shell around the machine of a member that offers weights: streams, timers and tasks on one asyncio loop.
 
-It decides nothing: `TrainerMachine` does (core/machines). Everything here runs on the loop of the thread that
-`Trainer` starts. Nothing here touches weights: sealing is handed to whoever made the session.
+It decides nothing: the machine does (core/machines/offering.py), which also says what kind of member this is.
+Everything here runs on the loop of the thread that owns it. Nothing here touches weights: sealing is handed to whoever
+made the session.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ckpt_engine.core.machines.events import (
     TrainerCommand,
     TrainerEvent,
 )
-from ckpt_engine.core.machines.trainer import TrainerMachine
+from ckpt_engine.core.machines.offering import OfferingMachine
 from ckpt_engine.core.problems import CkptEngineError, aborted
 from ckpt_engine.shell.loop import Loop
 from ckpt_engine.shell.stream import MemberStream
@@ -51,8 +52,8 @@ Sealing: TypeAlias = tuple[weights_pb2.Digests, float, float]
 """Digests, the seconds of copying, the seconds of digesting."""
 
 
-class TrainerSession:
-    """One rank's session with the manager at `address`, from `start` to `stop`.
+class OfferingSession:
+    """One member's session with the manager at `address`, from `start` to `stop`.
 
     seal: performs a SealSource on whichever thread it belongs; awaited on the loop; raises CkptEngineError.
     notify: is told SessionOpened, SessionEnded, PublicationDecided and Released, on the loop.
@@ -61,7 +62,7 @@ class TrainerSession:
     def __init__(
         self,
         address: str,
-        machine: TrainerMachine,
+        machine: OfferingMachine,
         seal: Callable[[SealSource, weights_pb2.Atoms], Awaitable[Sealing]],
         notify: Callable[[SessionOpened | SessionEnded | PublicationDecided | Released], None],
         goodbye_seconds: float,
@@ -70,6 +71,7 @@ class TrainerSession:
         self._goodbye_seconds = goodbye_seconds
         self._channel = open_channel(address)
         self._stub = manager_stub(self._channel)
+        self._kind = machine.kind
         self._loop = Loop("trainer", machine, self._perform, self._run, self._failed)
         self._seal = seal
         self._seal_epoch = 0
@@ -157,8 +159,8 @@ class TrainerSession:
                     self._streams[peer].send(body)
             case OpenStream(peer):
                 self._streams[peer] = MemberStream(
-                    self._stub.TrainerSession,
-                    manager_pb2.TrainerMessage,
+                    getattr(self._stub, self._kind.session),
+                    self._kind.message,
                     lambda body: self.feed(Message(peer, body)),
                     lambda problem: self._lost(peer, problem),
                     self._goodbye_seconds,
@@ -181,7 +183,7 @@ class TrainerSession:
     async def _perform_task(self, task: Task) -> object:
         if isinstance(task, PutBlobs):
             return tuple([await put_blob(self._stub, blob, task.seconds) for blob in task.blobs])
-        assert isinstance(task, SealSource), "a trainer's machine asks for nothing else"
+        assert isinstance(task, SealSource), "a machine that offers weights asks for nothing else"
         self._seal_epoch = task.epoch
         atoms = await self._atoms(task)
         if task.epoch < self._seal_epoch:

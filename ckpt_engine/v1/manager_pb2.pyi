@@ -223,6 +223,62 @@ class Goodbye(_message.Message):
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
+class Held(_message.Message):
+    __slots__ = ("identity", "table", "record")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    identity: _weights_pb2.Identity
+    table: BlobRef
+    record: BlobRef
+    def __init__(self, identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., table: _Optional[_Union[BlobRef, _Mapping]] = ..., record: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
+
+class HolderHello(_message.Message):
+    __slots__ = ("cluster", "kind", "name", "session_id", "host", "epoch", "held")
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    cluster: str
+    kind: str
+    name: str
+    session_id: str
+    host: _weights_pb2.Host
+    epoch: int
+    held: _containers.RepeatedCompositeFieldContainer[Held]
+    def __init__(self, cluster: _Optional[str] = ..., kind: _Optional[str] = ..., name: _Optional[str] = ..., session_id: _Optional[str] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., epoch: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ...) -> None: ...
+
+class HolderMessage(_message.Message):
+    __slots__ = ("hello", "sealed", "heartbeat", "goodbye")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    hello: HolderHello
+    sealed: Sealed
+    heartbeat: Heartbeat
+    goodbye: Goodbye
+    def __init__(self, hello: _Optional[_Union[HolderHello, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+
+class HolderCommand(_message.Message):
+    __slots__ = ("welcome", "refused", "publication_accepted", "seal", "release", "heartbeat")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    PUBLICATION_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    refused: Refused
+    publication_accepted: PublicationAccepted
+    seal: Seal
+    release: Release
+    heartbeat: Heartbeat
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., publication_accepted: _Optional[_Union[PublicationAccepted, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
 class WorkerStatus(_message.Message):
     __slots__ = ("rank", "boot_id", "pid", "state", "epoch", "identity", "node")
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -713,6 +769,20 @@ class TrainerStatus(_message.Message):
     description: str
     def __init__(self, lineage: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., connected: bool = ..., published: bool = ..., description: _Optional[str] = ...) -> None: ...
 
+class HolderStatus(_message.Message):
+    __slots__ = ("kind", "name", "connected", "held", "description")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    name: str
+    connected: bool
+    held: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Identity]
+    description: str
+    def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., connected: bool = ..., held: _Optional[_Iterable[_Union[_weights_pb2.Identity, _Mapping]]] = ..., description: _Optional[str] = ...) -> None: ...
+
 class ReplicaStatus(_message.Message):
     __slots__ = ("name", "engine", "mode", "connected", "serving", "asleep", "closed_reason", "workers", "identity", "last_outcome", "host", "unfit", "label_problem")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -752,7 +822,7 @@ class Holding(_message.Message):
     def __init__(self, owner: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("fence", "phase", "latest", "trainers", "replicas", "software_version", "holdings", "warnings")
+    __slots__ = ("fence", "phase", "latest", "trainers", "replicas", "software_version", "holdings", "warnings", "holders")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     LATEST_FIELD_NUMBER: _ClassVar[int]
@@ -761,6 +831,7 @@ class GetStatusResponse(_message.Message):
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     HOLDINGS_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     phase: str
     latest: _weights_pb2.Identity
@@ -769,4 +840,5 @@ class GetStatusResponse(_message.Message):
     software_version: str
     holdings: _containers.RepeatedCompositeFieldContainer[Holding]
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., phase: _Optional[str] = ..., latest: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., software_version: _Optional[str] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    holders: _containers.RepeatedCompositeFieldContainer[HolderStatus]
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., phase: _Optional[str] = ..., latest: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., software_version: _Optional[str] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., holders: _Optional[_Iterable[_Union[HolderStatus, _Mapping]]] = ...) -> None: ...

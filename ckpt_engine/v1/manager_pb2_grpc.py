@@ -44,6 +44,11 @@ class CheckpointEngineManagerStub(object):
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.ReplicaMessage.SerializeToString,
                 response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.ReplicaCommand.FromString,
                 _registered_method=True)
+        self.HolderSession = channel.stream_stream(
+                '/ckpt_engine.v1.CheckpointEngineManager/HolderSession',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.HolderMessage.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.HolderCommand.FromString,
+                _registered_method=True)
         self.UpdateWeights = channel.unary_stream(
                 '/ckpt_engine.v1.CheckpointEngineManager/UpdateWeights',
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateWeightsRequest.SerializeToString,
@@ -108,6 +113,13 @@ class CheckpointEngineManagerServicer(object):
 
     def ReplicaSession(self, request_iterator, context):
         """The agent of one rollout replica. The first message is hello.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HolderSession(self, request_iterator, context):
+        """Whoever holds versions that were sealed, and is no trainer rank. The first message is hello.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -190,6 +202,11 @@ def add_CheckpointEngineManagerServicer_to_server(servicer, server):
                     servicer.ReplicaSession,
                     request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.ReplicaMessage.FromString,
                     response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.ReplicaCommand.SerializeToString,
+            ),
+            'HolderSession': grpc.stream_stream_rpc_method_handler(
+                    servicer.HolderSession,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.HolderMessage.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.HolderCommand.SerializeToString,
             ),
             'UpdateWeights': grpc.unary_stream_rpc_method_handler(
                     servicer.UpdateWeights,
@@ -296,6 +313,33 @@ class CheckpointEngineManager(object):
             '/ckpt_engine.v1.CheckpointEngineManager/ReplicaSession',
             ckpt__engine_dot_v1_dot_manager__pb2.ReplicaMessage.SerializeToString,
             ckpt__engine_dot_v1_dot_manager__pb2.ReplicaCommand.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HolderSession(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/ckpt_engine.v1.CheckpointEngineManager/HolderSession',
+            ckpt__engine_dot_v1_dot_manager__pb2.HolderMessage.SerializeToString,
+            ckpt__engine_dot_v1_dot_manager__pb2.HolderCommand.FromString,
             options,
             channel_credentials,
             insecure,

@@ -217,7 +217,7 @@ class CudaIpcLocator(_message.Message):
     def __init__(self, kind: _Optional[_Union[CudaIpcLocator.Kind, str]] = ..., parts: _Optional[_Iterable[_Union[CudaIpcLocator.Part, _Mapping]]] = ..., pointer: _Optional[int] = ..., gpu_uuid: _Optional[bytes] = ..., pid: _Optional[int] = ..., started: _Optional[int] = ..., lease: _Optional[str] = ...) -> None: ...
 
 class Shard(_message.Message):
-    __slots__ = ("tensor", "start", "stop", "region", "offset", "stride", "stored_dtype", "encoding")
+    __slots__ = ("tensor", "start", "stop", "region", "offset", "stride", "stored_dtype", "encoding", "unchanged_since")
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +226,7 @@ class Shard(_message.Message):
     STRIDE_FIELD_NUMBER: _ClassVar[int]
     STORED_DTYPE_FIELD_NUMBER: _ClassVar[int]
     ENCODING_FIELD_NUMBER: _ClassVar[int]
+    UNCHANGED_SINCE_FIELD_NUMBER: _ClassVar[int]
     tensor: int
     start: _containers.RepeatedScalarFieldContainer[int]
     stop: _containers.RepeatedScalarFieldContainer[int]
@@ -234,7 +235,8 @@ class Shard(_message.Message):
     stride: _containers.RepeatedScalarFieldContainer[int]
     stored_dtype: str
     encoding: str
-    def __init__(self, tensor: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ..., region: _Optional[int] = ..., offset: _Optional[int] = ..., stride: _Optional[_Iterable[int]] = ..., stored_dtype: _Optional[str] = ..., encoding: _Optional[str] = ...) -> None: ...
+    unchanged_since: Identity
+    def __init__(self, tensor: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ..., region: _Optional[int] = ..., offset: _Optional[int] = ..., stride: _Optional[_Iterable[int]] = ..., stored_dtype: _Optional[str] = ..., encoding: _Optional[str] = ..., unchanged_since: _Optional[_Union[Identity, _Mapping]] = ...) -> None: ...
 
 class SourceTable(_message.Message):
     __slots__ = ("host", "rank", "tensors", "regions", "shards", "stays_sealed", "source_copies", "description", "id", "copied")

@@ -88,9 +88,7 @@ def test_lines_for_people() -> None:
         fence=fence, outcome=manager_pb2.QUARANTINED, problem=weights_pb2.Problem(message="worker 1 is dead")
     )
     assert said(closed) == "update 7: QUARANTINED, 0 B, pause 0.0 ms, sync 0.0 ms, worker 1 is dead"
-    assert said(manager_pb2.Prepared(fence=fence, workers=[manager_pb2.PreparedWorker()])) == (
-        "update 7: prepared, 1 worker"
-    )
+    assert said(manager_pb2.Prepared(fence=fence, workers=[manager_pb2.PreparedWorker()])) == ("prepared, 1 worker")
     assert heard(manager_pb2.Welcome(fence=fence)) == "registered with the manager of cluster 01234567"
     assert heard(manager_pb2.Heartbeat()) == said(manager_pb2.ReplicaHeartbeat()) == ""
 

@@ -86,3 +86,14 @@ def test_sources_that_hold_other_weights_than_were_sealed_are_refused() -> None:
     nameless = holding("", weights, everything(weights))
     with pytest.raises(CkptEngineError, match="has no id"):
         merge_tables([nameless])
+
+
+def test_a_shard_that_is_unchanged_since_another_version_is_refused_by_name() -> None:
+    weights = some_weights(a=(4, 2))
+    offered = table(0, weights, everything(weights))
+    offered.shards[0].unchanged_since.lineage = "run"
+    offered.shards[0].unchanged_since.version = 3
+    with pytest.raises(CkptEngineError, match=r"tensor a .* unchanged since version 3 of lineage 'run'"):
+        merge_tables([offered])
+    offered.shards[0].ClearField("unchanged_since")
+    assert merge_tables([offered]).parts

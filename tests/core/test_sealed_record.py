@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+
+import numpy as np
 import pytest
 from core_plans import Weights, some_weights
 from core_tables import digests, everything, request, rows, table
@@ -10,11 +13,19 @@ from hypothesis import strategies as st
 
 from ckpt_engine.core.boxes import Box, whole
 from ckpt_engine.core.digest import digest_box
+from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.plan import Plans, compile_plans
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.publication import join_sources, merge_tables
-from ckpt_engine.core.sealed import check_replicas, expected_digests
-from ckpt_engine.core.sealed_record import Recorded, finer_atoms, read_record, record_of, seal_from_record
+from ckpt_engine.core.sealed import check_replicas, expected_digests, packed
+from ckpt_engine.core.sealed_record import (
+    Recorded,
+    RecordWriter,
+    finer_atoms,
+    read_record,
+    record_of,
+    seal_from_record,
+)
 from ckpt_engine.v1.weights_pb2 import Digests, Problem, SealedRecord
 
 SHAPES = {"a": (8, 6), "b": (4, 2), "c": (0, 3), "d": ()}
@@ -87,6 +98,34 @@ def test_a_holder_of_other_bytes_is_noticed_though_nobody_else_holds_them() -> N
     with pytest.raises(CkptEngineError, match="tensor a does not add up") as caught:
         seal_from_record(plans, recorded, answers(plans, recorded, other))
     assert (caught.value.problem.code, list(caught.value.problem.tensors)) == (Problem.DATA_LOSS, ["a"])
+
+
+def test_a_record_is_written_as_protobuf_writes_it() -> None:
+    weights = some_weights(**SHAPES)
+    record, root = sealed_by_two(weights)
+    plans = late(weights, read_record(record, root), [(0, whole((8, 6)))])
+    writer = RecordWriter(plans.cells)
+    for seed in range(3):
+        other = some_weights(seed, **SHAPES)
+        sealed = check_replicas(plans, {0: digests(plans, 0, other)})
+        data, digest = writer.write(sealed)
+        assert (canonical(SealedRecord.FromString(data)), hashlib.sha256(data).digest()) == (data, digest)
+        assert read_record(SealedRecord.FromString(data), sealed.root()).root == sealed.root()
+    for values in ([], [0], [5] * 15, [1 << 63] * 16, [7] * 5000):
+        assert packed(1, np.array(values, dtype=np.uint64)) == canonical(Digests(values=values))
+
+
+def test_a_piece_of_a_cell_that_nobody_holds_whole_proves_nothing() -> None:
+    """Its digest would come from its holder alone."""
+    weights = some_weights(**SHAPES)
+    recorded = read_record(*sealed_by_two(weights))
+    held = [("a", Box((1, 0), (3, 6)))]  # the cell has rows 1 to 4
+    joined = join_sources(recorded.record.manifest, [table(5, weights, held)])
+    asked = [request("late", joined.manifest_digest, [(0, Box((1, 0), (3, 6)))])]
+    plans = compile_plans(joined, joined.table_digests, asked, along=recorded.boxes)
+    sealed = seal_from_record(plans, recorded, answers(plans, recorded, weights))
+    with pytest.raises(CkptEngineError, match="no source has digested all of a"):
+        expected_digests(plans, "late", sealed)
 
 
 def test_a_need_whose_finer_pieces_nobody_digested_is_refused() -> None:

@@ -18,9 +18,13 @@ from tests.fuzz.seeds import COMMANDS, HOST, SAID
 
 @contextlib.contextmanager
 def manager(envelope: type[Any]) -> Iterator[Callable[[bytes], None]]:
-    """A manager with a trainer and a replica; the input is one more message of either."""
+    """A manager with a trainer, a holder and a replica; the input is one more message of one of them."""
     machine, now = ManagerMachine("cluster", 0, [], Deadlines()), 0.0
-    peers = {manager_pb2.TrainerMessage: events.Peer("trainer-1"), manager_pb2.ReplicaMessage: events.Peer("replica-2")}
+    peers = {
+        manager_pb2.TrainerMessage: events.Peer("trainer-1"),
+        manager_pb2.ReplicaMessage: events.Peer("replica-2"),
+        manager_pb2.HolderMessage: events.Peer("holder-3"),
+    }
 
     def feed(event: events.ManagerEvent) -> None:
         nonlocal now

@@ -14,8 +14,9 @@ import torch
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines import events
-from ckpt_engine.core.manifest import canonical
+from ckpt_engine.core.manifest import canonical, root
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.sealed_record import read_record
 from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.install.installer import Installer
 from ckpt_engine.install.routes import route_of
@@ -32,7 +33,7 @@ from ckpt_engine.transport.file import FileTransport
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from ckpt_engine_adapters.reference.gate import ReferenceGate
-from tests.fuzz.seeds import HOST, TwoTensors, needs_seed, prepare_order, table
+from tests.fuzz.seeds import HOST, TwoTensors, needs_seed, prepare_order, sealed_record, table
 
 
 @contextlib.contextmanager
@@ -47,6 +48,18 @@ def tables() -> Iterator[Callable[[bytes], None]]:
         compiled = compiler.compile(events.CompilePlans(published, (worker,), 9.0))
         sums = blobs.put(canonical(weights_pb2.Digests(values=[1, 2])))
         compiler.combine(events.CombineSeals(published, compiled, {table().id: sums}, 9.0))
+
+    yield take
+
+
+@contextlib.contextmanager
+def records() -> Iterator[Callable[[bytes], None]]:
+    """A sealed record that a holder brings of a version whose root is known."""
+    honest = sealed_record()
+    sealed = root(honest.manifest, [3, 3])  # its digests, added up by tensor
+
+    def take(data: bytes) -> None:
+        read_record(weights_pb2.SealedRecord.FromString(data), sealed)
 
     yield take
 

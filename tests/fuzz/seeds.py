@@ -30,6 +30,14 @@ def table(rank: int = 0) -> weights_pb2.SourceTable:
     return table
 
 
+def sealed_record() -> weights_pb2.SealedRecord:
+    record = weights_pb2.SealedRecord(manifest=weights_pb2.Manifest(tensors=table().tensors), digests=[1, 2, 3])
+    record.cells.add(tensor=0, start=[0, 0], stop=[2, 3])
+    record.cells.add(tensor=0, start=[2, 0], stop=[4, 3])
+    record.cells.add(tensor=1, start=[0], stop=[8])
+    return record
+
+
 def needs_seed() -> weights_pb2.WorkerNeeds:
     manifest = weights_pb2.Manifest(tensors=table().tensors)
     needs = weights_pb2.WorkerNeeds(manifest_digest=blob_digest(canonical(manifest)))
@@ -63,6 +71,24 @@ SAID: dict[type[Message], list[Any]] = {
         manager_pb2.TrainerMessage(sealed=manager_pb2.Sealed(fence=fence(), atoms=ref(), digests=ref())),
         manager_pb2.TrainerMessage(heartbeat=manager_pb2.Heartbeat(sequence=4)),
         manager_pb2.TrainerMessage(goodbye=manager_pb2.Goodbye(reason="done")),
+    ],
+    manager_pb2.HolderMessage: [
+        manager_pb2.HolderMessage(
+            hello=manager_pb2.HolderHello(
+                kind="keeper",
+                name="one",
+                session_id="s",
+                host=HOST,
+                held=[
+                    manager_pb2.Held(
+                        identity=weights_pb2.Identity(lineage="run", version=1, root=DIGEST), table=ref(), record=ref()
+                    )
+                ],
+            )
+        ),
+        manager_pb2.HolderMessage(sealed=manager_pb2.Sealed(fence=fence(), atoms=ref(), digests=ref())),
+        manager_pb2.HolderMessage(heartbeat=manager_pb2.Heartbeat(sequence=4)),
+        manager_pb2.HolderMessage(goodbye=manager_pb2.Goodbye(reason="done")),
     ],
     manager_pb2.ReplicaMessage: [
         manager_pb2.ReplicaMessage(

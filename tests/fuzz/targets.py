@@ -24,6 +24,7 @@ from tests.fuzz.readers import (
     atoms,
     gate_requests,
     orders,
+    records,
     regions,
     safetensors,
     state_page,
@@ -45,6 +46,7 @@ from tests.fuzz.seeds import (
     ref,
     region_seeds,
     safetensors_file,
+    sealed_record,
     serialised,
     table,
 )
@@ -72,6 +74,14 @@ TARGETS = [
         manager_pb2.TrainerMessage,
         20,
     ),
+    Target(
+        "holder messages",
+        serialised(SAID[manager_pb2.HolderMessage]),
+        lambda: manager(manager_pb2.HolderMessage),
+        manager_pb2.HolderMessage,
+        20,
+    ),
+    Target("sealed records", [canonical(sealed_record())], records, weights_pb2.SealedRecord),
     Target(
         "replica messages",
         serialised(SAID[manager_pb2.ReplicaMessage]),

@@ -5,7 +5,17 @@ import torch
 from scripted_members import HOST, ScriptedTrainer, some_weights
 
 from ckpt_engine.core.digest import digest_boxes
-from ckpt_engine.core.machines.events import CombineSeals, Compiled, CompilePlans, MergeTables, PlanWorker, Published
+from ckpt_engine.core.machines.events import (
+    Combined,
+    CombineSeals,
+    Compiled,
+    CompilePlans,
+    HeldOffer,
+    JoinSources,
+    MergeTables,
+    PlanWorker,
+    Published,
+)
 from ckpt_engine.core.manifest import canonical, root
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.manager.blobs import BlobStore
@@ -175,3 +185,88 @@ def test_replicas_that_cannot_be_planned_for_are_named_and_the_others_get_the_pl
     with pytest.raises(CkptEngineError) as caught:
         compiler.compile(CompilePlans(published, (lost, *good), SECONDS))
     assert caught.value.problem.code == weights_pb2.Problem.NOT_FOUND
+
+
+def sealed(compiler: Compiler, blobs: BlobStore, weights: dict[str, torch.Tensor]) -> tuple[Published, Combined]:
+    """An update of two ranks, whose worker needs everything."""
+    refs = tables(blobs, weights)
+    published = compiler.merge(MergeTables("run", refs, SECONDS))
+    compiled = compiler.compile(CompilePlans(published, workers(blobs, published, 1), SECONDS))
+    return published, compiler.combine(
+        CombineSeals(published, compiled, digests(blobs, refs, compiled, weights), SECONDS)
+    )
+
+
+def held(blobs: BlobStore, weights: dict[str, torch.Tensor], record: manager_pb2.BlobRef | None) -> HeldOffer:
+    """What a holder of everything says."""
+    trainer = ScriptedTrainer(None)  # type: ignore[arg-type]  # only its table is wanted
+    trainer.hold(weights, stays_sealed=True)
+    trainer.table.ClearField("rank")
+    trainer.table.id = "keeper one"
+    return HeldOffer("keeper one", blobs.put(canonical(trainer.table)), record)
+
+
+def test_a_late_worker_costs_no_digest_but_for_what_is_finer_than_the_record() -> None:
+    blobs, weights = BlobStore(), some_weights()
+    compiler = Compiler(blobs)
+    published, combined = sealed(compiler, blobs, weights)
+    identity = weights_pb2.Identity(lineage="run", version=1, root=combined.root)
+    offer = held(blobs, weights, combined.record)
+    joined = compiler.join(JoinSources(identity, (offer,), None, SECONDS))
+    assert (joined.record, joined.refused) == (combined.record, {})
+    assert joined.published is not None
+    assert joined.published.manifest == published.manifest
+    everything, rows = (
+        workers(blobs, published, 1)[0],
+        weights_pb2.WorkerNeeds(manifest_digest=published.manifest.digest),
+    )
+    rows.needs.add(tensor=2, start=[1, 0], stop=[3, 4])  # rows 0 to 4 are one recorded cell
+    finer = PlanWorker(("late", 0), blobs.put(canonical(rows)), HOST, ("shared_memory",))
+    for worker, asked in ((everything, 0), (finer, 3)):
+        task = CompilePlans(joined.published, (worker,), SECONDS, joined.record, combined.root)
+        compiled = compiler.compile(task)
+        atoms = [weights_pb2.Atoms.FromString(blobs.get(ref)) for ref in compiled.atoms.values()]
+        assert sum(len(each.atoms) for each in atoms) == asked
+        answers = digests(blobs, (offer.table,), compiled, weights)
+        late = compiler.combine(CombineSeals(joined.published, compiled, answers, SECONDS))
+        assert (late.root, late.record) == (combined.root, None)
+    (ref,) = late.expected.values()
+    wanted = digest_boxes([(weights["layer.weight"][1:3], [1, 0])])
+    assert list(weights_pb2.Digests.FromString(blobs.get(ref)).values) == wanted
+
+
+def test_a_holder_is_left_out_by_name_unless_its_record_hashes_to_the_root_and_its_table_fits() -> None:
+    blobs, weights = BlobStore(), some_weights()
+    compiler = Compiler(blobs)
+    _, combined = sealed(compiler, blobs, weights)
+    _, other = sealed(compiler, blobs, {name: tensor + 1 for name, tensor in weights.items()})
+    identity = weights_pb2.Identity(lineage="run", version=1, root=combined.root)
+
+    def refused(offer: HeldOffer) -> weights_pb2.Problem:
+        joined = compiler.join(JoinSources(identity, (offer,), combined.record, SECONDS))
+        assert joined.published is None
+        return joined.refused[offer.source]
+
+    problem = refused(held(blobs, weights, other.record))
+    assert (problem.code, "hashes to" in problem.message) == (weights_pb2.Problem.DATA_LOSS, True)
+    assert "what keeper one holds is left out" in problem.message
+    wider = held(blobs, some_weights(sizes=(8, 6)), None)
+    assert "the sealed weights have" in refused(wider).message
+    assert "must be 'keeper two'" in refused(HeldOffer("keeper two", wider.table, None)).message
+    assert compiler.join(JoinSources(identity, (held(blobs, weights, None),), None, SECONDS)).record is None
+
+
+def test_records_are_dropped_with_their_version_unless_somebody_holds_them() -> None:
+    blobs, weights = BlobStore(), some_weights()
+    compiler = Compiler(blobs)
+    records: list[manager_pb2.BlobRef] = []
+    for step in range(20):
+        _, combined = sealed(compiler, blobs, {name: tensor + step for name, tensor in weights.items()})
+        assert combined.record is not None
+        records.append(combined.record)
+        blobs.pin("lineage 'run'", [combined.record])
+        if step == 3:
+            blobs.pin("keeper one", [combined.record])
+    assert [step for step, record in enumerate(records) if blobs.has(record)] == [3, 19]
+    blobs.unpin("keeper one")
+    assert not blobs.has(records[3])

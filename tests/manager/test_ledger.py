@@ -221,13 +221,14 @@ async def test_a_ledger_of_the_schema_before_is_taken_over(tmp_path: Path) -> No
     with sqlite3.connect(path) as connection:
         connection.executescript(
             "ALTER TABLE cluster DROP COLUMN generation; ALTER TABLE intents DROP COLUMN selection; "
-            "DROP TABLE meant; PRAGMA user_version = 1;"
+            "DROP TABLE meant; DROP TABLE highest; PRAGMA user_version = 1;"
         )
     connection.close()
     again = await Ledger.open(path)
     assert (again.cluster, again.epoch) == (ledger.cluster, 7)
     assert [(intent.epoch, intent.selection) for intent in await again.last_intents()] == [(7, ())]
     assert await again.meant() == {EVERYBODY: (7, "run")}
+    assert await again.highest() == [identity(3)]
     await again.spend_epoch(8)
     await again.close()
 
@@ -240,10 +241,30 @@ async def test_a_ledger_of_schema_3_knows_whom_updates_were_for(tmp_path: Path) 
     await ledger.record_intent(3, identity(1, "one"), ("b",))
     await ledger.close()
     connection = sqlite3.connect(path)
-    connection.executescript("DROP TABLE meant; PRAGMA user_version = 3;")
+    connection.executescript("DROP TABLE meant; DROP TABLE highest; PRAGMA user_version = 3;")
     connection.close()
     again = await Ledger.open(path)
     assert await again.meant() == {EVERYBODY: (1, "all"), "a": (2, "some"), "b": (3, "one")}
+    await again.close()
+
+
+async def test_a_number_never_gets_another_root_and_the_highest_outlives_its_intent(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite3"
+    ledger = await Ledger.open(path, kept_reports=1)
+    await ledger.record_intent(1, identity(5))
+    await ledger.record_intent(2, identity(4))  # a machine that goes back on purpose: the highest number stays
+    for epoch in range(3, 6):
+        await ledger.record_intent(epoch, identity(1, "other"))
+        await ledger.record_outcome(report_of(epoch))
+    await ledger.close()
+    again = await Ledger.open(path)
+    assert [record.identity.version for record in await again.history() if record.identity.lineage == "run"] == [4]
+    assert await again.highest() == [identity(1, "other"), identity(5)]
+    for version in (4, 5):
+        other = weights_pb2.Identity(lineage="run", version=version, root=bytes(31) + b"x")
+        with pytest.raises(CkptEngineError, match=f"version {version} of lineage 'run' has the root"):
+            await again.record_intent(9, other)
+    assert [intent.identity for intent in await again.last_intents()] == [identity(4), identity(1, "other")]
     await again.close()
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_engine.core.machines import events
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.ledgers import LedgerFaults
-from tests.simulation.members import AgentShell, TrainerShell
+from tests.simulation.members import AgentShell, MemberShell
 from tests.simulation.shell import Shell
 from tests.simulation.world import Steps
 
@@ -65,6 +65,9 @@ class Chaos:
             self.group_ends,
             self.group_begins,
             self.sleep_or_wake,
+            self.holder_copies,
+            self.holder_copies,
+            self.somebody_prepares,
         ]
         if self.scenario.crashes:
             actions += [
@@ -226,6 +229,29 @@ class Chaos:
             manager.crash()
             self.world.after(self.world.between(0.1, 3.0), self.scenario.start_manager)
 
+    # -- holders, and filling beside an update
+
+    def holder_copies(self) -> None:
+        """A holder gets a copy of what was meant to be installed last, or of something that it says is that."""
+        alive = [holder for holder in self.scenario.holders if holder.alive]
+        if len(alive) < 2:
+            alive.append(self.scenario.join_holder(lies=self.world.chance(0.3)))
+        elif self.world.chance(0.3):
+            self.world.note(f"{alive[0].name} is killed")
+            alive.pop(0).crash()
+        intents = self.scenario.ledger.intents
+        if intents:
+            identity, holder = intents[max(intents)], self.world.random.choice(alive)
+            what = "lies that it has copied" if holder.lies else "has copied"
+            self.world.note(f"{holder.name} {what} version {identity.version} of {identity.lineage}")
+            holder.hold(identity)
+
+    def somebody_prepares(self) -> None:
+        """The manager has a replica prepare for another version while an update goes on, as relays will have it."""
+        manager, agent = self.scenario.cluster.manager, self._some_agent()
+        if manager is not None and manager.alive and not manager.stopped and agent is not None:
+            manager.prepare_beside(agent.name)
+
     # -- small things
 
     def _engine_ends(self, seconds: float, noticed: bool) -> None:
@@ -246,9 +272,10 @@ class Chaos:
 
         self.world.after(seconds, after)
 
-    def _members(self) -> list[AgentShell | TrainerShell]:
+    def _members(self) -> list[MemberShell]:
         return [
             *self.scenario.agents.values(),
+            *self.scenario.holders,
             *(trainer for group in self.scenario.groups for trainer in group.trainers),
         ]
 

@@ -5,14 +5,16 @@
    a version its engine is paused.
 2. Every update ends: calls and installs by their deadline; an agent that says NEW or OLD SERVING is serving that; an
    engine that is paused is known to be by its agent, and so is one that calls its tokens by another version than that
-   of their weights. Epochs only rise, at the manager, at every member and in every
-   worker; they are spent before they are used, and nothing is installed whose intent is not on the disk.
+   of their weights. Epochs only rise, at the manager, at every member and in every worker, fill fences and install
+   fences apart; they are spent before they are used, an update's install fence is given out with its intent, and
+   nothing is installed whose intent is not on the disk.
 
 A process that was stopped (SIGSTOP) is excused for being late until it has gone on for a moment; nothing else is.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.core.machines import events
@@ -43,11 +45,13 @@ class Invariants:
         self.outcomes: dict[str, int] = {}
         self._installs: dict[tuple[AgentShell, int], float] = {}
         self._highest_intent: dict[int, int] = {}  # by the manager's generation
-        self._epochs: dict[AgentShell, int] = {}
+        self._given_out: defaultdict[int, int] = defaultdict(int)  # of fences of both kinds
+        self._epochs: dict[tuple[AgentShell, bool], int] = {}
         self._worker_epochs: dict[bytes, int] = {}
         self._begun: dict[AgentShell, Operation] = {}
         self._seen: dict[str, object] = {}
         self._mislabelled: dict[Engine, int] = {}
+        self._said: set[tuple[Engine, int]] = set()  # that tokens of this install may be called by another version
         self._update: object = None
         self._registered: set[str] = set()  # when the update that runs began
 
@@ -146,11 +150,13 @@ class Invariants:
         if outcome is not None and outcome is not self._seen.get(name):
             self._seen[name] = outcome
             self._outcome(name, engine, outcome)
+        self._obeys(name, agent)
         operation = replica.operation
         if operation is not None and operation.fence.epoch:
-            if operation.fence.epoch < self._epochs.get(agent, 0):
-                raise BrokenPromiseError(f"{name} obeys epoch {operation.fence.epoch} after {self._epochs[agent]}")
-            self._epochs[agent] = operation.fence.epoch
+            key = agent, operation.kind == "prepare"  # fill fences and install fences are compared apart
+            if operation.fence.epoch < self._epochs.get(key, 0):
+                raise BrokenPromiseError(f"{name} obeys epoch {operation.fence.epoch} after {self._epochs[key]}")
+            self._epochs[key] = operation.fence.epoch
         begun = self._begun.pop(agent, None)
         if begun is not None and begun is not operation and (outcome is None or outcome.fence != begun.fence):
             raise BrokenPromiseError(f"{name} gave up its install of epoch {begun.fence.epoch} without an outcome")
@@ -160,6 +166,15 @@ class Invariants:
             end = self._installs.setdefault(key, self.world.now + operation.install.deadline_seconds * DRIFT)
             if self.world.now > end + BOUND and not agent.stopped:
                 raise BrokenPromiseError(f"{name} has no outcome of epoch {operation.fence.epoch} in time")
+
+    def _obeys(self, name: str, agent: AgentShell) -> None:
+        """Nobody takes an install for an old one because something was filled since."""
+        manager = self.scenario.cluster.manager
+        if manager is None or self.scenario.ledgers_replaced or manager.generation != manager.ledger.generation:
+            return
+        given_out = manager.machine._state.installs
+        if agent.machine._highest > given_out:
+            raise BrokenPromiseError(f"{name} obeys epoch {agent.machine._highest}, the last install's was {given_out}")
 
     def _outcome(self, name: str, engine: Engine | None, outcome: manager_pb2.ReplicaOutcome) -> None:
         kind = manager_pb2.Outcome.Name(outcome.outcome)
@@ -182,10 +197,13 @@ class Invariants:
             wanted = self._recorded(outcome.fence)
             if outcome.after not in wanted:
                 raise BrokenPromiseError(f"{name} says NEW_SERVING of {wanted}, but it holds {outcome.after}")
-        if not outcome.label_problem and outcome.after.lineage:
+        if outcome.label_problem:
+            self._said.add((engine, outcome.fence.epoch))  # an agent after this one does not know of it
+        elif outcome.after.lineage:
             if engine.label != outcome.after:
                 raise BrokenPromiseError(f"{name} calls its tokens by {engine.label}, and does not say so")
-            if kind == "NEW_SERVING" and self._mislabelled.get(engine) == outcome.fence.epoch:
+            said = (engine, outcome.fence.epoch) in self._said
+            if kind == "NEW_SERVING" and self._mislabelled.get(engine) == outcome.fence.epoch and not said:
                 raise BrokenPromiseError(f"{name} made tokens before it was told their version, and does not say so")
         if words.identity != outcome.after:
             raise BrokenPromiseError(f"{name} says that it holds {outcome.after}, but it holds {words.identity}")
@@ -198,13 +216,22 @@ class Invariants:
             case events.Send(_, manager_pb2.Install() as body):
                 if body.identity not in self._recorded(body.fence):
                     raise BrokenPromiseError(f"epoch {body.fence.epoch} is installed without its intent")
-                self._fence(manager, body.fence)
-            case events.Send(_, manager_pb2.Prepare() | manager_pb2.Seal() | manager_pb2.SleepWake() as body):
-                self._fence(manager, body.fence)
+                self._install_fence(manager, body.fence)
+                self._late_sources(manager, body)
+            case events.Send(_, manager_pb2.SleepWake() as body):
+                self._install_fence(manager, body.fence)
+            case events.Send(
+                _,
+                manager_pb2.Prepare()
+                | manager_pb2.Seal()
+                | manager_pb2.SealForReaders()
+                | manager_pb2.Release() as body,
+            ):
+                self._fill_fence(manager, body.fence)
             case events.Run(_, events.RecordIntent(epoch, identity)):
-                highest = self._highest_intent.get(manager.generation, 0)
+                highest = max(self._highest_intent.get(manager.generation, 0), self._given_out[manager.generation])
                 if epoch <= highest:
-                    raise BrokenPromiseError(f"intent {epoch} after {highest}")
+                    raise BrokenPromiseError(f"intent {epoch} after epoch {highest}: its fence was given out before it")
                 self._highest_intent[manager.generation] = epoch
                 if manager.generation == manager.ledger.generation:
                     self._order(manager, identity)
@@ -221,12 +248,36 @@ class Invariants:
             raise BrokenPromiseError(f"epoch {fence.epoch} was given out twice")
         return found
 
-    def _fence(self, manager: ManagerShell, fence: weights_pb2.Fence) -> None:
+    def _late_sources(self, manager: ManagerShell, install: manager_pb2.Install) -> None:
+        """A late replica may serve an older version, so it is not sent to ranks that have sealed another one since."""
+        update = manager.machine._update
+        if update is None or update.order.late is None or manager.generation != manager.ledger.generation:
+            return
+        content = self.scenario.truth.content[install.identity.root]
+        for offer in update.order.published.sources:
+            source = self.scenario.truth.sources[offer.table.digest]
+            if offer.rank is not None and any(content[index] != tag for index, tag in source.sealed.items()):
+                raise BrokenPromiseError(
+                    f"{install.identity} is read from {offer.source}, which sealed {source.sealed}"
+                )
+
+    def _install_fence(self, manager: ManagerShell, fence: weights_pb2.Fence) -> None:
+        """An install fence is never below one whose intent was recorded."""
+        self._spent(manager, fence)
+        if fence.epoch < self._highest_intent.get(manager.generation, 0):
+            raise BrokenPromiseError(f"epoch {fence.epoch} is used after a later intent")
+
+    def _fill_fence(self, manager: ManagerShell, fence: weights_pb2.Fence) -> None:
+        """Nobody prepares or seals under the fence of an install."""
+        self._spent(manager, fence)
+        if self._recorded(fence) and not self.scenario.ledgers_replaced:
+            raise BrokenPromiseError(f"epoch {fence.epoch} is that of an install, and is used for filling")
+
+    def _spent(self, manager: ManagerShell, fence: weights_pb2.Fence) -> None:
         ledger = manager.ledger
         if fence.cluster != ledger.cluster or fence.epoch > ledger.epoch:
             raise BrokenPromiseError(f"epoch {fence.epoch} is used, but only {ledger.epoch} are spent")
-        if fence.epoch < self._highest_intent.get(manager.generation, 0):
-            raise BrokenPromiseError(f"epoch {fence.epoch} is used after a later intent")
+        self._given_out[manager.generation] = max(self._given_out[manager.generation], fence.epoch)
 
     def _order(self, manager: ManagerShell, identity: weights_pb2.Identity) -> None:
         """Versions rise, one number has one root, and a new version is what all ranks had when they called."""

@@ -12,7 +12,7 @@ from ckpt_engine.core.machines import events
 from ckpt_engine.core.machines.events import Call, Peer
 from ckpt_engine.core.machines.manager import ManagerMachine
 from ckpt_engine.core.machines.versions import Intended, Meant
-from ckpt_engine.core.problems import invalid, precondition
+from ckpt_engine.core.problems import CkptEngineError, data_loss, invalid, precondition
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.shell import Faults, Shell, Stream
 from tests.simulation.weights import SLICES, Blobs, Truth
@@ -39,6 +39,7 @@ class Ledger:
     intents: dict[int, weights_pb2.Identity] = field(default_factory=dict)
     selections: dict[int, tuple[str, ...]] = field(default_factory=dict)
     meant: dict[str, Meant] = field(default_factory=dict)
+    highest: dict[str, weights_pb2.Identity] = field(default_factory=dict)
     reports: dict[int, manager_pb2.UpdateReport] = field(default_factory=dict)
 
     def open(self) -> int:
@@ -62,6 +63,7 @@ class Ledger:
             intents=dict(self.intents),
             selections=dict(self.selections),
             meant=dict(self.meant),
+            highest=dict(self.highest),
             reports=dict(self.reports),
         )
 
@@ -97,7 +99,10 @@ class ManagerShell(Shell):
         machine: type[ManagerMachine] = ManagerMachine,
     ) -> None:
         self.generation = ledger.open()
-        made = machine(ledger.cluster, ledger.epoch, ledger.last_intents(), deadlines, meant=ledger.meant)
+        highest = tuple(ledger.highest.values())
+        made = machine(
+            ledger.cluster, ledger.epoch, ledger.last_intents(), deadlines, meant=ledger.meant, highest=highest
+        )
         super().__init__(world, faults, "manager", made)
         self.machine: ManagerMachine
         self.truth, self.ledger, self.watch = truth, ledger, watch
@@ -166,6 +171,17 @@ class ManagerShell(Shell):
         self.feed(events.OperatorCall(call, request))
         return over
 
+    def prepare_beside(self, name: str) -> None:
+        """A replica is to prepare under a fill fence of its own, beside an update that is not filling it itself. Its
+        answer is nobody's."""
+        state, update = self.machine._state, self.machine._update
+        filling = update is not None and (update.phase == "preparing" or update.order.late is not None)
+        if state.epoch_ready() and not filling:
+            fence = state.next_fill()
+            manifest = self.blobs.put(b"model A")
+            state.send_to(name, manager_pb2.Prepare(fence=fence, manifest=manifest, deadline_seconds=1.0))
+            self.feed(events.TimerFired(("spend again",)))  # hands the commands out
+
     def cancel_call(self, call: Call) -> None:
         """Its caller has gone."""
         if self.calls.pop(call, None) is not None:
@@ -212,6 +228,8 @@ class ManagerShell(Shell):
                 yield from self._written()
                 self.ledger.intents[epoch] = identity
                 self.ledger.selections[epoch] = selection
+                if identity.version >= self.ledger.highest.get(identity.lineage, identity).version:
+                    self.ledger.highest[identity.lineage] = identity
                 self.ledger.meant |= dict.fromkeys(meant, (epoch, identity.lineage))
                 self.truth.recorded.setdefault((self.ledger.cluster, epoch), []).append(identity)
                 self.ledger.epoch = max(self.ledger.epoch, epoch)
@@ -221,6 +239,9 @@ class ManagerShell(Shell):
             case events.MergeTables():
                 yield self.world.between(0.001, 0.1)
                 return self._merge(task)
+            case events.JoinSources():
+                yield self.world.between(0.001, 0.1)
+                return self._join(task)
             case events.CompilePlans():
                 yield self.world.between(0.001, 0.1)
                 return self._compile(task)
@@ -245,25 +266,61 @@ class ManagerShell(Shell):
             events.SourceOffer(table.id, table.rank, ref, table.stays_sealed, table.source_copies, self._on_disk(ref))
             for table, ref in zip(tables, task.tables, strict=True)
         )
-        return events.Published(self.blobs.put(models.pop().encode()), sources, SLICES, SLICES)
+        (model,) = models
+        for trainer in self.machine._members.ranks(task.lineage).values():
+            self.truth.models[trainer.lineage] = model
+        return events.Published(self.blobs.put(model.encode()), sources, SLICES, SLICES)
 
     def _compile(self, task: events.CompilePlans) -> events.Compiled:
         sources = task.published.sources
+        record = None if task.record is None else self._record(task.record, task.root)
         holder = {str(index): sources[index % len(sources)].table.digest.hex() for index in range(SLICES)}
         for worker in task.workers:
             self.blobs.get(worker.needs)
         wanted = [worker.needs.digest.hex() for worker in task.workers]
         plans = {worker.key: self.blobs.put_json(holder) for worker in task.workers}
+        coarse = record is not None and self.world.chance(0.5)  # needs are unions of what is recorded
         atoms = {
             source.source: self.blobs.put_json({"table": source.table.digest.hex(), "wanted": wanted})
-            for source in sources
+            for source in ([] if coarse else sources)
         }
-        return events.Compiled(plans, atoms, dict.fromkeys(plans, SLICES))
+        return events.Compiled(plans, atoms, dict.fromkeys(plans, SLICES), handle=(record, task.root))
 
     def _combine(self, task: events.CombineSeals) -> events.Combined:
-        digests: dict[str, str] = {}
+        record, root = task.compiled.handle  # type: ignore[misc]
+        digests: dict[str, str] = dict(record or {})
         for ref in task.digests.values():
-            digests |= self.blobs.get_json(ref)
+            for index, digest in self.blobs.get_json(ref).items():
+                if digests.setdefault(index, digest) != digest:
+                    raise data_loss(f"slice {index} does not add up to the record")
         assert len(digests) == SLICES
-        expected = self.blobs.put_json(digests)
-        return events.Combined(self.truth.root(digests), dict.fromkeys(task.compiled.plans, expected))
+        expected = dict.fromkeys(task.compiled.plans, self.blobs.put_json(digests))
+        if record is not None:
+            return events.Combined(root, expected)
+        return events.Combined(self.truth.root(digests), expected, self.blobs.put_json(digests))
+
+    def _record(self, ref: manager_pb2.BlobRef, root: bytes) -> dict[str, str]:
+        """What a record says; raises DATA_LOSS unless it hashes to the root."""
+        digests: dict[str, str] = self.blobs.get_json(ref)
+        if self.truth.hash(digests) != root:
+            raise data_loss("the record is of other weights")
+        return digests
+
+    def _join(self, task: events.JoinSources) -> events.Joined:
+        refused: dict[str, weights_pb2.Problem] = {}
+        sources, records, model = [], [] if task.record is None else [task.record], ""
+        for offer in task.offers:
+            try:
+                assert offer.record is not None
+                self._record(offer.record, task.identity.root)
+                table = weights_pb2.SourceTable.FromString(self.blobs.get(offer.table))
+            except CkptEngineError as error:
+                refused[offer.source] = error.problem
+                continue
+            records.append(offer.record)
+            model = json.loads(table.description)[3]
+            sources.append(events.SourceOffer(table.id, None, offer.table, True, 0, False))
+        if not sources:
+            return events.Joined(None, None, refused)
+        published = events.Published(self.blobs.put(model.encode()), tuple(sources), SLICES, SLICES)
+        return events.Joined(published, records[0], refused)

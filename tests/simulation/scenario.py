@@ -17,6 +17,7 @@ from ckpt_engine.v1 import manager_pb2
 from tests.simulation.chaos import Chaos
 from tests.simulation.engine import Engine
 from tests.simulation.healing import Healed
+from tests.simulation.holders import HolderShell
 from tests.simulation.invariants import BrokenPromiseError, Invariants
 from tests.simulation.manager import Ledger, ManagerShell
 from tests.simulation.members import AgentShell, Cluster, TrainerShell
@@ -124,6 +125,7 @@ class Scenario:
         self.chaos: Chaos | None = None
         self.agents: dict[str, AgentShell] = {}
         self.groups: list[Group] = []
+        self.holders: list[HolderShell] = []
         self.cluster = Cluster(self.world, self.faults, self.truth, self.deadlines)
         self.invariants = Invariants(self)
         self.world.check = self.invariants.check
@@ -216,6 +218,12 @@ class Scenario:
     def manager_lives(self) -> bool:
         """Whether there is one."""
         return self.cluster.manager is not None and self.cluster.manager.alive
+
+    def join_holder(self, lies: bool = False) -> HolderShell:
+        """Somebody who keeps copies of versions."""
+        holder = HolderShell(self.cluster, f"keeper-{len(self.holders)}", lies)
+        self.holders.append(holder)
+        return holder
 
     def start_engine(self, agent: AgentShell, instead: Engine | None = None) -> None:
         """An engine, ready a moment later, unless the agent has one. instead: of a dead one that it still counts on."""

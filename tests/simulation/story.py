@@ -7,8 +7,9 @@ from typing import Any
 from ckpt_engine.core.machines import events
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.simulation.engine import Engine
 from tests.simulation.members import AgentShell, TrainerShell
-from tests.simulation.scenario import Group, Scenario
+from tests.simulation.scenario import Group, Machines, Scenario
 from tests.simulation.world import Steps
 
 Problem = weights_pb2.Problem
@@ -16,11 +17,19 @@ NEW, OLD, QUARANTINED = manager_pb2.NEW_SERVING, manager_pb2.OLD_SERVING, manage
 UNREACHED = manager_pb2.NOT_REACHED
 
 
+class AbleEngine(Engine):
+    """It can load both models, also if it is asked before a test has looked at it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.models = {"model A", "model B"}
+
+
 class Story(Scenario):
     """A good world in which only happens what the test says. Invariants are checked all the same."""
 
     def __init__(self) -> None:
-        super().__init__(seed=1, calm=True)
+        super().__init__(seed=1, calm=True, machines=Machines(engine=AbleEngine))
         self.start_manager()
 
     def replica(self, mode: manager_pb2.Mode = manager_pb2.STANDALONE) -> AgentShell:
@@ -29,7 +38,6 @@ class Story(Scenario):
         self.wait(3.0)
         agent = list(self.agents.values())[-1]
         assert agent.engine is not None
-        agent.engine.models = {"model A", "model B"}
         return agent
 
     def ranks(self, lineage: str = "run", world_size: int = 1, kind: str = "live", model: str = "model A") -> Group:

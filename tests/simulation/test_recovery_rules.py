@@ -204,7 +204,7 @@ def test_a_hello_with_an_epoch_that_cannot_be_spoils_nothing(story: Story) -> No
     """It is named, and nobody ends: not its sender, and after a restart of the manager nobody else."""
     good, liar = story.replica(), story.replica()
     group = story.ranks()
-    honest, liar.machine._highest = liar.machine._highest, 1 << 62
+    honest, liar.machine._filled = liar.machine._filled, 1 << 62
     liar.break_streams()
     story.wait(3.0)
     for word in (liar.name, str(1 << 62), "not believed"):
@@ -216,7 +216,7 @@ def test_a_hello_with_an_epoch_that_cannot_be_spoils_nothing(story: Story) -> No
     assert liar.ended is None
     group.train()
     assert outcomes(story.update(group, replicas=[good.name])) == {good.name: NEW}
-    liar.machine._highest = honest
+    liar.machine._filled = honest
     story.wait(3.0)
     assert not warnings(story)
     group.train()
@@ -251,7 +251,7 @@ def test_the_word_of_an_engine_that_comes_later_is_bounded_too(story: Story, mon
 
 def test_a_ledger_may_have_forgotten_very_many_epochs(story: Story) -> None:
     agent, group = story.replica(), story.ranks()
-    agent.machine._highest = MOST_SKIPPED
+    agent.machine._filled = MOST_SKIPPED
     agent.break_streams()
     story.wait(3.0)
     report = story.update(group)

@@ -223,8 +223,6 @@ def another_engine(story: Story, agent: AgentShell) -> None:
     agent.engine_died()
     story.start_engine(agent)
     story.wait(2.1)
-    assert agent.engine is not None
-    agent.engine.models = {"model A", "model B"}
 
 
 def lineage_of(agent: AgentShell) -> str:

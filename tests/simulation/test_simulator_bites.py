@@ -11,6 +11,7 @@ from ckpt_engine.core.machines.agent import AgentMachine
 from ckpt_engine.core.machines.agent_state import Replica
 from ckpt_engine.core.machines.events import HoldRequests, TimerFired
 from ckpt_engine.core.machines.manager_state import State
+from ckpt_engine.core.machines.versions import Versions
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.simulation.engine import CLEAN, Engine, Worker
 from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
@@ -58,6 +59,8 @@ def intents_are_not_written(patch: Patch) -> None:
 
     def decide(self: update.Update, root: bytes, now: float) -> None:
         self._identity = weights_pb2.Identity(lineage=self.order.lineage, version=self.order.version, root=root)
+        self.installs = self.state.next_install()
+        self._targets.decided(self.installs, self._identity)
         self._install(now)
 
     patch.setattr(update.Update, "_decide_identity", decide)
@@ -65,26 +68,7 @@ def intents_are_not_written(patch: Patch) -> None:
 
 def roots_are_not_compared(patch: Patch) -> None:
     """The same version number with other weights."""
-    patch.setattr(update, "describe", lambda identity: "")
-    kept = weights_pb2.Identity
-
-    def decide(self: update.Update, root: bytes, now: float) -> None:
-        self._identity = kept(lineage=self.order.lineage, version=self.order.version, root=root)
-        self._targets.skip_holders(self._identity)
-        self._begin_phase("recording", self.state.deadlines.ledger, now)
-        self._run("intent", update.RecordIntent(self.fence.epoch, self._identity, self._left(now)))
-
-    patch.setattr(update.Update, "_decide_identity", decide)
-
-
-def versions_go_backwards(patch: Patch) -> None:
-    """A version below the lineage's last one."""
-
-    def version(self: gather.Gather) -> int:
-        meant = self._meant(self.requests[0])
-        return meant if meant < 2 else meant - 2
-
-    patch.setattr(gather.Gather, "_version", version)
+    patch.setattr(Versions, "check_number", lambda self, identity, late: None)
 
 
 def updates_have_no_end(patch: Patch) -> None:
@@ -187,7 +171,6 @@ MISTAKES: list[Mistake] = [
     epochs_are_not_spent,
     intents_are_not_written,
     roots_are_not_compared,
-    versions_go_backwards,
     updates_have_no_end,
     installs_are_not_repeated,
     agents_ignore_time,

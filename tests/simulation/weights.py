@@ -83,6 +83,21 @@ class Source:
         return {str(index): self.read(index) for index in self.memory}
 
 
+@dataclass
+class HeldSource(Source):
+    """What a holder holds of one version: all slices, in its own memory. rank, world_size: of nothing."""
+
+    source: str = ""
+
+    def table(self) -> bytes:
+        """A SourceTable without a rank."""
+        return weights_pb2.SourceTable(
+            id=self.source,
+            stays_sealed=True,
+            description=json.dumps([self.lineage, self.world_size, self.kind, self.model, self.process]),
+        ).SerializeToString(deterministic=True)
+
+
 def ref_of(data: bytes) -> manager_pb2.BlobRef:
     """A blob's reference."""
     return manager_pb2.BlobRef(digest=hashlib.sha256(data).digest(), size=len(data))
@@ -135,9 +150,15 @@ class Truth:
         self.content: dict[bytes, list[str]] = {}
         self.sources: dict[bytes, Source] = {}  # by the digest of their table
         self.recorded: dict[tuple[str, int], list[weights_pb2.Identity]] = {}  # intents on any disk, by fence
+        self.models: dict[str, str] = {}  # by lineage
+
+    @staticmethod
+    def hash(digests: dict[str, str]) -> bytes:
+        """The root of these digests."""
+        return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).digest()
 
     def root(self, digests: dict[str, str]) -> bytes:
-        """The root of these digests, remembered with its content."""
-        root = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).digest()
+        """The same, remembered with its content."""
+        root = self.hash(digests)
         self.content[root] = [digests[str(index)] for index in range(SLICES)]
         return root

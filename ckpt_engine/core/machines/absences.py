@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ckpt_engine.core.machines.manager_state import State, describe
-from ckpt_engine.core.machines.members import Replica, Trainer, absence
+from ckpt_engine.core.machines.manager_state import State
+from ckpt_engine.core.machines.members import Holder, Member, Replica, absence
 from ckpt_engine.core.machines.order import Order
 from ckpt_engine.core.machines.targets import Targets
+from ckpt_engine.core.machines.versions import describe
 from ckpt_engine.core.problems import CkptEngineError, unavailable
 
 
@@ -34,32 +35,38 @@ class Absences:
         self._cancel = cancel
         self._overdue: set[str] = set()  # replicas for which nobody waits any more
 
-    def concern(self, member: Trainer | Replica) -> bool:
+    def concern(self, member: Member) -> bool:
         """Whether it takes part in the update."""
         if isinstance(member, Replica):
             return member.name in self._order.replicas
-        return member.lineage == self._order.lineage
+        sources = self._order.published.sources
+        if isinstance(member, Holder):
+            return any(source.source == member.source for source in sources)
+        read = self._order.late is None or any(source.rank == member.rank for source in sources)
+        return member.lineage == self._order.lineage and read
 
-    def lost(self, member: Trainer | Replica, now: float) -> None:
+    def lost(self, member: Member, now: float) -> None:
         """Its stream has ended just now: it gets some time to come back."""
-        if isinstance(member, Trainer):
-            self._timer(absence(member), self._state.deadlines.lease)
-        else:
+        if isinstance(member, Replica):
             self._wait_for(member, self._patience(member, now))
+        else:
+            self._timer(absence(member), self._state.deadlines.lease)
 
-    def back(self, member: Trainer | Replica) -> None:
+    def back(self, member: Member) -> None:
         """It is connected again."""
-        if isinstance(member, Trainer) or member.engine is not None:
+        if not isinstance(member, Replica) or member.engine is not None:
             self._cancel(absence(member))
         if isinstance(member, Replica) and member.engine is not None:
             self._targets.awaited.discard(member.name)
             self._overdue.discard(member.name)
 
-    def not_back(self, step: str) -> Trainer | Replica | None:
+    def not_back(self, step: str) -> Member | None:
         """Who has stayed away until the timer of this step fired."""
         ranks = self._state.members.ranks(self._order.lineage).values()
         replicas = (self._state.members.replicas.get(name) for name in self._order.replicas)
-        found = (member for member in (*ranks, *replicas) if member is not None and absence(member) == step)
+        holders = self._state.members.holders.values()
+        members: tuple[Member | None, ...] = (*ranks, *holders, *replicas)
+        found = (member for member in members if member is not None and absence(member) == step)
         away = next((member for member in found if not _is_there(member)), None)
         if isinstance(away, Replica):
             self._overdue.add(away.name)
@@ -95,8 +102,8 @@ class Absences:
         return min(replica.heard + self._state.deadlines.lease - now, (self._order.end - now) / 2)
 
 
-def _is_there(member: Trainer | Replica) -> bool:
-    return member.peer is not None and (isinstance(member, Trainer) or member.engine is not None)
+def _is_there(member: Member) -> bool:
+    return member.peer is not None and (not isinstance(member, Replica) or member.engine is not None)
 
 
 def not_there(replica: Replica, now: float) -> CkptEngineError:

@@ -54,8 +54,9 @@ class AgentMachine:
     name: of the replica. session_id: of this process. agent_epoch: from the engine's directory. transports: available
     on this host. Engine and workers may live longer than the agent: a new one starts from what they say.
 
-    A command with a later fence that comes during an operation is left unanswered (the manager repeats it), except
-    that it turns an install back which no worker has begun.
+    A command that comes during an operation is left unanswered (the manager repeats it). One with a later install fence
+    also turns an install back which no worker has begun. A fill fence (preparing, sealing files) does not: it says
+    nothing about installs, and is compared with fill fences only.
     """
 
     def __init__(
@@ -77,7 +78,8 @@ class AgentMachine:
         self.replica = Replica(name, mode, self._deadlines, self._out)
         self._session = Session(self._deadlines, self._out.append, self._dial, self._hello, self._beat)
         self.replica.session = self._session
-        self._highest = 0
+        self._highest = 0  # install fence
+        self._filled = 0  # fill fence
         self._answers: dict[str, manager_pb2.Prepared | manager_pb2.SleepWakeDone] = {}
         self._outcome_received = True
         self._seals: dict[tuple[int, bytes], tuple[manager_pb2.SealForReaders, manager_pb2.Sealed | None]] = {}
@@ -149,7 +151,7 @@ class AgentMachine:
             prepared=[replica.prepared[rank] for rank in sorted(replica.prepared)],
             last_outcome=replica.last_outcome,
             asleep=replica.asleep,
-            epoch=self._highest,
+            epoch=max(self._highest, self._filled),
         )
 
     def _beat(self, sequence: int) -> manager_pb2.ReplicaHeartbeat:
@@ -184,11 +186,14 @@ class AgentMachine:
             case manager_pb2.Refused():
                 self._session.refused(body.problem, now)
             case manager_pb2.Prepare():
-                self._command("prepare", body.fence, lambda: Preparing(self.replica, body), now)
+                if self._fills(body.fence):
+                    self._command("prepare", body.fence, lambda: Preparing(self.replica, body), now)
             case manager_pb2.Install():
-                self._command("install", body.fence, lambda: Installing(self.replica, body), now)
+                if self._installs(body.fence, now):
+                    self._command("install", body.fence, lambda: Installing(self.replica, body), now)
             case manager_pb2.SleepWake():
-                self._command("sleep", body.fence, lambda: SleepingOrWaking(self.replica, body), now)
+                if self._installs(body.fence, now):
+                    self._command("sleep", body.fence, lambda: SleepingOrWaking(self.replica, body), now)
             case manager_pb2.Abandon():
                 operation = self.replica.operation
                 if operation is not None and operation.fence == body.fence:
@@ -200,16 +205,30 @@ class AgentMachine:
             case manager_pb2.SealForReaders():
                 self._seal(body)
 
+    def _fills(self, fence: weights_pb2.Fence) -> bool:
+        """Whether a fill fence is obeyed."""
+        if fence.cluster != self._session.cluster or fence.epoch < self._filled:
+            return False
+        self._filled = fence.epoch
+        return True
+
+    def _installs(self, fence: weights_pb2.Fence, now: float) -> bool:
+        """Whether an install fence is obeyed; a later one turns back what can still be turned back."""
+        if fence.cluster != self._session.cluster or fence.epoch < self._highest:
+            return False
+        operation = self.replica.operation
+        if operation is None:
+            self._highest = fence.epoch
+        elif fence.epoch > operation.fence.epoch:
+            operation.overtaken(f"the manager went on to epoch {fence.epoch}", now)
+        return True
+
     def _command(self, kind: str, fence: weights_pb2.Fence, make: Callable[[], Operation], now: float) -> None:
         """Begins the operation that a command asks for, or answers a repetition, or leaves it unanswered."""
-        if fence.cluster != self._session.cluster or fence.epoch < self._highest:
-            return
         operation = self.replica.operation
         if operation is not None:
             if operation.kind == kind and operation.fence == fence:
                 operation.repeated(now)
-            elif fence.epoch > operation.fence.epoch:
-                operation.overtaken(f"the manager went on to epoch {fence.epoch}", now)
             return
         outcome, answer = self.replica.last_outcome, self._answers.get(kind)
         if kind == "install" and outcome is not None and outcome.fence == fence:
@@ -218,7 +237,6 @@ class AgentMachine:
         elif answer is not None and answer.fence == fence:
             self._session.send(answer)
         else:
-            self._highest = fence.epoch
             self.replica.begin(make(), now)
 
     def _ended(self, operation: Operation, now: float) -> None:
@@ -341,7 +359,7 @@ class AgentMachine:
     # -- sealing a directory for its readers
 
     def _seal(self, seal: manager_pb2.SealForReaders) -> None:
-        if seal.fence.cluster != self._session.cluster or seal.fence.epoch < self._highest:
+        if not self._fills(seal.fence):
             return
         key = (seal.fence.epoch, seal.table.digest)
         if key in self._seals:

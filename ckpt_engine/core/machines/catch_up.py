@@ -1,8 +1,9 @@
 """Which replica is to be brought to the latest version of its lineage, and when it is tried again.
 
 A replica that came late, was restarted or was quarantined does not hold what it is to hold (`versions`). If all
-sources of that version stay sealed, it is brought up alone, without a caller. Decides nothing about how: that is an
-update.
+sources of that version stay sealed, or holders hold it, it is brought up alone, without a caller. What the sealed
+record tells need not be hashed again: of what holders hold, and of what the ranks hold if they were not told to seal
+another version since. Decides nothing about how: that is an update.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
-from ckpt_engine.core.machines.events import Key, Published
-from ckpt_engine.core.machines.manager_state import State, describe
+from ckpt_engine.core.machines.events import Key, Published, SourceOffer
+from ckpt_engine.core.machines.holdings import Holdings
+from ckpt_engine.core.machines.manager_state import State
 from ckpt_engine.core.machines.members import Replica, Unfit
 from ckpt_engine.core.machines.order import Order
 from ckpt_engine.core.machines.publications import Publications
-from ckpt_engine.core.machines.versions import Latest
+from ckpt_engine.core.machines.versions import Latest, describe
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.v1 import manager_pb2
 
@@ -38,6 +40,7 @@ class CatchUp:
 
     state: State
     publications: Publications
+    holdings: Holdings
     attempts: dict[str, Attempts] = field(default_factory=dict)
 
     def order(self, now: float) -> Order | None:
@@ -48,9 +51,10 @@ class CatchUp:
             if latest is None or not _lacks(replica, latest) or self._never_loads(replica, latest) is not None:
                 self.attempts.pop(replica.name, None)
                 continue
-            published = self._published(latest)
-            if published is None:
+            found = self._source(latest)
+            if found is None:
                 continue
+            published, record = found
             attempts = self._attempts(replica, latest)
             if attempts.count >= CATCH_UP_ATTEMPTS:
                 continue
@@ -70,6 +74,7 @@ class CatchUp:
                 selection=None,
                 end=now + self.state.deadlines.catch_up,
                 late=latest.identity,
+                record=record,
             )
         if waits:
             self.state.set_timer(CATCH_UP, min(waits))
@@ -102,9 +107,10 @@ class CatchUp:
                 f"take it out with `ckpt-engine replica evict {replica.name}`",
                 replica=replica.name,
             )
-        if self._published(latest) is None:
+        if self._source(latest) is None:
             raise precondition(
-                f"no source of {version} stays sealed, so nothing can be read now; the next update repairs it",
+                f"no source of {version} stays sealed, and nobody else holds it, so nothing can be read now; the next "
+                "update repairs it",
                 replica=replica.name,
             )
         self.attempts.pop(replica.name, None)
@@ -117,12 +123,20 @@ class CatchUp:
             attempts.count -= 1
             attempts.next = 0.0
 
-    def _published(self, latest: Latest) -> Published | None:
-        """Where a version's bytes lie, if they stay there."""
+    def _source(self, latest: Latest) -> tuple[Published, manager_pb2.BlobRef | None] | None:
+        """Where a version's bytes lie, if they stay there, and its record, if that tells what is there."""
         offered = self._offered(latest)
-        if offered is None or not all(source.stays_sealed for source in offered.sources):
-            return None
-        return offered
+        sealed = offered is not None and all(source.stays_sealed for source in offered.sources)
+        if offered is not None and sealed and all(self._is_there(latest, source) for source in offered.sources):
+            told = offered == latest.published and not latest.sealed_since
+            return offered, latest.record if told else None
+        held = self.holdings.of(latest)
+        if held is not None:
+            return held
+        return (offered, None) if offered is not None and sealed else None
+
+    def _is_there(self, latest: Latest, source: SourceOffer) -> bool:
+        return source.outlives or self.state.members.source(latest.identity.lineage, source) is not None
 
     def _offered(self, latest: Latest) -> Published | None:
         """What the ranks of a version published."""

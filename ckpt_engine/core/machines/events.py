@@ -42,8 +42,11 @@ from ckpt_engine.core.machines.tasks import (
     DiscardEngine as DiscardEngine,
     EngineTask as EngineTask,
     FetchBlobs as FetchBlobs,
+    HeldOffer as HeldOffer,
     HoldRequests as HoldRequests,
     InstallEngine as InstallEngine,
+    Joined as Joined,
+    JoinSources as JoinSources,
     ManagerTask as ManagerTask,
     MarkEngine as MarkEngine,
     MergeTables as MergeTables,
@@ -330,7 +333,7 @@ AgentCommand: TypeAlias = (
 )
 
 
-# ------------------------------------------------------------------------------------------------- the trainer
+# -------------------------------------------------------------------------- members that offer weights: the trainer
 
 
 @dataclass(frozen=True)
@@ -340,14 +343,32 @@ class PublishTable:
     table: bytes
 
 
-TrainerEvent: TypeAlias = Message | PeerLost | TimerFired | Done | Start | Stop | PublishTable
+@dataclass(frozen=True)
+class OfferedVersion:
+    """Weights that a member offers. table: a serialised SourceTable. record: a serialised SealedRecord; empty, as the
+    identity is None, for weights that are not sealed yet."""
+
+    table: bytes
+    record: bytes = b""
+    identity: weights_pb2.Identity | None = None
+
+
+@dataclass(frozen=True)
+class HoldVersions:
+    """A holder holds these versions now, and no others. Answered by `PublicationDecided` once all are noted."""
+
+    versions: tuple[OfferedVersion, ...]
+
+
+TrainerEvent: TypeAlias = Message | PeerLost | TimerFired | Done | Start | Stop | PublishTable | HoldVersions
 
 
 @dataclass(frozen=True)
 class PublicationDecided:
     """The manager accepted this rank's table (all ranks' tables agree), or refused it. One of both is set.
 
-    Comes again after each reconnect; a problem may be lifted by a later table of any rank.
+    Comes again after each reconnect; a problem may be lifted by a later table of any rank. For a holder the manifest is
+    empty, and a problem may still come when what it holds is looked at.
     """
 
     manifest: manager_pb2.BlobRef | None

@@ -5,6 +5,7 @@ A rank that says goodbye is forgotten at once. One that was killed only loses it
 - as soon as no rank of its run is connected and updates of other runs have taken over every replica that its own were
   for;
 - when an operator evicts its run.
+So is a holder that was killed, `forget` seconds later.
 What the run published goes with its last rank, unless it can be read without it (files) and there is a replica that is
 to hold it: then it stays for late ones, until other updates have taken over the last of them.
 """
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 from ckpt_engine.core.machines.events import Key
 from ckpt_engine.core.machines.manager_state import State
-from ckpt_engine.core.machines.members import Trainer
+from ckpt_engine.core.machines.members import Holder, Trainer
 
 
 @dataclass
@@ -24,18 +25,19 @@ class Forgetting:
 
     state: State
 
-    def lost(self, trainer: Trainer) -> None:
-        """A rank's session ended without a goodbye."""
-        self.state.set_timer(_key(trainer), self.state.deadlines.forget)
+    def lost(self, member: Trainer | Holder) -> None:
+        """Its session ended without a goodbye."""
+        self.state.set_timer(_key(member), self.state.deadlines.forget)
 
-    def back(self, trainer: Trainer) -> None:
+    def back(self, member: Trainer | Holder) -> None:
         """It said hello again."""
-        self.state.cancel_timer(_key(trainer))
+        self.state.cancel_timer(_key(member))
 
-    def due(self, lineage: str, rank: int) -> list[Trainer]:
-        """A rank's time is over."""
-        trainer = self.state.members.trainers.get((lineage, rank))
-        return [trainer] if trainer is not None and trainer.peer is None else []
+    def due(self, name: str, rank: int) -> list[Trainer | Holder]:
+        """The time of a rank, or of a holder, is over."""
+        members = self.state.members
+        member = members.holders.get(name) if rank < 0 else members.trainers.get((name, rank))
+        return [member] if member is not None and member.peer is None else []
 
     def taken_over(self) -> list[Trainer]:
         """Ranks of runs that are gone and whose replicas all belong to others now."""
@@ -53,8 +55,10 @@ class Forgetting:
             if published is None or lineage in alive:
                 continue
             if lineage not in wanted or not all(source.outlives for source in published.sources):
-                latest.published = None
+                latest.published = latest.record = None
 
 
-def _key(trainer: Trainer) -> Key:
-    return ("forget", trainer.lineage, trainer.rank)
+def _key(member: Trainer | Holder) -> Key:
+    if isinstance(member, Holder):
+        return ("forget", member.source, -1)
+    return ("forget", member.lineage, member.rank)

@@ -11,16 +11,13 @@ from dataclasses import dataclass, field
 
 from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.machines.events import Call
-from ckpt_engine.core.machines.manager_state import State, describe
+from ckpt_engine.core.machines.manager_state import State
 from ckpt_engine.core.machines.naming import ranks_named
 from ckpt_engine.core.machines.order import Order
 from ckpt_engine.core.machines.publications import Publications
 from ckpt_engine.core.machines.selection import min_replicas_of, replicas_for
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invalid, precondition
 from ckpt_engine.v1 import manager_pb2
-
-HIGHEST_VERSION = (1 << 63) - 1
-"""What the wire and the state words hold."""
 
 MOST_NAMED = 8
 """Versions that the ranks ask for, if each asks for another one."""
@@ -113,7 +110,7 @@ class Gather:
             min_replicas=min_replicas_of(request),
             selection=frozenset(request.replicas) or None,
             end=self.end,
-            before=self.state.last.get(self.lineage),
+            before=self.state.versions.highest.get(self.lineage),
         )
 
     def overdue(self) -> CkptEngineError:
@@ -181,18 +178,11 @@ class Gather:
         """The version that a request means: its own, or the lineage's next. A new lineage begins with 0."""
         if request.HasField("version"):
             return request.version
-        last = self.state.last.get(self.lineage)
-        if last is not None and last.version >= HIGHEST_VERSION:
-            raise precondition(f"no number is left above {describe(last)}: start a new lineage")
-        return 0 if last is None else last.version + 1
+        return self.state.versions.next_number(self.lineage)
 
     def _version(self) -> int:
         version = self._meant(self.requests[min(self.requests)])
-        last = self.state.last.get(self.lineage)
         if version < 0:
             raise invalid(f"version {version} is negative")
-        if last is not None and version < last.version:
-            raise precondition(
-                f"version {version} goes backwards: {describe(last)} was installed before; start a new lineage"
-            )
+        self.state.versions.check_rises(self.lineage, version)
         return version

@@ -35,8 +35,9 @@ from ckpt_engine.core.machines.events import (
 )
 from ckpt_engine.core.machines.forgetting import Forgetting
 from ckpt_engine.core.machines.gathers import Gathers
+from ckpt_engine.core.machines.holdings import Holdings
 from ckpt_engine.core.machines.manager_state import SPEND, State
-from ckpt_engine.core.machines.members import Replica, Trainer
+from ckpt_engine.core.machines.members import Hello, Holder, Member, Replica, Trainer
 from ckpt_engine.core.machines.operators import operate
 from ckpt_engine.core.machines.order import Order
 from ckpt_engine.core.machines.publications import Publications
@@ -54,8 +55,8 @@ SETTLE: Key = ("settle",)
 class ManagerMachine:
     """Decides everything that the manager does.
 
-    cluster, epoch: from the ledger, as are intents, the last one of each lineage (Ledger.last_intents), and meant, the
-    last update that was for each replica (Ledger.meant).
+    cluster, epoch: from the ledger, as are intents, the last one of each lineage (Ledger.last_intents), meant, the last
+    update that was for each replica (Ledger.meant), and highest, each lineage's highest number (Ledger.highest).
     """
 
     def __init__(
@@ -66,13 +67,15 @@ class ManagerMachine:
         deadlines: Deadlines | None = None,
         software_version: str = "",
         meant: Mapping[str, Meant] | None = None,
+        highest: Sequence[weights_pb2.Identity] = (),
     ) -> None:
         self._deadlines = deadlines or Deadlines()
         self._software_version = software_version
-        self._state = State.from_ledger(cluster, epoch, intents, self._deadlines, meant)
+        self._state = State.from_ledger(cluster, epoch, intents, self._deadlines, meant, highest)
         self._members = self._state.members
         self._publications = Publications(self._state)
-        self._catch_up = CatchUp(self._state, self._publications)
+        self._holdings = Holdings(self._state)
+        self._catch_up = CatchUp(self._state, self._publications, self._holdings)
         self._recovery = Recovery(self._state)
         self._forgetting = Forgetting(self._state)
         self._gathers = Gathers(self._state, self._publications)
@@ -116,7 +119,7 @@ class ManagerMachine:
 
     def blobs_in_use(self) -> dict[str, list[manager_pb2.BlobRef]]:
         """Blobs that must stay, by what needs them; for BlobStore.pin. Owners that are not named need nothing."""
-        return blobs_in_use(self._state, self._publications, self._update)
+        return blobs_in_use(self._state, self._publications, self._holdings, self._update)
 
     def _phase(self) -> str:
         running = self._update or self._sleepers or self._gathers
@@ -129,7 +132,7 @@ class ManagerMachine:
         if member is not None:
             member.heard = now
         match body:
-            case manager_pb2.TrainerHello() | manager_pb2.ReplicaHello():
+            case manager_pb2.TrainerHello() | manager_pb2.HolderHello() | manager_pb2.ReplicaHello():
                 self._hello(peer, body, now)
             case _ if member is None:
                 return  # of a stream that was refused or replaced
@@ -168,17 +171,12 @@ class ManagerMachine:
             self._update.message(replica, outcome, now)
         self._state.send(replica, manager_pb2.OutcomeReceived(fence=outcome.fence))
 
-    def _hello(self, peer: Peer, hello: manager_pb2.TrainerHello | manager_pb2.ReplicaHello, now: float) -> None:
-        member: Trainer | Replica
+    def _hello(self, peer: Peer, hello: Hello, now: float) -> None:
         try:
             self._members.check_speaker(peer, hello)
             self._recovery.check(hello)
-            if isinstance(hello, manager_pb2.TrainerHello):
-                session = self._session_of(self._members.trainers.get((hello.lineage, hello.rank)))
-                member, before = self._members.trainer_hello(peer, hello, now)
-            else:
-                session = self._session_of(self._members.replicas.get(hello.name))
-                member, before = self._members.replica_hello(peer, hello, now)
+            session = self._session_of(self._members.known(hello))
+            member, before = self._members.hello(peer, hello, now)
         except CkptEngineError as error:
             self._lost(peer, now)  # if the stream spoke for somebody, it does no more
             self._state.out.append(ClosePeer(peer, error.problem))
@@ -191,26 +189,29 @@ class ManagerMachine:
         self._state.send(
             member,
             manager_pb2.Welcome(
-                fence=self._state.fence() if self._update is None else self._update.fence,
+                fence=self._state.fence(self._state.installs),
                 lease_seconds=self._deadlines.lease,
                 heartbeat_seconds=self._deadlines.heartbeat,
             ),
         )
         self._state.set_timer(("lease", peer), self._deadlines.lease)
-        if isinstance(member, Trainer):
+        if not isinstance(member, Replica):
             self._forgetting.back(member)
             if self._update is not None and session not in ("", member.session_id):
                 self._update.member_gone(member, now)
+        if isinstance(member, Trainer):
             self._publications.offered(member)
+        elif isinstance(member, Holder):
+            self._holdings.told(member)
         if self._update is not None:
             self._update.member_back(member, now)
         if self._sleepers is not None:
             self._sleepers.send_missing(now)
 
-    def _session_of(self, member: Trainer | Replica | None) -> str:
+    def _session_of(self, member: Member | None) -> str:
         return "" if member is None else member.session_id
 
-    def _goodbye(self, member: Trainer | Replica, problem: weights_pb2.Problem | None, now: float) -> None:
+    def _goodbye(self, member: Member, problem: weights_pb2.Problem | None, now: float) -> None:
         peer = member.peer
         if peer is not None:
             self._state.cancel_timer(("lease", peer))
@@ -229,12 +230,12 @@ class ManagerMachine:
             return
         self._state.cancel_timer(("lease", peer))
         self._gone(member, now)
-        if isinstance(member, Trainer):
+        if not isinstance(member, Replica):
             self._forgetting.lost(member)
         if self._update is not None:
             self._update.member_lost(member, now)
 
-    def _gone(self, member: Trainer | Replica, now: float) -> None:
+    def _gone(self, member: Member, now: float) -> None:
         if self._sleepers is not None and isinstance(member, Replica):
             self._sleepers.lost(member.name)
 
@@ -343,9 +344,11 @@ class ManagerMachine:
                     self._sleepers.timer(step, now)
             case ("gather", str() as step, str() as lineage):
                 self._gathers.timer(step, lineage, now)
-            case ("forget", str() as lineage, int() as rank):
-                for trainer in self._forgetting.due(lineage, rank):
-                    self._goodbye(trainer, None, now)
+            case ("forget", str() as name, int() as rank):
+                for due in self._forgetting.due(name, rank):
+                    self._goodbye(due, None, now)
+            case ("join", str() as lineage):
+                self._holdings.again(lineage)
             case ("settle",):
                 self._settled = True
             case ("spend again",):
@@ -359,11 +362,14 @@ class ManagerMachine:
                 if self._update is not None and self._update.fence.epoch == epoch:
                     self._update.done(step, done, now)
                     if step == "intent":
+                        self._state.spend_ahead()
                         for trainer in self._forgetting.taken_over():
                             self._goodbye(trainer, None, now)
                         self._forgetting.prune()
             case ("merge", str() as lineage, int() as number):
                 self._publications.merged(lineage, number, done)
+            case ("join", str() as lineage, int() as number):
+                self._holdings.ended(lineage, number, done)
             case ("spend",):
                 self._state.spend_ended(done.problem)
             case _:

@@ -1,4 +1,10 @@
-"""What the parts of the manager's machine share: members, epochs, the order of versions, and the way out."""
+"""What the parts of the manager's machine share: members, epochs, the order of versions, and the way out.
+
+There are two kinds of fences, and no command carries both. A *fill* fence is for preparing and sealing: it is given out
+when an update begins. An *install* fence is for installing and sleeping: that of an update is given out with its
+intent, the durable decision, and not before. So sealing the next version may overlap the installs of this one, and
+neither makes the other one old. Both take their epochs from one count, so an epoch names one fence.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +27,7 @@ from ckpt_engine.core.machines.events import (
     SetTimer,
     SpendEpoch,
 )
-from ckpt_engine.core.machines.members import Members, Replica, Trainer
+from ckpt_engine.core.machines.members import Member, Members
 from ckpt_engine.core.machines.versions import Intended, Meant, Versions
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -29,15 +35,17 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 SPEND: Key = ("spend",)
 SPEND_AGAIN: Key = ("spend again",)
 SHORTEST_SECONDS = 0.001
+SPENT_AHEAD = 2
+"""Epochs that are made durable at once: those of an update's two fences."""
 
 
 @dataclass
 class State:
     """Shared by the manager's parts; each changes only what it is about.
 
-    epoch: the last one that was given out. spent: up to which the ledger will never give one out again; one epoch is
-    spent ahead, so that an update need not wait for the disk. spending: the one that is being spent, 0 if none is.
-    last: each lineage's last identity. versions: who is to hold what.
+    epoch: the last one that was given out, of either kind. installs: the last one of an install that may have begun.
+    spent: up to which the ledger will never give one out again; some are spent ahead, so that an update need not wait
+    for the disk. spending: up to which they are being spent, 0 if they are not. versions: who is to hold what.
     ledger_problem: why the ledger could not be written when that was tried last; None if it could.
     """
 
@@ -45,8 +53,8 @@ class State:
     deadlines: Deadlines
     out: list[ManagerCommand]
     epoch: int
+    installs: int
     spent: int
-    last: dict[str, weights_pb2.Identity] = field(default_factory=dict)
     versions: Versions = field(default_factory=Versions)
     spending: int = 0
     ledger_problem: weights_pb2.Problem | None = None
@@ -59,19 +67,19 @@ class State:
         intents: Sequence[Intended],
         deadlines: Deadlines,
         meant: Mapping[str, Meant] | None = None,
+        highest: Sequence[weights_pb2.Identity] = (),
     ) -> State:
         """As a manager begins."""
-        state = cls(Members(cluster), deadlines, [], epoch, epoch)
-        state.last = {intent.identity.lineage: intent.identity for intent in intents}
-        state.versions = Versions.from_ledger(epoch, intents, meant or {})
+        state = cls(Members(cluster), deadlines, [], epoch, epoch, epoch)
+        state.versions = Versions.from_ledger(epoch, intents, meant or {}, highest)
         return state
 
     # -- epochs
 
     def spend_ahead(self) -> None:
-        """Has the next epoch made durable, if that is not done."""
+        """Has the next epochs made durable, if that is not done."""
         if self.spent <= self.epoch and not self.spending:
-            self.spending = self.epoch + 1
+            self.spending = self.epoch + SPENT_AHEAD
             self.run(SPEND, SpendEpoch(self.spending, self.deadlines.ledger))
 
     def spend_ended(self, problem: weights_pb2.Problem | None) -> None:
@@ -86,7 +94,7 @@ class State:
             self.spend_ahead()  # epochs may have been skipped meanwhile
 
     def epoch_ready(self) -> bool:
-        """Whether `next_fence` may be called."""
+        """Whether `next_fill` or `next_sleep` may be called."""
         return self.spent > self.epoch
 
     def check_ledger(self) -> None:
@@ -97,20 +105,34 @@ class State:
                 + self.ledger_problem.message
             )
 
-    def next_fence(self) -> weights_pb2.Fence:
-        """A fence above all before it."""
+    def next_fill(self) -> weights_pb2.Fence:
+        """A fill fence above all fences before it."""
         assert self.epoch_ready()
         self.epoch += 1
         self.spend_ahead()
-        return self.fence()
+        return self.fence(self.epoch)
 
-    def fence(self) -> weights_pb2.Fence:
-        """Of what was begun last."""
-        return weights_pb2.Fence(cluster=self.members.cluster, epoch=self.epoch)
+    def next_sleep(self) -> weights_pb2.Fence:
+        """The install fence of a sleep or wake, which has no intent: above all fences before it."""
+        self.installs = self.next_fill().epoch
+        return self.fence(self.installs)
+
+    def next_install(self) -> weights_pb2.Fence:
+        """The install fence of the intent that is recorded next, above all fences before it. Recording it spends it."""
+        self.epoch += 1
+        return self.fence(self.epoch)
+
+    def intent_ended(self, fence: weights_pb2.Fence) -> None:
+        """It is on the disk, and its epoch with it."""
+        self.spent, self.installs = max(self.spent, fence.epoch), fence.epoch
+
+    def fence(self, epoch: int) -> weights_pb2.Fence:
+        """One of this cluster."""
+        return weights_pb2.Fence(cluster=self.members.cluster, epoch=epoch)
 
     # -- the way out
 
-    def send(self, member: Trainer | Replica, body: ProtobufMessage) -> None:
+    def send(self, member: Member, body: ProtobufMessage) -> None:
         """Dropped if the member is not connected; what must arrive is sent again by its owner."""
         if member.peer is not None:
             self.out.append(Send(member.peer, body))
@@ -142,8 +164,3 @@ class State:
     def finish(self, call: Call, problem: weights_pb2.Problem | None = None) -> None:
         """Ends a call."""
         self.out.append(FinishCall(call, problem))
-
-
-def describe(identity: weights_pb2.Identity) -> str:
-    """A version for people."""
-    return f"version {identity.version} of lineage {identity.lineage!r} (root {identity.root.hex()[:12]})"

@@ -1,4 +1,4 @@
-"""Who is there: trainer ranks and replicas, and which stream speaks for each of them.
+"""Who is there: trainer ranks, holders and replicas, and which stream speaks for each of them.
 
 Decides which hello is accepted. A member that lost its stream is remembered until it says goodbye or is replaced.
 """
@@ -7,11 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
 
-from ckpt_engine.core.machines.events import Peer
+from ckpt_engine.core.machines.events import Peer, SourceOffer
 from ckpt_engine.core.names import LINEAGE_BYTES
+from ckpt_engine.core.offers import holder_id
 from ckpt_engine.core.problems import aborted, invalid, not_found, precondition
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+MemberT = TypeVar("MemberT", "Trainer", "Holder", "Replica")
+KeyT = TypeVar("KeyT", str, tuple[str, int])
+
+MOST_HELD = 64
+"""Versions that one holder may hold, far more than fit into a host."""
 
 MOST_RANKS = 1 << 16
 """Far more than any run has: who is missing is looked at rank by rank, so a number that cannot be must not be taken."""
@@ -29,6 +37,25 @@ class Trainer:
     peer: Peer | None
     heard: float
     table: manager_pb2.BlobRef | None = None
+
+
+@dataclass
+class Holder:
+    """Who holds sealed versions and is no trainer rank. kind: for people. source: the id of what it offers. peer: None
+    while its session is lost."""
+
+    kind: str
+    name: str
+    session_id: str
+    host: weights_pb2.Host
+    peer: Peer | None
+    heard: float
+    held: tuple[manager_pb2.Held, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """No other holder and no rank has it."""
+        return holder_id(self.kind, self.name)
 
 
 @dataclass(frozen=True)
@@ -116,9 +143,15 @@ class Replica:
         return self.unfit
 
 
-def absence(member: Trainer | Replica) -> str:
+Member: TypeAlias = Trainer | Holder | Replica
+Hello: TypeAlias = manager_pb2.TrainerHello | manager_pb2.HolderHello | manager_pb2.ReplicaHello
+
+
+def absence(member: Member) -> str:
     """The step of an update that ends waiting for a lost member."""
-    return f"lost rank {member.rank}" if isinstance(member, Trainer) else f"lost replica {member.name}"
+    if isinstance(member, Trainer):
+        return f"lost rank {member.rank}"
+    return f"lost {member.source}" if isinstance(member, Holder) else f"lost replica {member.name}"
 
 
 @dataclass
@@ -128,19 +161,28 @@ class Members:
     cluster: str
     trainers: dict[tuple[str, int], Trainer] = field(default_factory=dict)
     replicas: dict[str, Replica] = field(default_factory=dict)
-    by_peer: dict[Peer, Trainer | Replica] = field(default_factory=dict)
+    holders: dict[str, Holder] = field(default_factory=dict)  # by the id of what they offer
+    by_peer: dict[Peer, Member] = field(default_factory=dict)
 
     def ranks(self, lineage: str) -> dict[int, Trainer]:
         """The known ranks of a lineage, by rank."""
         found = (trainer for trainer in self.trainers.values() if trainer.lineage == lineage)
         return {trainer.rank: trainer for trainer in sorted(found, key=lambda trainer: trainer.rank)}
 
-    def source(self, lineage: str, rank: int | None, table: manager_pb2.BlobRef) -> Trainer | None:
-        """The rank, if it is connected and still offers this table."""
-        trainer = None if rank is None else self.trainers.get((lineage, rank))
-        if trainer is None or trainer.peer is None or trainer.table != table:
+    def source(self, lineage: str, offer: SourceOffer) -> Trainer | Holder | None:
+        """Whose source it is, if it is connected and still offers this table."""
+        if offer.rank is None:
+            holder = self.holders.get(offer.source)
+            offers = holder is not None and any(held.table == offer.table for held in holder.held)
+            return holder if holder is not None and holder.peer is not None and offers else None
+        trainer = self.trainers.get((lineage, offer.rank))
+        if trainer is None or trainer.peer is None or trainer.table != offer.table:
             return None
         return trainer
+
+    def connected_holders(self) -> list[Holder]:
+        """Those that have a session, by the id of what they offer."""
+        return [self.holders[source] for source in sorted(self.holders) if self.holders[source].peer is not None]
 
     def replica(self, name: str) -> Replica:
         """By its name. Raises NOT_FOUND, naming those that there are."""
@@ -155,7 +197,7 @@ class Members:
         names = sorted(self.replicas)
         return [self.replicas[name] for name in names if self.replicas[name].receives and self.replicas[name].peer]
 
-    def lose(self, peer: Peer) -> Trainer | Replica | None:
+    def lose(self, peer: Peer) -> Member | None:
         """The member that this stream spoke for, now without one; None if the stream spoke for nobody."""
         member = self.by_peer.pop(peer, None)
         if member is not None:
@@ -165,27 +207,71 @@ class Members:
                 member.closed_reason = "its agent is not connected"
         return member
 
-    def forget(self, member: Trainer | Replica) -> None:
+    def forget(self, member: Member) -> None:
         """It said goodbye."""
         if member.peer is not None:
             self.by_peer.pop(member.peer, None)
         if isinstance(member, Trainer):
             self.trainers.pop((member.lineage, member.rank), None)
+        elif isinstance(member, Holder):
+            self.holders.pop(member.source, None)
         else:
             self.replicas.pop(member.name, None)
 
-    def check_speaker(self, peer: Peer, hello: manager_pb2.TrainerHello | manager_pb2.ReplicaHello) -> None:
+    def check_speaker(self, peer: Peer, hello: Hello) -> None:
         """Raises INVALID_ARGUMENT if this stream speaks for another member already."""
         speaks = self.by_peer.get(peer)
-        if speaks is not None and _speaker(speaks) != _speaker(hello):
-            raise invalid(f"one session speaks for one member: this one for {_speaker(speaks)}, not {_speaker(hello)}")
+        if speaks is not None and speaker(speaks) != speaker(hello):
+            raise invalid(f"one session speaks for one member: this one for {speaker(speaks)}, not {speaker(hello)}")
 
-    # -- hellos: both return the member and the stream that it spoke over before, or raise CkptEngineError
+    # -- hellos: all return the member and the stream that it spoke over before, or raise CkptEngineError
+
+    def hello(self, peer: Peer, hello: Hello, now: float) -> tuple[Member, Peer | None]:
+        """Takes a member of any kind in. Raises as the kind's own does."""
+        self._check_cluster(hello.cluster)
+        if isinstance(hello, manager_pb2.TrainerHello):
+            return self.trainer_hello(peer, hello, now)
+        if isinstance(hello, manager_pb2.HolderHello):
+            return self.holder_hello(peer, hello, now)
+        return self.replica_hello(peer, hello, now)
+
+    def known(self, hello: Hello) -> Member | None:
+        """Who said hello under this name before."""
+        if isinstance(hello, manager_pb2.TrainerHello):
+            return self.trainers.get((hello.lineage, hello.rank))
+        if isinstance(hello, manager_pb2.HolderHello):
+            return self.holders.get(holder_id(hello.kind, hello.name))
+        return self.replicas.get(hello.name)
+
+    def holder_hello(self, peer: Peer, hello: manager_pb2.HolderHello, now: float) -> tuple[Holder, Peer | None]:
+        """Takes a holder in. Raises ABORTED if another process is connected under its name, and INVALID_ARGUMENT for a
+        hello that does not fit."""
+        if not hello.kind or " " in hello.kind or hello.kind == "rank" or not hello.name:
+            raise invalid(f"a holder needs a kind of one word, not 'rank', and a name: {hello.kind!r}, {hello.name!r}")
+        if len(hello.held) > MOST_HELD:
+            raise invalid(f"a holder holds at most {MOST_HELD} versions, not {len(hello.held)}")
+        holder = Holder(hello.kind, hello.name, hello.session_id, hello.host, peer, now, tuple(hello.held))
+        old = self.holders.get(holder.source)
+        if old is not None and old.peer is not None and old.session_id != hello.session_id:
+            raise aborted(
+                f"{holder.source} is connected from host {old.host.name!r} as another process: give this one another "
+                "name, or stop that one first"
+            )
+        return holder, self._speaks(peer, holder, None if old is None else old.peer, self.holders, holder.source)
+
+    def _speaks(
+        self, peer: Peer, member: MemberT, before: Peer | None, members: dict[KeyT, MemberT], key: KeyT
+    ) -> Peer | None:
+        """From now on a stream speaks for a member, and the one before does no more, which is returned."""
+        if before is not None:
+            self.by_peer.pop(before, None)
+        members[key] = member
+        self.by_peer[peer] = member
+        return before
 
     def trainer_hello(self, peer: Peer, hello: manager_pb2.TrainerHello, now: float) -> tuple[Trainer, Peer | None]:
         """Takes a rank in. Raises ABORTED if another process is connected as this rank, and INVALID_ARGUMENT or
         FAILED_PRECONDITION for a hello that does not fit."""
-        self._check_cluster(hello.cluster)
         if not hello.lineage or len(hello.lineage.encode()) > LINEAGE_BYTES:
             raise invalid(f"a lineage's name has 1 to {LINEAGE_BYTES} bytes, {hello.lineage!r} has not")
         if hello.world_size > MOST_RANKS:
@@ -216,16 +302,11 @@ class Members:
         if old is not None and old.session_id == hello.session_id and trainer.table is None:
             trainer.table = old.table
         before = None if old is None else old.peer
-        if before is not None:
-            self.by_peer.pop(before, None)
-        self.trainers[hello.lineage, hello.rank] = trainer
-        self.by_peer[peer] = trainer
-        return trainer, before
+        return trainer, self._speaks(peer, trainer, before, self.trainers, (hello.lineage, hello.rank))
 
     def replica_hello(self, peer: Peer, hello: manager_pb2.ReplicaHello, now: float) -> tuple[Replica, Peer | None]:
         """Takes a replica in. Raises ABORTED if its agent was overtaken or the name is taken, INVALID_ARGUMENT or
         FAILED_PRECONDITION for a hello that does not fit."""
-        self._check_cluster(hello.cluster)
         if not hello.name:
             raise invalid("a replica needs a name")
         old = self.replicas.get(hello.name)
@@ -242,16 +323,12 @@ class Members:
         before = None
         if old is not None:
             before, replica.last_outcome, replica.unfit = old.peer, old.last_outcome, old.unfit
-            if before is not None:
-                self.by_peer.pop(before, None)
             if before == peer:
                 replica.serving, replica.closed_reason = old.serving, old.closed_reason
                 replica.label_problem = old.label_problem
         if hello.HasField("last_outcome"):
             replica.last_outcome = hello.last_outcome
-        self.replicas[hello.name] = replica
-        self.by_peer[peer] = replica
-        return replica, before
+        return replica, self._speaks(peer, replica, before, self.replicas, hello.name)
 
     def _check_cluster(self, cluster: str) -> None:
         if cluster and cluster != self.cluster:
@@ -277,9 +354,12 @@ class Members:
             )
 
 
-def _speaker(member: Trainer | Replica | manager_pb2.TrainerHello | manager_pb2.ReplicaHello) -> str:
+def speaker(member: Member | Hello) -> str:
+    """How a member is named to people."""
     if isinstance(member, Trainer | manager_pb2.TrainerHello):
         return f"rank {member.rank} of lineage {member.lineage!r}"
+    if isinstance(member, Holder | manager_pb2.HolderHello):
+        return holder_id(member.kind, member.name)
     return f"replica {member.name!r}"
 
 

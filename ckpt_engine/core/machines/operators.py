@@ -56,7 +56,7 @@ def _evict_run(
         known = sorted({lineage for lineage, _ in state.members.trainers})
         raise not_found(f"there is no run {lineage!r} ({', '.join(known[:8]) or 'none is known'})")
     if latest is not None:
-        latest.published = None
+        latest.published = latest.record = None
     connected = sum(trainer.peer is not None for trainer in ranks)
     problem = aborted(f"the run of lineage {lineage!r} was evicted{_why(request.reason)}").problem
     return manager_pb2.EvictTrainerResponse(ranks=len(ranks), connected=connected), ranks, problem

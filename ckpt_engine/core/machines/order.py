@@ -14,8 +14,9 @@ class Order:
 
     replicas: those it is for, by name. min_replicas: how many of them suffice; None: it is carried out for one too, but
     is ok only with all. selection: the caller's wish, None for all. late: a replica is brought to this version, which
-    was sealed before; None: the version is sealed now, and its root is not known yet. before: the lineage's version
-    before this one, if one is known.
+    was sealed before; None: the version is sealed now, and its root is not known yet. record: the sealed record of that
+    version, if the sources need digest no more than what is finer. before: the lineage's version before this one, if
+    one is known.
     """
 
     lineage: str
@@ -28,6 +29,7 @@ class Order:
     selection: frozenset[str] | None
     end: float
     late: weights_pb2.Identity | None = None
+    record: manager_pb2.BlobRef | None = None
     before: weights_pb2.Identity | None = None
 
     @property

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ckpt_engine.core.machines.manager_state import State, describe
-from ckpt_engine.core.machines.members import Replica
+from ckpt_engine.core.machines.manager_state import State
+from ckpt_engine.core.machines.members import Hello, Replica, speaker
+from ckpt_engine.core.machines.versions import describe
 from ckpt_engine.core.problems import unavailable
-from ckpt_engine.v1 import manager_pb2
-
-Hello = manager_pb2.TrainerHello | manager_pb2.ReplicaHello
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 MOST_SKIPPED = 1 << 32
 """Epochs that a ledger is believed to have forgotten: what an update a second spends in 136 years. A ledger that was
@@ -40,7 +39,7 @@ class Recovery:
 
     def check(self, hello: Hello) -> None:
         """Raises UNAVAILABLE for an epoch that is not believed; remembers members of other clusters."""
-        highest, name = self._highest(hello), _name(hello)
+        highest, name = self._highest(hello), speaker(hello)
         if not self._believed(highest, name):
             raise unavailable(
                 f"{name} has seen epoch {highest}, this manager's ledger knows of {self.state.epoch}: no ledger is so "
@@ -66,7 +65,7 @@ class Recovery:
         if skipped:
             if ours:
                 self.rolled_back = (
-                    f"the ledger was rolled back: {_name(hello)} has seen epoch {highest}, the ledger only "
+                    f"the ledger was rolled back: {speaker(hello)} has seen epoch {highest}, the ledger only "
                     f"{state.epoch}; it goes on above that"
                 )
             self._skip(highest)
@@ -74,6 +73,9 @@ class Recovery:
             for worker in hello.workers:
                 if worker.state == manager_pb2.CLEAN:
                     self._learn_version(hello.name, worker)
+        if ours and isinstance(hello, manager_pb2.HolderHello):
+            for held in hello.held:
+                self._take_number(held.identity, speaker(hello))
         return skipped
 
     def learn_epochs(self, replica: Replica) -> bool:
@@ -118,12 +120,12 @@ class Recovery:
         return said
 
     def _learn_version(self, name: str, worker: manager_pb2.WorkerStatus) -> None:
-        state, identity = self.state, worker.identity
-        known = state.last.get(identity.lineage)
-        if known is None or known.version < identity.version:
-            state.last[identity.lineage] = identity
-            self.rolled_back = f"the ledger was rolled back: a replica holds {describe(identity)}, which it lacks"
-        state.versions.learn(name, identity, worker.epoch)
+        self._take_number(worker.identity, "a replica")
+        self.state.versions.learn(name, worker.identity, worker.epoch)
+
+    def _take_number(self, identity: weights_pb2.Identity, name: str) -> None:
+        if self.state.versions.take_number(identity):
+            self.rolled_back = f"the ledger was rolled back: {name} holds {describe(identity)}, which it lacks"
 
     def _highest(self, hello: Hello) -> int:
         ours = hello.cluster == self.state.members.cluster
@@ -133,9 +135,3 @@ class Recovery:
             if hello.HasField("last_outcome") and hello.last_outcome.fence.cluster == self.state.members.cluster:
                 seen.append(hello.last_outcome.fence.epoch)
         return max(seen)
-
-
-def _name(hello: Hello) -> str:
-    if isinstance(hello, manager_pb2.ReplicaHello):
-        return f"replica {hello.name!r}"
-    return f"rank {hello.rank} of lineage {hello.lineage!r}"

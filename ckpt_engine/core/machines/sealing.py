@@ -22,8 +22,9 @@ class Sealing:
         self._answers: dict[str, manager_pb2.Sealed] = {}
 
     def missing(self) -> list[SourceOffer]:
-        """Sources that have not sealed."""
-        return [source for source in self._order.published.sources if source.source not in self._answers]
+        """Sources that have something to digest, and have not sealed."""
+        asked = (source for source in self._order.published.sources if source.source in self._compiled.atoms)
+        return [source for source in asked if source.source not in self._answers]
 
     def digests(self) -> dict[str, manager_pb2.BlobRef]:
         """Of those that have, by source."""
@@ -36,14 +37,16 @@ class Sealing:
         source is gone, what it offered may still be there (files), and the replica itself digests it as a reader.
         """
         late = self._order.late is not None
+        if not late:
+            self._state.versions.sealed_anew(self._order.lineage)
         for source in self.missing():
             atoms = self._compiled.atoms[source.source]
-            trainer = self._state.members.source(self._order.lineage, source.rank, source.table)
-            if trainer is not None:
+            member = self._state.members.source(self._order.lineage, source)
+            if member is not None:
                 seal = manager_pb2.Seal(
                     fence=self._fence, version=self._order.version, atoms=atoms, keep=late, deadline_seconds=seconds
                 )
-                self._state.send(trainer, seal)
+                self._state.send(member, seal)
             elif late:
                 command = manager_pb2.SealForReaders(
                     fence=self._fence, table=source.table, atoms=atoms, deadline_seconds=seconds

@@ -48,7 +48,7 @@ class Sleepers:
             self.over = True
             return
         if self.state.epoch_ready():
-            self.fence = self.state.next_fence()
+            self.fence = self.state.next_sleep()
         self.state.set_timer(("sleepers", self.fence.epoch, "end"), self._end - now)
         if not self.fence.epoch:
             return

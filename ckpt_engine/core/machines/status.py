@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ckpt_engine.core.machines.holdings import Holdings
 from ckpt_engine.core.machines.manager_state import State
 from ckpt_engine.core.machines.members import Replica
 from ckpt_engine.core.machines.publications import Publications
@@ -22,7 +23,7 @@ def status_of(
     know of."""
     newest = state.versions.newest()
     answer = manager_pb2.GetStatusResponse(
-        fence=state.fence(),
+        fence=state.fence(state.epoch),
         phase=phase,
         latest=None if newest is None else newest.identity,
         software_version=software_version,
@@ -38,6 +39,15 @@ def status_of(
             published=trainer.table is not None,
             description=trainer.host.name,
         )
+    for source in sorted(state.members.holders):
+        holder = state.members.holders[source]
+        answer.holders.add(
+            kind=holder.kind,
+            name=holder.name,
+            connected=holder.peer is not None,
+            held=[held.identity for held in holder.held],
+            description=holder.host.name,
+        )
     for owner in sorted(holdings):
         if size := sum({ref.digest: ref.size for ref in holdings[owner]}.values()):
             answer.holdings.add(owner=owner, bytes=size)
@@ -47,10 +57,10 @@ def status_of(
 
 
 def blobs_in_use(
-    state: State, publications: Publications, update: Update | None
+    state: State, publications: Publications, holdings: Holdings, update: Update | None
 ) -> dict[str, list[manager_pb2.BlobRef]]:
     """Blobs that must stay, by what needs them."""
-    used: dict[str, list[manager_pb2.BlobRef]] = {}
+    used = holdings.blobs()
     for lineage, publication in publications.lineages.items():
         if publication.published is not None:
             used.setdefault(f"lineage {lineage!r}", []).append(publication.published.manifest)
@@ -60,6 +70,8 @@ def blobs_in_use(
     for replica in state.members.replicas.values():
         used[f"replica {replica.name!r}"] = [prepared.needs for prepared in replica.prepared.values()]
     for lineage, latest in state.versions.latest.items():
+        if latest.record is not None:
+            used.setdefault(f"lineage {lineage!r}", []).append(latest.record)
         if latest.published is not None:
             tables = [source.table for source in latest.published.sources]
             used.setdefault(f"lineage {lineage!r}", []).extend([latest.published.manifest, *tables])

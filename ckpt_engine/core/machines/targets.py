@@ -21,12 +21,17 @@ is published. If no replica can, it is what is published that is wrong, and the 
 
 class Targets:
     """outcomes: by name; grows until every replica has one. awaited: those that are to come back before they are asked
-    for anything. told: those that were told to install."""
+    for anything. told: those that were told to install.
 
-    def __init__(self, state: State, order: Order, fence: weights_pb2.Fence) -> None:
+    They are prepared under the fill fence and told to install under the install fence (`decided`), which all outcomes
+    carry in the end.
+    """
+
+    def __init__(self, state: State, order: Order, fill: weights_pb2.Fence) -> None:
         self._state = state
         self._order = order
-        self._fence = fence
+        self._fill = fill
+        self._fence = weights_pb2.Fence()
         self._prepared: dict[str, list[manager_pb2.PreparedWorker]] = {}
         self._unfit: dict[str, Unfit] = {}
         self.told: set[str] = set()
@@ -59,7 +64,7 @@ class Targets:
             elif never is not None:
                 self._leave_out_unfit(name, never)
             elif name not in self.awaited:
-                command = manager_pb2.Prepare(fence=self._fence, manifest=manifest, deadline_seconds=seconds)
+                command = manager_pb2.Prepare(fence=self._fill, manifest=manifest, deadline_seconds=seconds)
                 self._state.send_to(name, command)
 
     def take_prepared(self, replica: Replica, body: manager_pb2.Prepared) -> None:
@@ -131,8 +136,11 @@ class Targets:
 
     # -- installing
 
-    def skip_holders(self, identity: weights_pb2.Identity) -> None:
-        """Those that serve this very version already are left alone."""
+    def decided(self, fence: weights_pb2.Fence, identity: weights_pb2.Identity) -> None:
+        """The install fence is given out. Those that serve this very version already are left alone."""
+        self._fence = fence
+        for outcome in self.outcomes.values():
+            outcome.fence.CopyFrom(fence)
         for name in self.prepared():
             replica = self._state.members.replicas.get(name)
             if replica is not None and replica.holds(identity) and replica.serving:

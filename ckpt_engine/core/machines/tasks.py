@@ -56,7 +56,8 @@ class PlanWorker:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Plans of all workers, and what each source must digest for them. All of them are stored as blobs.
+    """Plans of all workers, and what each source must digest for them. All of them are stored as blobs. Sources without
+    atoms need not be asked.
 
     bytes: read by all workers together. handle: the shell's own, comes back in CombineSeals. unfit: replicas for which
     no plan can be made, and why; there are no plans for their workers.
@@ -71,10 +72,14 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Combined:
-    """What the sealed digests add up to. `expected`: Digests in the order of each worker's needs, stored as blobs."""
+    """What the sealed digests add up to. `expected`: Digests in the order of each worker's needs, stored as blobs.
+
+    record: the SealedRecord of these weights, a blob; None if the plans came from one.
+    """
 
     root: bytes
     expected: Mapping[WorkerKey, manager_pb2.BlobRef]
+    record: manager_pb2.BlobRef | None = None
 
 
 @dataclass(frozen=True)
@@ -90,17 +95,58 @@ class MergeTables:
 
 
 @dataclass(frozen=True)
-class CompilePlans:
-    """Compile plans (core.plan.compile_plans), from cache if digests are equal, store them. Result: Compiled."""
+class HeldOffer:
+    """What a holder offers of one version. source: its id. record: None if it brings none."""
 
-    published: Published
-    workers: tuple[PlanWorker, ...]
+    source: str
+    table: manager_pb2.BlobRef
+    record: manager_pb2.BlobRef | None
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Sources of one version, joined. record: one that hashes to the version's root. refused: offers that were left
+    out, by their source. published, record: None if nothing is left."""
+
+    published: Published | None
+    record: manager_pb2.BlobRef | None
+    refused: Mapping[str, weights_pb2.Problem]
+
+
+@dataclass(frozen=True)
+class JoinSources:
+    """Join what holders offer of a version (core.publication.join_sources). Result: Joined.
+
+    record: the manager's own, if it has one. A record counts only if it hashes to the root of `identity`.
+    """
+
+    identity: weights_pb2.Identity
+    offers: tuple[HeldOffer, ...]
+    record: manager_pb2.BlobRef | None
     seconds: float
 
 
 @dataclass(frozen=True)
+class CompilePlans:
+    """Compile plans (core.plan.compile_plans), from cache if digests are equal, store them. Result: Compiled.
+
+    record: what is known of these weights already; then sources digest only what is finer. Fails with DATA_LOSS unless
+    it hashes to `root`.
+    """
+
+    published: Published
+    workers: tuple[PlanWorker, ...]
+    seconds: float
+    record: manager_pb2.BlobRef | None = None
+    root: bytes = b""
+
+
+@dataclass(frozen=True)
 class CombineSeals:
-    """Check that replicas' digests agree, add them up for each need and for the root. Result: Combined."""
+    """Check that replicas' digests agree, add them up for each need and for the root. Result: Combined.
+
+    With plans that came from a record: check that what is finer adds up to it.
+    """
 
     published: Published
     compiled: Compiled
@@ -139,7 +185,9 @@ class RecordOutcome:
     seconds: float
 
 
-ManagerTask: TypeAlias = MergeTables | CompilePlans | CombineSeals | SpendEpoch | RecordIntent | RecordOutcome
+ManagerTask: TypeAlias = (
+    MergeTables | JoinSources | CompilePlans | CombineSeals | SpendEpoch | RecordIntent | RecordOutcome
+)
 
 # ---------------------------------------------------------------------------------------------- of agents and trainers
 

@@ -19,16 +19,16 @@ from ckpt_engine.core.machines.events import (
     Compiled,
     CompilePlans,
     Done,
-    RecordIntent,
+    ManagerTask,
     RecordOutcome,
 )
-from ckpt_engine.core.machines.manager_state import SHORTEST_SECONDS, State, describe
-from ckpt_engine.core.machines.members import Replica, Trainer
+from ckpt_engine.core.machines.manager_state import SHORTEST_SECONDS, State
+from ckpt_engine.core.machines.members import Member, Replica, Trainer, speaker
 from ckpt_engine.core.machines.order import Order
 from ckpt_engine.core.machines.report import build_report
 from ckpt_engine.core.machines.sealing import Sealing
 from ckpt_engine.core.machines.targets import Targets
-from ckpt_engine.core.problems import deadline, precondition, unavailable
+from ckpt_engine.core.problems import CkptEngineError, deadline, unavailable
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
@@ -42,12 +42,14 @@ class Update:
     """Runs one order. over: called once, when nothing is left to do.
 
     phase: one of REFUSABLE, then "recording", "installing", "reporting", "over". cut: why it was cut short, if it was.
+    fence: for filling. installs: the fence of its intent; None before that is decided.
     """
 
     def __init__(self, state: State, order: Order, over: Callable[[], None]) -> None:
         self.state = state
         self.order = order
-        self.fence = state.next_fence()
+        self.fence = state.next_fill()
+        self.installs: weights_pb2.Fence | None = None
         self.phase = "preparing"
         self.cut = ""
         self._over = over
@@ -67,7 +69,7 @@ class Update:
         """What runs, for who must wait for it."""
         what = "update" if self.order.late is None else f"bringing up {self.order.replicas[0]}: update"
         version = f"version {self.order.version} of lineage {self.order.lineage!r}"
-        return f"{what} {self.fence.epoch} ({version}): {self.phase}"
+        return f"{what} {(self.installs or self.fence).epoch} ({version}): {self.phase}"
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """Blobs that members may fetch for it, or that it still needs."""
@@ -78,7 +80,8 @@ class Update:
             refs += self._sealing.digests().values()
         if self._combined is not None:
             refs += self._combined.expected.values()
-        return refs
+            refs += [self._combined.record] if self._combined.record is not None else []
+        return refs + ([self.order.record] if self.order.record is not None else [])
 
     def start(self, now: float) -> None:
         """Takes the first step."""
@@ -110,12 +113,12 @@ class Update:
 
     # -- members come and go
 
-    def member_lost(self, member: Trainer | Replica, now: float) -> None:
+    def member_lost(self, member: Member, now: float) -> None:
         """It gets some time to come back."""
         if self._absences.concern(member):
             self._absences.lost(member, now)
 
-    def member_back(self, member: Trainer | Replica, now: float) -> None:
+    def member_back(self, member: Member, now: float) -> None:
         """It said hello again, or published: it gets what it may have missed."""
         if not self._absences.concern(member):
             return
@@ -125,19 +128,19 @@ class Update:
             if self.order.late is None and self.phase in REFUSABLE and member.table != tables.get(member.rank):
                 message = f"rank {member.rank} published another table while {self.phase}"
                 self._refuse(unavailable(message, ranks=(member.rank,)).problem)
-        elif member.last_outcome is not None:
+        elif isinstance(member, Replica) and member.last_outcome is not None:
             self.message(member, member.last_outcome, now)
         self._send_missing(now)
 
-    def member_gone(self, member: Trainer | Replica, now: float) -> None:
+    def member_gone(self, member: Member, now: float) -> None:
         """It said goodbye, was replaced by another process, or did not come back in time."""
         if not self._absences.concern(member):
             return
         if isinstance(member, Replica):
             self._lose_replica(member, now)
         elif self.phase in REFUSABLE:
-            message = f"rank {member.rank} of lineage {member.lineage!r} is gone while {self.phase}"
-            self._refuse(unavailable(message, ranks=(member.rank,)).problem)
+            ranks = (member.rank,) if isinstance(member, Trainer) else ()
+            self._refuse(unavailable(f"{speaker(member)} is gone while {self.phase}", ranks=ranks).problem)
 
     def _not_back(self, step: str, now: float) -> None:
         """A lost member had its time to come back."""
@@ -154,7 +157,7 @@ class Update:
 
     # -- messages, results and timers
 
-    def message(self, member: Trainer | Replica, body: object, now: float) -> None:
+    def message(self, member: Member, body: object, now: float) -> None:
         """Something of a member that carries a fence; other fences than this one's are of the past."""
         problem = None
         match body:
@@ -164,10 +167,10 @@ class Update:
             case manager_pb2.Sealed() if body.fence == self.fence:
                 if self.phase == "sealing" and self._sealing is not None:
                     problem = self._sealing.take(body)
-            case manager_pb2.ReplicaOutcome() if isinstance(member, Replica) and body.fence == self.fence:
+            case manager_pb2.ReplicaOutcome() if isinstance(member, Replica) and body.fence == self.installs:
                 if self.phase == "installing":
                     self._targets.take_outcome(body, member.name)
-            case manager_pb2.Progress() if isinstance(member, Replica) and body.fence == self.fence:
+            case manager_pb2.Progress() if isinstance(member, Replica) and body.fence == self.installs:
                 progress = manager_pb2.UpdateProgress(
                     replica=member.name, stage=body.stage, bytes_done=body.bytes_done, bytes_total=body.bytes_total
                 )
@@ -186,7 +189,7 @@ class Update:
         elif done.problem is not None:
             if step == "intent" and not done.answered and self._identity is not None:
                 # It may be on the disk all the same, and what is there counts after a restart: its number is taken.
-                self.state.last[self.order.lineage] = self._identity
+                self.state.versions.take_number(self._identity)
             self._refuse(done.problem)
         elif step == "plan":
             self._compiled = cast(Compiled, done.result)
@@ -199,7 +202,8 @@ class Update:
         elif step == "combine":
             self._combined = cast(Combined, done.result)
             self._decide_identity(self._combined.root, now)
-        elif step == "intent":
+        elif step == "intent" and self.installs is not None:
+            self.state.intent_ended(self.installs)
             self._install(now)
 
     def _prepare_again(self, problem: Problem, now: float) -> bool:
@@ -258,7 +262,9 @@ class Update:
         if self._too_few():
             return
         self._begin_phase("planning", self.state.deadlines.plan, now)
-        self._run("plan", CompilePlans(self.order.published, self._targets.workers(), self._left(now)))
+        late, workers = self.order.late, self._targets.workers()
+        root = b"" if late is None else late.root
+        self._run("plan", CompilePlans(self.order.published, workers, self._left(now), self.order.record, root))
 
     def _too_few(self) -> bool:
         """Whether the update is refused since those that are left are not enough."""
@@ -273,28 +279,26 @@ class Update:
         """The root is known: is this the version that it says it is, and who lacks it?"""
         order = self.order
         identity = weights_pb2.Identity(lineage=order.lineage, version=order.version, root=root)
-        known = order.late or self.state.last.get(order.lineage)
-        if known is not None and known.version == order.version and known != identity:
-            message = (
-                f"the weights are not those of {describe(known)}: their root is {root.hex()[:12]}; "
-                "take a higher version, or start a new lineage"
-            )
-            self._refuse(precondition(message).problem)
-        elif order.end - self.state.deadlines.report <= now:
+        try:
+            self.state.versions.check_number(identity, order.late)
+        except CkptEngineError as error:
+            self._refuse(error.problem)
+            return
+        if order.end - self.state.deadlines.report <= now:
             self._refuse(deadline("no time was left to install when the weights were sealed").problem)
         else:
-            self._identity = identity
-            self._targets.skip_holders(identity)
+            self._identity, self.installs = identity, self.state.next_install()
+            self._targets.decided(self.installs, identity)
             self._begin_phase("recording", self.state.deadlines.ledger, now)
-            late, versions = order.late is not None, self.state.versions
-            self._run("intent", versions.intent(self.fence.epoch, identity, order.selection, late, self._left(now)))
+            self._run("intent", self.state.versions.intent(self.installs.epoch, identity, order, self._left(now)))
 
     def _install(self, now: float) -> None:
         """The intent is on the disk: from here on there is no refusing."""
         assert self._identity is not None
-        self.state.last[self.order.lineage] = self._identity
-        if self.order.late is None:
-            self.state.versions.begin(self._identity, self.fence.epoch, self.order.published, self.order.selection)
+        assert self.installs is not None
+        self.state.versions.take_number(self._identity)
+        record = None if self._combined is None else self._combined.record
+        self.state.versions.begin(self._identity, self.installs.epoch, self.order, record)
         self._install_started = now
         if self.cut:
             for name in self._targets.waiting_for():
@@ -305,9 +309,10 @@ class Update:
 
     def _finish(self, now: float) -> None:
         assert self._identity is not None
+        assert self.installs is not None
         self.phase = "reporting"
         self._report = build_report(
-            self.fence,
+            self.installs,
             self._identity,
             self.order,
             self._targets.outcomes,
@@ -381,7 +386,7 @@ class Update:
         for call in self.order.calls.values():
             self.state.emit(call, manager_pb2.UpdateEvent(progress=progress))
 
-    def _run(self, step: str, task: CompilePlans | CombineSeals | RecordIntent | RecordOutcome) -> None:
+    def _run(self, step: str, task: ManagerTask) -> None:
         self.state.run(self._key(step), task)
 
     def _timer(self, step: str, seconds: float) -> None:

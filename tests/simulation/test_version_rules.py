@@ -1,0 +1,118 @@
+"""Rules of DESIGN.md about fences, records and numbers: each is taken out, and some seed must notice.
+
+A test's id is the rule, as in test_design_rules.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckpt_engine.core.machines import update
+from ckpt_engine.core.machines.agent import AgentMachine
+from ckpt_engine.core.machines.manager_state import State
+from ckpt_engine.core.machines.versions import Versions
+from ckpt_engine.v1 import weights_pb2
+from tests.simulation.holders import HolderShell
+from tests.simulation.manager import ManagerShell
+from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
+from tests.simulation.scenario import Slant, run_seed
+
+
+def an_install_fence_is_spent_at_the_intent(patch: Patch) -> None:
+    """It is given out when the update begins."""
+    made, next_install = update.Update.__init__, State.next_install
+    early: dict[int, weights_pb2.Fence] = {}
+
+    def make(self: update.Update, state: State, order: Any, over: Any) -> None:
+        made(self, state, order, over)
+        early[id(state)] = next_install(state)
+        state.spend_ahead()
+
+    patch.setattr(update.Update, "__init__", make)
+    patch.setattr(State, "next_install", lambda self: early[id(self)])
+
+
+def preparing_carries_no_install_fence(patch: Patch) -> None:
+    """An agent compares the fence of a Prepare with those of installs."""
+    patch.setattr(AgentMachine, "_fills", lambda self, fence: self._installs(fence, 0.0))
+
+
+def a_record_must_hash_to_the_root(patch: Patch) -> None:
+    """Whoever holds a version is believed what it hashes to; and all holders lie here."""
+    patch.setattr(HolderShell, "lies", property(lambda self: True, lambda self, value: None), raising=False)
+    patch.setattr(ManagerShell, "_record", lambda self, ref, root: self.blobs.get_json(ref))
+
+
+def a_record_tells_nothing_of_what_was_sealed_since(patch: Patch) -> None:
+    """Ranks are believed to keep a version although they were told to seal another one."""
+    patch.setattr(Versions, "sealed_anew", lambda self, lineage: None)
+
+
+def numbers_never_go_down(patch: Patch) -> None:
+    """A lineage may ask for any number, and counts down."""
+    original = Versions.next_number
+
+    def next_number(self: Versions, lineage: str) -> int:
+        number = original(self, lineage)
+        return number if number < 2 else number - 2
+
+    patch.setattr(Versions, "next_number", next_number)
+    patch.setattr(Versions, "check_rises", lambda self, lineage, version: None)
+
+
+def a_number_never_gets_another_root(patch: Patch) -> None:
+    """A number that was used names whatever is sealed under it."""
+    patch.setattr(Versions, "check_number", lambda self, identity, late: None)
+
+
+def the_highest_number_outlives_the_manager(patch: Patch) -> None:
+    """A restarted manager begins to count again."""
+    original = Versions.from_ledger.__func__  # type: ignore[attr-defined]
+
+    def from_ledger(cls: type[Versions], *arguments: Any) -> Versions:
+        versions: Versions = original(cls, *arguments)
+        versions.highest.clear()
+        return versions
+
+    patch.setattr(Versions, "from_ledger", classmethod(from_ledger))
+
+
+RULES: list[Mistake] = [
+    an_install_fence_is_spent_at_the_intent,
+    preparing_carries_no_install_fence,
+    a_record_must_hash_to_the_root,
+    a_record_tells_nothing_of_what_was_sealed_since,
+    numbers_never_go_down,
+    a_number_never_gets_another_root,
+    the_highest_number_outlives_the_manager,
+]
+
+
+SLANTS: dict[Mistake, Slant] = {
+    an_install_fence_is_spent_at_the_intent: Slant(often=frozenset({"somebody_prepares"})),
+    a_record_must_hash_to_the_root: Slant(often=frozenset({"holder_copies", "engine_is_swapped"})),
+    a_record_tells_nothing_of_what_was_sealed_since: Slant(often=frozenset({"engine_is_swapped"}), worse={"task": 0.1}),
+    a_number_never_gets_another_root: Slant(often=frozenset({"group_ends", "group_begins"})),
+    the_highest_number_outlives_the_manager: Slant(often=frozenset({"manager_restarts", "engine_is_swapped"})),
+}
+"""What makes it likely that a rule is needed."""
+
+
+RARE = {a_record_tells_nothing_of_what_was_sealed_since}
+"""Half a minute of stories must be told until one needs the rule. A story of its own is in test_holder_rules.py."""
+
+
+@pytest.mark.parametrize(
+    "rule", [pytest.param(rule, marks=pytest.mark.slow) if rule in RARE else rule for rule in RULES], ids=name_of
+)
+def test_some_seed_notices_without(rule: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+    must_be_noticed(rule, monkeypatch, SLANTS.get(rule))
+
+
+@pytest.mark.parametrize("rule", SLANTS, ids=name_of)
+def test_no_seed_complains_with(rule: Mistake) -> None:
+    """What is made more likely is not what breaks the promise."""
+    for seed in range(4):
+        run_seed(seed, crashes=True, slant=SLANTS[rule])
