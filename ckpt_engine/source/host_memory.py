@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ckpt_engine.source.rehome import byte_range, move, storage_bytes, storage_key
+from ckpt_engine.transport.base import HostMemory
 from ckpt_engine.transport.shared_memory import ALIGNMENT, SharedArena
-from ckpt_engine.v1.weights_pb2 import Region
 
 
 class HostOffer:
@@ -55,12 +55,13 @@ class HostOffer:
             home.copy_(old)
             move(group, home)
 
-    def region(self, id: int) -> Region:
-        """The one region of it."""
-        return self._arena.region(id)
+    @property
+    def lendable(self) -> HostMemory:
+        """All of it: one region."""
+        return self._arena.lendable()
 
     def close(self) -> None:
-        """Nobody can open it from now on; what lives in it goes on living."""
+        """Lets go of it; what lives in it goes on living."""
         self.memory = []
         self._arena.close()
 
