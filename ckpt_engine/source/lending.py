@@ -6,15 +6,13 @@ that owns the weights.
 
 from __future__ import annotations
 
-import logging
+import time
 
 from ckpt_engine.core.offers import region_offered
 from ckpt_engine.core.problems import CkptEngineError, error, unavailable
 from ckpt_engine.core.transports import TransportKind, lending, made
 from ckpt_engine.transport.base import Lender, Memory
 from ckpt_engine.v1.weights_pb2 import OfferedRegion, Problem
-
-log = logging.getLogger(__name__)
 
 
 class Lending:
@@ -69,12 +67,13 @@ class Lending:
         return all(lender.unchanged() for lender in self._lenders.values())
 
     def withdraw(self, seconds: float) -> None:
-        """Returns once no reader keeps memory from being freed. Raises DEADLINE_EXCEEDED if some do after `seconds`,
-        for all lenders together the first problem; new readers are refused by then."""
+        """Returns once no reader keeps memory from being freed. Raises DEADLINE_EXCEEDED if some do after `seconds`;
+        new readers are refused by then, over every transport."""
+        stop_at = time.monotonic() + seconds
         problem: Problem | None = None
         for lender in self._lenders.values():
             try:
-                lender.withdraw(seconds)
+                lender.withdraw(max(0.0, stop_at - time.monotonic()))
             except CkptEngineError as late:
                 problem = problem or late.problem
         if problem is not None:

@@ -11,10 +11,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ckpt_engine.core.transports import TransportKind, made, transport_kinds
+from ckpt_engine.core.transports import Maker, TransportKind, made, transport_kinds
 from ckpt_engine.transport.base import Availability, Fetcher, Transport
 from ckpt_engine.transport.fetched import FetchedTransport
 
@@ -68,13 +69,18 @@ def transport_rows() -> list[TransportRow]:
     return rows
 
 
-def _reader(kind: TransportKind) -> Transport | Fetcher | Availability:
-    """The reader's side, or why it cannot be loaded, which is in the log: no transport of others may stop a worker."""
+def _loaded(kind: TransportKind, maker: Maker) -> Any:
+    """What it makes, or an Availability that says why not, which is in the log: no transport of others may stop a
+    worker or an agent."""
     try:
-        reader: Transport | Fetcher = made(kind.reader)
+        return made(maker)
     except Exception as error:
         log.exception("ckpt-engine: transport %s cannot be loaded", kind.name)
         return Availability(False, f"it cannot be loaded: {type(error).__name__}: {error}")
+
+
+def _reader(kind: TransportKind) -> Transport | Fetcher | Availability:
+    reader: Transport | Fetcher | Availability = _loaded(kind, kind.reader)
     return reader
 
 
@@ -86,7 +92,7 @@ def _available(kind: TransportKind) -> Availability:
 def _on_host(kind: TransportKind) -> Availability:
     if kind.on_host is None:
         return _available(kind)
-    found: Availability = made(kind.on_host)
+    found: Availability = _loaded(kind, kind.on_host)
     return found
 
 
