@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,10 +23,12 @@ class HostOffer:
         served: Sequence[torch.dtype],
         copied: Sequence[bool],
         moving: Sequence[Sequence[torch.Tensor]],
+        lend: Callable[[HostMemory], object],
     ) -> None:
         """Moves the storages of `moving`, each given by all tensors that use it; those that are not copied lie in them.
+        lend: is given all of it, one region, before anything moves.
 
-        Raises UNAVAILABLE, and has moved nothing, without room.
+        Raises UNAVAILABLE, and has moved nothing, without room, and what `lend` raises.
         """
         offsets, strides, size = [0] * len(tensors), [contiguous(tensor.shape) for tensor in tensors], 0
         homes: dict[int, int] = {}
@@ -42,6 +44,11 @@ class HostOffer:
                 if tensor.numel():
                     offsets[index] = homes[storage_key(tensor)] + byte_range(tensor)[0]
         self._arena = SharedArena(max(size, ALIGNMENT))
+        try:
+            lend(self._arena.lendable())
+        except BaseException:
+            self._arena.close()
+            raise
         self.offsets = offsets
         self.memory = [
             self._arena.tensor(offset, tensor.shape, kept, stride)
@@ -54,11 +61,6 @@ class HostOffer:
             home = self._arena.tensor(homes[storage_key(group[0])], old.shape, torch.uint8)
             home.copy_(old)
             move(group, home)
-
-    @property
-    def lendable(self) -> HostMemory:
-        """All of it: one region."""
-        return self._arena.lendable()
 
     def close(self) -> None:
         """Lets go of it; what lives in it goes on living."""

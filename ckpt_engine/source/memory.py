@@ -31,6 +31,7 @@ from ckpt_engine.source.host_memory import HostOffer
 from ckpt_engine.source.lending import Lending
 from ckpt_engine.source.rehome import by_storage
 from ckpt_engine.source.ways import Wish, copy_reasons, may_share, served_dtype, tell_copied
+from ckpt_engine.transport.base import HostMemory
 from ckpt_engine.transport.copying import TensorCopy
 from ckpt_engine.v1.weights_pb2 import Atoms, Host, Shard, SourceTable, TensorSpec
 
@@ -237,12 +238,15 @@ class MemorySource:
             [self._served[index] for index in indices],
             [self._copied[index] for index in indices],
             by_storage([box.tensor for box in moving], of=known),
+            self._lend_host,
         )
         for index, offset, memory in zip(indices, self._host.offsets, self._host.memory, strict=True):
             self._offsets[index] = offset
             self._sealed[index] = memory
+
+    def _lend_host(self, memory: HostMemory) -> None:
         if self._published:
-            self._lending.must_offer(_HOST_REGION, self._host.lendable)
+            self._lending.must_offer(_HOST_REGION, memory)
 
     def _make_table(self, host: Host, kind: str) -> SourceTable:
         shards = [

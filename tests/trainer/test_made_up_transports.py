@@ -30,6 +30,7 @@ from ckpt_engine.core import transports
 from ckpt_engine.core.problems import data_loss, deadline, unavailable
 from ckpt_engine.core.reach import Verdict, same_host
 from ckpt_engine.core.transports import HOST_MEMORY, TransportKind, register_transport, unregister_transport
+from ckpt_engine.source.open import open_source
 from ckpt_engine.transport import fetched
 from ckpt_engine.transport.base import (
     OPEN_SECONDS,
@@ -285,6 +286,18 @@ def test_what_lends_unasked_is_offered_beside_the_others_and_the_nearest_is_take
         assert [offer.transport for offer in region.offers] == ["shared_memory", "told"]
         report = trainer.update_weights()
         assert [edge.transport for edge in report.replicas[0].message.edges] == ["told"]
+
+
+def test_a_model_whose_memory_cannot_be_lent_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: BorrowedLender, id: int, memory: Memory) -> Region:
+        raise unavailable("nobody borrows today")
+
+    monkeypatch.setattr(BorrowedLender, "offer", refuse)
+    model = torch.nn.Linear(3, 3)
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    with pytest.raises(CkptEngineError, match=r"host memory cannot be lent over transport='borrowed': nobody borrows"):
+        open_source(model, transport="borrowed")
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
 
 
 def test_everybody_who_lists_transports_lists_them() -> None:
