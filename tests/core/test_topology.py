@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.topology import Distance, choose_transport
+from ckpt_engine.core.reach import Distance
+from ckpt_engine.core.topology import choose_transport
 from ckpt_engine.v1.weights_pb2 import Gpu, GpuReach, Host, Problem
 
 HERE = Host(boot_id="a", pid_namespace="pid:[1]", name="h1")
