@@ -13,9 +13,12 @@ demo: DEMO_ENGINE = $(strip $(foreach engine,vllm sglang,$(findstring $(engine),
 demo: $(INSTALLED)
 	@$(if $(DEMO_ENGINE),engines/run $(DEMO_ENGINE) --) $(BIN)/ckpt-engine demo $(ARGS)
 
-# Two files at a time: most tests wait for processes that they have started. The linters run among them.
+# Three files at a time, since most tests wait for processes that they have started; those that take longest first
+# (tests/conftest.py). The linters run among them.
+THREE_AT_A_TIME := --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not engine and not framework and not gpu and not slow" --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not engine and not framework and not gpu and not slow" $(THREE_AT_A_TIME) $(ARGS)
 
 # Real inference engines on the CPU, and real routers, in environments of their own that are cached outside the checkout.
 test-engines: $(INSTALLED)
@@ -25,8 +28,12 @@ test-engines: $(INSTALLED)
 test-frameworks: $(INSTALLED)
 	engines/run $(FRAMEWORKS) -- $(BIN)/python -m pytest -m "framework" --timeout=900 $(ARGS)
 
+# Repetitions, rare searches, and most of a million simulated events. PART=ci: without what takes an hour or more.
+SLOW = slow and not engine and not framework and not gpu$(if $(PART), and not hours)
+
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m "slow and not engine and not framework and not gpu" --timeout=1800 $(ARGS)
+	$(if $(filter-out ci,$(PART)),$(error PART=$(PART): there is PART=ci, and all of it without PART))
+	$(BIN)/python -m pytest -m "$(SLOW)" --timeout=1800 $(THREE_AT_A_TIME) $(ARGS)
 
 # A million damaged messages for everything that reads what another process sent (docs/security.md).
 fuzz: $(INSTALLED)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ import psutil
 import torch
 
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
+from tests.ports import free_address
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class Replica:
             raise AssertionError(f"{error}\n{self.tail()}") from None
         return self
 
-    def serving(self, version: int, seconds: float = 60.0) -> Replica:
+    def serving(self, version: int, seconds: float = 120.0) -> Replica:
         """Waits until it serves `version`."""
         eventually(
             f"{self.name} serves version {version} (is: {self.status})",
@@ -120,7 +120,7 @@ class Cluster:
         self._stub = manager_pb2_grpc.CheckpointEngineManagerStub(self.channel)
 
     def status(self) -> manager_pb2.GetStatusResponse:
-        response: manager_pb2.GetStatusResponse = self._stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)
+        response: manager_pb2.GetStatusResponse = self._stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
         return response
 
     def replica(
@@ -153,9 +153,7 @@ class Cluster:
 def running_cluster(path: Path, http: str = "127.0.0.1:0") -> Iterator[Cluster]:
     """A manager on a free port of loopback with its ledger below `path`; ends every process that it started."""
     path.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     command = [sys.executable, "-m", "ckpt_engine", "serve", "--listen", address, "--http", http]
     with (path / "manager.log").open("ab") as log:
         manager = subprocess.Popen(
@@ -163,7 +161,7 @@ def running_cluster(path: Path, http: str = "127.0.0.1:0") -> Iterator[Cluster]:
         )
     cluster = Cluster(path, address)
     try:
-        grpc.channel_ready_future(cluster.channel).result(60)
+        grpc.channel_ready_future(cluster.channel).result(120)
         yield cluster
     finally:
         cluster.close()

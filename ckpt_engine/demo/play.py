@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.demo.recital import Recital, recite
 from ckpt_engine.demo.stage import DemoError, Settings, Stage
 
@@ -102,7 +103,11 @@ async def play(settings: Settings, show: Show) -> Outcome:
     """Runs the demo. When it returns, or is cancelled, no process of it runs and no file is left."""
     outcome = Outcome(settings)
     with tempfile.TemporaryDirectory(prefix="ckpt-engine-demo-") as directory:
-        stage = Stage(settings, Path(directory))
+        try:
+            stage = Stage(settings, Path(directory))
+        except CkptEngineError as error:
+            outcome.problem = error.problem.message
+            return outcome
         try:
             await _play(stage, settings, show, outcome)
         except DemoError as error:

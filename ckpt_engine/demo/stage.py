@@ -19,9 +19,11 @@ from typing import Any
 
 import grpc
 
-from ckpt_engine.agent.process import EngineProcess, EngineProcessError, free_port
+from ckpt_engine.agent.ports import ReservedPort
+from ckpt_engine.agent.process import EngineProcess, EngineProcessError
 from ckpt_engine.client import manager_stub, open_channel
 from ckpt_engine.demo import task
+from ckpt_engine.install.directory import default_root
 from ckpt_engine.v1 import manager_pb2
 
 LINE_MARK = "demo: "
@@ -77,8 +79,10 @@ class Stage:
         self._lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._turns: int | None = None
-        self.manager = f"127.0.0.1:{free_port()}"
-        self.replicas = {f"replica-{number}": f"http://127.0.0.1:{free_port()}" for number in range(settings.replicas)}
+        # Kept until this process ends: a server binds its port only when its engine has been imported.
+        self._ports = [ReservedPort(default_root()) for _ in range(1 + settings.replicas)]
+        self.manager, *urls = (f"127.0.0.1:{port.number}" for port in self._ports)
+        self.replicas = {f"replica-{number}": f"http://{url}" for number, url in enumerate(urls)}
 
     async def start(self, on_state: Callable[[str], None]) -> None:
         """Returns when every replica's engine is up and every trainer rank has published.

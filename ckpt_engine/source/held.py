@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -11,8 +13,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.source.rehome import byte_range
 
-if torch.distributed.is_available():
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,13 @@ class Held:
     twins: tuple[torch.Tensor, ...] = ()
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether each rank holds only a part of it (DTensor)."""
-    return torch.distributed.is_available() and isinstance(tensor, DTensor)
+def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Whether each rank holds only a part of it (DTensor).
+
+    Where nobody has imported DTensor, none can be. Importing it takes as long as half of torch, so it is not done here.
+    """
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return dtensor is not None and isinstance(tensor, dtensor)
 
 
 def held(named: Iterable[tuple[str, torch.Tensor]]) -> list[Held]:
@@ -101,9 +107,10 @@ def _must_copy(tensor: torch.Tensor) -> str:
     return "is conjugated or negated lazily" if tensor.is_conj() or tensor.is_neg() else ""
 
 
-def _shard(name: str, tensor: torch.Tensor) -> Held | None:
+def _shard(name: str, tensor: DTensor) -> Held | None:
     """This rank's box of a DTensor; None if it is empty, or if this rank is not in its mesh."""
-    assert isinstance(tensor, DTensor)
+    from torch.distributed.tensor import Replicate, Shard
+
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return None

@@ -6,10 +6,12 @@ when it saves. A model sharded by FSDP2 publishes this rank's shards: live on a 
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +23,6 @@ from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.names import strip_wrappers
 from ckpt_engine.source.ways import Wish
 from ckpt_engine.v1.weights_pb2 import Host
-
-if torch.distributed.is_available():
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 
 
 def module_source(module: nn.Module, *, host: Host, rank: int = 0, wish: Wish | None = None) -> MemorySource:
@@ -81,20 +80,22 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _reshard(module: nn.Module) -> None:
     """Frees gathered parameters: FSDP2 leaves those of the root whole after a forward pass."""
-    if torch.distributed.is_available():
+    fsdp = _fsdp()
+    if fsdp is not None:
         for part in module.modules():
-            if isinstance(part, FSDPModule):
+            if isinstance(part, fsdp.FSDPModule):
                 part.reshard()
 
 
 def _refuse_fragments(module: nn.Module) -> None:
     """FSDP1 leaves a rank pieces of parameters that have lost their shape, if it shards them at all."""
-    if not torch.distributed.is_available():
+    fsdp = _fsdp()
+    if fsdp is None:
         return
     for name, part in module.named_modules():
         if (
-            isinstance(part, FullyShardedDataParallel)
-            and part.sharding_strategy != ShardingStrategy.NO_SHARD
+            isinstance(part, fsdp.FullyShardedDataParallel)
+            and part.sharding_strategy != fsdp.ShardingStrategy.NO_SHARD
             and torch.distributed.get_world_size(part.process_group) > 1
         ):
             whole = next((inside for inside, _ in part.named_parameters(prefix=name)), name)
@@ -103,6 +104,13 @@ def _refuse_fragments(module: nn.Module) -> None:
                 "fully_shard (FSDP2)",
                 tensors=[whole],
             )
+
+
+def _fsdp() -> Any:
+    """torch's module of sharded modules; None where nobody has imported it, so that no module can be one."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    needed = ("FSDPModule", "FullyShardedDataParallel", "ShardingStrategy")
+    return module if all(hasattr(module, name) for name in needed) else None
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -11,7 +11,7 @@ from ckpt_engine.agent.launched import LaunchedEngine
 from ckpt_engine.core.machines.events import EngineReady
 from ckpt_engine.v1 import worker_pb2
 
-SECONDS = 15.0
+SECONDS = 60.0
 QUICK = "engine_restart_first=0.1 engine_watch=0.1"
 
 

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from ckpt_engine.core.machines.wire import pack, unpack
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
 
-SECONDS = 15.0
+SECONDS = 60.0
 CLUSTER = "cluster-of-a-test"
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -102,7 +102,7 @@ class PlainManager(manager_pb2_grpc.CheckpointEngineManagerServicer):
                 outgoing.put_nowait(None)
             elif isinstance(body, manager_pb2.ReplicaHello) and self._welcome:
                 fence = weights_pb2.Fence(cluster=CLUSTER)
-                welcome = manager_pb2.Welcome(fence=fence, lease_seconds=2.0, heartbeat_seconds=self._heartbeat)
+                welcome = manager_pb2.Welcome(fence=fence, lease_seconds=10.0, heartbeat_seconds=self._heartbeat)
                 outgoing.put_nowait(welcome)
             elif isinstance(body, manager_pb2.ReplicaHeartbeat):
                 outgoing.put_nowait(manager_pb2.Heartbeat(sequence=body.sequence))

@@ -11,7 +11,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.agent.plain_manager import CLUSTER, PlainManager
 from tests.agent.small_engine import SmallAdapter
 
-SECONDS = 15.0
+SECONDS = 60.0
 QUICK = "engine_restart_first=0.1 engine_watch=0.1"
 MANIFEST = weights_pb2.Manifest(tensors=[weights_pb2.TensorSpec(name="w", dtype="float32", shape=[1])])
 IDENTITY = weights_pb2.Identity(lineage="run", version=3, root=bytes(range(32)))

@@ -21,13 +21,13 @@ import pytest
 
 from ckpt_engine import Trainer
 from ckpt_engine.agent.launcher import descendants
-from ckpt_engine.agent.process import free_port
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
+from tests.ports import free_port
 from tests.tiny_model import decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
 
 REPOSITORY = Path(__file__).parents[2]
-SECONDS = 90.0
+SECONDS = 180.0
 TOKENS = 16
 NAME = "replica-1"
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class Command:
     def end(self) -> None:
         self.process.terminate()
         try:
-            self.process.wait(30)
+            self.process.wait(60)
         finally:
             self.kill()
 
@@ -130,7 +130,7 @@ class World:
         with grpc.insecure_channel(self.manager_address) as channel:
             stub = manager_pb2_grpc.CheckpointEngineManagerStub(channel)  # type: ignore[no-untyped-call]
             try:
-                answer = stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=5)
+                answer = stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=30)
             except grpc.RpcError:
                 return None
         return next((replica for replica in answer.replicas if replica.name == NAME), None)
@@ -224,7 +224,7 @@ def test_a_killed_engine_comes_back_closed_and_is_caught_up(world: World) -> Non
         return answer is not None and answer.status_code == 200
 
     eventually("the engine is restarted and caught up", serves_again)
-    assert codes == {503, 200}, "closed until it holds the weights, open afterwards"
+    assert codes <= {503, 200}, "closed until it holds the weights or keeps requests for them, open afterwards"
     assert engine_of(world.agent) != engine
     world.check_tokens()
     eventually("the manager knows", world.serving)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.agent.launched import LaunchSettings
-from ckpt_engine.agent.process import free_port
 from ckpt_engine.agent.session import AgentSettings
 from ckpt_engine.core.deadlines import ENVIRONMENT
 from ckpt_engine.core.machines import events
@@ -24,12 +23,14 @@ from tests.agent.running_agent import (
     QUICK,
     SECONDS,
     Start,
+    calls,
     fence,
     install,
     prepare,
     ready,
 )
 from tests.agent.small_engine import answers, by_hand, environment
+from tests.ports import free_port
 
 
 async def test_an_agent_registers_and_says_goodbye(manager: PlainManager, start: Start) -> None:
@@ -64,14 +65,15 @@ async def test_an_update_from_prepare_to_outcome(manager: PlainManager, start: S
     assert outcome.outcome == manager_pb2.NEW_SERVING, outcome.problem.message
     assert outcome.after == IDENTITY
     assert outcome.bytes == len(b"plan")
-    assert 0 < outcome.pause_seconds <= outcome.sync_seconds < 10
+    assert 0 < outcome.pause_seconds <= outcome.sync_seconds
     await manager.until(lambda: manager.all(manager_pb2.ReplicaHeartbeat)[-1].serving)
     assert any(line.startswith("update 1: new weights, serving (version 3), 4 B, pause ") for line in agent.lines)
 
     # Again with the same blobs: they are not fetched a second time, and nothing is recorded anew.
     gets = manager.blob_gets
     manager.send(install(manager, 2))
-    assert (await manager.next(manager_pb2.ReplicaOutcome)).fence.epoch == 2
+    # The first outcome may come again meanwhile: this manager acknowledges none.
+    await manager.until(lambda: any(each.fence.epoch == 2 for each in manager.all(manager_pb2.ReplicaOutcome)))
     assert manager.blob_gets == gets
 
 
@@ -82,7 +84,9 @@ async def test_a_lost_manager_is_dialled_until_it_is_back(manager: PlainManager,
     manager.send(install(manager, 1))
     await manager.next(manager_pb2.Progress)
     await manager.stop()
-    await asyncio.sleep(1.5)  # the install ends while nobody can be told
+    async with asyncio.timeout(SECONDS):
+        while (await calls(agent))[-1:] != ["resume"]:  # noqa: ASYNC110 - the install ends while nobody can be told
+            await asyncio.sleep(0.05)
     assert not agent.run.done()
     sessions = manager.sessions
     await manager.start()
@@ -111,14 +115,14 @@ async def test_a_refused_agent_ends_and_says_why(
     manager: PlainManager, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, and without having loaded an engine that would serve nobody."""
-    monkeypatch.setenv(ENVIRONMENT, f"{QUICK} heartbeat=0.2 lease=1")
+    monkeypatch.setenv(ENVIRONMENT, f"{QUICK} heartbeat=0.2 lease=2")
     manager.refuse = weights_pb2.Problem(
         code=weights_pb2.Problem.ABORTED, message="replica-1 is served by another agent"
     )
     agent = start(name="replica-1")
     with pytest.raises(CkptEngineError, match="served by another agent"):
         await asyncio.wait_for(asyncio.shield(agent.run), SECONDS)
-    assert manager.sessions > 2, "the other agent might have been dead"
+    assert manager.sessions > 1, "the other agent might have been dead"
     assert sum("refused by the manager" in line for line in agent.lines) == 1
     assert not any("engine launched" in line for line in agent.lines)
 
@@ -252,8 +256,7 @@ async def test_an_engine_that_is_not_ours_is_never_ended(
         order.deadline_seconds = 2.0
         manager.send(order)
         assert (await manager.next(manager_pb2.ReplicaOutcome)).outcome == manager_pb2.QUARANTINED
-        await asyncio.sleep(0.5)
-        assert any("it was not started by us" in line for line in agent.lines)
+        await agent.until_said("it was not started by us")
         assert engine.returncode is None
     finally:
         engine.kill()

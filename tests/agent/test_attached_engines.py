@@ -14,12 +14,12 @@ import pytest
 
 from ckpt_engine.agent import adapter, attached
 from ckpt_engine.agent.attached import AttachedEngine
-from ckpt_engine.agent.process import free_port
 from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.install.directory import EngineDirectory
 from tests.agent.hosts import QUICK, SECONDS, Events, nobody_asks, running
 from tests.agent.small_engine import by_hand, environment
+from tests.ports import free_port
 
 
 @pytest.fixture(autouse=True)

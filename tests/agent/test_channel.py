@@ -18,7 +18,7 @@ from ckpt_engine.agent.channel import AgentChannel
 from ckpt_engine.install.directory import EngineDirectory
 from ckpt_engine.v1 import weights_pb2, worker_pb2
 
-SECONDS = 5.0
+SECONDS = 60.0
 FRAME_LIMIT = 1 << 20
 
 

@@ -23,7 +23,7 @@ def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "ckpt_engine", "doctor", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
         check=False,
     )

@@ -18,14 +18,14 @@ from ckpt_engine.agent.following import FollowingAgent
 from ckpt_engine.agent.link import LeaderLink
 from ckpt_engine.agent.node_plan import Place
 from ckpt_engine.agent.nodes import NodeSettings
-from ckpt_engine.agent.process import free_port
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.install.channel import WorkerChannel
 from ckpt_engine.install.directory import EngineDirectory
 from ckpt_engine.v1 import worker_pb2
+from tests.ports import free_port
 
-SECONDS = 20.0
+SECONDS = 60.0
 BOOT = b"b" * 16
 
 

@@ -18,13 +18,13 @@ import zmq
 from ckpt_engine.agent.leading import Followers, NodesMissingError
 from ckpt_engine.agent.link import FollowerLink
 from ckpt_engine.agent.nodes import Keys, NodeSettings
-from ckpt_engine.agent.process import free_port
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.install.state import EnginePage, WorkerSlot, verdict
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from tests.ports import free_port
 
-SECONDS = 20.0
+SECONDS = 60.0
 BOOT = b"b" * 16
 IDENTITY = weights_pb2.Identity(lineage="run", version=1, root=b"r" * 32)
 NEXT = weights_pb2.Identity(lineage="run", version=2, root=b"s" * 32)
@@ -185,8 +185,8 @@ async def test_a_follower_that_does_not_look_in_time_holds_nothing(start: Start)
     leader, follower = await start()
     await leader.followers.look(0.3)
     assert "worker 1" in verdict(leader.page.read()).reason
+    await true(lambda: bool(follower.commands[-1].look))
     look = follower.commands[-1].look
-    assert look
     follower.tell(workers=clean(), looked=look)
     await leader.until(follower, lambda: verdict(leader.page.read()).open)
 
@@ -201,14 +201,13 @@ async def test_a_follower_that_does_not_look_in_time_holds_nothing(start: Start)
 
 
 async def test_a_follower_that_is_not_heard_closes_the_gate_and_ends_the_engine(start: Start) -> None:
-    leader, _ = await start(lease=0.5)
-    assert leader.followers.trouble() == ""
-    await true(lambda: leader.followers.trouble() == "the agent of node 1 was not heard for 0.5 s")
+    leader, _ = await start(lease=2)
+    await true(lambda: leader.followers.trouble() == "the agent of node 1 was not heard for 2 s")
     await true(lambda: not verdict(leader.page.read()).open)
 
 
 async def test_an_agent_that_comes_later_has_no_part_in_what_runs(start: Start) -> None:
-    leader, follower = await start(lease=0.5)
+    leader, follower = await start(lease=3)
     follower.link.close()
     second = Follower(leader.settings)
     try:

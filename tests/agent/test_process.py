@@ -24,19 +24,25 @@ from ckpt_engine.agent.process import (
     torchrun_variables,
 )
 
-PATIENCE = 15.0
+PATIENCE = 60.0
+"""Seconds that anything may take here on a busy machine."""
 
 # Started with a folder: writes <role>.pid files there, so that a test knows every process of the tree.
 TREE = """
     import os, signal, sys, time
-    folder, stubborn = sys.argv[1], sys.argv[2] == "stubborn"
+    folder, manner = sys.argv[1:]
+    def end(signum, frame):
+        time.sleep(0.2)
+        os._exit(7)
+    if manner == "stubborn":    # before the first fork: whoever has noted its pid ignores the signal
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if manner == "slow":
+        signal.signal(signal.SIGTERM, end)
     def note(role):
         with open(f"{folder}/{role}.tmp", "w") as file:
             file.write(str(os.getpid()))
         os.rename(f"{folder}/{role}.tmp", f"{folder}/{role}.pid")
     def live():
-        if stubborn:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while True:
             time.sleep(60)
     if os.fork() == 0:          # a worker
@@ -70,8 +76,8 @@ def wait_for_pids(folder: Path, roles: tuple[str, ...]) -> list[int]:
     return [int((folder / f"{role}.pid").read_text()) for role in roles]
 
 
-def assert_gone(pids: list[int], seconds: float = PATIENCE) -> None:
-    deadline = time.monotonic() + seconds
+def assert_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + PATIENCE
     while left := [pid for pid in pids if alive(pid)]:
         assert time.monotonic() < deadline, f"still alive: {left}"
         time.sleep(0.02)
@@ -97,15 +103,15 @@ def engine(tmp_path: Path, script: str | Path, *arguments: str, grace: float = 5
 ROLES = ("main", "worker", "daemon")
 
 
-async def test_stop_ends_the_whole_tree(tmp_path: Path, tree: Path) -> None:
-    process = engine(tmp_path, tree, str(tmp_path / "pids"), "polite")
+@pytest.mark.parametrize(("manner", "status"), [("polite", -signal.SIGTERM), ("slow", 7)])
+async def test_stop_ends_the_whole_tree(tmp_path: Path, tree: Path, manner: str, status: int) -> None:
+    """Who ends by himself is waited for as long as that takes, and no longer: the grace would outlast this test."""
+    process = engine(tmp_path, tree, str(tmp_path / "pids"), manner, grace=600.0)
     await process.start()
     pids = await asyncio.to_thread(wait_for_pids, tmp_path / "pids", ROLES)
     assert process.pid == pids[0]
-    before = time.monotonic()
-    assert await process.stop() == -signal.SIGTERM
-    assert time.monotonic() - before < 4, "polite processes must not wait for the grace to pass"
-    assert_gone(pids, 0.5)
+    assert await asyncio.wait_for(process.stop(), PATIENCE) == status
+    assert_gone(pids)
     assert not process.running
 
 
@@ -113,11 +119,8 @@ async def test_what_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path, tr
     process = engine(tmp_path, tree, str(tmp_path / "pids"), "stubborn", grace=0.5)
     await process.start()
     pids = await asyncio.to_thread(wait_for_pids, tmp_path / "pids", ROLES)
-    await asyncio.sleep(0.2)  # until all of them ignore the signal
-    before = time.monotonic()
-    assert await process.stop() == -signal.SIGKILL
-    assert time.monotonic() - before >= 0.5
-    assert_gone(pids, 0.5)
+    assert await asyncio.wait_for(process.stop(), PATIENCE) == -signal.SIGKILL
+    assert_gone(pids)
 
 
 async def test_what_an_engine_leaves_behind_goes_with_it(tmp_path: Path, tree: Path) -> None:
@@ -126,7 +129,7 @@ async def test_what_an_engine_leaves_behind_goes_with_it(tmp_path: Path, tree: P
     pids = await asyncio.to_thread(wait_for_pids, tmp_path / "pids", ROLES)
     os.kill(pids[0], signal.SIGKILL)
     assert await asyncio.wait_for(process.wait(), PATIENCE) == -signal.SIGKILL
-    assert_gone(pids, 0.5)
+    assert_gone(pids)
     assert "was killed by SIGKILL" in process.describe_exit()
 
 

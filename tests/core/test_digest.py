@@ -252,7 +252,7 @@ def in_a_child(*, missing: str = "", **environment: str) -> str:
         env={"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path)} | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     )
     return ran.stdout

@@ -1,4 +1,4 @@
-"""One of two FSDP2 ranks on gloo: python fsdp_rank.py MANAGER RANK DIRECTORY.
+"""One of two FSDP2 ranks on gloo: python fsdp_rank.py MANAGER RANK DIRECTORY LINEAGE.
 
 For each line on standard input, the seed of new weights, it updates the replicas and prints one line.
 """
@@ -35,7 +35,7 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     held = sum(parameter.to_local().numel() for parameter in model.parameters())
     assert held < 0.6 * whole, "this rank should hold about half of the model"
-    with Trainer(address, rank=rank, world_size=2, lineage="sharded") as trainer:
+    with Trainer(address, rank=rank, world_size=2, lineage=sys.argv[4]) as trainer:
         trainer.publish(model)
         for version, line in enumerate(sys.stdin):
             new = make_tiny_qwen3(directory / f"rank-{rank}", int(line), vocabulary=VOCABULARY, weights=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from ckpt_engine.cli import app_for
 from ckpt_engine.core.deadlines import ENVIRONMENT
 from tests.cluster import Cluster, Replica, eventually, running_cluster
 from tests.end_to_end.conftest import PADDED_VOCABULARY
+from tests.ports import free_address
 from tests.reference.engine_process import engine
 from tests.tiny_model import make_tiny_qwen3
 
@@ -40,7 +40,7 @@ def attached(cluster: Cluster, name: str, url: str) -> Replica:
 
 
 def updates_by_outcome(http: str) -> dict[str, float]:
-    lines = httpx.get(f"http://{http}/metrics", timeout=10).text.splitlines()
+    lines = httpx.get(f"http://{http}/metrics", timeout=60).text.splitlines()
     found = (line.split() for line in lines if line.startswith("ckpt_engine_updates_total{"))
     return {name.split('"')[1]: float(value) for name, value in found}
 
@@ -49,11 +49,9 @@ def test_a_replica_that_is_away_counts_and_a_misfit_is_left_out(
     tmp_path: Path, bare_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replica beside a running engine, one that was launched, and one with another model."""
-    monkeypatch.setenv(ENVIRONMENT, "lease=3")
+    monkeypatch.setenv(ENVIRONMENT, "lease=10")
     torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        http = f"127.0.0.1:{probe.getsockname()[1]}"
+    http = free_address()
     make_tiny_qwen3(tmp_path / "other", vocabulary=300, weights=False)
     with (
         running_cluster(tmp_path / "cluster", http=http) as cluster,
@@ -87,7 +85,7 @@ def test_a_replica_that_is_away_counts_and_a_misfit_is_left_out(
         assert said["misfit"]["message"] in reason
         printed = " ".join(run("status", "--manager", cluster.address).stdout.split())
         assert "misfit: left out of updates: loading lm_head.weight" in printed
-        shown = httpx.get(f"http://{http}/v1/replicas", timeout=10).json()["replicas"]
+        shown = httpx.get(f"http://{http}/v1/replicas", timeout=60).json()["replicas"]
         assert {replica["name"]: replica["unfit"] for replica in shown} == said
         again = update(2, "--min-replicas", "2")
         assert again.exit_code == 0, again.output
@@ -105,7 +103,7 @@ def test_a_replica_that_is_away_counts_and_a_misfit_is_left_out(
         # An agent is killed, and its engine goes on answering under the version before.
         beside.process.send_signal(signal.SIGKILL)
         beside.process.wait(30)
-        eventually("it is known to be away", 30, lambda: (seen := beside.status) and not seen.connected)
+        eventually("it is known to be away", 60, lambda: (seen := beside.status) and not seen.connected)
         before = served(server.url)
         assert before[0] == 200
         away = update(4)

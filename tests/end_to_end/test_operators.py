@@ -18,7 +18,7 @@ from tests.tiny_model import make_tiny_qwen3
 
 def operate(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ckpt_engine", "replica", *words, "--manager", cluster.address]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 def test_a_replica_that_was_given_up_is_tried_again_and_an_evicted_one_ends(
@@ -38,7 +38,13 @@ def test_a_replica_that_was_given_up_is_tried_again_and_an_evicted_one_ends(
         damaged[3] ^= 1
         before = cluster.status().fence.epoch
         late = cluster.replica("late", "reference", bare_model).registered()
-        eventually("all attempts failed", 60, lambda: cluster.status().fence.epoch >= before + CATCH_UP_ATTEMPTS)
+
+        def given_up() -> bool:
+            """The last attempt too has ended: it must not find what is made whole below."""
+            now = cluster.status()
+            return now.fence.epoch >= before + CATCH_UP_ATTEMPTS and now.phase == "idle"
+
+        eventually("all attempts failed", 120, given_up)
         assert not late.status.serving  # type: ignore[union-attr]
         damaged[3] ^= 1
         tried = operate(cluster, "retry", "late")

@@ -102,7 +102,7 @@ def test_a_standalone_replica_stays_asleep_until_somebody_wakes_it(cluster: Clus
 
 def test_no_update_touches_a_colocated_judge(cluster: Cluster, tmp_path: Path) -> None:
     judge, model = named(cluster, "judge"), make_tiny_qwen3(tmp_path / "judge", 5, weights=False)
-    eventually("the judge serves", 30, lambda: (status := judge.status) and status.serving)
+    eventually("the judge serves", 60, lambda: (status := judge.status) and status.serving)
     assert_serves(judge, model)
     with Trainer(cluster.address, lineage="policy") as trainer:
         trainer.publish(model_of(tmp_path, 4))
@@ -126,6 +126,7 @@ def test_no_update_touches_a_colocated_judge(cluster: Cluster, tmp_path: Path) -
     assert [worker.state for worker in status.workers] == [manager_pb2.NONE]
 
 
+@pytest.mark.slow
 def test_sleep_outlives_the_agent(tmp_path: Path, bare_model: Path) -> None:
     """An engine that runs beside its agent: killed while the engine sleeps, the agent's successor finds it asleep, and
     the update wakes it."""

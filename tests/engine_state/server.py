@@ -22,11 +22,12 @@ def serve(app: Any, root_path: str = "") -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", root_path=root_path))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
-    end = time.monotonic() + 20
-    while not server.started and time.monotonic() < end:
-        time.sleep(0.01)
+    end = time.monotonic() + 60
     try:
+        while not server.started:
+            assert time.monotonic() < end, "the server has not started"
+            time.sleep(0.01)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
 import socket
 import time
@@ -22,7 +23,7 @@ from ckpt_engine.install.state import EngineMark, EnginePage, Hold, HoldLimits, 
 from ckpt_engine.v1 import weights_pb2
 from tests.engine_state.server import serve
 
-LIMITS = HoldLimits(20.0, 50, 200_000)
+LIMITS = HoldLimits(100.0, 50, 200_000)
 
 
 def identity(version: int) -> weights_pb2.Identity:
@@ -51,7 +52,7 @@ class Engine:
             self.reached.append(number)
             return {"length": len(await request.body())}
 
-    def update(self, seconds: float = 15.0, epoch: int = 2, limits: HoldLimits = LIMITS) -> None:
+    def update(self, seconds: float = 120.0, epoch: int = 2, limits: HoldLimits = LIMITS) -> None:
         """What an agent and a worker write when an install begins."""
         self.page.hold(Hold(epoch, time.monotonic() + seconds), limits)
         self.slot.dirty(epoch)
@@ -65,7 +66,7 @@ class Engine:
         return found
 
     def wait_until_held(self, count: int) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while self.held() != count:
             assert time.monotonic() < end, f"{self.held()} instead of {count} requests wait"
             time.sleep(0.01)
@@ -112,7 +113,7 @@ def test_they_are_kept_from_before_the_pause_and_let_in_when_old_weights_stand(
     engine: Engine, threads: ThreadPoolExecutor
 ) -> None:
     """While the words still say that the old version is whole, and when they say so again."""
-    engine.page.hold(Hold(2, time.monotonic() + 15), LIMITS)
+    engine.page.hold(Hold(2, time.monotonic() + 120), LIMITS)
     answer = threads.submit(ask, engine)
     engine.wait_until_held(1)
     engine.page.hold(Hold(), LIMITS)
@@ -142,7 +143,7 @@ def test_a_request_waits_no_longer_than_it_may(engine: Engine) -> None:
     engine.update(600.0, limits=HoldLimits(0.1, 50, 1000))
     refused = ask(engine)
     assert (refused.status_code, refused.json()["reason"]) == (503, "updating")
-    assert 590 < int(refused.headers["retry-after"]) <= 600, "the update may take that long"
+    assert 500 < int(refused.headers["retry-after"]) <= 600, "the update may take that long"
     assert "has waited 0.1 s" in refused.json()["detail"]
     engine.update(600.0, limits=HoldLimits(0.0, 50, 1000))
     assert "has waited" not in ask(engine).json()["detail"]
@@ -154,7 +155,7 @@ def test_too_many_and_too_large_ones_are_refused_at_once(engine: Engine, threads
     engine.wait_until_held(LIMITS.requests)
     refused = ask(engine)
     assert (refused.status_code, refused.json()["reason"]) == (503, "hold_full")
-    assert 0 < int(refused.headers["retry-after"]) <= 15
+    assert 0 < int(refused.headers["retry-after"]) <= 120
     ready = httpx.get(f"{engine.url}/ckpt_engine/ready")
     assert (ready.status_code, ready.json()["reason"]) == (503, "updating"), "another one would be refused"
     engine.end()
@@ -169,8 +170,9 @@ def test_bytes_are_counted_as_they_come_if_nobody_has_announced_them(engine: Eng
     with socket.create_connection(("127.0.0.1", int(engine.url.rsplit(":", 1)[1])), timeout=30) as client:
         client.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         engine.wait_until_held(1)
-        for _ in range(LIMITS.bytes // 50_000 + 1):
-            client.sendall(b"c350\r\n" + b"x" * 50_000 + b"\r\n")
+        with contextlib.suppress(ConnectionError):  # it need not take the rest of what it has refused
+            for _ in range(LIMITS.bytes // 50_000 + 1):
+                client.sendall(b"c350\r\n" + b"x" * 50_000 + b"\r\n")
         assert b" 503 " in client.makefile("rb").readline()
     assert engine.held() == 0
 
@@ -249,7 +251,7 @@ async def test_many_that_come_at_once(tmp_path: Any, monkeypatch: pytest.MonkeyP
     directory = EngineDirectory.create(tmp_path)
     monkeypatch.setenv(ENVIRONMENT, str(directory.path))
     bound = count // 4
-    engine, limits = Engine(directory), HoldLimits(20.0, bound, 2**30)
+    engine, limits = Engine(directory), HoldLimits(600.0, bound, 2**30)
     reached: list[int] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -278,7 +280,7 @@ async def test_many_that_come_at_once(tmp_path: Any, monkeypatch: pytest.MonkeyP
     for epoch in (2, 3, 4):
         statuses.clear()
         reached.clear()
-        engine.update(60.0, epoch, limits)
+        engine.update(600.0, epoch, limits)
         requests = [asyncio.create_task(one(number)) for number in range(count)]
         end = time.monotonic() + 60
         while len(statuses) < count - bound:

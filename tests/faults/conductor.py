@@ -173,7 +173,7 @@ def _end_of(world: World, name: str, before: int) -> str:
         return ""
     if found.serving:
         version = found.identity.version
-        if not world.replicas[name].prober.answered(version, time.monotonic(), 5):
+        if not world.replicas[name].prober.answered(version, time.monotonic(), 30):
             return ""
         if version == world.version:
             return NEW

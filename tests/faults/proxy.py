@@ -45,6 +45,10 @@ class Proxy:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    @property
+    def connected(self) -> bool:
+        return bool(self._writers)
+
     def cut(self, *, reachable: bool = True) -> None:
         """Resets every connection. reachable: whether new ones are let through from now on."""
         self._reachable = reachable

@@ -57,6 +57,7 @@ def test_a_few_updates_with_random_kills_leave_nothing_behind(
 
 
 @pytest.mark.slow
+@pytest.mark.hours
 @pytest.mark.timeout(7200)
 def test_five_hundred_updates_of_ten_replicas_with_random_kills(
     tmp_path: Path, models: tuple[Path, Path, Expected]

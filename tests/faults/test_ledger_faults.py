@@ -21,7 +21,8 @@ import pytest
 
 from tests.faults.members import start_manager
 from tests.faults.prober import Expected
-from tests.faults.world import World, free_port
+from tests.faults.world import World
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(900)  # engines start slowly on a busy machine
 
@@ -117,8 +118,8 @@ def test_a_full_disk_refuses_updates_and_is_over_when_there_is_room(world: World
     # The epoch of the next update may be spent already, so two are asked for; no replica may be touched by either.
     refused = []
     for _ in range(2):
-        world.ask(30)
-        refused.append(world.answer(30) or {})
+        world.ask(60)
+        refused.append(world.answer(60) or {})
     assert "FAILED_PRECONDITION" in refused[1].get("error", ""), refused
     assert "ledger" in refused[1]["error"]
     status = world.status()
@@ -170,8 +171,8 @@ def test_a_manager_that_lost_its_lock_begins_nothing_more(world: World, tmp_path
         world.until("the second one holds the ledger", SECONDS, lambda: "manager started" in second.tail())
         refused = []
         for _ in range(2):
-            world.ask(30)
-            refused.append(world.answer(30) or {})
+            world.ask(60)
+            refused.append(world.answer(60) or {})
         assert "another manager has taken the ledger" in refused[1].get("error", ""), refused
         assert serves(world, version)
     finally:

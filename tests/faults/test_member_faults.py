@@ -46,7 +46,7 @@ def serves(world: World, version: int) -> bool:
 def info(world: World) -> dict[str, object] | None:
     """What the engine says of itself; None while it does not answer."""
     try:
-        answer: dict[str, object] = httpx.get(f"{url(world)}/info", timeout=5).json()
+        answer: dict[str, object] = httpx.get(f"{url(world)}/info", timeout=60).json()
     except httpx.HTTPError:
         return None
     return answer
@@ -54,7 +54,7 @@ def info(world: World) -> dict[str, object] | None:
 
 def why_closed(world: World) -> str:
     """What the gate says; empty if it is open."""
-    answer = httpx.get(f"{url(world)}/ckpt_engine/ready", timeout=5)
+    answer = httpx.get(f"{url(world)}/ckpt_engine/ready", timeout=60)
     return "" if answer.status_code == 200 else str(answer.json()["detail"])
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import queue
-import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from tests.faults.members import (
 from tests.faults.prober import PAUSE_SECONDS, SEEDS, Expected, Prober
 from tests.faults.proxy import Loop, Proxy
 from tests.faults.relay import Relay
+from tests.ports import free_port
 
 LEASE = 3.0
 QUICK = (
@@ -290,7 +290,7 @@ class World:
             and trainer[0].published
         )
 
-    def update_all(self, timeout: float = 60.0) -> str:
+    def update_all(self, timeout: float = 120.0) -> str:
         """An update that must bring every replica to the new version and into service; what is wrong, or ''."""
         self.heal()
         version = self.ask(timeout)
@@ -299,7 +299,7 @@ class World:
             return f"the next update failed: {answer}; {self.describe()}"
         now = time.monotonic()
         for rollout in self.replicas.values():
-            if not rollout.prober.answered(version, now, 60):
+            if not rollout.prober.answered(version, now, 120):
                 return f"{rollout.name} does not answer with version {version}: {self.describe()}"
         return ""
 
@@ -346,10 +346,3 @@ def _answers(url: str) -> bool:
         return httpx.get(f"{url}/health", timeout=2).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -311,21 +312,22 @@ def test_an_order_that_was_carried_out_is_answered_again_and_not_repeated(tmp_pa
     checkpoint.close()
 
 
-def test_too_late_in_the_middle_of_copying_stays_dirty(tmp_path: Path) -> None:
-    """The deadline passes after the first byte: the progress callback is where time is spent here."""
-    import time
-
+def test_too_late_in_the_middle_of_copying_stays_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's clock passes the deadline after the first byte."""
+    late, clock = 0.0, time.monotonic
     model = TensorParallel()
     checkpoint = Checkpoint(model.checkpoint(), seed=1)
     worker = OneWorker(ModuleTarget(model), tmp_path)
     worker.prepare(checkpoint)
-    order = worker.order(checkpoint, seconds=0.3)
+    order = worker.order(checkpoint)
     seen: list[tuple[int, int]] = []
 
     def on_progress(stage: manager_pb2.Stage, done: int, total: int) -> None:
+        nonlocal late
         seen.append((done, total))
-        time.sleep(0.31)
+        late = 1000.0
 
+    monkeypatch.setattr("ckpt_engine.install.installer.time.monotonic", lambda: clock() + late)
     problem = problem_of(worker.installer.install(order, on_progress))
     assert problem.code == Code.DEADLINE_EXCEEDED
     assert word(worker)[0] == manager_pb2.DIRTY

@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 from ckpt_engine.core.digest import digest_boxes
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
 
-WAIT = 20.0
+WAIT = 60.0
 """Seconds that any expected message may take."""
 
 HOST = weights_pb2.Host(boot_id="boot", pid_namespace="pid", name="here")
@@ -32,6 +32,14 @@ async def stub_at(address: str) -> AsyncIterator[manager_pb2_grpc.CheckpointEngi
     """The manager's calls over a channel of this test."""
     async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         yield manager_pb2_grpc.CheckpointEngineManagerStub(channel)  # type: ignore[no-untyped-call]
+
+
+async def true(condition: Callable[[], bool], what: str) -> None:
+    """Returns once it holds; AssertionError naming `what` after `WAIT`."""
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end, f"not within {WAIT:g} s: {what}"
+        await asyncio.sleep(0.02)
 
 
 def problem_of(error: grpc.aio.AioRpcError) -> weights_pb2.Problem:

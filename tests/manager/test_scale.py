@@ -1,9 +1,8 @@
-"""A model of 50,000 tensors: registered, planned and sealed in seconds, and everybody else is answered meanwhile."""
+"""A model of 50,000 tensors: registered, planned and sealed, and everybody else is answered meanwhile."""
 
 import asyncio
 import contextlib
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -33,32 +32,27 @@ async def address(tmp_path: Path) -> AsyncIterator[str]:
 
 
 class Answers:
-    """How long the manager takes to answer somebody else, asked every 20 ms."""
+    """What the manager answers somebody else who asks again and again, by what it was doing."""
 
     def __init__(self) -> None:
-        self.slowest = 0.0
+        self.given: dict[str, int] = {}
 
     @contextlib.asynccontextmanager
-    async def timed(self, stub: CheckpointEngineManagerStub, what: str) -> AsyncIterator[None]:
+    async def counted(self, stub: CheckpointEngineManagerStub, what: str) -> AsyncIterator[None]:
         """Asks while the body runs."""
+        self.given[what] = 0
 
         async def ask() -> None:
             while True:
-                begun = time.perf_counter()
-                try:
-                    await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=30)
-                finally:  # also when it is cancelled while it waits
-                    self.slowest = max(self.slowest, time.perf_counter() - begun)
-                await asyncio.sleep(0.02)
+                await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=30)
+                self.given[what] += 1
 
-        begun = time.perf_counter()
         asking = asyncio.ensure_future(ask())
         try:
             yield
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-            print(f"{what}: {time.perf_counter() - begun:.2f} s; slowest answer so far {self.slowest * 1000:.0f} ms")
 
 
 async def test_fifty_thousand_tensors(address: str) -> None:
@@ -74,35 +68,26 @@ async def test_fifty_thousand_tensors(address: str) -> None:
         await replica.open()
         await beats.enter_async_context(trainer.stream.beating(manager_pb2.Heartbeat))
         await beats.enter_async_context(replica.stream.beating(replica.heartbeat))
-        begun = time.perf_counter()
         await trainer.publish()
-        async with answers.timed(other, "merge"):
+        async with answers.counted(other, "merge"):
             await trainer.stream.until(manager_pb2.PublicationAccepted)
-        accepted = time.perf_counter() - begun
 
         call = trainer.update()
         await replica.prepare()
-        begun = time.perf_counter()
-        async with answers.timed(other, "compile"):
+        async with answers.counted(other, "compile"):
             await trainer.stream.wait_for(manager_pb2.Seal)
-        planned = time.perf_counter() - begun
         await trainer.seal()
-        async with answers.timed(other, "combine"):
-            await replica.stream.wait_for(manager_pb2.Install)
+        await replica.stream.wait_for(manager_pb2.Install)
         await replica.install()
         report = (await call)[-1].report
         assert report.ok
         assert report.tensors == TENSORS
 
-        begun = time.perf_counter()
         call = trainer.update()
-        async with answers.timed(other, "steady-state plan"):
-            await trainer.stream.wait_for(manager_pb2.Seal)
-        again = time.perf_counter() - begun
         await trainer.seal()
         await replica.install()
         assert (await call)[-1].report.ok
-        assert again < 0.5, "an update that changes nothing compiles nothing"
-    assert accepted < 15
-    assert planned < 20
-    assert answers.slowest < 1
+        first, again = ([worker.plan for worker in order.workers] for order in replica.installed)
+        assert again == first, "an update that changes nothing has the plans of the one before"
+    # Whoever works on the loop answers once in that time: who asked before, when it is done.
+    assert min(answers.given.values()) > 2, answers.given

@@ -119,38 +119,38 @@ async def test_a_session_cannot_change_its_name_later(asking: ManagerServer, key
         replica.name = "two"
         await replica.stream.send(hello=replica.hello())
         await replica.beat()
-        assert (await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)).replicas[0].name == "one"
+        assert (await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)).replicas[0].name == "one"
     assert [known.name for known in asking.status().replicas] == ["one"]
 
 
 async def test_each_call_needs_its_grant(asking: ManagerServer, keys: Keys) -> None:
     async with calling(asking, keys.with_token("viewer")) as stub:
-        assert (await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)).fence.cluster
+        assert (await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)).fence.cluster
         calls = [
-            stub.Sleep(manager_pb2.SleepRequest(), timeout=10),
-            stub.Wake(manager_pb2.WakeRequest(), timeout=10),
-            stub.EvictReplica(manager_pb2.EvictReplicaRequest(name="one"), timeout=10),
-            stub.RetryReplica(manager_pb2.RetryReplicaRequest(name="one"), timeout=10),
-            stub.HasBlob(manager_pb2.BlobRef(), timeout=10),
+            stub.Sleep(manager_pb2.SleepRequest(), timeout=60),
+            stub.Wake(manager_pb2.WakeRequest(), timeout=60),
+            stub.EvictReplica(manager_pb2.EvictReplicaRequest(name="one"), timeout=60),
+            stub.RetryReplica(manager_pb2.RetryReplicaRequest(name="one"), timeout=60),
+            stub.HasBlob(manager_pb2.BlobRef(), timeout=60),
             put(stub, weights_pb2.Manifest()),
-            stub.GetBlob(manager_pb2.BlobRef(), timeout=10).read(),
-            stub.UpdateWeights(manager_pb2.UpdateWeightsRequest(lineage="run-1"), timeout=10).read(),
+            stub.GetBlob(manager_pb2.BlobRef(), timeout=60).read(),
+            stub.UpdateWeights(manager_pb2.UpdateWeightsRequest(lineage="run-1"), timeout=60).read(),
         ]
         for call in calls:
             assert name(await refused(call)) == "PERMISSION_DENIED", call
     async with calling(asking, keys.with_token("trainer")) as stub:
         other = manager_pb2.UpdateWeightsRequest(lineage="other")
-        assert name(await refused(stub.UpdateWeights(other, timeout=10).read())) == "PERMISSION_DENIED"
+        assert name(await refused(stub.UpdateWeights(other, timeout=60).read())) == "PERMISSION_DENIED"
         evict = manager_pb2.EvictReplicaRequest(name="one")
-        assert name(await refused(stub.EvictReplica(evict, timeout=10))) == "PERMISSION_DENIED"
+        assert name(await refused(stub.EvictReplica(evict, timeout=60))) == "PERMISSION_DENIED"
     async with calling(asking, keys.with_token("operator")) as stub:
-        assert name(await refused(stub.EvictReplica(evict, timeout=10))) == "NOT_FOUND"
+        assert name(await refused(stub.EvictReplica(evict, timeout=60))) == "NOT_FOUND"
 
 
 async def test_without_a_token_or_with_a_wrong_one_nobody_is_let_in(asking: ManagerServer, keys: Keys) -> None:
     for security in (keys.as_client({}), keys.with_token("stranger")):
         async with calling(asking, security) as stub:
-            problem = await refused(stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10))
+            problem = await refused(stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60))
             assert name(problem) == "UNAUTHENTICATED"
             assert token("stranger") not in problem.message
             assert name(await refused(ScriptedReplica(stub, "one").open())) == "UNAUTHENTICATED"
@@ -162,7 +162,7 @@ async def test_both_sides_say_what_is_wrong_with_tls(
     async def why(server: ManagerServer, security: ClientSecurity) -> str:
         async with calling(server, security) as stub:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)
+                await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
             return client.problem_of(caught.value).message
 
     other = tmp_path / "other"
@@ -181,7 +181,7 @@ async def test_an_expired_certificate_is_refused(config: ManagerConfig, keys: Ke
     async with ManagerServer(replace(config, security=server)) as expired:
         async with calling(expired, keys.as_client({})) as stub:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)
+                await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -197,12 +197,12 @@ async def test_certificates_of_both_sides_without_tokens(config: ManagerConfig, 
             await ScriptedReplica(stub, "one").open()
             assert name(await refused(ScriptedReplica(stub, "two").open())) == "PERMISSION_DENIED"
         async with calling(server, holder("a laptop")) as stub:
-            problem = await refused(stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10))
+            problem = await refused(stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60))
             assert name(problem) == "UNAUTHENTICATED"
             assert "must be a grant" in problem.message
         async with calling(server, keys.as_client({})) as stub:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)
+                await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -212,7 +212,7 @@ async def test_the_message_of_a_caller_without_a_token_is_not_read(asking: Manag
     assert credentials is not None
     async with grpc.aio.secure_channel(asking.address, credentials) as channel:
         method = f"/{SERVICE}/UpdateWeights"
-        call = channel.stream_stream(method, lambda data: data, lambda data: data)(timeout=20)
+        call = channel.stream_stream(method, lambda data: data, lambda data: data)(timeout=60)
         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED  # nothing was written
 
 

@@ -14,7 +14,18 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from scripted_members import ScriptedReplica, ScriptedTrainer, Stream, get, problem_of, put, some_weights, stub_at
+from scripted_members import (
+    WAIT,
+    ScriptedReplica,
+    ScriptedTrainer,
+    Stream,
+    get,
+    problem_of,
+    put,
+    some_weights,
+    stub_at,
+    true,
+)
 
 from ckpt_engine.core.machines import events
 from ckpt_engine.core.machines.manager import ManagerMachine
@@ -32,9 +43,9 @@ async def test_health_answers_and_ends_before_the_server(config: ManagerConfig) 
     async with grpc.aio.insecure_channel(server.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for name in ("", SERVICE):
-            answer = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=60)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=10)
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=60)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         stopping = asyncio.ensure_future(server.stop())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -49,7 +60,7 @@ async def test_reflection_describes_the_service(manager: ManagerServer) -> None:
             async def questions() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
                 yield reflection_pb2.ServerReflectionRequest(**question)
 
-            async for answer in reflect.ServerReflectionInfo(questions(), timeout=10):
+            async for answer in reflect.ServerReflectionInfo(questions(), timeout=60):
                 return answer
             raise AssertionError("no answer")
 
@@ -73,13 +84,12 @@ async def test_a_session_begins_with_hello(stub: CheckpointEngineManagerStub, ki
 
 async def test_a_silent_stream_is_closed(config: ManagerConfig) -> None:
     impatient = replace(config, deadlines=replace(config.deadlines, hello=0.3))
-    begun = time.monotonic()
     async with ManagerServer(impatient) as server, stub_at(server.address) as stub:
         stream = Stream(stub.TrainerSession(), manager_pb2.TrainerMessage)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stream.next()
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert time.monotonic() - begun < 5
+    assert "0.3 s" in problem_of(caught.value).message
 
 
 async def test_a_peer_that_ends_its_side_at_once_is_answered_first(
@@ -101,16 +111,17 @@ async def test_sessions_show_in_the_status_until_they_end(stub: CheckpointEngine
     welcome = await trainer.open()
     assert welcome.lease_seconds > welcome.heartbeat_seconds > 0
     await replica.open()
-    status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)
+    status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
     assert [(found.lineage, found.connected) for found in status.trainers] == [("run", True)]
     assert [(found.name, found.connected) for found in status.replicas] == [("replica", True)]
     assert status.fence.cluster == welcome.fence.cluster
     replica.stream.call.cancel()
-    for _ in range(100):
-        status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)
-        if not any(found.connected for found in status.replicas):
+    end = time.monotonic() + WAIT
+    while True:
+        status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
+        if not any(found.connected for found in status.replicas) or time.monotonic() > end:
             break
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.02)
     assert not any(found.connected for found in status.replicas)
 
 
@@ -125,7 +136,7 @@ async def test_another_engine_under_a_connected_name_is_refused(stub: Checkpoint
         refused = await second.stream.expect(manager_pb2.Refused)
         assert refused.problem.code == weights_pb2.Problem.ABORTED
         assert "with another engine" in refused.problem.message
-    status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)
+    status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
     assert [(found.connected, found.workers[0].boot_id) for found in status.replicas] == [
         (True, first.workers[0].boot_id)
     ]
@@ -149,9 +160,10 @@ async def test_a_session_that_speaks_for_a_second_member_ends_and_leaves_nobody_
         await member.stream.until(manager_pb2.PublicationAccepted)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "one session speaks for one member" in problem_of(caught.value).message
-    for _ in range(100):
-        status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)
-        if not any(found.connected for found in (*status.trainers, *status.replicas)):
+    end = time.monotonic() + WAIT
+    while True:
+        status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
+        if not any(found.connected for found in (*status.trainers, *status.replicas)) or time.monotonic() > end:
             break
         await asyncio.sleep(0.02)
     assert [found.connected for found in (*status.trainers, *status.replicas)] == [False]
@@ -160,9 +172,9 @@ async def test_a_session_that_speaks_for_a_second_member_ends_and_leaves_nobody_
 async def test_blobs_over_the_wire(stub: CheckpointEngineManagerStub) -> None:
     message = weights_pb2.Digests(values=range(400_000))  # 3.2 MB: several chunks
     ref = manager_pb2.BlobRef(digest=hashlib.sha256(message.SerializeToString()).digest(), size=message.ByteSize())
-    assert not (await stub.HasBlob(ref, timeout=10)).present
+    assert not (await stub.HasBlob(ref, timeout=60)).present
     assert await put(stub, message) == ref
-    assert (await stub.HasBlob(ref, timeout=10)).present
+    assert (await stub.HasBlob(ref, timeout=60)).present
     assert await get(stub, ref) == message.SerializeToString()
     assert await put(stub, message) == ref
 
@@ -174,10 +186,10 @@ async def test_a_corrupt_blob_is_refused(stub: CheckpointEngineManagerStub) -> N
         yield manager_pb2.BlobChunk(ref=ref, data=b"wrong")
 
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.PutBlob(chunks(), timeout=10)
+        await stub.PutBlob(chunks(), timeout=60)
     assert caught.value.code() is grpc.StatusCode.DATA_LOSS
     assert problem_of(caught.value).code == weights_pb2.Problem.DATA_LOSS
-    assert not (await stub.HasBlob(ref, timeout=10)).present
+    assert not (await stub.HasBlob(ref, timeout=60)).present
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await get(stub, ref)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -188,7 +200,7 @@ async def test_an_oversized_blob_is_refused(stub: CheckpointEngineManagerStub, c
         yield manager_pb2.BlobChunk(ref=manager_pb2.BlobRef(digest=bytes(32), size=config.max_blob_bytes + 1))
 
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.PutBlob(chunks(), timeout=10)
+        await stub.PutBlob(chunks(), timeout=60)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -235,14 +247,14 @@ async def test_a_restarted_manager_is_the_same_cluster(config: ManagerConfig) ->
 def test_a_manager_on_a_thread_of_its_own(config: ManagerConfig) -> None:
     with running_manager(config) as address:
         with grpc.insecure_channel(address) as channel:
-            status = CheckpointEngineManagerStub(channel).GetStatus(manager_pb2.GetStatusRequest(), timeout=10)
+            status = CheckpointEngineManagerStub(channel).GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
         assert status.fence.cluster
         with pytest.raises(CkptEngineError, match="is in use"), running_manager(config):
             raise AssertionError("started")
 
 
 async def test_stopping_tells_members_and_callers(config: ManagerConfig) -> None:
-    server = ManagerServer(replace(config, stop_seconds=1.0))
+    server = ManagerServer(replace(config, stop_seconds=4.0))
     await server.start()
     async with stub_at(server.address) as stub:
         first, replica = ScriptedTrainer(stub, 0, 2), ScriptedReplica(stub)
@@ -251,16 +263,14 @@ async def test_stopping_tells_members_and_callers(config: ManagerConfig) -> None
         await first.publish()
         await replica.open()
         call = first.update()  # waits for rank 1, which never comes
-        await asyncio.sleep(0.3)
-        begun = time.monotonic()
+        await true(lambda: server.status().phase != "idle", "the call is known")
         stopping = asyncio.ensure_future(server.stop())
         await asyncio.sleep(0.2)
         with pytest.raises(grpc.aio.AioRpcError) as caught:  # nobody new is let in while the call may still finish
             await ScriptedReplica(stub, "late").open()
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert not call.done()
-        await stopping
-        assert time.monotonic() - begun < 5
+        await asyncio.wait_for(stopping, WAIT)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -327,7 +337,7 @@ async def test_a_member_that_does_not_read_is_closed(config: ManagerConfig, monk
                 closed = True
                 break
         assert closed
-        assert (await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)).fence.cluster
+        assert (await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)).fence.cluster
 
 
 @pytest.mark.parametrize("address", ["", "50051", "host:", ":1", "host:x", "host:65536", "::1:5", "host:-1"])
@@ -356,7 +366,7 @@ async def test_serve_runs_until_it_is_told_to_end(tmp_path: Path) -> None:
     assert "manager started" in line
     address = dict(word.split("=", 1) for word in line.split() if "=" in word)["grpc"]
     async with stub_at(address) as stub:
-        assert (await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=10)).fence.cluster
+        assert (await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)).fence.cluster
     process.send_signal(signal.SIGTERM)
     _, rest = await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode == 0

@@ -6,7 +6,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -20,9 +19,10 @@ import httpx
 from ckpt_engine.agent.adapter import AdapterSettings
 from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine_adapters.reference.driver import ReferenceAdapter, launch_plan
+from tests.ports import free_port
 
-START_SECONDS = 60.0
-CALL_SECONDS = 30.0
+START_SECONDS = 120.0
+CALL_SECONDS = 60.0
 _DIE_WITH_US = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG: also if pytest is killed
 
 
@@ -68,9 +68,7 @@ class EngineProcess:
 def engine(model: Path, log_path: Path, *arguments: str) -> Iterator[EngineProcess]:
     """Starts a server the way an agent does and waits until it is healthy. Afterwards sees that SIGTERM ends it."""
     directory = EngineDirectory.create()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    port = free_port()
     plan = launch_plan(arguments, port, str(model))
     environment = {**os.environ, **plan.env, ENVIRONMENT: str(directory.path), "OMP_NUM_THREADS": "1"}
     with log_path.open("wb") as log:
@@ -84,11 +82,11 @@ def engine(model: Path, log_path: Path, *arguments: str) -> Iterator[EngineProce
         if process.poll() is None:
             workers = running.worker_pids()
             process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=10) == 0, running.log()
+            assert process.wait(timeout=60) == 0, running.log()
             assert not any(alive(pid) for pid in workers)
     finally:
         process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=60)
         directory.remove()
 
 

@@ -62,7 +62,7 @@ async def finished(task: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
         return await task
 
 
-async def until(condition: Callable[[], bool], seconds: float = 2.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     for _ in range(int(seconds / 0.02)):
         if condition():
             return

@@ -29,7 +29,7 @@ def test_closed_before_the_first_install_and_gone_when_a_worker_dies(checkpoint:
         assert "holds no weights yet" in answer.json()["detail"]
         first, second = running.worker_pids()
         os.kill(second, signal.SIGKILL)
-        assert running.process.wait(timeout=10) == 1
+        assert running.process.wait(timeout=60) == 1
         assert running.log().splitlines()[-1] == (
             f"reference engine: worker 1 (pid {second}) was killed by signal 9; the server exits"
         )
@@ -40,7 +40,7 @@ def test_workers_die_with_the_api_process(checkpoint: Path, tmp_path: Path) -> N
     with engine(checkpoint, tmp_path / "log") as running:
         workers = running.worker_pids()
         running.process.kill()
-        running.process.wait(timeout=10)
+        running.process.wait(timeout=60)
         for pid in workers:
             _wait_dead(pid)
 
@@ -86,11 +86,11 @@ def test_a_model_loads_its_directory_and_survives_the_loss_of_its_memory(tmp_pat
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*SERVER, *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([*SERVER, *arguments], capture_output=True, text=True, timeout=120)
 
 
 def _wait_dead(pid: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while alive(pid):
         if time.monotonic() > deadline:
             pytest.fail(f"process {pid} still runs")

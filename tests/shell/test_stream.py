@@ -9,12 +9,12 @@ import grpc.aio
 import pytest
 from google.protobuf.message import Message
 
-from ckpt_engine.agent.process import free_port
 from ckpt_engine.client import manager_stub, open_channel
 from ckpt_engine.shell import stream as stream_module
 from ckpt_engine.shell.stream import MemberStream
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.agent.plain_manager import SECONDS, PlainManager
+from tests.ports import free_port
 
 
 class Ears:
@@ -124,7 +124,7 @@ async def test_closing_has_a_deadline(channel: grpc.aio.Channel, ears: Ears, man
     stream = ears.stream(deaf_channel, goodbye_seconds=0.1)
     stream.send(manager_pb2.ReplicaHello())
     await silent.until(lambda: silent.sessions == 1 and bool(silent.received))
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(SECONDS):
         await stream.close()
     await deaf_channel.close()
     await silent.stop()

@@ -22,11 +22,11 @@ def main(manager: str, rank: int, directory: str) -> None:
     local, both = torch.zeros(1, 3), torch.zeros(4)
     weights = {"halves": DTensor.from_local(local, mesh, [Shard(0)], run_check=False), "both": both}
     with Trainer(manager, rank=rank, world_size=2, deadlines=DEADLINES) as trainer:
-        trainer.wait_for_replicas(timeout=10)
+        trainer.wait_for_replicas(timeout=60)
         trainer.publish(weights if rank == 0 else {**weights, "both": torch.zeros(5)})
         refused = ""
         try:
-            trainer.update_weights(timeout=10)
+            trainer.update_weights(timeout=60)
         except CkptEngineError as error:
             refused = error.problem.message
         dist.barrier()
@@ -35,7 +35,7 @@ def main(manager: str, rank: int, directory: str) -> None:
         for step in (1, 2):
             local.fill_(10 * step + rank)
             both.fill_(step)
-            reports.append(trainer.update_weights(step, timeout=20).to_dict())
+            reports.append(trainer.update_weights(step, timeout=60).to_dict())
     print(json.dumps({"lineage": trainer.lineage, "refused": refused, "reports": reports}))
     dist.destroy_process_group()
 

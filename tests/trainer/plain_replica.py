@@ -58,7 +58,7 @@ class PlainReplica:
 
     def stop(self) -> None:
         self._ending.set()
-        self._thread.join(10)
+        self._thread.join(60)
 
     def _run(self) -> None:
         while not self._ending.is_set():
@@ -189,10 +189,10 @@ class PlainReplica:
         return outcome
 
     def _get(self, ref: manager_pb2.BlobRef) -> bytes:
-        return b"".join(chunk.data for chunk in self._stub.GetBlob(ref, timeout=20))
+        return b"".join(chunk.data for chunk in self._stub.GetBlob(ref, timeout=60))
 
     def _put(self, data: bytes) -> manager_pb2.BlobRef:
         ref = manager_pb2.BlobRef(digest=hashlib.sha256(data).digest(), size=len(data))
         chunks = [manager_pb2.BlobChunk(ref=ref, data=data)]
-        stored: manager_pb2.BlobRef = self._stub.PutBlob(iter(chunks), timeout=20)
+        stored: manager_pb2.BlobRef = self._stub.PutBlob(iter(chunks), timeout=60)
         return stored

@@ -6,7 +6,7 @@ from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.manager.service import ManagerConfig
 
 DEADLINES = Deadlines(
-    heartbeat=0.3, lease=2.0, resend=0.5, gather=15.0, prepare=15.0, seal=15.0, update=30.0, report=0.5
+    heartbeat=0.3, lease=10.0, resend=0.5, gather=60.0, prepare=60.0, seal=60.0, update=60.0, report=0.5, goodbye=20.0
 )
 
 

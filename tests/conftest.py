@@ -1,0 +1,46 @@
+"""What holds for every test process."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Before torch is imported, and for all that tests start: threads of small models only wait for each other, and
+several processes share the machine."""
+
+
+LONGEST = (
+    "test_updates_reach_replicas.py",
+    "test_lint.py",
+    "test_fault_sample.py",
+    "test_sleeping_replicas.py",
+    "test_conformance.py",
+    "test_demo_runs.py",
+    "test_missing_replicas.py",
+    "test_environments.py",
+    "test_examples.py",
+    "test_member_faults.py",
+    "test_ledger_faults.py",
+    "test_several_nodes.py",
+    "test_agent_end_to_end.py",
+    "test_forced_transport.py",
+    "test_operators.py",
+    "test_secured_cluster.py",
+    "test_trainer_life.py",
+    "test_design_rules.py",
+    "test_simulation.py",
+    "test_simulator_bites.py",
+    "test_reference_engine.py",
+    "test_engine_hosts.py",
+    "test_agent_session.py",
+    "test_sharded.py",
+)
+"""Files whose tests take longest together: they are begun first, so that none of them is what all others wait for."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files in the order in which `make test` begins them; the tests of a file stay in theirs."""
+    order = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(LONGEST)))
