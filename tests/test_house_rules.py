@@ -21,8 +21,8 @@ ALLOWED = {
     "source": {"core", "transport", "source", "v1", "trace"},
     "security": {"core", "security"},
     "manager": {"core", "manager", "security", "v1", "client", "trace"},
-    "agent": {"core", "transport", "install", "source", "agent", "v1", "client", "trace"},
-    "trainer": {"core", "transport", "source", "trainer", "v1", "client", "report", "trace"},
+    "agent": {"core", "transport", "install", "source", "agent", "v1", "client", "connection", "trace"},
+    "trainer": {"core", "transport", "source", "trainer", "v1", "client", "connection", "report", "trace"},
 }
 """A folder to what it may import of ckpt_engine."""
 

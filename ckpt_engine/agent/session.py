@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import socket
 import time
 import uuid
@@ -31,6 +30,7 @@ from ckpt_engine.agent.process import LineSink
 from ckpt_engine.agent.stream import ManagerStream
 from ckpt_engine.agent.tasks import TaskRunner
 from ckpt_engine.client import manager_stub, open_channel
+from ckpt_engine.connection import checked_address
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines import events
 from ckpt_engine.core.machines.agent import AgentMachine
@@ -52,6 +52,7 @@ class AgentSettings:
     advertise: name or address at which other hosts reach this one. transports: over which weights may be read; empty:
     all that work here. startup_seconds: for an attached engine to answer. nodes: of an engine that spans
     several, which this agent leads. close_when_alone: the gate closes once this agent has been gone for a lease.
+    metrics: host:port where Prometheus scrapes this agent; empty: nowhere.
     """
 
     manager: str
@@ -67,13 +68,16 @@ class AgentSettings:
     nodes: NodeSettings = field(default_factory=NodeSettings)
     close_when_alone: bool = False
     hold: HoldLimits = field(default_factory=HoldLimits)
+    metrics: str = ""
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
         if (self.launch is None) == (not self.url):
             raise ValueError("an agent either launches its engine or is told the url of one that runs")
-        if not re.fullmatch(r"[^\s:]+:\d+|\[[^\s]+\]:\d+|unix:.+", self.manager):
-            raise ValueError(f"the manager's address must be HOST:PORT, not {self.manager!r}")
+        try:
+            checked_address(self.manager)
+        except CkptEngineError as error:
+            raise ValueError(error.problem.message) from error
         if self.nodes.nodes > 1 and (self.launch is None or self.nodes.rank != 0):
             raise ValueError("an engine on several --nodes is launched by its agents (no --url), and node 0 leads")
         worker_transports(self.transports)
@@ -119,7 +123,6 @@ class ReplicaAgent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._manager_lost: weights_pb2.Problem.Code | None = None
-        self._refused = ""
         self._launch = asyncio.Event()
         self._unanswered: asyncio.TimerHandle | None = None
         self._questions: dict[int, asyncio.Future[worker_pb2.AgentReply | None]] = {}
@@ -260,15 +263,13 @@ class ReplicaAgent:
         self._say(line)
 
     def _heard(self, peer: events.Peer, body: ProtobufMessage) -> None:
-        line = narration.heard(body)
-        if line and not (isinstance(body, manager_pb2.Refused) and line == self._refused):  # not at each attempt
+        if line := narration.heard(body):
             self.say(line)
-        self._refused = line if isinstance(body, manager_pb2.Refused) else ""
         self._feed(events.Message(peer, body))
 
-    def _lost(self, peer: events.Peer, reason: str) -> None:
+    def _lost(self, peer: events.Peer, problem: weights_pb2.Problem) -> None:
         self._streams.pop(peer, None)
-        self._feed(events.PeerLost(peer, reason))
+        self._feed(events.PeerLost(peer, problem.message, problem.code))
 
     async def _answer_worker(self, request: worker_pb2.WorkerRequest) -> worker_pb2.AgentReply | None:
         self._asked += 1
@@ -315,7 +316,7 @@ class ReplicaAgent:
                 self._streams[peer] = ManagerStream(
                     self._stub,
                     lambda body: self._heard(peer, body),
-                    lambda reason: self._lost(peer, reason),
+                    lambda problem: self._lost(peer, problem),
                     self._deadlines.goodbye,
                 )
             case events.ClosePeer(peer):
@@ -352,7 +353,7 @@ class ReplicaAgent:
             self._launch.set()
         if self._manager_lost != problem.code:
             self._manager_lost = problem.code  # said once, not at each attempt; a manager of another cluster is news
-            self.say(problem.message)
+            self.say(narration.lost(self.settings.manager, ended))
 
     def _cancel_timer(self, key: events.Key) -> None:
         if (timer := self._timers.pop(key, None)) is not None:

@@ -14,7 +14,8 @@ from google.protobuf.message import Message
 
 from ckpt_engine.client import problem_of
 from ckpt_engine.core.machines.wire import pack, unpack
-from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
+from ckpt_engine.core.problems import unavailable
+from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
 
 QUEUE_LIMIT = 1000
 """Messages waiting to be written. A manager that reads nothing for so long is as good as gone."""
@@ -32,7 +33,7 @@ class ManagerStream:
         self,
         stub: manager_pb2_grpc.CheckpointEngineManagerStub,
         on_message: Callable[[Message], None],
-        on_lost: Callable[[str], None],
+        on_lost: Callable[[weights_pb2.Problem], None],
         goodbye_seconds: float,
     ) -> None:
         """goodbye_seconds: for the manager to take what was queued, and to end the stream, after `close`."""
@@ -65,25 +66,27 @@ class ManagerStream:
         await asyncio.gather(self._reading, return_exceptions=True)
 
     async def _read(self) -> None:
-        reason = "the manager ended the session"
+        problem = unavailable("the manager ended the session").problem
         try:
             async for command in self._call:
                 body = unpack(command)
                 if body is not None and not self._closing:
                     self._on_message(body)
         except grpc.RpcError as error:
-            reason = problem_of(error).message
+            problem = problem_of(error)
         except asyncio.CancelledError:
             # grpc raises this also when the call was cancelled and not this task.
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            reason = f"the manager did not read {QUEUE_LIMIT} messages" if self._overrun else "the stream was cancelled"
+            problem = unavailable(
+                f"the manager did not read {QUEUE_LIMIT} messages" if self._overrun else "the stream was cancelled"
+            ).problem
         finally:
             self._call.cancel()
             self._outgoing.put_nowait(None)  # ends the writer, which may wait for a message
         if not self._closing:
-            self._on_lost(reason)
+            self._on_lost(problem)
 
 
 async def _drain(outgoing: Outgoing) -> AsyncIterator[manager_pb2.ReplicaMessage]:

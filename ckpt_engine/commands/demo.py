@@ -15,6 +15,7 @@ from ckpt_engine.demo import task
 from ckpt_engine.demo.play import Outcome, play
 from ckpt_engine.demo.show import ConsoleShow
 from ckpt_engine.demo.stage import Settings
+from ckpt_engine.extras import require
 
 
 class Engine(StrEnum):
@@ -45,6 +46,7 @@ def demo(
     free ports of the loopback interface. Needs no GPU and no network; leaves nothing behind. Exits with 0 only if
     every update was verified and every replica recites the text in the end.
     """
+    require("demo", "torch", "numba", "transformers", what="this command")
     settings = Settings(engine=engine.value, updates=updates, tensor_parallel=2 if tensor_parallel else 1)
     try:
         outcome = asyncio.run(_show(settings, _console(json_output)))

@@ -22,6 +22,7 @@ from ckpt_engine.core.machines.wire import pack
 from ckpt_engine.core.problems import internal
 from ckpt_engine.manager.blobs import BlobStore
 from ckpt_engine.manager.metrics import Metrics
+from ckpt_engine.manager.refusals import Refusal, Refusals
 from ckpt_engine.manager.sessions import Outbox
 from ckpt_engine.manager.tasks import Tasks
 from ckpt_engine.trace import span, trace
@@ -52,6 +53,8 @@ class Shell:
         self._metrics = metrics
         self._sessions: dict[Peer, _Session] = {}
         self._calls: dict[Call, Outbox[Any]] = {}
+        self._updates: dict[Call, manager_pb2.UpdateWeightsRequest] = {}
+        self.refusals = Refusals()
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._pinned: dict[str, list[manager_pb2.BlobRef]] = {}
@@ -82,7 +85,11 @@ class Shell:
         outbox: Outbox[Any] = Outbox(call, CALL_QUEUE)
         self._calls[call] = outbox
         self._idle.clear()
-        self.handle(event(call))
+        happened = event(call)
+        if isinstance(happened, events.UpdateCall):
+            self._updates[call] = happened.request
+            self._metrics.called(happened.request.lineage)
+        self.handle(happened)
         return call, outbox
 
     def end_call(self, call: Call) -> None:
@@ -92,6 +99,7 @@ class Shell:
             self._idle.set()
         if outbox is not None and not outbox.closed:
             self.handle(events.CallCancelled(call))
+        self._updates.pop(call, None)
 
     def status(self) -> manager_pb2.GetStatusResponse:
         """What GetStatus answers."""
@@ -128,6 +136,8 @@ class Shell:
 
     def handle(self, event: ManagerEvent) -> None:
         """One event into the machine, and everything out of it that it commands."""
+        if isinstance(event, events.Message) and isinstance(event.body, manager_pb2.Sealed):
+            self._metrics.sealed(event.body)
         try:
             commands = self._machine.handle(event, time.monotonic())
         except Exception:
@@ -194,9 +204,13 @@ class Shell:
     def _count_refusal(self, commands: list[ManagerCommand]) -> None:
         """Counts a refused update once, however many ranks called it: one event refuses all of them together."""
         for command in commands:
-            if isinstance(command, events.FinishCall) and command.problem and command.call.startswith("update-"):
-                log.warning("update refused problem=%r", command.problem.message)
-                self._metrics.refused()
+            if isinstance(command, events.FinishCall) and command.problem and command.call in self._updates:
+                request, problem = self._updates[command.call], command.problem
+                version = request.version if request.HasField("version") else None
+                who = (request.lineage, request.rank)
+                log.warning("update refused lineage=%r rank=%d problem=%r", *who, problem.message)
+                self.refusals.add(Refusal(request.lineage, version, problem))
+                self._metrics.refused(problem, request.lineage)
                 return
 
     def _pin(self) -> None:

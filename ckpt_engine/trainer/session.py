@@ -45,7 +45,7 @@ from ckpt_engine.core.machines.events import (
 )
 from ckpt_engine.core.machines.trainer import TrainerMachine
 from ckpt_engine.core.machines.wire import pack, unpack
-from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, internal
+from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, internal, unavailable
 from ckpt_engine.trace import span, trace
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -211,17 +211,17 @@ class TrainerSession:
             asyncio.get_running_loop().call_later(self._goodbye_seconds, call.cancel)
 
         call: Any = self._stub.TrainerSession(outgoing())
-        reason = "the manager ended the session"
+        problem = unavailable("the manager ended the session").problem
         try:
             async for command in call:
                 body = unpack(command)
                 if body is not None and not closing:
                     self.feed(Message(peer, body))
         except grpc.RpcError as error:
-            reason = problem_of(error).message
+            problem = problem_of(error)
         except asyncio.CancelledError:
             # Either this task is ended by `stop`, or the call was cancelled above: its end is all that matters.
-            reason = "closed"
+            problem = unavailable("closed").problem
             if not closing:
                 raise
         finally:
@@ -231,7 +231,7 @@ class TrainerSession:
             stream.outgoing.put_nowait(None)
             del self._streams[peer]
         if not given_up:
-            self.feed(PeerLost(peer, reason))
+            self.feed(PeerLost(peer, problem.message, problem.code))
 
     # --------------------------------------------------------------------------------------------- tasks
 

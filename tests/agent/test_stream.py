@@ -13,7 +13,7 @@ from ckpt_engine.agent import stream as stream_module
 from ckpt_engine.agent.process import free_port
 from ckpt_engine.agent.stream import ManagerStream
 from ckpt_engine.client import manager_stub, open_channel
-from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.agent.plain_manager import SECONDS, PlainManager
 
 
@@ -22,7 +22,7 @@ class Ears:
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[Message] = asyncio.Queue()
-        self.lost: asyncio.Queue[str] = asyncio.Queue()
+        self.lost: asyncio.Queue[weights_pb2.Problem] = asyncio.Queue()
 
     def stream(self, channel: grpc.aio.Channel, goodbye_seconds: float = 2.0) -> ManagerStream:
         return ManagerStream(manager_stub(channel), self.messages.put_nowait, self.lost.put_nowait, goodbye_seconds)
@@ -31,7 +31,7 @@ class Ears:
         return await asyncio.wait_for(self.messages.get(), SECONDS)
 
     async def reason(self) -> str:
-        return await asyncio.wait_for(self.lost.get(), SECONDS)
+        return (await asyncio.wait_for(self.lost.get(), SECONDS)).message
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ async def test_a_manager_that_is_not_there(ears: Ears) -> None:
     channel = open_channel(f"127.0.0.1:{free_port()}")
     stream = ears.stream(channel)
     stream.send(manager_pb2.ReplicaHello())
-    assert "Connection refused" in await ears.reason()
+    assert "nothing listens there: start the manager" in await ears.reason()
     await stream.close()
     await channel.close()
 

@@ -35,7 +35,7 @@ async def test_an_idle_manager(client: httpx.AsyncClient, manager: ManagerServer
     assert health["status"] == "ok"
     assert health["cluster"] == manager.ledger.cluster
     assert (await client.get("/v1/replicas")).json() == {"replicas": []}
-    assert (await client.get("/v1/updates")).json() == {"updates": [], "next_before": None}
+    assert (await client.get("/v1/updates")).json() == {"updates": [], "next_before": None, "refused": []}
     values = await samples(client)
     assert values["ckpt_engine_replicas", ("serving",)] == 0
     assert values["ckpt_engine_updates_total", ("ok",)] == 0

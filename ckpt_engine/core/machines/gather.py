@@ -193,6 +193,7 @@ class Gather:
             raise invalid(f"version {version} is negative")
         if last is not None and version < last.version:
             raise precondition(
-                f"version {version} goes backwards: {describe(last)} was installed before; start a new lineage"
+                f"version {version} goes backwards: {describe(last)} was installed before. To go back, start "
+                'a new lineage: Trainer(..., lineage="NAME"), or `ckpt-engine update --lineage NAME`'
             )
         return version

@@ -76,8 +76,8 @@ class TrainerMachine:
             case Message(peer, body):
                 if self._session.heard(peer, now):
                     self._message(body, now)
-            case PeerLost(peer, reason):
-                self._session.lost(peer, reason, now)
+            case PeerLost(peer, reason, code):
+                self._session.lost(peer, reason, now, code)
             case TimerFired(key):
                 if not self._session.timer(key, now) and key == REPUBLISH:
                     self._publish()
@@ -113,7 +113,7 @@ class TrainerMachine:
     def _stored(self, result: object, problem: weights_pb2.Problem | None, now: float) -> None:
         if problem is not None:
             if self._session.peer is None:
-                self._session.failed(problem.message, now)
+                self._session.not_stored(problem, now)
             else:
                 self._out.append(SetTimer(REPUBLISH, self._deadlines.resend))
             return
