@@ -84,6 +84,8 @@ def main() -> None:
     arguments = sys.argv[1:]
     if _COMPLETE in os.environ:
         arguments = os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()[1:]
+    # gRPC's own lines would stand among ours, which say the same in words; it reads this when it is imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from ckpt_engine.core.problems import CkptEngineError
 
     try:

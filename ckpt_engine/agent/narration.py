@@ -19,6 +19,11 @@ def heard(body: Message) -> str:
     match body:
         case manager_pb2.Welcome():
             return f"registered with the manager of cluster {body.fence.cluster[:8]}"
+        case manager_pb2.SleepWake():
+            tags = f" ({', '.join(body.tags)})" if body.tags else ""
+            return f"order {body.fence.epoch}: " + (
+                f"wake up{tags}" if body.wake else f"sleep at level {body.level or 1}"
+            )
         case manager_pb2.Abandon():
             return f"update {body.fence.epoch}: abandoned by the manager: {body.reason}"
         case _:
@@ -42,8 +47,10 @@ def said(body: Message) -> str:
             return f"update {body.fence.epoch}: prepared, {_count(len(body.workers), 'worker')}"
         case manager_pb2.ReplicaOutcome():
             return _outcome(body)
-        case manager_pb2.SleepWakeDone() if body.HasField("problem"):
-            return f"sleep or wake failed: {body.problem.message}"
+        case manager_pb2.SleepWakeDone():
+            if body.HasField("problem"):
+                return f"order {body.fence.epoch}: sleep or wake failed: {body.problem.message}"
+            return f"order {body.fence.epoch}: done"
         case _:
             return ""
 

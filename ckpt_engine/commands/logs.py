@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -44,9 +45,18 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class _Stderr(logging.Handler):
+    """Whatever standard error is at the moment; a terminal that was closed is no reason to fail."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One line, or several with a traceback."""
+        with contextlib.suppress(OSError, ValueError):
+            print(self.format(record), file=sys.stderr, flush=True)
+
+
 def log_to_stderr(level: Level, form: Form, **fields: str) -> None:
     """From now on log records go to standard error. fields: of every JSON line."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stderr()
     if form is Form.JSON:
         handler.setFormatter(JsonLines(**fields))
     else:

@@ -126,7 +126,6 @@ def replica(
             "--url attaches to an engine that runs; --model, --port and launch arguments are for launching one",
             param_hint="--url",
         )
-    log_to_stderr(log_level, log_format, **({"replica": name} if name else {}))
     say = _say_json if log_format is Form.JSON else _say
     launch = LaunchSettings(
         engine,
@@ -140,6 +139,7 @@ def replica(
         advertise=advertise,
     )
     deadlines = configured_deadlines(deadline)
+    log_to_stderr(log_level, log_format, **({"replica": name} if name else {}))
     agent: ReplicaAgent | FollowingAgent
     try:
         placed = NodeSettings(nodes, node_rank, leader, node_token)

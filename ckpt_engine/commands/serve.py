@@ -64,7 +64,6 @@ def serve(
     from ckpt_engine.manager.service import ManagerConfig
     from ckpt_engine.security.server import ServerSecurity
 
-    log_to_stderr(log_level, log_format)
     config = ManagerConfig(
         listen=listen,
         http=http,
@@ -74,6 +73,7 @@ def serve(
         security=ServerSecurity(certificate, key, client_authority, tokens, insecure),
         deadlines=configured_deadlines(deadline),
     )
+    log_to_stderr(log_level, log_format)
     try:
         asyncio.run(_serve(config))
     except CkptEngineError as error:

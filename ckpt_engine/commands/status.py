@@ -191,7 +191,7 @@ def _trainers(answer: manager_pb2.GetStatusResponse) -> Table:
 
 
 def _replicas(answer: manager_pb2.GetStatusResponse, wide: bool) -> Table:
-    titles = ("replica", "state", "version", "last pause")
+    titles: tuple[str, ...] = ("replica", "state", "version", "last pause")
     if wide:
         titles = ("replica", "engine", "mode", "state", "version", "workers", "last sync", "last pause")
     table = Table(title="Replicas", title_justify="left", box=None)

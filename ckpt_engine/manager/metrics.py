@@ -107,8 +107,9 @@ class Metrics:
         for outcome in ("new_serving", "old_serving", "quarantined", "not_reached"):
             self._outcomes.labels(outcome)
         self.registry.register(self._current)
-        for kind in (ProcessCollector, PlatformCollector, GCCollector):
-            kind(registry=self.registry)
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
 
     def called(self, lineage: str) -> None:
         """A rank calls an update of this run."""
