@@ -1,6 +1,6 @@
 """What is wrong on the way to the manager, in one sentence with the remedy. Pure.
 
-The only place that knows gRPC's own words. It decides which failures a second attempt cannot mend.
+The only place that knows gRPC's own words. The code that it gives says whether another attempt could mend it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, SERVER_NAME
 from ckpt_engine.v1 import weights_pb2
 
 Problem = weights_pb2.Problem
-
-PERMANENT = frozenset({Problem.INVALID_ARGUMENT, Problem.UNAUTHENTICATED, Problem.PERMISSION_DENIED})
-"""Codes of a refusal that stands until somebody changes a setting."""
 
 ADDRESS = "127.0.0.1:50051"
 """Of a manager that was told nothing else."""

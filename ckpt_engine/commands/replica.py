@@ -8,6 +8,7 @@ import json
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -126,7 +127,12 @@ def replica(
             "--url attaches to an engine that runs; --model, --port and launch arguments are for launching one",
             param_hint="--url",
         )
-    say = _say_json if log_format is Form.JSON else _say
+    modes = {
+        Mode.STANDALONE: manager_pb2.STANDALONE,
+        Mode.HYBRID: manager_pb2.HYBRID,
+        Mode.COLOCATED: manager_pb2.COLOCATED,
+    }
+    say = partial(_say_json, name) if log_format is Form.JSON else _say
     launch = LaunchSettings(
         engine,
         tuple(arguments or ()),
@@ -146,6 +152,8 @@ def replica(
         if placed.rank > 0:
             if url:
                 raise ValueError("--url: an engine on several --nodes is launched by its agents")
+            if metrics:
+                raise ValueError("--metrics: the agent of node 0 has those of the whole replica")
             agent = FollowingAgent(
                 placed,
                 engine,
@@ -165,7 +173,7 @@ def replica(
             launch=None if url else launch,
             url=url,
             name=name,
-            mode=manager_pb2.Mode.Value(mode.name),
+            mode=modes[mode],
             advertise=advertise,
             transports=tuple(transport or ()),
             startup_seconds=startup_timeout,
@@ -205,9 +213,10 @@ def _say(line: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
-def _say_json(line: str) -> None:
+def _say_json(name: str, line: str) -> None:
+    said = {"time": utc(time.time()), "level": "info", "message": line, **({"replica": name} if name else {})}
     with contextlib.suppress(OSError, ValueError):
-        print(json.dumps({"time": utc(time.time()), "level": "info", "message": line}), flush=True)
+        print(json.dumps(said), flush=True)
 
 
 def _pass_on(line: str) -> None:

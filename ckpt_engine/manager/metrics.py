@@ -117,6 +117,10 @@ class Metrics:
         first, _ = self._calls.get(lineage, (now, now))
         self._calls[lineage] = (first, now)
 
+    def left(self, lineage: str) -> None:
+        """No rank of this run calls any more."""
+        self._calls.pop(lineage, None)
+
     def sealed(self, sealed: manager_pb2.Sealed) -> None:
         """A rank has sealed its weights, or could not."""
         if not sealed.HasField("problem"):
@@ -146,9 +150,8 @@ class Metrics:
         """An update ended well at this Unix time; also one that the ledger tells of when the manager starts."""
         self._current.success = at
 
-    def refused(self, problem: weights_pb2.Problem, lineage: str) -> None:
+    def refused(self, problem: weights_pb2.Problem) -> None:
         """Counts an update that was refused before any replica was touched."""
-        self._calls.pop(lineage, None)
         self._updates.labels("refused").inc()
         self._refusals.labels(reason_of(problem)).inc()
 

@@ -99,7 +99,9 @@ class Shell:
             self._idle.set()
         if outbox is not None and not outbox.closed:
             self.handle(events.CallCancelled(call))
-        self._updates.pop(call, None)
+        request = self._updates.pop(call, None)
+        if request is not None and not any(each.lineage == request.lineage for each in self._updates.values()):
+            self._metrics.left(request.lineage)
 
     def status(self) -> manager_pb2.GetStatusResponse:
         """What GetStatus answers."""
@@ -210,7 +212,7 @@ class Shell:
                 who = (request.lineage, request.rank)
                 log.warning("update refused lineage=%r rank=%d problem=%r", *who, problem.message)
                 self.refusals.add(Refusal(request.lineage, version, problem))
-                self._metrics.refused(problem, request.lineage)
+                self._metrics.refused(problem)
                 return
 
     def _pin(self) -> None:

@@ -81,14 +81,15 @@ def test_no_lineage_is_a_label() -> None:
     manager = Manager()
     manager.status.replicas.append(replica("new", 7))
     manager.metrics.called("run")
-    manager.metrics.refused(weights_pb2.Problem(code=weights_pb2.Problem.NOT_FOUND), "run")
+    manager.metrics.refused(weights_pb2.Problem(code=weights_pb2.Problem.NOT_FOUND))
     assert not [labels for _, labels in manager.samples() if "run" in labels]
+    manager.metrics.left("run")
     assert not manager.metrics._calls
 
 
 def test_refusals_gathering_and_sealing_are_counted() -> None:
     manager = Manager()
-    manager.metrics.refused(weights_pb2.Problem(code=weights_pb2.Problem.FAILED_PRECONDITION), "run")
+    manager.metrics.refused(weights_pb2.Problem(code=weights_pb2.Problem.FAILED_PRECONDITION))
     for _ in range(2):
         manager.metrics.called("run")
     manager.metrics.sealed(manager_pb2.Sealed(copy_seconds=1.5, digest_seconds=0.5))
