@@ -9,24 +9,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt_engine.core.deadlines import Deadlines
     from ckpt_engine.core.problems import CkptEngineError
     from ckpt_engine.report import UpdateReport
     from ckpt_engine.trainer import Trainer
 
-__all__ = ["CkptEngineError", "Trainer", "UpdateReport"]
+    __version__: str
+
+__all__ = ["CkptEngineError", "Deadlines", "Trainer", "UpdateReport", "__version__"]
 
 _HOMES = {
     "CkptEngineError": "ckpt_engine.core.problems",
+    "Deadlines": "ckpt_engine.core.deadlines",
     "Trainer": "ckpt_engine.trainer",
     "UpdateReport": "ckpt_engine.report",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "__version__":
+        return import_module("ckpt_engine.manager.about").software_version()
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "Trainer":
+        import_module("ckpt_engine.extras").require("trainer", "torch", "numpy", what="ckpt_engine.Trainer")
     return getattr(import_module(_HOMES[name]), name)
 
 

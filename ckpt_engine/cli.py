@@ -6,33 +6,47 @@ dependency does not take the others away. The list of commands is therefore told
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from ckpt_engine.manager.about import software_version
 
 COMMANDS = {
     "serve": "Run the manager, which trainers and replicas connect to.",
-    "replica": "Run the agent of one inference server, and launch the server unless it runs already.",
+    "replica": "Run the agent of one inference server, and that server.",
     "trainer": "List the runs that the manager knows, or take one out.",
-    "update": "Bring all replicas to the weights of a checkpoint directory.",
+    "update": "Bring all replicas to the weights of a checkpoint.",
     "sleep": "Have replicas give their memory up.",
     "wake": "Have replicas take their memory back.",
     "status": "Show trainers, replicas and what they serve.",
     "engines": "Show what each engine can do, and what it cannot.",
     "doctor": "Check this host: transports, engines, permissions.",
-    "demo": "Train a tiny model on this machine and watch replicas follow.",
+    "demo": "Train a tiny model here and watch replicas follow it.",
 }
 
 
 OPERATIONS = {"replica": ("retry", "evict"), "trainer": ("list", "evict")}
 """What an operator does about a replica that runs already, and about a run."""
 
+_SUMMARIES = {
+    "replica retry": "Bring a quarantined replica to the latest version now.",
+    "replica evict": "Take a replica out.",
+    "trainer list": "Show each run, and what the manager keeps for whom.",
+    "trainer evict": "Forget a run.",
+}
+
 _MODULES = {"replica": "operate", "trainer": "trainers"}
+
+_HELP = {"help_option_names": ["-h", "--help"]}
+
+_COMPLETE = "_CKPT_ENGINE_COMPLETE"
+"""Set by a shell that asks what could come next; what was typed is then in a variable, not among the arguments."""
 
 
 def app_for(arguments: Sequence[str]) -> typer.Typer:
@@ -40,40 +54,65 @@ def app_for(arguments: Sequence[str]) -> typer.Typer:
     app = typer.Typer(
         name="ckpt-engine",
         help="Each training step's weights, in every inference server, exactly.",
-        add_completion=False,
-        pretty_exceptions_show_locals=False,
+        context_settings=_HELP,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
     )
     app.callback(invoke_without_command=True, no_args_is_help=True)(_in_common)
-    wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
+    words = [argument for argument in arguments if not argument.startswith("-")]
+    wanted = words[0] if words else None
     behind = set(arguments[arguments.index(wanted) + 1 :][:1]) if wanted is not None else set()
     if wanted == "trainer" or (wanted == "replica" and behind & set(OPERATIONS[wanted])):
         app.add_typer(_operations(wanted), name=wanted)
         return app
+    if wanted in OPERATIONS["replica"]:
+        app.command(wanted, context_settings=_HELP)(_function("operate", wanted))
+        return app
     if wanted in COMMANDS:
-        app.command(wanted, help=None)(_function(wanted))
+        kind = _BeforeAnother if wanted == "replica" else TyperCommand
+        app.command(wanted, cls=kind, help=None, context_settings=_HELP)(_function(wanted, wanted))
         return app
     for name, summary in COMMANDS.items():
         app.command(name, help=summary)(_only_listed)
+        for operation in OPERATIONS.get(name, ()):
+            app.command(f"{name} {operation}", help=_SUMMARIES[f"{name} {operation}"])(_only_listed)
     return app
 
 
 def main() -> None:
     """Runs the process's command line."""
-    app_for(sys.argv[1:])()
+    arguments = sys.argv[1:]
+    if _COMPLETE in os.environ:
+        arguments = os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()[1:]
+    # gRPC's own lines would stand among ours, which say the same in words; it reads this when it is imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from ckpt_engine.core.problems import CkptEngineError
+
+    try:
+        app_for(arguments)()
+    except CkptEngineError as error:
+        name = next(iter(word for word in arguments if not word.startswith("-")), "")
+        print(f"ckpt-engine {name}: {error.problem.message}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _operations(wanted: str) -> typer.Typer:
     """`replica retry` and the like; `replica` with anything else behind it runs an agent."""
-    module = import_module(f"ckpt_engine.commands.{_MODULES[wanted]}")
-    operations = typer.Typer(help=f"What an operator does about one {wanted}.", no_args_is_help=True)
+    operations = typer.Typer(
+        help=f"What an operator does about one {wanted}.",
+        no_args_is_help=True,
+        context_settings=_HELP,
+        rich_markup_mode=None,
+    )
     for name in OPERATIONS[wanted]:
-        operations.command(name)(getattr(module, f"{name}_runs" if name == "list" else name))
+        function = _function(_MODULES[wanted], f"{name}_runs" if name == "list" else name)
+        summary = _SUMMARIES[f"{wanted} {name}"]
+        operations.command(name, short_help=summary, context_settings=_HELP)(function)
     return operations
 
 
-def _function(name: str) -> Callable[..., Any]:
-    module = import_module(f"ckpt_engine.commands.{name}")
-    function: Callable[..., Any] = getattr(module, name)
+def _function(module: str, name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(import_module(f"ckpt_engine.commands.{module}"), name)
     return function
 
 
@@ -84,6 +123,20 @@ def _in_common(
     if version:
         typer.echo(f"ckpt-engine {software_version()}")
         raise typer.Exit
+
+
+class _BeforeAnother(TyperCommand):
+    """A command whose line goes on, behind --, with the arguments of another one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Says of an unknown option where it may belong."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            name = getattr(error, "option_name", "")
+            if type(error).__name__ == "NoSuchOption":
+                error.message = f"No such option: {name}. An argument of the engine stands behind --: -- {name} ..."  # type: ignore[attr-defined]
+            raise
 
 
 def _only_listed() -> None:

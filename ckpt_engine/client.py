@@ -14,8 +14,9 @@ from types import MappingProxyType
 import grpc
 import grpc.aio
 
+from ckpt_engine.connection import checked_address, connection_problem
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.security.client import AUTHORITY, ClientSecurity
+from ckpt_engine.security.client import ClientSecurity
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
 
 CHUNK_BYTES = 1 << 20
@@ -68,8 +69,10 @@ def channel_options() -> list[tuple[str, int]]:
 def open_channel(address: str, security: ClientSecurity | None = None) -> grpc.aio.Channel:
     """A channel to the manager at `address` (host:port). Call it on the loop that will use the channel.
 
-    security: none: what the environment says, see `security/client.py`. Raises INVALID_ARGUMENT if that cannot be.
+    security: none: what the environment says, see `security/client.py`. Raises INVALID_ARGUMENT if that cannot be, or
+    the address is none.
     """
+    checked_address(address)
     security = security or ClientSecurity.from_environment(os.environ)
     credentials = security.credentials()
     options: list[tuple[str, int | str]] = [*channel_options(), *security.options()]
@@ -149,19 +152,13 @@ def problem_of(error: grpc.RpcError) -> weights_pb2.Problem:
         for key, value in pairs:
             if key == PROBLEM_METADATA_KEY and isinstance(value, bytes):
                 return weights_pb2.Problem.FromString(value)
+    known = connection_problem(code, details)
+    if known is not None:
+        return known
     return weights_pb2.Problem(
         code=_CODE_OF_STATUS.get(code, weights_pb2.Problem.INTERNAL),
-        message=f"the call to the manager failed: {details or code.name}{_tls_hint(details)}",
+        message=f"the call to the manager failed: {details or code.name}",
     )
-
-
-def _tls_hint(details: str) -> str:
-    """What to look at when the two sides do not agree on TLS; gRPC passes on OpenSSL's words for it."""
-    if "CERTIFICATE_VERIFY_FAILED" in details or "not in peer certificate" in details:
-        return f" (the manager's certificate is not one that {AUTHORITY} signed for this address, or has expired)"
-    if "WRONG_VERSION_NUMBER" in details or "PACKET_LENGTH_TOO_LONG" in details:
-        return f" (the manager does not speak TLS: unset {AUTHORITY}, or start it with --certificate and --key)"
-    return ""
 
 
 def error_of(error: grpc.RpcError) -> CkptEngineError:

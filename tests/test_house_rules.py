@@ -23,8 +23,8 @@ ALLOWED = {
     "security": {"core", "security"},
     "shell": {"core", "shell", "v1", "client", "trace"},
     "manager": {"shell", "core", "manager", "security", "v1", "client", "trace"},
-    "agent": {"shell", "core", "transport", "install", "source", "agent", "v1", "client", "trace"},
-    "trainer": {"shell", "core", "transport", "source", "trainer", "v1", "client", "report", "trace"},
+    "agent": {"shell", "core", "transport", "install", "source", "agent", "v1", "client", "connection", "trace"},
+    "trainer": {"shell", "core", "transport", "source", "trainer", "v1", "client", "connection", "report", "trace"},
 }
 """A folder to what it may import of ckpt_engine."""
 

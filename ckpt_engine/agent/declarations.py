@@ -5,7 +5,7 @@ Decides the wording of the table and nothing else. Importing adapters does not i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from ckpt_engine.agent.adapter import ADAPTERS, Capabilities, load_adapter
 from ckpt_engine.core.pausing import mode_name
@@ -38,31 +38,34 @@ def declared() -> dict[str, Capabilities]:
 
 def markdown(engines: Mapping[str, Capabilities]) -> str:
     """The whole page: a column for each engine, then what is to be known of each in sentences."""
-    rows: list[tuple[str, Callable[[Capabilities], str]]] = [("tested versions", lambda of: "; ".join(of.versions))]
-    rows += [(f"pause mode `{mode_name(mode)}`: {what}", _paused_in(mode)) for mode, what in _MODES.items()]
-    rows += [
-        ("sleep level 1: weights to the host", _sleeps(1)),
-        ("sleep level 2: weights discarded", _sleeps(2)),
-        ("memory that can be woken by itself", lambda of: ", ".join(f"`{tag}`" for tag in sorted(of.wake_tags))),
-        ("layouts of workers", lambda of: ", ".join(of.layouts)),
-    ]
+    rows = [[(what, said) for what, said in facts(of)] for of in engines.values()]
     lines = [_row("", *engines), "|" + "---|" * (1 + len(engines))]
-    lines += [_row(what, *(say(of) or "none" for of in engines.values())) for what, say in rows]
+    lines += [_row(each[0][0], *(said for _, said in each)) for each in zip(*rows, strict=True)]
     sections = [_INTRODUCTION, "\n".join(lines) + "\n", *(_section(kind, of) for kind, of in engines.items())]
     return "\n".join(sections)
 
 
-def _paused_in(mode: manager_pb2.PauseMode) -> Callable[[Capabilities], str]:
-    def say(of: Capabilities) -> str:
-        if mode not in of.pause_modes:
-            return "refused"
-        return "yes, the default" if mode == of.default_pause_mode else "yes"
+def facts(of: Capabilities) -> list[tuple[str, str]]:
+    """What is asked of every engine, and what is said of this one; backquotes around what is typed."""
+    said = [("tested versions", "; ".join(of.versions))]
+    said += [(f"pause mode `{mode_name(mode)}`: {what}", _paused_in(of, mode)) for mode, what in _MODES.items()]
+    said += [
+        ("sleep level 1: weights to the host", _sleeps(of, 1)),
+        ("sleep level 2: weights discarded", _sleeps(of, 2)),
+        ("memory that can be woken by itself", ", ".join(f"`{tag}`" for tag in sorted(of.wake_tags))),
+        ("layouts of workers", ", ".join(of.layouts)),
+    ]
+    return [(what, text or "none") for what, text in said]
 
-    return say
+
+def _paused_in(of: Capabilities, mode: manager_pb2.PauseMode) -> str:
+    if mode not in of.pause_modes:
+        return "refused"
+    return "yes, the default" if mode == of.default_pause_mode else "yes"
 
 
-def _sleeps(level: int) -> Callable[[Capabilities], str]:
-    return lambda of: "yes" if level in of.sleep_levels else "refused"
+def _sleeps(of: Capabilities, level: int) -> str:
+    return "yes" if level in of.sleep_levels else "refused"
 
 
 def _row(*cells: str) -> str:

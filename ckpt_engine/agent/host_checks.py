@@ -63,6 +63,9 @@ def all_checks() -> Iterable[Check]:
 def _guarded(check: Callable[[], Iterable[Check]]) -> Iterable[Check]:
     try:
         yield from check()
+    except ModuleNotFoundError as error:
+        lacking = f"needs {error.name}: pip install 'ckpt-engine[trainer]', if anything but a manager shall run here"
+        yield Check("doctor", check.__name__, Result.NO, lacking)
     except Exception as error:
         yield Check("doctor", check.__name__, Result.NO, f"the check itself failed: {type(error).__name__}: {error}")
 

@@ -307,7 +307,11 @@ class LaunchedEngine:
             except EngineCallError:
                 return False
 
-        await process.wait_healthy(ours_and_healthy, self._settings.startup_seconds)
+        def waiting(left: float) -> None:
+            last = "".join(f"; it said last: {line.strip()[:200]}" for line in process.last_lines(1))
+            self._events.say(f"waiting for the engine to answer, {left:.0f} s left (--startup-timeout){last}")
+
+        await process.wait_healthy(ours_and_healthy, self._settings.startup_seconds, waiting)
         return await probe(adapter, plan.url, self._deadlines.engine_probe, self._advertised(plan))
 
     def _renew_page(self, directory: EngineDirectory) -> EnginePage:

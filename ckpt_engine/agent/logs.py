@@ -14,6 +14,9 @@ FOLDER_MODE = 0o700
 KEPT = 50
 """Files that stay in the folder, those that were written to last; an older one is deleted when a new one is made."""
 
+KEPT_BYTES = 2 << 30
+"""Bytes that they may take together; beyond that, too, the oldest go."""
+
 
 def new_log(root: Path, name: str) -> Path:
     """An empty file below `root`, named after the engine and the moment, that nobody else writes to."""
@@ -36,6 +39,10 @@ def _forget_old(folder: Path) -> None:
     written = []
     for path in folder.iterdir():
         with contextlib.suppress(OSError):  # another agent has just deleted it
-            written.append((path.stat().st_mtime, path))
-    for _, path in sorted(written)[: -(KEPT - 1)]:
-        path.unlink(missing_ok=True)
+            status = path.stat()
+            written.append((status.st_mtime, status.st_size, path))
+    taken = 0
+    for number, (_, size, path) in enumerate(sorted(written, reverse=True)):
+        taken += size
+        if number >= KEPT - 1 or taken > KEPT_BYTES:
+            path.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.message import Message
 
+from ckpt_engine.core.machines.events import SessionEnded
 from ckpt_engine.v1 import manager_pb2
 
 _OUTCOMES = {
@@ -18,12 +19,23 @@ def heard(body: Message) -> str:
     match body:
         case manager_pb2.Welcome():
             return f"registered with the manager of cluster {body.fence.cluster[:8]}"
-        case manager_pb2.Refused():
-            return f"refused by the manager: {body.problem.message}"
+        case manager_pb2.SleepWake():
+            tags = f" ({', '.join(body.tags)})" if body.tags else ""
+            return f"order {body.fence.epoch}: " + (
+                f"wake up{tags}" if body.wake else f"sleep at level {body.level or 1}"
+            )
         case manager_pb2.Abandon():
             return f"update {body.fence.epoch}: abandoned by the manager: {body.reason}"
         case _:
             return ""
+
+
+def lost(manager: str, ended: SessionEnded) -> str:
+    """Why there is no session, and what becomes of that."""
+    if ended.patience:
+        left = f"waiting up to {ended.patience:.0f} s, in case that is an agent that has died"
+        return f"refused by the manager at {manager}: {ended.problem.message}; {left}"
+    return f"no session with the manager at {manager}: {ended.problem.message}; trying again until it is there"
 
 
 def said(body: Message) -> str:
@@ -35,8 +47,10 @@ def said(body: Message) -> str:
             return f"prepared, {_count(len(body.workers), 'worker')}"
         case manager_pb2.ReplicaOutcome():
             return _outcome(body)
-        case manager_pb2.SleepWakeDone() if body.HasField("problem"):
-            return f"sleep or wake failed: {body.problem.message}"
+        case manager_pb2.SleepWakeDone():
+            if body.HasField("problem"):
+                return f"order {body.fence.epoch}: sleep or wake failed: {body.problem.message}"
+            return f"order {body.fence.epoch}: done"
         case _:
             return ""
 

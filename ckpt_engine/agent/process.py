@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ckpt_engine.agent import launcher
+from ckpt_engine.agent.remedies import remedy
+from ckpt_engine.core.deadlines import NOTICE_SECONDS
 
 DIRECTORY_MODE = 0o700
 LOG_MODE = 0o600
@@ -32,6 +34,8 @@ LINE_LIMIT_BYTES = 64 << 10
 LINES_KEPT = 200
 LINES_SHOWN = 30
 HEALTH_INTERVAL_SECONDS = 0.25
+NOTICE_AGAIN_SECONDS = 60.0
+"""Between two lines about an engine that is still loading."""
 
 logger = logging.getLogger(__name__)
 
@@ -249,16 +253,23 @@ class EngineProcess:
         await self._clean_up()
         return status
 
-    async def wait_healthy(self, check: HealthCheck, seconds: float) -> None:
+    async def wait_healthy(
+        self, check: HealthCheck, seconds: float, waiting: Callable[[float], None] | None = None
+    ) -> None:
         """Until `check` says True. Raises EngineProcessError with the engine's last lines if it ends, or takes longer.
 
         check is given the seconds that are left for it and must not take longer. The engine is not ended here.
+        waiting: is told the seconds that are left, after a while and then now and again.
         """
         deadline = time.monotonic() + seconds
+        notice = time.monotonic() + NOTICE_SECONDS
         ended = asyncio.ensure_future(self.wait())
         try:
             while True:
                 remaining = deadline - time.monotonic()
+                if waiting is not None and time.monotonic() >= notice:
+                    waiting(remaining)
+                    notice += NOTICE_AGAIN_SECONDS
                 if ended.done():
                     raise EngineProcessError(self._with_lines(f"the engine {describe_status(ended.result())}"))
                 if remaining <= 0:
@@ -317,6 +328,8 @@ class EngineProcess:
         lines = self.last_lines()
         if not lines:
             return f"{message}; it printed nothing (log: {self._log_path})"
+        if advice := remedy(self._argv, lines):
+            return f"{message}: {advice}; log: {self._log_path}"
         return f"{message}; log: {self._log_path}; its last {len(lines)} lines:\n" + "\n".join(lines)
 
 

@@ -8,31 +8,29 @@ processes of their own. A dead manager is no reason to stop, and neither is a de
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import os
-import re
 import socket
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from google.protobuf.message import Message as ProtobufMessage
 
 from ckpt_engine.agent import narration
 from ckpt_engine.agent.attached import AttachedEngine
-from ckpt_engine.agent.engine import EngineHost, checked_advertise
-from ckpt_engine.agent.launched import LaunchedEngine, LaunchSettings
+from ckpt_engine.agent.engine import EngineHost
+from ckpt_engine.agent.launched import LaunchedEngine
 from ckpt_engine.agent.leading import Followers
-from ckpt_engine.agent.nodes import NodeSettings
+from ckpt_engine.agent.metrics import AgentState, scraped_at
 from ckpt_engine.agent.process import LineSink
+from ckpt_engine.agent.settings import AgentSettings as AgentSettings
 from ckpt_engine.agent.tasks import TaskRunner
 from ckpt_engine.client import manager_stub, open_channel
-from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.machines import events
 from ckpt_engine.core.machines.agent import AgentMachine
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.install.state import HoldLimits
 from ckpt_engine.shell.loop import Loop
 from ckpt_engine.shell.stream import MemberStream
 from ckpt_engine.trace import trace
@@ -41,42 +39,6 @@ from ckpt_engine.transport.registry import all_transports, worker_transports
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class AgentSettings:
-    """One replica.
-
-    manager: host:port. name: empty: host-kind-port. Exactly one of launch and url says which engine; kind is its kind.
-    advertise: name or address at which other hosts reach this one. transports: over which weights may be read; empty:
-    all that work here. startup_seconds: for an attached engine to answer. nodes: of an engine that spans
-    several, which this agent leads. close_when_alone: the gate closes once this agent has been gone for a lease.
-    """
-
-    manager: str
-    kind: str
-    launch: LaunchSettings | None = None
-    url: str = ""
-    name: str = ""
-    mode: manager_pb2.Mode = manager_pb2.STANDALONE
-    advertise: str = ""
-    transports: tuple[str, ...] = ()
-    startup_seconds: float = 600.0
-    deadlines: Deadlines = field(default_factory=lambda: Deadlines.from_environment(os.environ))
-    nodes: NodeSettings = field(default_factory=NodeSettings)
-    close_when_alone: bool = False
-    hold: HoldLimits = field(default_factory=HoldLimits)
-
-    def __post_init__(self) -> None:
-        """Raises ValueError."""
-        if (self.launch is None) == (not self.url):
-            raise ValueError("an agent either launches its engine or is told the url of one that runs")
-        if not re.fullmatch(r"[^\s:]+:\d+|\[[^\s]+\]:\d+|unix:.+", self.manager):
-            raise ValueError(f"the manager's address must be HOST:PORT, not {self.manager!r}")
-        if self.nodes.nodes > 1 and (self.launch is None or self.nodes.rank != 0):
-            raise ValueError("an engine on several --nodes is launched by its agents (no --url), and node 0 leads")
-        worker_transports(self.transports)
-        checked_advertise(self.advertise)
 
 
 class EvictedError(CkptEngineError):
@@ -115,13 +77,13 @@ class ReplicaAgent:
         self._streams: dict[events.Peer, MemberStream] = {}
         self._stopping = False
         self._manager_lost: weights_pb2.Problem.Code | None = None
-        self._refused = ""
         self._launch = asyncio.Event()
         self._unanswered: asyncio.TimerHandle | None = None
         self._questions: dict[int, asyncio.Future[worker_pb2.AgentReply | None]] = {}
         self._asked = 0
         self._fault: asyncio.Future[None] | None = None
         self._stub: manager_pb2_grpc.CheckpointEngineManagerStub | None = None
+        self._state = AgentState()
 
     def _followers(self) -> Followers | None:
         settings = self.settings
@@ -145,10 +107,14 @@ class ReplicaAgent:
         stub = manager_stub(channel)
         transports = all_transports()
         self._fault = asyncio.get_running_loop().create_future()
+        scraping = contextlib.ExitStack()
         try:
+            if where := scraping.enter_context(scraped_at(self.settings.metrics, lambda: self._state)):
+                self.say(f"metrics at http://{where}/metrics")
             if not await self._opened(stop):
                 return
             self.name = self.name or f"{socket.gethostname()}-{self._host.default_name}"
+            self._state.replica = self.name
             self._runner = TaskRunner(stub, self._host, transports, self._deadlines.blobs, self.settings.hold)
             self._stub = stub
             self._machine = AgentMachine(
@@ -165,6 +131,7 @@ class ReplicaAgent:
             self._feed(events.Start())
             await self._until(stop)
         finally:
+            await asyncio.to_thread(scraping.close)
             await self._shut_down()
             await channel.close(grace=None)
 
@@ -242,9 +209,12 @@ class ReplicaAgent:
             hold, _ = self._host.page.held()
             self._host.page.hold(hold, self.settings.hold)
             ready = replace(ready, marked=self._host.page.marked().sleeping, holding=hold.epoch != 0)
+            self._state.directory = self._host.page.path.parent
+        self._state.up, self._state.starts = True, self._state.starts + 1
         self._feed(ready)
 
     def engine_exited(self, reason: str) -> None:
+        self._state.up = False
         self._forget_unanswered()
         self._feed(events.EngineExited(reason))
 
@@ -252,15 +222,13 @@ class ReplicaAgent:
         self._say(line)
 
     def _heard(self, peer: events.Peer, body: ProtobufMessage) -> None:
-        line = narration.heard(body)
-        if line and not (isinstance(body, manager_pb2.Refused) and line == self._refused):  # not at each attempt
+        if line := narration.heard(body):
             self.say(line)
-        self._refused = line if isinstance(body, manager_pb2.Refused) else ""
         self._feed(events.Message(peer, body))
 
     def _lost(self, peer: events.Peer, problem: weights_pb2.Problem) -> None:
         self._streams.pop(peer, None)
-        self._feed(events.PeerLost(peer, problem.message))
+        self._feed(events.PeerLost(peer, problem.message, problem.code))
 
     async def _answer_worker(self, request: worker_pb2.WorkerRequest) -> worker_pb2.AgentReply | None:
         if self._loop is not None and self._loop.problem is not None:
@@ -320,13 +288,14 @@ class ReplicaAgent:
                 if answer is not None and not answer.done():
                     answer.set_result(reply)
             case events.SessionOpened():
-                self._manager_lost = None
+                self._manager_lost, self._state.connected = None, True
                 self._launch.set()
             case events.SessionEnded():
                 self._session_ended(command)
 
     def _session_ended(self, ended: events.SessionEnded) -> None:
         problem = ended.problem
+        self._state.connected = False
         if self._stopping:
             return
         if ended.final:
@@ -337,7 +306,7 @@ class ReplicaAgent:
             self._launch.set()
         if self._manager_lost != problem.code:
             self._manager_lost = problem.code  # said once, not at each attempt; a manager of another cluster is news
-            self.say(problem.message)
+            self.say(narration.lost(self.settings.manager, ended))
 
     async def _run(self, key: events.Key, task: events.Task) -> events.Done:
         assert self._runner is not None

@@ -15,6 +15,7 @@ from ckpt_engine.demo import task
 from ckpt_engine.demo.play import Outcome, play
 from ckpt_engine.demo.show import ConsoleShow
 from ckpt_engine.demo.stage import Settings
+from ckpt_engine.extras import require
 
 
 class Engine(StrEnum):
@@ -42,9 +43,10 @@ def demo(
     """Train a tiny model on this machine and watch replicas follow.
 
     Starts a manager, two agents with an inference server each, and two trainer ranks, in processes of their own on
-    free ports of the loopback interface. Needs no GPU and no network; leaves nothing behind. Exits with 0 only if
-    every update was verified and every replica recites the text in the end.
+    free ports of the loopback interface. Needs no GPU and no network; leaves nothing behind, but for the logs of a demo
+    that failed. Exits with 0 only if every update was verified and every replica recites the text in the end.
     """
+    require("demo", "torch", "numba", "transformers", what="this command")
     settings = Settings(engine=engine.value, updates=updates, tensor_parallel=2 if tensor_parallel else 1)
     try:
         outcome = asyncio.run(_show(settings, _console(json_output)))

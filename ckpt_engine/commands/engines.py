@@ -1,25 +1,52 @@
-"""``ckpt-engine engines``: what each engine can do and cannot, as its adapter declares it."""
+"""``ckpt-engine engines``: what each engine can do and cannot, as its adapter declares it, and which are here."""
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
-from ckpt_engine.agent.declarations import declared, markdown
+from ckpt_engine.agent.adapter import Capabilities, load_adapter
+from ckpt_engine.agent.declarations import declared, facts, markdown
+from ckpt_engine.commands.choices import Engine
+
+COLUMNS = 80
 
 
 def engines(
+    engine: Annotated[Engine | None, typer.Argument(help="Only this one.")] = None,
     as_markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the source of docs/engines/README.md.")
     ] = False,
 ) -> None:
     """Shows pause modes, sleep levels, layouts and limits of every engine that ckpt-engine drives."""
-    page = markdown(declared())
     if as_markdown:
-        typer.echo(page, nl=False)
+        typer.echo(markdown(declared()), nl=False)
         return
-    from rich.console import Console
-    from rich.markdown import Markdown
+    shown = {kind: of for kind, of in declared().items() if engine is None or kind == engine.value}
+    typer.echo("\n\n".join("\n".join(_lines(kind, of)) for kind, of in shown.items()))
 
-    Console().print(Markdown(page))
+
+def _lines(kind: str, of: Capabilities) -> Iterator[str]:
+    found = load_adapter(kind).availability()
+    yield kind
+    yield from _wrapped("here: ", f"{found.version}; {found.reason}".strip("; ") or "ready")
+    for what, said in facts(of):
+        yield from _wrapped(f"{what}: ", said)
+    for note in of.notes:
+        yield from _wrapped("- ", note)
+    for limit in of.cannot:
+        yield from _wrapped("- limit: ", limit)
+
+
+def _wrapped(first: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text.replace("`", ""),
+        COLUMNS,
+        initial_indent=f"  {first}",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

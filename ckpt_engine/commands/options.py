@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
 from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines
+
+Deadline = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=SECONDS",
+        help=f"Another value for a deadline of docs/configuration.md; repeatable; after those of {ENVIRONMENT}.",
+    ),
+]
 
 
 def configured_deadlines(settings: Sequence[str] | None) -> Deadlines:

@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import json
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt_engine.agent.adapter import UnknownAdapterError
-from ckpt_engine.agent.engine import EngineFailedError
-from ckpt_engine.agent.following import FollowingAgent
 from ckpt_engine.agent.launched import LaunchSettings, Restart
-from ckpt_engine.agent.nodes import NodeSettings
-from ckpt_engine.agent.session import AgentSettings, EvictedError, ReplicaAgent
-from ckpt_engine.commands.options import configured_deadlines
+from ckpt_engine.commands.choices import Engine, Form, Level, Mode, Transport
+from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr, utc
+from ckpt_engine.commands.options import Deadline, configured_deadlines
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.extras import require
 from ckpt_engine.install.state import HoldLimits
-from ckpt_engine.transport.registry import worker_transports
-from ckpt_engine.v1 import manager_pb2
+
+if TYPE_CHECKING:
+    from ckpt_engine.agent.following import FollowingAgent
+    from ckpt_engine.agent.session import ReplicaAgent
 
 _HOLD = HoldLimits()
-_MODES = {
-    "standalone": manager_pb2.STANDALONE,
-    "hybrid": manager_pb2.HYBRID,
-    "colocated": manager_pb2.COLOCATED,
-}
-
 
 EVICTED = 3
 """The exit status of an agent whose replica an operator took out. Service managers are told not to start it again."""
@@ -39,10 +34,10 @@ EVICTED = 3
 
 def replica(
     manager: Annotated[str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="HOST:PORT of the manager.")],
-    engine: Annotated[str, typer.Option(help="Kind of the engine: reference, sglang, vllm.")],
+    engine: Annotated[Engine, typer.Option(help="Kind of the engine.")],
     model: Annotated[str, typer.Option(help="Model directory for the engine; or name it in the arguments.")] = "",
     name: Annotated[str, typer.Option(help="Name of this replica. Default: host, engine and port.")] = "",
-    mode: Annotated[str, typer.Option(help="standalone, hybrid or colocated: see docs/modes.md.")] = "standalone",
+    mode: Annotated[Mode, typer.Option(help="Whose the GPUs are: docs/modes.md.")] = Mode.STANDALONE,
     port: Annotated[int, typer.Option(help="Port for the launched engine; 0: a free one.")] = 0,
     url: Annotated[str, typer.Option(help="Attach to the engine that runs at this URL instead of launching one.")] = "",
     advertise: Annotated[
@@ -53,9 +48,9 @@ def replica(
         ),
     ] = "",
     transport: Annotated[
-        list[str] | None,
+        list[Transport] | None,
         typer.Option(
-            help="Read weights over this transport only (cuda_ipc, shared_memory, file, ...); repeatable. "
+            help="Read weights over this transport only; repeatable. "
             "Default: the nearest that works. An update that another one would have to carry is refused."
         ),
     ] = None,
@@ -89,30 +84,55 @@ def replica(
         int, typer.Option(help="Bytes that the bodies of waiting requests may have together.", min=0)
     ] = _HOLD.bytes,
     startup_timeout: Annotated[float, typer.Option(help="Seconds for the engine to answer.", min=1)] = 600.0,
-    deadline: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=SECONDS", help="Another value for a deadline of docs/configuration.md; repeatable."),
-    ] = None,
+    deadline: Deadline = None,
     engine_output: Annotated[bool, typer.Option(help="Show the engine's own output as well.")] = False,
+    metrics: Annotated[
+        str,
+        typer.Option(
+            envvar="CKPT_ENGINE_METRICS",
+            help="Where Prometheus finds this replica's metrics, host:port. Empty: nowhere.",
+        ),
+    ] = "",
+    log_level: LogLevel = Level.WARNING,
+    log_format: LogFormat = Form.TEXT,
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="-- LAUNCH ARGUMENTS", help="To the engine, untouched.")
     ] = None,
 ) -> None:
     """Runs the agent of one inference server, and launches the server unless --url names one that runs.
 
-    Stays until SIGTERM or Ctrl-C; a manager that is away is dialled again and again. About a replica that runs:
-    ckpt-engine replica retry NAME, ckpt-engine replica evict NAME. Exits with 0 when it was asked to stop, 3 when it
-    was evicted, 2 for options that cannot be, 1 for anything else. Example:
-    ckpt-engine replica --manager 127.0.0.1:7070 --engine vllm --model ./model -- --max-model-len 4096
+    Stays until SIGTERM or Ctrl-C; a manager that is away is dialled again and again. Exits with 0 when it was asked to
+    stop, 3 when it was evicted, 2 for options that cannot be, 1 for anything else.
+
+    \b
+    About a replica that runs:
+      ckpt-engine replica retry NAME
+      ckpt-engine replica evict NAME
+
+    \b
+    The engine's own arguments stand behind --:
+      ckpt-engine replica --manager 127.0.0.1:50051 --engine vllm \\
+        --model ./model -- --max-model-len 4096
     """
-    if mode not in _MODES:
-        raise typer.BadParameter(f"{mode!r} is none of {', '.join(_MODES)}", param_hint="--mode")
+    require("trainer", "torch", "numpy", what="this command")
+    from ckpt_engine.agent.adapter import UnknownAdapterError
+    from ckpt_engine.agent.following import FollowingAgent
+    from ckpt_engine.agent.nodes import NodeSettings
+    from ckpt_engine.agent.session import AgentSettings, ReplicaAgent
+    from ckpt_engine.transport.registry import worker_transports
+    from ckpt_engine.v1 import manager_pb2
+
     if url and (arguments or model or port):
         raise typer.BadParameter(
             "--url attaches to an engine that runs; --model, --port and launch arguments are for launching one",
             param_hint="--url",
         )
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    modes = {
+        Mode.STANDALONE: manager_pb2.STANDALONE,
+        Mode.HYBRID: manager_pb2.HYBRID,
+        Mode.COLOCATED: manager_pb2.COLOCATED,
+    }
+    say = partial(_say_json, name) if log_format is Form.JSON else _say
     launch = LaunchSettings(
         engine,
         tuple(arguments or ()),
@@ -121,16 +141,19 @@ def replica(
         restart,
         restart_limit,
         startup_timeout,
-        sleeps=mode != "standalone",
+        sleeps=mode is not Mode.STANDALONE,
         advertise=advertise,
     )
     deadlines = configured_deadlines(deadline)
+    log_to_stderr(log_level, log_format, **({"replica": name} if name else {}))
     agent: ReplicaAgent | FollowingAgent
     try:
         placed = NodeSettings(nodes, node_rank, leader, node_token)
         if placed.rank > 0:
             if url:
                 raise ValueError("--url: an engine on several --nodes is launched by its agents")
+            if metrics:
+                raise ValueError("--metrics: the agent of node 0 has those of the whole replica")
             agent = FollowingAgent(
                 placed,
                 engine,
@@ -138,7 +161,7 @@ def replica(
                 model,
                 worker_transports(tuple(transport or ())),
                 deadlines,
-                _say,
+                say,
                 _pass_on if engine_output else None,
                 sleeps=launch.sleeps,
             )
@@ -150,7 +173,7 @@ def replica(
             launch=None if url else launch,
             url=url,
             name=name,
-            mode=_MODES[mode],
+            mode=modes[mode],
             advertise=advertise,
             transports=tuple(transport or ()),
             startup_seconds=startup_timeout,
@@ -158,14 +181,18 @@ def replica(
             nodes=placed,
             close_when_alone=close_when_alone,
             hold=HoldLimits(hold_seconds, hold_requests, hold_bytes),
+            metrics=metrics,
         )
-        agent = ReplicaAgent(settings, _say, _pass_on if engine_output else None)
+        agent = ReplicaAgent(settings, say, _pass_on if engine_output else None)
     except (ValueError, UnknownAdapterError) as error:
         raise typer.BadParameter(str(error)) from error
     _run_to_the_end(agent)
 
 
 def _run_to_the_end(agent: ReplicaAgent | FollowingAgent) -> None:
+    from ckpt_engine.agent.engine import EngineFailedError
+    from ckpt_engine.agent.session import EvictedError
+
     try:
         asyncio.run(_run(agent))
     except (EngineFailedError, CkptEngineError, ValueError) as error:
@@ -184,6 +211,12 @@ def _say(line: str) -> None:
     # A terminal that was closed is no reason to stop a replica.
     with contextlib.suppress(OSError, ValueError):
         print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
+
+def _say_json(name: str, line: str) -> None:
+    said = {"time": utc(time.time()), "level": "info", "message": line, **({"replica": name} if name else {})}
+    with contextlib.suppress(OSError, ValueError):
+        print(json.dumps(said), flush=True)
 
 
 def _pass_on(line: str) -> None:

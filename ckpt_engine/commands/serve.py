@@ -5,58 +5,65 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import sys
-import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_engine.commands.options import configured_deadlines
+from ckpt_engine.commands.choices import Form, Level
+from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr
+from ckpt_engine.commands.options import Deadline, configured_deadlines
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.manager.service import ManagerConfig, ManagerServer
-from ckpt_engine.security.server import ServerSecurity
+
+if TYPE_CHECKING:
+    from ckpt_engine.manager.service import ManagerConfig
+
+
+def _option(variable: str, words: str, *names: str) -> Any:
+    return typer.Option(*names, envvar=f"CKPT_ENGINE_SERVE_{variable}", help=words)
 
 
 def serve(
     listen: Annotated[
-        str, typer.Option(help="Where trainers and replicas connect (gRPC), host:port. Port 0 takes a free one.")
+        str, _option("LISTEN", "Where trainers and replicas connect (gRPC), host:port. Port 0 takes a free one.")
     ] = "127.0.0.1:50051",
     http: Annotated[
-        str, typer.Option(help="Where status, metrics and the API page are, host:port. Empty: nowhere.")
+        str, _option("HTTP", "Where status, metrics and the API page are, host:port. Empty: nowhere.")
     ] = "127.0.0.1:8080",
     ledger: Annotated[
         Path | None,
-        typer.Option(help="The ledger file. Default: ckpt-engine/ledger.sqlite3 below the XDG state directory."),
+        _option("LEDGER", "The ledger file. Default: ckpt-engine/ledger.sqlite3 below the XDG state directory."),
     ] = None,
     cluster: Annotated[
-        str, typer.Option(help="The id that a new ledger gets, when the one of this cluster is lost. Warnings name it.")
+        str,
+        _option("CLUSTER", "The id that a new ledger gets, when the one of this cluster is lost. Warnings name it."),
     ] = "",
     advertise: Annotated[
-        str, typer.Option(help="The address under which other hosts reach --listen, if it is another one.")
+        str, _option("ADVERTISE", "The address under which other hosts reach --listen, if it is another one.")
     ] = "",
-    certificate: Annotated[Path | None, typer.Option(help="Our certificate (PEM): serve over TLS.")] = None,
-    key: Annotated[Path | None, typer.Option(help="Its key (PEM).")] = None,
+    certificate: Annotated[Path | None, _option("CERTIFICATE", "Our certificate (PEM): serve over TLS.")] = None,
+    key: Annotated[Path | None, _option("KEY", "Its key (PEM).")] = None,
     client_authority: Annotated[
-        Path | None, typer.Option(help="Ask callers for certificates that this one (PEM) has signed.")
+        Path | None, _option("CLIENT_AUTHORITY", "Ask callers for certificates that this one (PEM) has signed.")
     ] = None,
     tokens: Annotated[
-        Path | None, typer.Option(help="Ask callers for tokens: grants and digests, see docs/security.md.")
+        Path | None, _option("TOKENS", "Ask callers for tokens: grants and digests, see docs/security.md.")
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Serve other machines without asking who calls.")
+        bool, _option("INSECURE", "Serve other machines without asking who calls.", "--insecure")
     ] = False,
-    deadline: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=SECONDS", help="Another value for a deadline of docs/configuration.md; repeatable."),
-    ] = None,
+    deadline: Deadline = None,
+    log_level: LogLevel = Level.INFO,
+    log_format: LogFormat = Form.TEXT,
 ) -> None:
     """Run the manager, which trainers and replicas connect to.
 
     Weights never pass through it. Start it once, before everything else; after a crash start it again on the same
     ledger and everybody reconnects by themselves.
     """
-    log_plainly()
+    from ckpt_engine.manager.service import ManagerConfig
+    from ckpt_engine.security.server import ServerSecurity
+
     config = ManagerConfig(
         listen=listen,
         http=http,
@@ -66,6 +73,7 @@ def serve(
         security=ServerSecurity(certificate, key, client_authority, tokens, insecure),
         deadlines=configured_deadlines(deadline),
     )
+    log_to_stderr(log_level, log_format)
     try:
         asyncio.run(_serve(config))
     except CkptEngineError as error:
@@ -74,18 +82,11 @@ def serve(
 
 
 async def _serve(config: ManagerConfig) -> None:
+    from ckpt_engine.manager.service import ManagerServer
+
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     async with ManagerServer(config) as server:
         await server.serve(ended)
-
-
-def log_plainly() -> None:
-    """One line an event on standard error: time (UTC), level, logger, then words and key=value pairs."""
-    formatter = logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
-    formatter.converter = time.gmtime
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter)
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

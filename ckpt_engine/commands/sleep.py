@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
-import grpc
 import typer
 
-from ckpt_engine.client import error_of, manager_stub, open_channel
+from ckpt_engine.commands.asking import LOCAL, Manager, Names, ask_manager
 from ckpt_engine.core.deadlines import Deadlines, check_seconds
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.v1 import manager_pb2
-
-Manager = Annotated[str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="The manager, host:port.")]
-Names = Annotated[list[str] | None, typer.Argument(help="Replicas, as `ckpt-engine status` names them. Default: all.")]
 
 
 def _waited(seconds: float) -> float:
@@ -31,7 +26,7 @@ Timeout = Annotated[float, typer.Option(help="Seconds that the slowest may take.
 
 def sleep(
     replicas: Names = None,
-    manager: Manager = "127.0.0.1:50051",
+    manager: Manager = LOCAL,
     level: Annotated[int, typer.Option(help="1 keeps weights on the host, 2 discards them.", min=1)] = 1,
     timeout: Timeout = Deadlines.sleep_wake,
 ) -> None:
@@ -40,25 +35,9 @@ def sleep(
     Exits with 1 if one of them does not sleep, and says why.
     """
     request = manager_pb2.SleepRequest(replicas=replicas or (), level=level, timeout_seconds=timeout)
-    show(ask(manager, lambda stub: stub.Sleep(request, timeout=timeout + Deadlines.call_grace)), "asleep")
-
-
-def ask(manager: str, call: Callable[[Any], Awaitable[Any]]) -> Sequence[manager_pb2.SleepWakeResult]:
-    """One call of the manager; exits with 1 and its reason if it is refused."""
-
-    async def answer() -> Any:
-        async with open_channel(manager) as channel:
-            try:
-                return await call(manager_stub(channel))
-            except grpc.RpcError as error:
-                raise error_of(error) from error
-
-    try:
-        results: Sequence[manager_pb2.SleepWakeResult] = asyncio.run(answer()).results
-    except CkptEngineError as error:
-        typer.echo(f"manager {manager}: {error.problem.message}", err=True)
-        raise typer.Exit(1) from error
-    return results
+    what = f"sleep, up to {timeout:g} s"
+    answer = ask_manager(manager, lambda stub: stub.Sleep(request, timeout=timeout + Deadlines.call_grace), what)
+    show(answer.results, "asleep")
 
 
 def show(results: Sequence[manager_pb2.SleepWakeResult], done: str) -> None:

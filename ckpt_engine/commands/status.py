@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt_engine.client import error_of, manager_stub, open_channel
+from ckpt_engine.commands.asking import LOCAL, Manager, failed
+from ckpt_engine.core.machines.status import replica_state
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.manager.metrics import replica_state
-from ckpt_engine.manager.views import Identity, Replica
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 ASK_SECONDS = 5.0
@@ -35,9 +35,7 @@ _STATE_STYLES = {"serving": "green", "asleep": "cyan", "closed": "red", "disconn
 
 
 def status(
-    manager: Annotated[
-        str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="The manager, host:port.")
-    ] = "127.0.0.1:50051",
+    manager: Manager = LOCAL,
     watch: Annotated[bool, typer.Option("--watch", help="Keep showing until interrupted.")] = False,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print JSON: one object, or with --watch one a line.")
@@ -50,8 +48,7 @@ def status(
     try:
         asyncio.run(_show(manager, watch, json_output))
     except CkptEngineError as error:
-        typer.echo(f"manager {manager}: {error.problem.message}", err=True)
-        raise typer.Exit(1) from error
+        raise failed(manager, error) from error
     except KeyboardInterrupt:
         raise typer.Exit(0 if watch else 130) from None
 
@@ -66,9 +63,9 @@ async def _show(manager: str, watch: bool, json_output: bool) -> None:
                 await asyncio.sleep(WATCH_SECONDS)
                 typer.echo(json.dumps(as_dict(await _ask(stub))))
         elif not watch:
-            _console().print(as_tables(manager, first))
+            _console().print(as_tables(manager, first, _console().width >= WIDE))
         else:
-            await _watch(manager, stub, as_tables(manager, first))
+            await _watch(manager, stub, as_tables(manager, first, _console().width >= WIDE))
 
 
 async def _watch(manager: str, stub: Any, first: RenderableType) -> None:
@@ -85,10 +82,14 @@ async def _watch(manager: str, stub: Any, first: RenderableType) -> None:
                 shown = text
             await asyncio.sleep(WATCH_SECONDS)
             try:
-                tables = as_tables(manager, await _ask(stub))
+                tables = as_tables(manager, await _ask(stub), console.width >= WIDE)
             except CkptEngineError as error:
                 # Managers are restarted; whoever watches wants to see it come back.
                 tables = Text(f"manager {manager}: {error.problem.message}", style="red")
+
+
+WIDE = 120
+"""Columns of a terminal that has room for everything; the tables of a narrower one leave the least needed out."""
 
 
 def _console() -> Console:
@@ -114,6 +115,8 @@ async def _ask(stub: Any) -> manager_pb2.GetStatusResponse:
 
 def as_dict(answer: manager_pb2.GetStatusResponse) -> dict[str, Any]:
     """The status for JSON. Replicas look as they do on the manager's HTTP side."""
+    from ckpt_engine.manager.views import Identity, Replica
+
     return {
         "cluster": answer.fence.cluster,
         "epoch": answer.fence.epoch,
@@ -136,17 +139,21 @@ def as_dict(answer: manager_pb2.GetStatusResponse) -> dict[str, Any]:
     }
 
 
-def as_tables(manager: str, answer: manager_pb2.GetStatusResponse) -> Group:
-    """The status for a terminal."""
-    latest = version_of(answer.latest) if answer.HasField("latest") else "none yet"
+def as_tables(manager: str, answer: manager_pb2.GetStatusResponse, wide: bool = True) -> Group:
+    """The status for a terminal; one that is not `wide` has 80 columns."""
+    latest = _version(answer.latest, wide) if answer.HasField("latest") else "none yet"
+    about = f"ckpt-engine {answer.software_version}   cluster {answer.fence.cluster[:8]}   epoch {answer.fence.epoch}"
     head = Text.assemble(
         ("manager ", "bold"),
-        f"{manager}   ckpt-engine {answer.software_version}   cluster {answer.fence.cluster[:8]}   "
-        f"epoch {answer.fence.epoch}   latest version: {latest}   ",
+        f"{manager}   {about}   latest version: {latest}   ",
         (answer.phase, "green" if answer.phase == "idle" else "yellow"),
     )
     warnings = [Text(f"warning: {warning}", style="yellow") for warning in answer.warnings]
-    return Group(head, *warnings, _trainers(answer), _replicas(answer), *_troubles(answer))
+    return Group(head, *warnings, _trainers(answer), _replicas(answer, wide), *_troubles(answer))
+
+
+def _version(identity: weights_pb2.Identity, wide: bool) -> str:
+    return version_of(identity) if wide else f"{identity.version} of {identity.lineage}"
 
 
 def version_of(identity: weights_pb2.Identity) -> str:
@@ -169,7 +176,7 @@ def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
 
 
 def _trainers(answer: manager_pb2.GetStatusResponse) -> Table:
-    table = Table("trainer", "rank", "state", "publishes", title="Trainers", title_justify="left", box=None)
+    table = Table("trainer", "rank", "state", "host", title="Trainers", title_justify="left", box=None)
     for trainer in answer.trainers:
         state = "disconnected" if not trainer.connected else "published" if trainer.published else "connected"
         table.add_row(
@@ -183,22 +190,27 @@ def _trainers(answer: manager_pb2.GetStatusResponse) -> Table:
     return table
 
 
-def _replicas(answer: manager_pb2.GetStatusResponse) -> Table:
-    titles = ("replica", "engine", "mode", "state", "version", "workers", "last sync", "last pause")
-    table = Table(*titles, title="Replicas", title_justify="left", box=None)
+def _replicas(answer: manager_pb2.GetStatusResponse, wide: bool) -> Table:
+    titles: tuple[str, ...] = ("replica", "state", "version", "last pause")
+    if wide:
+        titles = ("replica", "engine", "mode", "state", "version", "workers", "last sync", "last pause")
+    table = Table(title="Replicas", title_justify="left", box=None)
+    for title in titles:
+        table.add_column(title, overflow="fold")
     for replica in answer.replicas:
         state = replica_state(replica)
         outcome = replica.last_outcome if replica.HasField("last_outcome") else None
-        table.add_row(
-            Text(replica.name),
-            Text(f"{replica.engine.kind} {replica.engine.version}".strip()),
-            manager_pb2.Mode.Name(replica.mode).lower(),
-            Text(state, style=_STATE_STYLES.get(state, "")),
-            Text(version_of(replica.identity) if replica.HasField("identity") else "none"),
-            str(len(replica.workers)),
-            f"{outcome.sync_seconds:.3f} s" if outcome else "",
-            f"{outcome.pause_seconds:.3f} s" if outcome else "",
-        )
+        cells: dict[str, str | Text] = {
+            "replica": Text(replica.name),
+            "engine": Text(f"{replica.engine.kind} {replica.engine.version}".strip()),
+            "mode": manager_pb2.Mode.Name(replica.mode).lower(),
+            "state": Text(state, style=_STATE_STYLES.get(state, "")),
+            "version": Text(_version(replica.identity, wide) if replica.HasField("identity") else "none"),
+            "workers": str(len(replica.workers)),
+            "last sync": f"{outcome.sync_seconds:.3f} s" if outcome else "",
+            "last pause": f"{outcome.pause_seconds:.3f} s" if outcome else "",
+        }
+        table.add_row(*(cells[title] for title in titles))
     if not answer.replicas:
         table.add_row(Text("none", style="dim"))
     return table

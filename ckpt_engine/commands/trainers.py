@@ -9,23 +9,25 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckpt_engine.commands.operate import Manager, call
+from ckpt_engine.commands.asking import LOCAL, Manager, ask_manager
 from ckpt_engine.commands.options import configured_deadlines
 from ckpt_engine.v1 import manager_pb2
 
 Lineage = Annotated[str, typer.Argument(help="The run's lineage, as `ckpt-engine trainer list` names it.")]
 
 
-def list_runs(manager: Manager = "127.0.0.1:50051") -> None:
+def list_runs(manager: Manager = LOCAL) -> None:
     """Show each run, how many of its ranks are connected, and what the manager keeps for whom."""
     seconds = configured_deadlines(None).status
-    answer = call(manager, lambda stub: stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=seconds))
+    answer = ask_manager(
+        manager, lambda stub: stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=seconds), "its status"
+    )
     Console().print(*tables(answer))
 
 
 def evict(
     lineage: Lineage,
-    manager: Manager = "127.0.0.1:50051",
+    manager: Manager = LOCAL,
     reason: Annotated[str, typer.Option(help="For the logs of its ranks.")] = "",
 ) -> None:
     """Forget a run and all that the manager keeps of it; ranks that are connected are sent away for good.
@@ -34,7 +36,7 @@ def evict(
     """
     seconds = configured_deadlines(None).status
     request = manager_pb2.EvictTrainerRequest(lineage=lineage, reason=reason)
-    answer = call(manager, lambda stub: stub.EvictTrainer(request, timeout=seconds))
+    answer = ask_manager(manager, lambda stub: stub.EvictTrainer(request, timeout=seconds), f"eviction of {lineage}")
     typer.echo(f"lineage {lineage}: evicted, {answer.ranks} ranks, {answer.connected} of them connected")
 
 

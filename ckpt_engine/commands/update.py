@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -17,10 +18,16 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from ckpt_engine.commands.asking import LOCAL, Manager
+from ckpt_engine.commands.choices import PauseMode
+from ckpt_engine.commands.options import configured_deadlines
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.extras import require
 from ckpt_engine.report import human_bytes
-from ckpt_engine.trainer.trainer import PAUSE_MODES, Trainer
 from ckpt_engine.v1 import manager_pb2
+
+CONNECT_SECONDS = 10.0
+"""The longest that somebody at a terminal waits for a manager; a training run waits longer."""
 
 LINEAGE = "checkpoint"
 """Of checkpoint directories, unless told otherwise: one line of versions for whoever calls this again and again."""
@@ -28,15 +35,13 @@ LINEAGE = "checkpoint"
 
 def update(
     checkpoint: Annotated[Path, typer.Option(help="A directory of safetensors files, or one such file.")],
-    manager: Annotated[
-        str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="The manager, host:port.")
-    ] = "127.0.0.1:50051",
+    manager: Manager = LOCAL,
     version: Annotated[
         int | None, typer.Option(help="Rises from update to update. Default: the lineage's last one plus one.")
     ] = None,
     lineage: Annotated[str, typer.Option(help="What the version counts in; going back needs another one.")] = LINEAGE,
     pause_mode: Annotated[
-        str | None, typer.Option(help=f"What becomes of running requests: {', '.join(PAUSE_MODES)}.")
+        PauseMode | None, typer.Option(help="What becomes of running requests. Default: the engine's.")
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="Of the whole update, seconds.")] = None,
     min_replicas: Annotated[
@@ -47,6 +52,9 @@ def update(
         ),
     ] = None,
     replica: Annotated[list[str] | None, typer.Option(help="Only this one. May be repeated. Default: all.")] = None,
+    check_finite: Annotated[
+        bool, typer.Option("--check-finite", help="Refuse weights that hold NaN or infinity.")
+    ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Bring all replicas to the weights of a checkpoint directory.
@@ -58,9 +66,14 @@ def update(
     with --min-replicas if at least so many do, with --replica if those do. Replicas that cannot take part are left out
     and named.
     """
+    require("trainer", "torch", "numpy", what="this command")
+    from ckpt_engine.trainer.trainer import Trainer
+
+    limits = configured_deadlines(None)
+    limits = replace(limits, connect=min(limits.connect, CONNECT_SECONDS))
     try:
-        with Trainer(manager, lineage=lineage) as trainer, _shown(quiet=json_output) as shown:
-            trainer.publish(checkpoint)
+        with Trainer(manager, lineage=lineage, deadlines=limits) as trainer, _shown(quiet=json_output) as shown:
+            trainer.publish(checkpoint, check_finite=check_finite)
             report = trainer.update_weights(
                 version,
                 pause_mode=pause_mode,

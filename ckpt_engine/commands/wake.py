@@ -6,17 +6,17 @@ from typing import Annotated
 
 import typer
 
-from ckpt_engine.commands.sleep import Manager, Names, Timeout, ask, show
+from ckpt_engine.commands.asking import LOCAL, Manager, Names, ask_manager
+from ckpt_engine.commands.choices import Tag
+from ckpt_engine.commands.sleep import Timeout, show
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.v1 import manager_pb2
 
 
 def wake(
     replicas: Names = None,
-    manager: Manager = "127.0.0.1:50051",
-    tag: Annotated[
-        list[str] | None, typer.Option(help="weights or kv_cache, weights first; repeatable. Default: both.")
-    ] = None,
+    manager: Manager = LOCAL,
+    tag: Annotated[list[Tag] | None, typer.Option(help="Weights first; repeatable. Default: both.")] = None,
     timeout: Timeout = Deadlines.sleep_wake,
 ) -> None:
     """Take the memory of replicas back. One whose weights were discarded serves again after its next update.
@@ -24,4 +24,6 @@ def wake(
     Exits with 1 if one of them does not wake, and says why.
     """
     request = manager_pb2.WakeRequest(replicas=replicas or (), tags=tag or (), timeout_seconds=timeout)
-    show(ask(manager, lambda stub: stub.Wake(request, timeout=timeout + Deadlines.call_grace)), "awake")
+    what = f"wake, up to {timeout:g} s"
+    answer = ask_manager(manager, lambda stub: stub.Wake(request, timeout=timeout + Deadlines.call_grace), what)
+    show(answer.results, "awake")

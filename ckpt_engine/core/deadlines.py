@@ -18,9 +18,14 @@ ENVIRONMENT = "CKPT_ENGINE_DEADLINES"
 LONGEST_SECONDS = 1e6
 """The longest wait that can be asked for, 11 days: timers and gRPC count milliseconds in 32 bits."""
 
+NOTICE_SECONDS = 3.0
+"""After so long whatever waits says for what."""
+
 
 def check_seconds(what: str, seconds: float) -> None:
     """Raises INVALID_ARGUMENT, naming `what`, for a time that nobody can wait: not above 0, too long, or no number."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise invalid(f"{what} is a number of seconds, not {seconds!r}")
     if not 0 < seconds <= LONGEST_SECONDS:
         raise invalid(f"{what} of {seconds} s cannot be waited for: give more than 0 and at most {LONGEST_SECONDS:.0f}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -100,7 +101,8 @@ class Show(Protocol):
 
 
 async def play(settings: Settings, show: Show) -> Outcome:
-    """Runs the demo. When it returns, or is cancelled, no process of it runs and no file is left."""
+    """Runs the demo. When it returns, or is cancelled, no process of it runs. No file is left, but for the logs of a
+    demo that failed, which its problem names."""
     outcome = Outcome(settings)
     with tempfile.TemporaryDirectory(prefix="ckpt-engine-demo-") as directory:
         try:
@@ -117,7 +119,18 @@ async def play(settings: Settings, show: Show) -> Outcome:
             show.state("stopping")
             await stage.stop()
             outcome.stop_seconds = time.monotonic() - stopping
+        if outcome.problem:
+            kept = _keep_logs(Path(directory))
+            outcome.problem = f"{outcome.problem.replace(directory, kept)}\nThe logs are in {kept}"
     return outcome
+
+
+def _keep_logs(directory: Path) -> str:
+    """A new directory with the logs of this one, which goes."""
+    kept = tempfile.mkdtemp(prefix="ckpt-engine-demo-logs-")
+    for log in [*directory.glob("*.log"), *directory.glob("**/logs/*.log")]:
+        shutil.copy2(log, kept)
+    return kept
 
 
 async def _play(stage: Stage, settings: Settings, show: Show, outcome: Outcome) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import invalid
 
 
@@ -37,7 +38,7 @@ def kept_beside(model: nn.Module) -> Iterator[None]:
                         setattr(module, name, old)
     if changed:
         raise invalid(
-            f"the loader makes {', '.join(changed[:16])} of weights, beside the model's parameters and buffers; an "
+            f"the loader makes {some(changed)} of weights, beside the model's parameters and buffers; an "
             "update could not follow it",
             changed,
         )

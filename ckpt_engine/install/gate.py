@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
+from ckpt_engine.install.counts import GateCounts
 from ckpt_engine.install.directory import TOKEN_HEADER, EngineDirectory
 from ckpt_engine.install.holding import Decision, Kind
 from ckpt_engine.install.reader import StateReader
@@ -77,6 +78,7 @@ class Gate:
         self._state = StateReader(self._page)
         self._room = WaitingRoom(self._state)
         self._waiting = self._room.queue
+        self._counts = GateCounts(directory.path)
         self._routes = Routes(self.open_routes, self.generation_routes, self.control_routes | {"/ckpt_engine/"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -132,7 +134,11 @@ class Gate:
         if isinstance(answer, Decision):
             await self._refuse(answer, scope, send)
             return
-        held = await self._room.wait(answer, receive)
+        self._counts.waits()
+        try:
+            held = await self._room.wait(answer, receive)
+        finally:
+            self._counts.waited(self._state.clock() - answer.arrived)
         try:
             if held.decision is None:
                 return  # the client has gone
@@ -143,7 +149,10 @@ class Gate:
         finally:
             held.close()
 
-    async def _refuse(self, decision: Decision, scope: Scope, send: Send) -> None:
+    async def _refuse(self, decision: Decision, scope: Scope, send: Send, asked: bool = False) -> None:
+        """asked: by a probe, which is no request for tokens."""
+        if not asked:
+            self._counts.refused(decision.reason)
         left = math.ceil(decision.until - self._state.clock())
         detail = f"this replica does not serve now: {decision.detail}"
         await _refuse(scope, send, 503, detail, decision.reason, left if left > 0 else None)
@@ -164,7 +173,7 @@ class Gate:
         elif keeps and strict in ("", "0", "false"):
             await answer_json(send, 200, {"ready": True, "open": False, "version": None})
         else:
-            await self._refuse(decision, scope, send)
+            await self._refuse(decision, scope, send, asked=True)
 
     async def _information(self, scope: Scope, send: Send) -> None:
         client = scope.get("client")

@@ -23,6 +23,7 @@ import torch
 from google.protobuf.message import DecodeError
 
 from ckpt_engine.core.manifest import blob_digest
+from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid
 from ckpt_engine.install.constants import Constants
 from ckpt_engine.install.loading import load
@@ -340,7 +341,7 @@ class _Run:
 
 def _differs(recording: Recording, wrong: Sequence[int]) -> CkptEngineError:
     names = sorted({recording.name(need) for need in wrong})
-    message = f"what was installed of {', '.join(names[:16])} does not hash to what its source sealed"
+    message = f"what was installed of {some(names)} does not hash to what its source sealed"
     touched = {copy.tensor for copy in recording.copies if copy.need in set(wrong)}
     others = {recording.name(copy.need) for copy in recording.copies if copy.tensor in touched} - set(names)
     if others:

@@ -21,13 +21,14 @@ Runs on the engine's thread. Takes some ten microseconds a tensor operation; no 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ckpt_engine.core.boxes import Box, whole
 from ckpt_engine.core.manifest import blob_digest, canonical
+from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import CkptEngineError, invalid
 from ckpt_engine.install.coverage import Owners, Place, account, remainder_of_all
 from ckpt_engine.install.handovers import everything, handovers, owner_names, written
@@ -104,12 +105,7 @@ def _load(recorder: Recorder, owners: Owners, target: LoadTarget) -> None:
         raise recorder.problem
     casts = [cast[1:] for cast in recorder.casts if cast[0] not in recorder.computed and not recorder.decided]
     if casts:
-        text = "; ".join(f"{name} is {have}, the model keeps it as {want}" for name, have, want in casts[:16])
-        wanted = sorted({want for _, _, want in casts})
-        raise invalid(
-            f"published in other dtypes than the model's: {text}. Publish with dtype={' or '.join(wanted)}",
-            tensors=[name for name, _, _ in casts[:16]],
-        )
+        raise _other_dtypes(casts)
     _check_unchanged(owners, target)
 
 
@@ -200,6 +196,20 @@ def _check_unchanged(owners: Owners, target: LoadTarget) -> None:
     added = sorted(now.keys() - owners.places.keys())
     if added:
         raise NotRecordable(f"the loader added the tensor {added[0]} to the model", added[0])
+
+
+def _other_dtypes(casts: Sequence[tuple[str, str, str]]) -> CkptEngineError:
+    """casts: of each tensor its name, what is published and what the model keeps."""
+    pairs: dict[tuple[str, str], list[str]] = {}
+    for name, have, want in casts:
+        pairs.setdefault((have, want), []).append(name)
+    said = [f"{have}, and the model keeps {want}: {some(names)}" for (have, want), names in sorted(pairs.items())]
+    wanted = " or ".join(sorted({f'"{want}"' for _, want in pairs}))
+    return invalid(
+        f"{len(casts)} tensor{'' if len(casts) == 1 else 's'} published in other dtypes than the model's: "
+        f"{'; '.join(said)}. Publish with dtype={wanted}",
+        tensors=[name for name, _, _ in casts],
+    )
 
 
 def _check_used(recorder: Recorder, target: LoadTarget, manifest: weights_pb2.Manifest) -> list[int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
+import socket
 
-from ckpt_engine.core.problems import invalid
+from ckpt_engine.core.problems import invalid, unavailable
 from ckpt_engine.security.server import ServerSecurity
 
 log = logging.getLogger("ckpt_engine.manager")
@@ -26,6 +28,18 @@ def split_address(address: str) -> tuple[str, int]:
 def join_address(host: str, port: int) -> str:
     """The inverse of ``split_address``."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_free(address: str) -> None:
+    """Raises UNAVAILABLE for an address that cannot be bound. gRPC would say it, too, among lines of its own."""
+    host, port = split_address(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        advice = "end that manager" if error.errno == errno.EADDRINUSE else "this host must have that address"
+        words = f"{error.strerror or error}; {advice}, or name another one (--listen)"
+        raise unavailable(f"cannot listen on {address}: {words}") from error
 
 
 def is_loopback(host: str) -> bool:

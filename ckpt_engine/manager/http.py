@@ -21,6 +21,7 @@ from ckpt_engine.manager.about import software_version
 from ckpt_engine.manager.errors import problem_document
 from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.metrics import Metrics
+from ckpt_engine.manager.refusals import Refusals
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 PROBLEM_TYPE = "application/problem+json"
@@ -34,6 +35,9 @@ class Shown(Protocol):
 
     @property
     def metrics(self) -> Metrics: ...
+
+    @property
+    def refusals(self) -> Refusals: ...
 
     def status(self) -> manager_pb2.GetStatusResponse: ...
 
@@ -72,7 +76,12 @@ def build_app(manager: Shown) -> FastAPI:
     ) -> views.UpdatePage:
         records = await manager.ledger.history(before, limit + 1)
         shown = [views.Update.of(record) for record in records[:limit]]
-        return views.UpdatePage(updates=shown, next_before=shown[-1].epoch if len(records) > limit else None)
+        refused = [] if before is not None else manager.refusals.newest_first(limit)
+        return views.UpdatePage(
+            updates=shown,
+            next_before=shown[-1].epoch if len(records) > limit else None,
+            refused=[views.Refused.of(refusal) for refusal in refused],
+        )
 
     @app.get("/v1/updates/{epoch}", summary="One update")
     async def update(epoch: int) -> views.Update:

@@ -1,32 +1,37 @@
 """Prometheus metrics of one manager, in a registry of their own.
 
 Counters and histograms are fed from reports as updates end; gauges are read from the manager's status when somebody
-scrapes. Labels are closed sets: neither replica names nor lineages become labels, since both grow without bound.
+scrapes. Labels are closed sets. Lineages are none, since they grow without bound; the names of replicas are labels of
+gauges only, which end with the replica.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ckpt_engine.core.machines.status import REPLICA_STATES, replica_state
 from ckpt_engine.manager.about import software_version
 from ckpt_engine.manager.blobs import BlobStore
-from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-REPLICA_STATES = ("serving", "asleep", "closed", "disconnected")
 
 
-def replica_state(replica: manager_pb2.ReplicaStatus) -> str:
-    """The one word for a replica: the first of disconnected, asleep, serving, closed that is true."""
-    if not replica.connected:
-        return "disconnected"
-    if replica.asleep:
-        return "asleep"
-    return "serving" if replica.serving else "closed"
+REASONS = tuple(name.lower() for name, number in weights_pb2.Problem.Code.items() if number)
+"""Why an update can be refused: the codes of problems."""
 
 
 class Metrics:
@@ -72,40 +77,103 @@ class Metrics:
             ("transport",),
             registry=self.registry,
         )
+        self._refusals = Counter(
+            "ckpt_engine_update_refusals",
+            "Updates that were refused, by the code of the problem.",
+            ("reason",),
+            registry=self.registry,
+        )
+        self._gather_seconds = Histogram(
+            "ckpt_engine_gather_seconds",
+            "From the first trainer rank's call of an update to the last one's: what ranks waited for each other.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self._seal_seconds = Histogram(
+            "ckpt_engine_seal_seconds",
+            "What one rank took to copy its weights, where its source needs a copy, and to digest them.",
+            ("part",),
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self._calls: dict[str, tuple[float, float]] = {}
+        self._current = _Current(status, blobs)
+        for reason in REASONS:
+            self._refusals.labels(reason)
+        for part in ("copy", "digest"):
+            self._seal_seconds.labels(part)
         for outcome in ("ok", "partial", "refused"):
             self._updates.labels(outcome)
         for outcome in ("new_serving", "old_serving", "quarantined", "not_reached"):
             self._outcomes.labels(outcome)
-        self.registry.register(_Gauges(status, blobs))
+        self.registry.register(self._current)
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+
+    def called(self, lineage: str) -> None:
+        """A rank calls an update of this run."""
+        now = time.monotonic()
+        first, _ = self._calls.get(lineage, (now, now))
+        self._calls[lineage] = (first, now)
+
+    def left(self, lineage: str) -> None:
+        """No rank of this run calls any more."""
+        self._calls.pop(lineage, None)
+
+    def sealed(self, sealed: manager_pb2.Sealed) -> None:
+        """A rank has sealed its weights, or could not."""
+        if not sealed.HasField("problem"):
+            self._seal_seconds.labels("copy").observe(sealed.copy_seconds)
+            self._seal_seconds.labels("digest").observe(sealed.digest_seconds)
 
     def report(self, report: manager_pb2.UpdateReport) -> None:
         """Counts an update that was carried out."""
+        if (calls := self._calls.pop(report.identity.lineage, None)) is not None:
+            self._gather_seconds.observe(calls[1] - calls[0])
+        if report.ok:
+            self.succeeded(time.time())
         self._updates.labels("ok" if report.ok else "partial").inc()
         self._update_seconds.observe(report.seconds)
         for stage in report.stages:
             self._stage_seconds.labels(manager_pb2.Stage.Name(stage.stage).lower()).observe(stage.seconds)
         for replica in report.replicas:
             self._outcomes.labels(manager_pb2.Outcome.Name(replica.outcome).lower()).inc()
+            if replica.outcome == manager_pb2.NEW_SERVING:
+                self._current.replicas[replica.replica] = time.time()
             if replica.pause_seconds > 0:
                 self._pause_seconds.observe(replica.pause_seconds)
             for edge in replica.edges:
                 self._bytes.labels(edge.transport).inc(edge.bytes)
 
-    def refused(self) -> None:
+    def succeeded(self, at: float) -> None:
+        """An update ended well at this Unix time; also one that the ledger tells of when the manager starts."""
+        self._current.success = at
+
+    def refused(self, problem: weights_pb2.Problem) -> None:
         """Counts an update that was refused before any replica was touched."""
         self._updates.labels("refused").inc()
+        self._refusals.labels(reason_of(problem)).inc()
 
     def exposition(self) -> bytes:
         """The Prometheus text format."""
         return generate_latest(self.registry)
 
 
-class _Gauges(Collector):
-    """What is true now, read at each scrape."""
+def reason_of(problem: weights_pb2.Problem) -> str:
+    """The word of a fixed list for a problem."""
+    return weights_pb2.Problem.Code.Name(problem.code).lower()
+
+
+class _Current(Collector):
+    """What is true now, read at each scrape. success: when an update last ended well; replicas: when each of them took
+    a version; Unix seconds."""
 
     def __init__(self, status: Callable[[], manager_pb2.GetStatusResponse], blobs: BlobStore) -> None:
         self._status = status
         self._blobs = blobs
+        self.success = 0.0
+        self.replicas: dict[str, float] = {}
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: the registry must not ask for a status before the manager runs."""
@@ -129,8 +197,44 @@ class _Gauges(Collector):
         if status.HasField("latest"):
             version.add_metric((), status.latest.version)
         yield version
+        since = GaugeMetricFamily(
+            "ckpt_engine_since_success_seconds", "Since an update last ended well; absent before the first."
+        )
+        if self.success:
+            since.add_metric((), max(0.0, time.time() - self.success))
+        yield since
+        yield from self._of_replicas(status)
         yield GaugeMetricFamily("ckpt_engine_blob_bytes", "Bytes of stored blobs.", value=self._blobs.stored_bytes)
         yield GaugeMetricFamily("ckpt_engine_blobs", "Stored blobs.", value=len(self._blobs))
         build = GaugeMetricFamily("ckpt_engine_build", "Always 1; the software's version.", labels=("version",))
         build.add_metric((software_version(),), 1)
         yield build
+
+    def _of_replicas(self, status: manager_pb2.GetStatusResponse) -> Iterable[Metric]:
+        """One series for each replica that is registered now; they vanish with it."""
+        state = GaugeMetricFamily("ckpt_engine_replica_state", "1 for its state now.", labels=("replica", "state"))
+        version = GaugeMetricFamily(
+            "ckpt_engine_replica_version", "What its workers hold; absent if they do not agree.", labels=("replica",)
+        )
+        lag = GaugeMetricFamily(
+            "ckpt_engine_replica_lag_versions",
+            "How far it is behind the last version sealed; absent while it holds none of the same run.",
+            labels=("replica",),
+        )
+        since = GaugeMetricFamily(
+            "ckpt_engine_replica_since_success_seconds",
+            "Since it last took a version; absent before, and after a restart of the manager.",
+            labels=("replica",),
+        )
+        registered = {replica.name for replica in status.replicas}
+        self.replicas = {name: at for name, at in self.replicas.items() if name in registered}
+        for replica in status.replicas:
+            for each in REPLICA_STATES:
+                state.add_metric((replica.name, each), int(each == replica_state(replica)))
+            if replica.HasField("identity"):
+                version.add_metric((replica.name,), replica.identity.version)
+                if status.HasField("latest") and status.latest.lineage == replica.identity.lineage:
+                    lag.add_metric((replica.name,), status.latest.version - replica.identity.version)
+            if replica.name in self.replicas:
+                since.add_metric((replica.name,), max(0.0, time.time() - self.replicas[replica.name]))
+        yield from (state, version, lag, since)

@@ -26,7 +26,7 @@ from ckpt_engine.core.machines.manager import ManagerMachine
 from ckpt_engine.core.problems import CkptEngineError, unavailable
 from ckpt_engine.manager.about import software_version
 from ckpt_engine.manager.access import Access
-from ckpt_engine.manager.addresses import check_reach, is_loopback, join_address, split_address
+from ckpt_engine.manager.addresses import check_free, check_reach, is_loopback, join_address, split_address
 from ckpt_engine.manager.blobs import MEBIBYTE, BlobStore
 from ckpt_engine.manager.compiler import Compiler
 from ckpt_engine.manager.door import Door
@@ -34,6 +34,7 @@ from ckpt_engine.manager.http import build_app
 from ckpt_engine.manager.http_access import HttpAccess
 from ckpt_engine.manager.ledger import Ledger, default_path
 from ckpt_engine.manager.metrics import Metrics
+from ckpt_engine.manager.refusals import Refusals
 from ckpt_engine.manager.servicer import ManagerServicer, stopping
 from ckpt_engine.manager.shell import Shell
 from ckpt_engine.manager.tasks import Tasks
@@ -41,6 +42,9 @@ from ckpt_engine.security.server import ServerSecurity
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
 
 SERVICE = manager_pb2.DESCRIPTOR.services_by_name["CheckpointEngineManager"].full_name
+
+LOOKED_BACK = 20
+"""Updates among which the last success is looked for when the manager starts."""
 
 RECEIVED_MESSAGE_BYTES = 4 * MEBIBYTE
 """The largest message that members may send; what can grow travels as blobs."""
@@ -113,6 +117,11 @@ class ManagerServer:
     ) -> None:
         await self.stop()
 
+    @property
+    def refusals(self) -> Refusals:
+        """The updates that were refused lately."""
+        return self._shell.refusals
+
     def status(self) -> manager_pb2.GetStatusResponse:
         """What GetStatus answers."""
         return self._shell.status()
@@ -139,6 +148,9 @@ class ManagerServer:
         self._undo.push_async_callback(self.ledger.close)
         blobs = BlobStore(config.max_blob_bytes, config.max_total_bytes)
         self.metrics = Metrics(self.status, blobs)
+        for record in reversed(await self.ledger.history(None, LOOKED_BACK)):
+            if record.report is not None and record.report.ok:
+                self.metrics.succeeded(record.time + record.report.seconds)
         tasks = Tasks(self.ledger, Compiler(blobs), self.metrics)
         self._undo.callback(tasks.close)
         machine = ManagerMachine(
@@ -165,6 +177,7 @@ class ManagerServer:
     async def _start_grpc(self, servicer: ManagerServicer) -> str:
         host, _ = split_address(self.config.listen)
         door = Door(self._access, SERVICE)
+        check_free(self.config.listen)
         server = grpc.aio.server(interceptors=(door,), options=_server_options(self.config.deadlines))
         manager_pb2_grpc.add_CheckpointEngineManagerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
         healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the package fills it in at run time
@@ -177,7 +190,7 @@ class ManagerServer:
             else:
                 port = server.add_secure_port(self.config.listen, credentials)
         except RuntimeError as error:
-            raise unavailable(f"cannot listen on {self.config.listen}: is another manager there? ({error})") from error
+            raise unavailable(f"cannot listen on {self.config.listen}: {error}") from error
         await server.start()
         for name in ("", SERVICE):
             await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -199,7 +212,10 @@ class ManagerServer:
         try:
             bound = socket.create_server((host, port), family=family)
         except OSError as error:
-            raise unavailable(f"cannot listen on {self.config.http} for HTTP: {error.strerror}") from error
+            raise unavailable(
+                f"cannot listen on {self.config.http} for HTTP: {error.strerror}; end what listens there, or name "
+                "another port (--http; empty: no HTTP)"
+            ) from error
         server = _HttpServer(
             uvicorn.Config(
                 HttpAccess(build_app(self), self._access, is_loopback(host)),

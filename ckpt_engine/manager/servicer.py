@@ -73,7 +73,8 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
             await refuse(context, error)
         await self._admit(context, kind)
         peer, outbox = self._shell.open_session(kind, envelope, hello)
-        log.info("session opened peer=%s address=%s caller=%r", peer, context.peer(), caller.who)
+        member, who = _log_fields(hello)
+        log.info(f"session opened peer=%s {member} address=%s caller=%r", peer, *who, context.peer(), caller.who)
 
         def on_message(message: ProtobufMessage) -> None:
             body = unpack(message)
@@ -89,7 +90,7 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
             reason = await carry(context, outbox, on_message, self._deadlines.write)
         finally:
             reason = outbox.problem.message if outbox.problem is not None else reason
-            log.info("session ended peer=%s reason=%r", peer, reason)
+            log.info(f"session ended peer=%s {member} reason=%r", peer, *who, reason)
             self._shell.end_session(peer, reason)
 
     # -- calls
@@ -103,12 +104,16 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
         await self._call("update", lambda call: events.UpdateCall(call, request), context)
 
     async def Sleep(self, request: manager_pb2.SleepRequest, context: Context) -> ProtobufMessage:  # noqa: N802
-        await self._admit(context, "operator", "trainer")
-        return await self._answer("sleep", lambda call: events.SleepCall(call, request), context)
+        caller = await self._admit(context, "operator", "trainer")
+        response = await self._answer("sleep", lambda call: events.SleepCall(call, request), context)
+        _log_results(f"asleep at level {request.level or 1}", response, caller)
+        return response
 
     async def Wake(self, request: manager_pb2.WakeRequest, context: Context) -> ProtobufMessage:  # noqa: N802
-        await self._admit(context, "operator", "trainer")
-        return await self._answer("wake", lambda call: events.WakeCall(call, request), context)
+        caller = await self._admit(context, "operator", "trainer")
+        response = await self._answer("wake", lambda call: events.WakeCall(call, request), context)
+        _log_results(f"awake ({', '.join(request.tags) or 'all'})", response, caller)
+        return response
 
     async def RetryReplica(  # noqa: N802
         self, request: manager_pb2.RetryReplicaRequest, context: Context
@@ -209,6 +214,23 @@ def _name_of(hello: ProtobufMessage) -> str:
     if isinstance(hello, manager_pb2.TrainerHello):
         return hello.lineage
     return hello.name if isinstance(hello, manager_pb2.ReplicaHello | manager_pb2.HolderHello) else ""
+
+
+def _log_fields(hello: ProtobufMessage) -> tuple[str, tuple[object, ...]]:
+    """Who a session is of, for each of its lines."""
+    if isinstance(hello, manager_pb2.TrainerHello):
+        return "lineage=%r rank=%d world_size=%d", (hello.lineage, hello.rank, hello.world_size)
+    return "replica=%r", (_name_of(hello),)
+
+
+def _log_results(done: str, response: ProtobufMessage, caller: Caller) -> None:
+    """One line a replica that sleeps or is awake now, or is not."""
+    assert isinstance(response, manager_pb2.SleepResponse | manager_pb2.WakeResponse)
+    for result in response.results:
+        if result.HasField("problem"):
+            log.warning("replica=%r is not %s problem=%r", result.replica, done, result.problem.message)
+        else:
+            log.info("replica=%r is %s caller=%r", result.replica, done, caller.who)
 
 
 def stopping() -> CkptEngineError:

@@ -21,6 +21,7 @@ from ckpt_engine.core.machines.wire import pack
 from ckpt_engine.core.problems import unavailable
 from ckpt_engine.manager.blobs import BlobStore
 from ckpt_engine.manager.metrics import Metrics
+from ckpt_engine.manager.refusals import Refusal, Refusals
 from ckpt_engine.manager.tasks import Tasks
 from ckpt_engine.shell.loop import Loop
 from ckpt_engine.shell.outbox import Outbox
@@ -53,6 +54,8 @@ class Shell:
         self._metrics = metrics
         self._sessions: dict[Peer, _Session] = {}
         self._calls: dict[Call, Outbox[Any]] = {}
+        self._updates: dict[Call, manager_pb2.UpdateWeightsRequest] = {}
+        self.refusals = Refusals()
         self._pinned: dict[str, list[manager_pb2.BlobRef]] = {}
         self._numbers = count(1)
         self._idle = asyncio.Event()
@@ -90,7 +93,11 @@ class Shell:
         self._idle.clear()
         if self.problem is not None:
             outbox.close(_ending(self.problem))
-        self.handle(event(call))
+        happened = event(call)
+        if isinstance(happened, events.UpdateCall):
+            self._updates[call] = happened.request
+            self._metrics.called(happened.request.lineage)
+        self.handle(happened)
         return call, outbox
 
     def end_call(self, call: Call) -> None:
@@ -100,6 +107,9 @@ class Shell:
             self._idle.set()
         if outbox is not None and not outbox.closed:
             self.handle(events.CallCancelled(call))
+        request = self._updates.pop(call, None)
+        if request is not None and not any(each.lineage == request.lineage for each in self._updates.values()):
+            self._metrics.left(request.lineage)
 
     def status(self) -> manager_pb2.GetStatusResponse:
         """What GetStatus answers."""
@@ -129,6 +139,8 @@ class Shell:
 
     def handle(self, event: ManagerEvent) -> None:
         """One event into the machine, and everything out of it that it commands."""
+        if isinstance(event, events.Message) and isinstance(event.body, manager_pb2.Sealed):
+            self._metrics.sealed(event.body)
         self._loop.feed(event)
 
     def _handled(self, event: object, commands: Sequence[object]) -> None:
@@ -175,9 +187,13 @@ class Shell:
     def _count_refusal(self, commands: Sequence[object]) -> None:
         """Counts a refused update once, however many ranks called it: one event refuses all of them together."""
         for command in commands:
-            if isinstance(command, events.FinishCall) and command.problem and command.call.startswith("update-"):
-                log.warning("update refused problem=%r", command.problem.message)
-                self._metrics.refused()
+            if isinstance(command, events.FinishCall) and command.problem and command.call in self._updates:
+                request, problem = self._updates[command.call], command.problem
+                version = request.version if request.HasField("version") else None
+                who = (request.lineage, request.rank)
+                log.warning("update refused lineage=%r rank=%d problem=%r", *who, problem.message)
+                self.refusals.add(Refusal(request.lineage, version, problem))
+                self._metrics.refused(problem)
                 return
 
     def _pin(self) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel, Field
 
+from ckpt_engine.core.machines.status import replica_state
 from ckpt_engine.manager.ledger import Record
-from ckpt_engine.manager.metrics import replica_state
+from ckpt_engine.manager.refusals import Refusal
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -264,11 +265,32 @@ class Update(BaseModel):
         )
 
 
+class Refused(BaseModel):
+    """An update that was refused before any replica was touched; it has no epoch of its own."""
+
+    lineage: str
+    version: int | None = Field(description="null: the lineage's next one was asked for")
+    time: float = Field(description="when it was refused, Unix seconds")
+    problem: Problem
+
+    @classmethod
+    def of(cls, refusal: Refusal) -> Refused:
+        return cls(
+            lineage=refusal.lineage,
+            version=refusal.version,
+            time=refusal.time,
+            problem=Problem.of(refusal.problem),
+        )
+
+
 class UpdatePage(BaseModel):
     """Updates, newest first."""
 
     updates: list[Update]
     next_before: int | None = Field(description="pass it as `before` to get the next page; null on the last one")
+    refused: list[Refused] = Field(
+        description="the last ones since the manager started, newest first; on the first page only"
+    )
 
 
 class ReplicaList(BaseModel):

@@ -70,7 +70,10 @@ class Caller:
     def require_any(self, *roles: str) -> None:
         """Raises PERMISSION_DENIED unless it has a grant of one of these roles, under whatever name."""
         if not self.everything and not any(grant.role in roles for grant in self.grants):
-            raise forbidden(f"{self.who} is neither {' nor '.join(roles)}: {self._may()}")
+            raise forbidden(
+                f"{self.who} may not act as {' or '.join(roles)}: {self._may()}; grants are in the file that --tokens "
+                "of the manager names, or in the certificate's common name"
+            )
 
     def _may(self) -> str:
         return f"it is granted {', '.join(str(grant) for grant in self.grants) or 'nothing'}"

@@ -8,7 +8,10 @@ over nobody may change what is sealed. Nothing here talks to anyone. Errors are 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
+
+import torch
 
 from ckpt_engine.v1.weights_pb2 import Atoms, SourceTable
 
@@ -29,6 +32,10 @@ class Source(Protocol):
         """Puts the current weights into the offered regions, if they do not lie there already; returns the seconds
         that copying took. `keep`: leave what is sealed as it is (a late reader wants the version that others have);
         raises FAILED_PRECONDITION if nothing is sealed or the source does not stay sealed."""
+        ...
+
+    def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Names and sealed values, for who looks at them after `seal`; the values may not be changed or kept."""
         ...
 
     def digest(self, atoms: Atoms) -> list[int]:

@@ -6,7 +6,7 @@ Nothing is copied, and it stays sealed as long as nobody changes the files, so l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,6 +107,10 @@ class DirectorySource:
         self.check()
         self._has_seal = True
         return 0.0
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the files hold."""
+        yield from zip((spec.name for spec in self._table.tensors), self._sealed, strict=True)
 
     def digest(self, atoms: Atoms) -> list[int]:
         """Digests of what the files hold; reads them once."""

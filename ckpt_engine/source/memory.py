@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
+from ckpt_engine.core.names import some
 from ckpt_engine.core.offers import rank_id
 from ckpt_engine.core.prepared_digests import PreparedDigests
 from ckpt_engine.core.problems import CkptEngineError, invalid, precondition
@@ -140,6 +141,10 @@ class MemorySource:
         ).run()
         return live if any(self._copied) else []
 
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is offered, as it is now; a live tensor before its readers cast it."""
+        yield from zip((box.name for box in self._published), self._sealed, strict=True)
+
     def digest(self, atoms: Atoms) -> list[int]:
         """Digests of sealed memory, as if cast to what is served; any thread.
 
@@ -153,7 +158,7 @@ class MemorySource:
         if live and (names := changed_since(self._table, self._sealed, live, atoms, digests)):
             self._has_seal = False
             raise precondition(
-                f"{len(names)} tensors changed while they were copied: {', '.join(names[:4])}; something steps or "
+                f"{len(names)} tensors changed while they were copied: {some(names)}; something steps or "
                 "loads them during update_weights",
                 tensors=names[:16],
                 ranks=[self._rank],
@@ -307,7 +312,7 @@ class MemorySource:
         if found.keys() != published:
             names = sorted(found.keys() ^ published)
             raise precondition(
-                f"tensors came or went since they were published: {', '.join(names[:4])}; publish again",
+                f"tensors came or went since they were published: {some(names)}; publish again",
                 tensors=names[:16],
                 ranks=[self._rank],
             )
@@ -323,7 +328,7 @@ class MemorySource:
         if moved:
             raise precondition(
                 f"{len(moved)} tensors have other memory, shape, strides or dtype than when they were published "
-                f"(something assigned to them, or to their .data): {', '.join(moved[:4])}; publish again",
+                f"(something assigned to them, or to their .data): {some(moved)}; publish again",
                 tensors=moved[:16],
                 ranks=[self._rank],
             )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.deadlines import NOTICE_SECONDS, Deadlines
 from ckpt_engine.core.machines.events import (
     PublicationDecided,
     PublishTable,
@@ -79,7 +80,7 @@ class Background:
 
     def publish(self, table: bytes) -> None:
         """Publishes a table, now or once the manager is there."""
-        self._require_running()
+        self.require_running()
         self._wait(self._publish(table), self._deadlines.stop)
 
     def await_published(self, connect_seconds: float, gather_seconds: float, settle_seconds: float) -> None:
@@ -90,8 +91,9 @@ class Background:
         an answer to a single rank's table, and the problem with which the manager refused the session, or for
         `settle_seconds` the tables.
         """
-        self._require_running()
+        self.require_running()
         started = time.monotonic()
+        notice = started + NOTICE_SECONDS
         with self._changed:
             while True:
                 now = time.monotonic()
@@ -113,13 +115,16 @@ class Background:
                     left = started + limit - now
                     if left <= 0:
                         raise self._late(limit)
-                self._changed.wait(left)
+                    if now >= notice:
+                        logger.warning("%s; waiting up to %.0f s more", self._awaited(), left)
+                        notice = math.inf
+                self._changed.wait(min(left, max(0.0, notice - now)))
 
     def update(
         self, request: manager_pb2.UpdateWeightsRequest, seconds: float, on_progress: Progress | None
     ) -> manager_pb2.UpdateReport:
         """Makes the UpdateWeights call and seals on this thread when asked to. Raises as UpdateCall.serve does."""
-        self._require_running()
+        self.require_running()
         assert self._session is not None
         self._call = call = UpdateCall()
         calling = asyncio.run_coroutine_threadsafe(self._session.update(request, seconds, call.event), self._loop)
@@ -133,7 +138,7 @@ class Background:
 
     def status(self) -> manager_pb2.GetStatusResponse:
         """Asks the manager how things are. Raises CkptEngineError when it does not answer."""
-        self._require_running()
+        self.require_running()
         assert self._session is not None
         return self._wait(self._session.status(self._deadlines.status), 2 * self._deadlines.status)
 
@@ -141,7 +146,7 @@ class Background:
         self, request: manager_pb2.SleepRequest | manager_pb2.WakeRequest, seconds: float
     ) -> list[manager_pb2.SleepWakeResult]:
         """One result a replica. Raises CkptEngineError when that is refused or not answered."""
-        self._require_running()
+        self.require_running()
         assert self._session is not None
         return self._wait(self._session.sleep_or_wake(request, seconds), seconds + self._deadlines.status)
 
@@ -183,8 +188,12 @@ class Background:
                     self._open, self._lost = True, None
                     logger.info("connected to the manager at %s (cluster %s)", self._address, cluster)
                 case SessionEnded(problem, final):
-                    if (self._lost is None or final) and not self._closing:
-                        logger.warning("no session with the manager at %s: %s", self._address, problem.message)
+                    # What refuses the first session for good is raised by the call that needs it.
+                    if not self._closing and (self._open or not (final or self._lost)):
+                        left = "for good" if final else "trying again"
+                        logger.warning(
+                            "no session with the manager at %s: %s; %s", self._address, problem.message, left
+                        )
                     self._open, self._lost, self._final, self._decision = False, problem, final, None
                 case PublicationDecided():
                     self._decision, self._decided_at = said, time.monotonic()
@@ -197,12 +206,19 @@ class Background:
     def _late(self, seconds: float) -> CkptEngineError:
         if self._open:
             return deadline(f"the manager did not take this rank's table within {seconds:.0f} s")
-        why = f": {self._lost.message}" if self._lost is not None else ""
-        return unavailable(f"no session with a manager at {self._address} within {seconds:.0f} s{why}")
+        return unavailable(f"{self._awaited()}; {seconds:.0f} s were waited for it")
 
-    def _require_running(self) -> None:
+    def _awaited(self) -> str:
+        """What a call waits for before its update can begin."""
+        if self._open:
+            return "the manager has not taken this rank's table yet: other ranks may not have published"
+        why = f": {self._lost.message}" if self._lost is not None else ""
+        return f"no session with a manager at {self._address}{why}"
+
+    def require_running(self) -> None:
+        """Raises FAILED_PRECONDITION after `stop`."""
         if not self._thread.is_alive():
-            raise precondition("this Trainer was closed")
+            raise precondition("this Trainer was closed: make another one")
 
     def _wait(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -7,10 +7,12 @@ import time
 
 from ckpt_engine.core.digest_host import warm_up
 from ckpt_engine.core.manifest import blob_digest, canonical
+from ckpt_engine.core.names import some
 from ckpt_engine.core.offers import by_transport
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.core.transports import GPU_MEMORY, transport_kinds
 from ckpt_engine.source.base import Source
+from ckpt_engine.source.finite import not_finite
 from ckpt_engine.trainer.session import Sealing
 from ckpt_engine.v1 import weights_pb2
 
@@ -22,16 +24,20 @@ class Sealer:
         self._lock = threading.Lock()
         self._source: Source | None = None
         self._table_digest = b""
+        self._check_finite = False
 
-    def offer(self, source: Source) -> bytes:
+    def offer(self, source: Source, check_finite: bool = False) -> bytes:
         """Takes the place of the former source, which is closed. Returns the table to publish, serialised. The first
-        time it compiles what its digests need, a second or two, so that no update waits for that."""
+        time it compiles what its digests need, a second or two, so that no update waits for that.
+
+        check_finite: refuse to seal what holds NaN or infinity."""
         on_gpus = {name for name, kind in transport_kinds().items() if kind.lends == {GPU_MEMORY}}
         if any(on_gpus.isdisjoint(by_transport(region)) for region in source.table().regions):
             warm_up()
         table = canonical(source.table())
         with self._lock:
             former, self._source, self._table_digest = self._source, source, blob_digest(table)
+            self._check_finite = check_finite
         if former is not None:
             former.close()
         return table
@@ -54,6 +60,13 @@ class Sealer:
             if not keep:
                 self._source.check()
             copy_seconds = self._source.seal(keep)
+            if self._check_finite and not keep and (wrong := not_finite(self._source.tensors())):
+                rank = self._source.table().rank
+                raise precondition(
+                    f"weights of rank {rank} hold NaN or infinity: {some(wrong)}; has training diverged?",
+                    tensors=wrong,
+                    ranks=[rank],
+                )
             started = time.perf_counter()
             values = self._source.digest(atoms)
             return weights_pb2.Digests(values=values), copy_seconds, time.perf_counter() - started

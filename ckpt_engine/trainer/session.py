@@ -173,7 +173,7 @@ class OfferingSession:
 
     def _lost(self, peer: Peer, problem: weights_pb2.Problem) -> None:
         self._streams.pop(peer, None)
-        self.feed(PeerLost(peer, problem.message))
+        self.feed(PeerLost(peer, problem.message, problem.code))
 
     # --------------------------------------------------------------------------------------------- tasks
 

@@ -10,17 +10,20 @@ Not supported: using a Trainer after a fork or from two threads at once (refused
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Self
 
 import torch
 
-from ckpt_engine.core.deadlines import Deadlines, check_seconds
+from ckpt_engine.connection import checked_address
+from ckpt_engine.core.deadlines import NOTICE_SECONDS, Deadlines, check_seconds
 from ckpt_engine.core.machines.trainer import TrainerMachine
 from ckpt_engine.core.problems import CkptEngineError, deadline, invalid, precondition
 from ckpt_engine.report import UpdateReport
@@ -45,6 +48,8 @@ ADVERTISE = "CKPT_ENGINE_ADVERTISE"
 """Environment variable with the name or address at which other hosts reach this one; agents read it, too."""
 
 POLL_SECONDS = 0.2
+
+logger = logging.getLogger("ckpt_engine.trainer")
 
 
 class Trainer:
@@ -72,6 +77,9 @@ class Trainer:
         advertise: str | None = None,
         deadlines: Deadlines | None = None,
     ) -> None:
+        if not (_whole(rank) and _whole(world_size)):
+            raise invalid(f"rank {rank!r} and world_size {world_size!r} are whole numbers; those of a shell are texts")
+        checked_address(address)
         if not 0 <= rank < world_size:
             raise invalid(f"rank {rank} is not in a world of {world_size}: ranks count from 0", ranks=[max(rank, 0)])
         self.address = address
@@ -104,6 +112,7 @@ class Trainer:
         dtype: str | torch.dtype | None = None,
         snapshot: bool | None = None,
         transport: str | None = None,
+        check_finite: bool = False,
     ) -> None:
         """Says which weights updates send: an nn.Module (also sharded by FSDP2), (name, tensor) pairs or a mapping, a
         callable that yields pairs anew at each update, or a safetensors directory.
@@ -112,7 +121,8 @@ class Trainer:
         holds. dtype: served, if another than the weights'. snapshot: True copies the weights at each update, so that
         replicas that join late can be served between updates; False refuses what needs a copy. transport: what all
         of them are offered over, "cuda_ipc", "shared_memory" or another that lends memory; none: where they lie if that
-        works. The table in `source.open.open_source` says what each kind of weights does by default.
+        works. check_finite: each update reads all weights once more and is refused, naming tensor and rank, if they
+        hold NaN or infinity. The table in `source.open.open_source` says what each kind of weights does by default.
 
         A module's weights on a CPU move into shared memory, where the optimizer goes on stepping them; those whose
         memory something else uses, too (a flat buffer, `share_memory`, a kept `.data`), stay where they are and are
@@ -128,6 +138,7 @@ class Trainer:
         Raises CkptEngineError (INVALID_ARGUMENT, naming the tensor) for weights that cannot be published.
         """
         with self._alone("publish"):
+            self._background.require_running()
             source = open_source(
                 weights,
                 rank=self.rank,
@@ -137,7 +148,7 @@ class Trainer:
                 advertise=self._advertise,
                 transport=transport,
             )
-            self._background.publish(self._sealer.offer(source))
+            self._background.publish(self._sealer.offer(source, check_finite))
 
     def withdraw(self, timeout: float = 60.0) -> None:
         """Takes back what was published; returns when no replica maps GPU memory of this rank any more.
@@ -161,6 +172,7 @@ class Trainer:
         """
         check_seconds("a timeout", timeout)
         end = time.monotonic() + timeout
+        notice = time.monotonic() + NOTICE_SECONDS
         with self._alone("wait_for_replicas"):
             while True:
                 found, why = self._replicas()
@@ -169,6 +181,12 @@ class Trainer:
                 if time.monotonic() >= end:
                     named = f" ({', '.join(found)})" if found else ""
                     raise deadline(f"{len(found)} of {count} replicas{named} were up after {timeout:g} s{why}")
+                if time.monotonic() >= notice:
+                    left = end - time.monotonic()
+                    logger.warning(
+                        "%d of %d replicas are up%s; waiting up to %.0f s more", len(found), count, why, left
+                    )
+                    notice = end
                 time.sleep(min(POLL_SECONDS, max(0.0, end - time.monotonic())))
 
     def update_weights(
@@ -201,6 +219,7 @@ class Trainer:
         """
         request = self._request(version, pause_mode, timeout, min_replicas, replicas)
         with self._alone("update_weights"):
+            self._background.require_running()
             if not self._sealer.offering:
                 raise precondition("publish weights before update_weights", ranks=[self.rank])
             whole = timeout if timeout is not None else self._deadlines.update
@@ -283,16 +302,18 @@ class Trainer:
         min_replicas: int | None,
         replicas: Sequence[str],
     ) -> manager_pb2.UpdateWeightsRequest:
-        if version is not None and not 0 <= version < 1 << 63:
-            raise invalid(f"version {version} is not a count of steps")
+        if version is not None and not (_whole(version) and 0 <= version < 1 << 63):
+            raise invalid(f"version {version!r} is not a count of steps: give a whole number from 0")
         if pause_mode is not None and pause_mode not in PAUSE_MODES:
             raise invalid(f"pause_mode {pause_mode!r} is none of {', '.join(PAUSE_MODES)}")
         if timeout is not None:
             check_seconds("a timeout", timeout)
-        if min_replicas is not None and min_replicas < 0:
-            raise invalid(f"min_replicas {min_replicas} is negative")
+        if min_replicas is not None and not (_whole(min_replicas) and 0 <= min_replicas < 1 << 31):
+            raise invalid(f"min_replicas {min_replicas!r} is not a number of replicas")
         if isinstance(replicas, str):
             raise invalid(f"replicas is a list of names: [{replicas!r}]")
+        if not all(isinstance(name, str) for name in replicas):
+            raise invalid(f"replicas is a list of names, not {list(replicas)!r}")
         return manager_pb2.UpdateWeightsRequest(
             lineage=self.lineage,
             rank=self.rank,
@@ -303,3 +324,8 @@ class Trainer:
             min_replicas=min_replicas,
             replicas=replicas,
         )
+
+
+def _whole(number: object) -> bool:
+    """Whether it is a whole number; numpy's count, too, and truth values do not."""
+    return isinstance(number, Integral) and not isinstance(number, bool)

@@ -125,4 +125,4 @@ def _nixl() -> str:
         or importlib.util.find_spec("nixl_cu12")
     ):
         return "NIXL is installed"
-    return "NIXL is not installed (pip install 'ckpt-engine[nixl-cu13]' or 'ckpt-engine[nixl-cu12]')"
+    return "NIXL is not installed"

@@ -126,7 +126,9 @@ def test_it_fails_when_a_part_of_it_dies(runs: list[Run], word: str) -> None:
     result = json.loads(out)
     assert result["ok"] is False
     assert "SIGKILL" in result["problem"] or "exited" in result["problem"]
-    assert run.left() == ({}, [])
+    kept = Path(result["problem"].rpartition("The logs are in ")[2])
+    assert "manager.log" in [log.name for log in kept.iterdir()]
+    assert run.left() == ({}, [str(kept)]), "nothing but the logs, which it names"
 
 
 @pytest.mark.slow

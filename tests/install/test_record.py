@@ -224,8 +224,8 @@ def test_other_dtypes_are_refused_with_what_to_do() -> None:
         spec.dtype = "float32"
     problem = refused(ModuleTarget(model), described)
     assert problem.message == (
-        "published in other dtypes than the model's: embed_tokens.weight is float32, the model keeps it as bfloat16; "
-        "layers.0.conv1d is float32, the model keeps it as bfloat16. Publish with dtype=bfloat16"
+        "2 tensors published in other dtypes than the model's: float32, and the model keeps bfloat16: "
+        'embed_tokens.weight, layers.0.conv1d. Publish with dtype="bfloat16"'
     )
     described.tensors[0].dtype = "float99"
     assert list(refused(ModuleTarget(model), described).tensors) == ["embed_tokens.weight"]

@@ -35,7 +35,7 @@ async def test_an_idle_manager(client: httpx.AsyncClient, manager: ManagerServer
     assert health["status"] == "ok"
     assert health["cluster"] == manager.ledger.cluster
     assert (await client.get("/v1/replicas")).json() == {"replicas": []}
-    assert (await client.get("/v1/updates")).json() == {"updates": [], "next_before": None}
+    assert (await client.get("/v1/updates")).json() == {"updates": [], "next_before": None, "refused": []}
     values = await samples(client)
     assert values["ckpt_engine_replicas", ("serving",)] == 0
     assert values["ckpt_engine_updates_total", ("ok",)] == 0
@@ -95,7 +95,23 @@ async def test_a_refused_update_counts_once_however_many_ranks_called(
     calls = [trainer.update(timeout_seconds=5.0) for trainer in trainers]  # there is no replica
     for call in calls:
         await refused(call)
-    assert (await samples(client))["ckpt_engine_updates_total", ("refused",)] == 1
+    values = await samples(client)
+    assert values["ckpt_engine_updates_total", ("refused",)] == 1
+    assert values["ckpt_engine_update_refusals_total", ("failed_precondition",)] == 1
+    (shown,) = (await client.get("/v1/updates")).json()["refused"]
+    assert (shown["lineage"], shown["version"]) == ("run", None)
+    assert "start some with `ckpt-engine replica`" in shown["problem"]["message"]
+    assert (await client.get("/v1/updates", params={"before": 1})).json()["refused"] == []
+
+
+async def test_the_lines_of_a_session_name_its_member(
+    stub: CheckpointEngineManagerStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    await ScriptedReplica(stub, "rollout-0").open()
+    await ScriptedTrainer(stub, 1, 2).open()
+    assert "session opened peer=replica-1 replica='rollout-0' address=" in caplog.text
+    assert "session opened peer=trainer-2 lineage='run' rank=1 world_size=2 address=" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ async def test_a_manager_that_is_not_there(ears: Ears) -> None:
     channel = open_channel(f"127.0.0.1:{free_port()}")
     stream = ears.stream(channel)
     stream.send(manager_pb2.ReplicaHello())
-    assert "Connection refused" in await ears.reason()
+    assert "nothing listens there: start the manager" in await ears.reason()
     await stream.close()
     await channel.close()
 

@@ -171,7 +171,7 @@ def node_plan(arguments: Sequence[str], port: int, model: str, place: Place) -> 
 def availability() -> AdapterAvailability:
     """Whether transformers, which the workers run, is installed here."""
     if importlib.util.find_spec("transformers") is None:
-        return AdapterAvailability(False, "", "transformers is not installed: pip install 'ckpt-engine[reference]'")
+        return AdapterAvailability(False, "", "transformers is not installed: pip install 'ckpt-engine[demo]'")
     return AdapterAvailability(True, f"transformers {importlib.metadata.version('transformers')}", "")
 
 

@@ -105,8 +105,8 @@ class AgentMachine:
             case Message(peer, body):
                 if self._session.heard(peer, now):
                     self._message(body, now)
-            case PeerLost(peer, reason):
-                self._session.lost(peer, reason, now)
+            case PeerLost(peer, reason, code):
+                self._session.lost(peer, reason, now, code)
             case TimerFired(key):
                 self._timer(key, now)
             case Done():

@@ -100,10 +100,11 @@ class Message:
 
 @dataclass(frozen=True)
 class PeerLost:
-    """A stream ended, could not be opened, or broke. `reason` is for people."""
+    """A stream ended, could not be opened, or broke. `reason` is for people; code: of the status that it ended with."""
 
     peer: Peer
     reason: str
+    code: weights_pb2.Problem.Code = weights_pb2.Problem.UNAVAILABLE
 
 
 @dataclass(frozen=True)
@@ -269,11 +270,13 @@ class SessionEnded:
 
     final: nothing will be tried again; a trainer's waiting calls fail with the problem, an agent's process ends.
     evicted: an operator took it out, so nobody shall start it again either.
+    patience: seconds for which a name that somebody else holds is asked for again; 0: it is not that.
     """
 
     problem: weights_pb2.Problem
     final: bool
     evicted: bool = False
+    patience: float = 0.0
 
 
 # --------------------------------------------------------------------------------------------------- the agent

@@ -94,8 +94,8 @@ class OfferingMachine:
             case Message(peer, body):
                 if self._session.heard(peer, now):
                     self._message(body, now)
-            case PeerLost(peer, reason):
-                self._session.lost(peer, reason, now)
+            case PeerLost(peer, reason, code):
+                self._session.lost(peer, reason, now, code)
             case TimerFired(key):
                 if not self._session.timer(key, now) and key == REPUBLISH:
                     self._publish()

@@ -30,6 +30,11 @@ BEAT: Key = ("session", "beat")
 PATIENCE = 1.25
 """Leases to wait for a member's name that somebody else holds: if that one is dead, its lease is over by then."""
 
+DENIED = frozenset(
+    {weights_pb2.Problem.INVALID_ARGUMENT, weights_pb2.Problem.UNAUTHENTICATED, weights_pb2.Problem.PERMISSION_DENIED}
+)
+"""Refusals that no second attempt mends."""
+
 SessionCommand = Send | ClosePeer | SetTimer | CancelTimer | OpenStream | SessionOpened | SessionEnded
 
 
@@ -130,8 +135,8 @@ class Session:
 
         An unavailable manager is asked again. So is one that took somebody else for this member before it welcomed
         this one (that may be a dead process whose lease still runs), and one of another cluster: what is served goes on
-        being served until an operator has put the right manager there. Anything else is final; what is refused to a
-        welcomed member in this state of the system is an operator's having taken it out.
+        being served until an operator has put the right manager there, or has given it back its grants. Anything else
+        is final; what is refused to a welcomed member in this state of the system is an operator's having taken it out.
         """
         welcomed = self.welcomed
         self._close()
@@ -141,18 +146,41 @@ class Session:
         patient = taken and self._taken_since is not None and now - self._taken_since < PATIENCE * self._lease
         state = problem.code == weights_pb2.Problem.FAILED_PRECONDITION
         elsewhere = state and not welcomed
-        if problem.code == weights_pb2.Problem.UNAVAILABLE or patient or elsewhere:
-            self.failed(problem.message, now, problem.code)
+        if problem.code == weights_pb2.Problem.UNAVAILABLE or patient or elsewhere or self._lost_its_grants(problem):
+            self.failed(problem.message, now, problem.code, PATIENCE * self._lease if patient else 0.0)
         else:
             self.end(problem, evicted=state and welcomed)
 
-    def lost(self, peer: Peer, reason: str, now: float) -> bool:
-        """Whether the stream that ended was the current one; then it is dialled again."""
+    def not_stored(self, problem: weights_pb2.Problem, now: float) -> None:
+        """What the hello refers to could not be stored with the manager."""
+        self._failed_with(problem, now)
+
+    def _failed_with(self, problem: weights_pb2.Problem, now: float) -> None:
+        denied = problem.code in DENIED
+        if denied and not self.cluster:
+            self.end(problem)
+        else:
+            self.failed(problem.message, now, problem.code if denied else weights_pb2.Problem.UNAVAILABLE)
+
+    def _lost_its_grants(self, problem: weights_pb2.Problem) -> bool:
+        """Whether a manager has welcomed this member before and knows it no more, as one with other tokens does."""
+        grants = (weights_pb2.Problem.UNAUTHENTICATED, weights_pb2.Problem.PERMISSION_DENIED)
+        return bool(self.cluster) and problem.code in grants
+
+    def lost(
+        self,
+        peer: Peer,
+        reason: str,
+        now: float,
+        code: weights_pb2.Problem.Code = weights_pb2.Problem.UNAVAILABLE,
+    ) -> bool:
+        """Whether the stream that ended was the current one; then it is dialled again, unless no manager has ever
+        welcomed this member and this one never will."""
         if peer != self.peer:
             return False
         self.peer = None
         self.welcomed = False
-        self.failed(reason, now)
+        self._failed_with(weights_pb2.Problem(code=code, message=reason), now)
         return True
 
     def failed(
@@ -160,6 +188,7 @@ class Session:
         reason: str,
         now: float,
         code: weights_pb2.Problem.Code = weights_pb2.Problem.UNAVAILABLE,
+        patience: float = 0.0,
     ) -> None:
         """The manager was lost, not reached, or does not want this session now: try again a little later each time."""
         if self.ended:
@@ -169,11 +198,7 @@ class Session:
         wait = min(most, first * 2 ** min(self._failures, 16))
         self._failures += 1
         self._emit(SetTimer(RECONNECT, wait))
-        problem = weights_pb2.Problem(
-            code=code,
-            message=f"no session with the manager: {reason}; trying again in {wait:.1f} s",
-        )
-        self._emit(SessionEnded(problem, final=False))
+        self._emit(SessionEnded(weights_pb2.Problem(code=code, message=reason), final=False, patience=patience))
 
     def end(self, problem: weights_pb2.Problem, evicted: bool = False) -> None:
         """No further attempt."""

@@ -9,7 +9,7 @@ from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.machines.events import Call, FinishCall, SleepCall, WakeCall
 from ckpt_engine.core.machines.manager_state import State
 from ckpt_engine.core.machines.members import Replica
-from ckpt_engine.core.problems import deadline, not_found, unavailable
+from ckpt_engine.core.problems import deadline, unavailable
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -20,8 +20,7 @@ class Sleepers:
     def __init__(self, state: State, event: SleepCall | WakeCall, now: float) -> None:
         request = event.request
         for name in request.replicas:
-            if name not in state.members.replicas:
-                raise not_found(f"there is no replica {name!r}", replica=name)
+            state.members.replica(name)
         if request.timeout_seconds:
             check_seconds("a timeout", request.timeout_seconds)
         self.state = state

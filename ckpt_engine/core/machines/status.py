@@ -11,6 +11,17 @@ from ckpt_engine.core.machines.publications import Publications
 from ckpt_engine.core.machines.update import Update
 from ckpt_engine.v1 import manager_pb2
 
+REPLICA_STATES = ("serving", "asleep", "closed", "disconnected")
+
+
+def replica_state(replica: manager_pb2.ReplicaStatus) -> str:
+    """The one word for a replica: the first of disconnected, asleep, serving, closed that is true."""
+    if not replica.connected:
+        return "disconnected"
+    if replica.asleep:
+        return "asleep"
+    return "serving" if replica.serving else "closed"
+
 
 def status_of(
     state: State,

@@ -106,7 +106,8 @@ class Versions:
         known = self.highest.get(lineage)
         if known is not None and version < known.version:
             raise precondition(
-                f"version {version} goes backwards: {describe(known)} was installed before; start a new lineage"
+                f"version {version} goes backwards: {describe(known)} was installed before. To go back, start "
+                'a new lineage: Trainer(..., lineage="NAME"), or `ckpt-engine update --lineage NAME`'
             )
 
     def check_number(self, identity: weights_pb2.Identity, late: weights_pb2.Identity | None) -> None:

@@ -1,0 +1,56 @@
+"""What an agent is told about its replica."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from ckpt_engine.agent.engine import checked_advertise
+from ckpt_engine.agent.launched import LaunchSettings
+from ckpt_engine.agent.nodes import NodeSettings
+from ckpt_engine.connection import checked_address
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.install.state import HoldLimits
+from ckpt_engine.transport.registry import worker_transports
+from ckpt_engine.v1 import manager_pb2
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """One replica.
+
+    manager: host:port. name: empty: host-kind-port. Exactly one of launch and url says which engine; kind is its kind.
+    advertise: name or address at which other hosts reach this one. transports: over which weights may be read; empty:
+    all that work here. startup_seconds: for an attached engine to answer. nodes: of an engine that spans
+    several, which this agent leads. close_when_alone: the gate closes once this agent has been gone for a lease.
+    metrics: host:port where Prometheus scrapes this agent; empty: nowhere.
+    """
+
+    manager: str
+    kind: str
+    launch: LaunchSettings | None = None
+    url: str = ""
+    name: str = ""
+    mode: manager_pb2.Mode = manager_pb2.STANDALONE
+    advertise: str = ""
+    transports: tuple[str, ...] = ()
+    startup_seconds: float = 600.0
+    deadlines: Deadlines = field(default_factory=lambda: Deadlines.from_environment(os.environ))
+    nodes: NodeSettings = field(default_factory=NodeSettings)
+    close_when_alone: bool = False
+    hold: HoldLimits = field(default_factory=HoldLimits)
+    metrics: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        if (self.launch is None) == (not self.url):
+            raise ValueError("an agent either launches its engine or is told the url of one that runs")
+        try:
+            checked_address(self.manager)
+        except CkptEngineError as error:
+            raise ValueError(error.problem.message) from error
+        if self.nodes.nodes > 1 and (self.launch is None or self.nodes.rank != 0):
+            raise ValueError("an engine on several --nodes is launched by its agents (no --url), and node 0 leads")
+        worker_transports(self.transports)
+        checked_advertise(self.advertise)

@@ -1,0 +1,53 @@
+"""One call of the manager, for the commands that make one: its answer, or one sentence and status 1."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, TypeVar
+
+import grpc
+import typer
+
+from ckpt_engine.client import error_of, manager_stub, open_channel
+from ckpt_engine.core.deadlines import NOTICE_SECONDS
+from ckpt_engine.core.problems import CkptEngineError
+
+Answer = TypeVar("Answer")
+
+LOCAL = "127.0.0.1:50051"
+"""Where `ckpt-engine serve` listens unless it is told otherwise."""
+
+Manager = Annotated[str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="The manager, host:port.")]
+Names = Annotated[list[str] | None, typer.Argument(help="Replicas, as `ckpt-engine status` names them. Default: all.")]
+
+
+def ask_manager(manager: str, ask: Callable[[Any], Awaitable[Any]], what: str) -> Any:
+    """The answer to one call. Exits with 1 and the reason if it is refused; says after a while that it waits, and
+    `what` for."""
+
+    async def answer() -> Any:
+        async with open_channel(manager) as channel:
+            asking = asyncio.ensure_future(_answered(ask(manager_stub(channel))))
+            done, _ = await asyncio.wait((asking,), timeout=NOTICE_SECONDS)
+            if not done:
+                typer.echo(f"waiting for the manager at {manager}: {what}", err=True)
+            return await asking
+
+    try:
+        return asyncio.run(answer())
+    except CkptEngineError as error:
+        raise failed(manager, error) from error
+
+
+def failed(manager: str, error: CkptEngineError) -> typer.Exit:
+    """Says why the manager did not answer, or what it refused; to be raised."""
+    typer.echo(f"manager {manager}: {error.problem.message}", err=True)
+    return typer.Exit(1)
+
+
+async def _answered(call: Awaitable[Answer]) -> Answer:
+    try:
+        return await call
+    except grpc.RpcError as error:
+        raise error_of(error) from error

@@ -1,0 +1,62 @@
+"""What an option may be, for `--help`, completion and the message about anything else. A test holds each of these
+against the place that knows: help must not load what that needs."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Engine(StrEnum):
+    """Kinds of engines that there is an adapter for."""
+
+    REFERENCE = "reference"
+    SGLANG = "sglang"
+    VLLM = "vllm"
+
+
+class Mode(StrEnum):
+    """How a replica shares its GPUs with a trainer: see docs/modes.md."""
+
+    STANDALONE = "standalone"
+    HYBRID = "hybrid"
+    COLOCATED = "colocated"
+
+
+class PauseMode(StrEnum):
+    """What becomes of running requests: see `Trainer.update_weights`."""
+
+    KEEP = "keep"
+    ABORT = "abort"
+    WAIT = "wait"
+    IN_PLACE = "in_place"
+
+
+class Transport(StrEnum):
+    """Over which workers can read."""
+
+    CUDA_IPC = "cuda_ipc"
+    SHARED_MEMORY = "shared_memory"
+    FILE = "file"
+
+
+class Tag(StrEnum):
+    """Memory that an engine can take back by itself."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+
+class Level(StrEnum):
+    """Of the log."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class Form(StrEnum):
+    """Of the log's lines."""
+
+    TEXT = "text"
+    JSON = "json"

@@ -1,0 +1,21 @@
+"""Which extra of the package brings what, told to whoever lacks it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from ckpt_engine.core.problems import precondition
+
+
+def missing(*modules: str) -> list[str]:
+    """Those of these modules that are not installed."""
+    return [module for module in modules if find_spec(module) is None]
+
+
+def require(extra: str, *modules: str, what: str) -> None:
+    """Raises FAILED_PRECONDITION if one of `modules` is not installed, with the extra that brings it to `what`."""
+    lacking = missing(*modules)
+    if lacking:
+        raise precondition(
+            f"{what} needs {', '.join(lacking)}, which the base install leaves out: pip install 'ckpt-engine[{extra}]'"
+        )

@@ -1,0 +1,40 @@
+"""A real manager on a thread, and the command line as a user has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from ckpt_engine.cli import app_for
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.manager.service import ManagerConfig, running_manager
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run() -> Run:
+    """Runs a command in this process; its standard output and error are in the result."""
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(app_for(arguments), list(arguments), catch_exceptions=False)
+
+    return run
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ManagerConfig:
+    return ManagerConfig(
+        "127.0.0.1:0", "127.0.0.1:0", tmp_path / "ledger.sqlite3", deadlines=Deadlines(), stop_seconds=1.0
+    )
+
+
+@pytest.fixture
+def manager(config: ManagerConfig) -> Iterator[str]:
+    """Its address."""
+    with running_manager(config) as address:
+        yield address

@@ -1,0 +1,259 @@
+"""Mistakes that people make, and what each prints: what is wrong, with which value, and what to do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from rich.console import Console
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from ckpt_engine import CkptEngineError, Trainer, extras
+from ckpt_engine.agent.logs import new_log
+from ckpt_engine.agent.metrics import AgentState, scraped_at
+from ckpt_engine.agent.remedies import remedy
+from ckpt_engine.cli import app_for
+from ckpt_engine.commands import status as status_command
+from ckpt_engine.commands.choices import Form, Level
+from ckpt_engine.commands.logs import JsonLines
+from ckpt_engine.core.names import some
+from ckpt_engine.source.open import open_source
+from ckpt_engine.trainer.sealer import Sealer
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+Run = Callable[..., Result]
+
+
+def said(call: Callable[[], object]) -> str:
+    with pytest.raises(CkptEngineError) as caught:
+        call()
+    return caught.value.problem.message
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        ({"version": "3"}, "version '3' is not a count of steps: give a whole number from 0"),
+        ({"version": 3.0}, "version 3.0 is not a count of steps"),
+        ({"version": True}, "version True is not a count of steps"),
+        ({"version": -1}, "version -1 is not a count of steps"),
+        ({"timeout": "60"}, "a timeout is a number of seconds, not '60'"),
+        ({"timeout": 0}, "a timeout of 0 s cannot be waited for"),
+        ({"min_replicas": "1"}, "min_replicas '1' is not a number of replicas"),
+        ({"min_replicas": -1}, "min_replicas -1 is not a number of replicas"),
+        ({"replicas": "rollout-0"}, "replicas is a list of names: ['rollout-0']"),
+        ({"replicas": [0]}, "replicas is a list of names, not [0]"),
+        ({"pause_mode": "stop"}, "pause_mode 'stop' is none of keep, abort, wait, in_place"),
+    ],
+)
+def test_arguments_of_an_update_that_cannot_be(wish: dict[str, Any], words: str) -> None:
+    with Trainer("127.0.0.1:1", lineage="run") as trainer:
+        assert words in said(lambda: trainer.update_weights(**wish))
+
+
+def test_arguments_of_a_trainer_that_cannot_be() -> None:
+    assert "those of a shell are texts" in said(lambda: Trainer("127.0.0.1:1", rank="0", lineage="run"))  # type: ignore[arg-type]
+    assert "ranks count from 0" in said(lambda: Trainer("127.0.0.1:1", rank=2, world_size=2, lineage="run"))
+
+
+def test_a_trainer_that_was_closed_says_so() -> None:
+    trainer = Trainer("127.0.0.1:1", lineage="run")
+    trainer.close()
+    for call in (trainer.update_weights, lambda: trainer.publish({"a": torch.ones(2)}), trainer.sleep):
+        assert said(call) == "this Trainer was closed: make another one"
+
+
+def test_a_rank_that_has_not_published_says_so() -> None:
+    with Trainer("127.0.0.1:1", lineage="run") as trainer:
+        assert said(trainer.update_weights) == "publish weights before update_weights"
+
+
+def test_a_name_that_nobody_has(run: Run, manager: str) -> None:
+    for command in (["sleep", "nosuch"], ["wake", "nosuch"], ["replica", "retry", "nosuch"], ["evict", "nosuch"]):
+        result = run(*command, "--manager", manager)
+        assert result.exit_code == 1
+        assert result.stderr == f"manager {manager}: there is no replica 'nosuch' (none is known)\n"
+    result = run("trainer", "evict", "nosuch", "--manager", manager)
+    assert "there is no run 'nosuch' (none is known)" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["wake", "--tag", "kvcache"], "'kvcache' is not one of 'weights', 'kv_cache'"),
+        (["update", "--checkpoint", "x", "--pause-mode", "stop"], "'stop' is not one of 'keep', 'abort', 'wait'"),
+        (["serve", "--log-level", "loud"], "'loud' is not one of 'debug', 'info', 'warning', 'error'"),
+        (["serve", "--deadline", "leese=3"], "leese"),
+        (["sleep", "--timeout", "1e9"], "cannot be waited for"),
+        (["demo", "--engine", "tgi"], "'tgi' is not one of 'reference', 'sglang', 'vllm'"),
+        (["engines", "tgi"], "'tgi' is not one of"),
+        (["update"], "Missing option '--checkpoint'"),
+        (["servee"], "No such command 'servee'"),
+    ],
+)
+def test_options_that_cannot_be(run: Run, arguments: list[str], words: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_port_in_use_is_told_without_noise(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for option in ("--listen", "--http"):
+            other = {"--listen": "--http", "--http": "--listen"}[option]
+            command = ["serve", "--ledger", str(tmp_path / "ledger"), option, address, other, "127.0.0.1:0"]
+            done = subprocess.run(
+                [sys.executable, "-m", "ckpt_engine", *command], capture_output=True, text=True, timeout=60, check=False
+            )
+            assert done.returncode == 1
+            (line,) = done.stderr.splitlines()
+            assert f"cannot listen on {address}" in line
+            assert option in line, "it names the option"
+
+
+def test_a_base_install_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake: find_spec finds no torch, as in an environment without."""
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "torch" else object())
+    words = said(lambda: extras.require("trainer", "torch", "numpy", what="ckpt_engine.Trainer"))
+    assert words == (
+        "ckpt_engine.Trainer needs torch, which the base install leaves out: pip install 'ckpt-engine[trainer]'"
+    )
+    for command in ("update", "replica", "demo"):
+        needed = {"update": ["--checkpoint", "x"], "replica": ["--manager", "a:1", "--engine", "vllm"], "demo": []}
+        result = CliRunner().invoke(app_for([command]), [command, *needed[command]])
+        assert isinstance(result.exception, CkptEngineError)
+        assert "pip install 'ckpt-engine[" in str(result.exception)
+
+
+def test_an_engine_that_is_not_installed() -> None:
+    lines = ["Traceback (most recent call last):", "ModuleNotFoundError: No module named 'vllm.entrypoints'"]
+    words = remedy(["env", "A=b", "/opt/bin/python3", "-m", "vllm"], lines)
+    assert words.startswith(
+        "/opt/bin/python3 has no vllm: activate the engine's environment, or name its Python behind --"
+    )
+    words = remedy(["python", "-m", "x"], ["(ModuleNotFoundError: No module named 'ckpt_engine_adapters')"])
+    assert "install it into the engine's environment as well" in words
+    assert remedy(["python"], ["CUDA out of memory"]) == ""
+
+
+def test_many_names_are_counted() -> None:
+    assert some(["a"]) == "a"
+    assert some([str(number) for number in range(25)]) == "0, 1, 2, 3 and 21 more"
+
+
+def test_where_metrics_cannot_be(tmp_path: Path) -> None:
+    for address, words in (("9100", "must be HOST:PORT"), ("127.0.0.1:x", "must be HOST:PORT")):
+        with pytest.raises(CkptEngineError, match=words), scraped_at(address, AgentState):
+            continue
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(CkptEngineError, match=r"cannot listen on .* for metrics"), scraped_at(address, AgentState):
+            pass
+
+
+def test_weights_that_are_no_numbers_are_refused_by_name(manager: str, tmp_path: Path) -> None:
+    weights = {"fine": torch.ones(3), "wrong": torch.tensor([1.0, float("nan")]), "count": torch.tensor([1])}
+    save_file(weights, tmp_path / "model.safetensors")
+    for published in (weights, str(tmp_path)):
+        for checked in (True, False):
+            sealer = Sealer()
+            table = weights_pb2.SourceTable.FromString(sealer.offer(open_source(published), check_finite=checked))
+            atoms = weights_pb2.Atoms(table_digest=sealer._table_digest)
+            assert table.rank == 0
+            if checked:
+                assert "weights of rank 0 hold NaN or infinity: wrong; has training diverged?" in said(
+                    lambda sealer=sealer, atoms=atoms: sealer.seal(atoms, keep=False)  # type: ignore[misc]
+                )
+            else:
+                sealer.seal(atoms, keep=False)
+            sealer.close()
+
+
+def test_a_log_of_json_lines_has_fields() -> None:
+    words = "session opened peer=%s rank=%d took %.1f%% at=%r"
+    record = logging.LogRecord("ckpt_engine", logging.INFO, "", 0, words, ("t-1", 3, 5.0, "x"), None)
+    line = json.loads(JsonLines(replica="r").format(record))
+    assert (line["peer"], line["rank"], line["at"], line["replica"], line["level"]) == ("t-1", 3, "x", "r", "info")
+    assert line["message"] == "session opened peer=t-1 rank=3 took 5.0% at='x'"
+    assert {each.value for each in Form} == {"text", "json"}
+    assert Level("debug") is Level.DEBUG
+
+
+def test_the_status_fits_into_eighty_columns() -> None:
+    identity = weights_pb2.Identity(lineage="grpo-qwen3-8b", version=1234, root=bytes(32))
+    answer = manager_pb2.GetStatusResponse(
+        software_version="0.1.0",
+        phase="idle",
+        latest=identity,
+        trainers=[manager_pb2.TrainerStatus(lineage="grpo-qwen3-8b", rank=15, world_size=16, description="host-a")],
+        replicas=[
+            manager_pb2.ReplicaStatus(
+                name="rollout-node-17-gpu-3",
+                connected=True,
+                identity=identity,
+                last_outcome=manager_pb2.ReplicaOutcome(),
+            )
+        ],
+    )
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(status_command.as_tables("10.0.0.1:50051", answer, wide=False))
+    text = console.export_text()
+    for row in ("rollout-node-17-gpu-3", "1234 of grpo-qwen3-8b", "15 of 16"):
+        assert row in text, text
+    assert " host " in text
+    assert "publishes" not in text
+
+
+def test_old_engine_logs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt_engine.agent.logs.KEPT_BYTES", 100)
+    old, new = new_log(tmp_path, "old"), new_log(tmp_path, "new")
+    old.write_bytes(bytes(80))
+    new.write_bytes(bytes(80))
+    os.utime(old, (1, 1))
+    newest = new_log(tmp_path, "newest")
+    assert set((tmp_path / "logs").iterdir()) == {new, newest}
+
+
+def test_every_variable_of_a_command_is_documented() -> None:
+    root = Path(__file__).parents[2]
+    page = "".join(path.read_text() for path in (root / "docs").rglob("*.md"))
+    sources = [*(root / "ckpt_engine").rglob("*.py"), *(root / "adapters").rglob("*.py")]
+    names = {name for path in sources for name in re.findall(r'"(CKPT_ENGINE_[A-Z_]+)"', path.read_text())}
+    serve = (root / "ckpt_engine/commands/serve.py").read_text()
+    names |= {f"CKPT_ENGINE_SERVE_{name}" for name in re.findall(r'_option\("([A-Z_]+)"', serve)}
+    assert len([name for name in names if "_SERVE_" in name]) == 10
+    assert sorted(name for name in names if name not in page) == []
+
+
+def test_the_base_leaves_out_what_is_large() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    base = {re.split(r"[<>=\[]", name)[0] for name in project["dependencies"]}
+    assert not base & {"torch", "numba", "transformers"}
+    extras_there = project["optional-dependencies"]
+    assert set(extras_there) == {"trainer", "relay", "demo", "vllm", "sglang", "dev"}
+    for extra in ("trainer", "vllm", "sglang"):
+        assert not [each for each in extras_there[extra] if "<" in each or "==" in each], "users choose versions"
+
+
+def test_a_manager_loads_no_torch() -> None:
+    code = (
+        "import sys, ckpt_engine.commands.serve, ckpt_engine.manager.service\n"
+        "assert not {'torch', 'numba', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

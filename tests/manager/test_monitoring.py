@@ -1,0 +1,178 @@
+"""What is exported, and that dashboard, alerts and page speak of nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from pathlib import Path
+
+import yaml
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ckpt_engine.agent.metrics import AgentState, registry_of, scraped_at
+from ckpt_engine.install.counts import REASONS as GATE_REASONS
+from ckpt_engine.install.counts import Counts, GateCounts, counted
+from ckpt_engine.install.holding import FULL, UPDATING
+from ckpt_engine.manager.blobs import MEBIBYTE, BlobStore
+from ckpt_engine.manager.metrics import REASONS, Metrics
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+ROOT = Path(__file__).parents[2]
+MONITORING = ROOT / "examples" / "monitoring"
+
+
+def identity(version: int, lineage: str = "run") -> weights_pb2.Identity:
+    return weights_pb2.Identity(lineage=lineage, version=version, root=bytes(32))
+
+
+def replica(name: str, version: int | None, **fields: bool) -> manager_pb2.ReplicaStatus:
+    held = None if version is None else identity(version)
+    return manager_pb2.ReplicaStatus(name=name, connected=True, serving=True, identity=held, **fields)
+
+
+def samples(registry: CollectorRegistry) -> dict[tuple[str, tuple[str, ...]], float]:
+    return {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(generate_latest(registry).decode())
+        for sample in family.samples
+    }
+
+
+class Manager:
+    """Metrics of a manager whose status a test writes."""
+
+    def __init__(self) -> None:
+        self.status = manager_pb2.GetStatusResponse(latest=identity(7))
+        self.metrics = Metrics(lambda: self.status, BlobStore(MEBIBYTE, MEBIBYTE))
+
+    def samples(self) -> dict[tuple[str, tuple[str, ...]], float]:
+        return samples(self.metrics.registry)
+
+
+def test_series_of_replicas_end_with_them() -> None:
+    manager = Manager()
+    manager.status.replicas.extend([replica("new", 7), replica("old", 4), replica("empty", None)])
+    outcome = manager_pb2.ReplicaOutcome(replica="new", outcome=manager_pb2.NEW_SERVING)
+    manager.metrics.report(manager_pb2.UpdateReport(ok=True, identity=identity(7), replicas=[outcome]))
+    shown = manager.samples()
+    assert shown["ckpt_engine_replica_state", ("new", "serving")] == 1
+    assert shown["ckpt_engine_replica_state", ("new", "closed")] == 0
+    assert (shown["ckpt_engine_replica_version", ("new",)], shown["ckpt_engine_replica_version", ("old",)]) == (7, 4)
+    lags = [shown["ckpt_engine_replica_lag_versions", (name,)] for name in ("new", "old")]
+    assert lags == [0, 3]
+    assert ("ckpt_engine_replica_version", ("empty",)) not in shown
+    assert ("ckpt_engine_replica_since_success_seconds", ("new",)) in shown
+    assert ("ckpt_engine_replica_since_success_seconds", ("old",)) not in shown
+    assert shown["ckpt_engine_since_success_seconds", ()] < 60
+    del manager.status.replicas[:]
+    assert not [labels for _, labels in manager.samples() if "new" in labels]
+    assert not manager.metrics._current.replicas, "nothing is kept of it"
+
+
+def test_a_replica_of_another_run_has_no_lag() -> None:
+    manager = Manager()
+    manager.status.replicas.append(manager_pb2.ReplicaStatus(name="other", identity=identity(100, "another")))
+    assert ("ckpt_engine_replica_lag_versions", ("other",)) not in manager.samples()
+
+
+def test_no_lineage_is_a_label() -> None:
+    manager = Manager()
+    manager.status.replicas.append(replica("new", 7))
+    manager.metrics.called("run")
+    manager.metrics.refused(weights_pb2.Problem(code=weights_pb2.Problem.NOT_FOUND))
+    assert not [labels for _, labels in manager.samples() if "run" in labels]
+    manager.metrics.left("run")
+    assert not manager.metrics._calls
+
+
+def test_refusals_gathering_and_sealing_are_counted() -> None:
+    manager = Manager()
+    manager.metrics.refused(weights_pb2.Problem(code=weights_pb2.Problem.FAILED_PRECONDITION))
+    for _ in range(2):
+        manager.metrics.called("run")
+    manager.metrics.sealed(manager_pb2.Sealed(copy_seconds=1.5, digest_seconds=0.5))
+    manager.metrics.sealed(manager_pb2.Sealed(problem=weights_pb2.Problem(message="no")))
+    manager.metrics.report(manager_pb2.UpdateReport(identity=identity(7)))
+    shown = manager.samples()
+    assert {name: shown["ckpt_engine_update_refusals_total", (name,)] for name in REASONS} == {
+        **dict.fromkeys(REASONS, 0),
+        "failed_precondition": 1,
+    }
+    assert shown["ckpt_engine_gather_seconds_count", ()] == 1
+    assert shown["ckpt_engine_seal_seconds_sum", ("copy",)] == 1.5
+    assert shown["ckpt_engine_seal_seconds_count", ("digest",)] == 1
+    assert ("ckpt_engine_since_success_seconds", ()) not in shown, "the report was not ok"
+    assert shown["process_resident_memory_bytes", ()] > 0
+
+
+def test_gates_are_counted_for_the_agent(tmp_path: Path) -> None:
+    assert counted(tmp_path) == Counts()
+    gate = GateCounts(tmp_path)
+    for _ in range(3):
+        gate.waits()
+    gate.waited(0.5)
+    gate.refused(FULL)
+    gate.refused("a reason that nobody foresaw")
+    (tmp_path / "gate-1.counts").write_bytes(b"cut off")
+    found = counted(tmp_path)
+    assert (found.held, found.held_total, found.held_seconds) == (2, 3, 0.5)
+    assert found.refusals == {**dict.fromkeys(GATE_REASONS, 0), FULL: 1}
+    mine = next(path for path in tmp_path.iterdir() if path.stat().st_size > 100)
+    dead = bytearray(mine.read_bytes())
+    dead[8] ^= 1  # another start time: the process of this file has died
+    (tmp_path / "gate-2.counts").write_bytes(dead)
+    both = counted(tmp_path)
+    assert (both.held, both.held_total) == (2, 6), "its counters stay, and nobody waits there any more"
+    again = GateCounts(tmp_path)
+    again.refused(UPDATING)
+    assert counted(tmp_path).refusals[FULL] == 2
+
+
+def test_an_agent_is_scraped(tmp_path: Path) -> None:
+    GateCounts(tmp_path).refused(UPDATING)
+    state = AgentState("rollout-0", tmp_path, connected=True, up=True, starts=2)
+    with scraped_at("127.0.0.1:0", lambda: state) as address:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+    assert 'ckpt_engine_gate_refusals_total{reason="updating",replica="rollout-0"} 1.0' in text
+    assert 'ckpt_engine_engine_starts_total{replica="rollout-0"} 2.0' in text
+    with scraped_at("", lambda: state) as nowhere:
+        assert nowhere == ""
+
+
+def exported(tmp_path: Path) -> set[str]:
+    """Every name that a query may use."""
+    manager = Manager()
+    manager.status.replicas.append(replica("new", 7))
+    outcome = manager_pb2.ReplicaOutcome(replica="new", outcome=manager_pb2.NEW_SERVING)
+    stage = manager_pb2.StageSeconds(stage=manager_pb2.PLAN, seconds=1)
+    outcome.edges.add(transport="file", bytes=1)
+    manager.metrics.report(manager_pb2.UpdateReport(ok=True, identity=identity(7), replicas=[outcome], stages=[stage]))
+    agent = registry_of(lambda: AgentState("new", tmp_path))
+    return {"up"} | {name for registry in (manager.metrics.registry, agent) for name, _ in samples(registry)}
+
+
+def asked(query: str) -> set[str]:
+    """The metrics of a query."""
+    return set(re.findall(r"\b(?:ckpt_engine_\w+|process_\w+|up(?=\{))", query))
+
+
+def test_dashboard_alerts_and_page_speak_of_what_is_exported(tmp_path: Path) -> None:
+    there = exported(tmp_path)
+    dashboard = json.loads((MONITORING / "dashboard.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    rules = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"][0]["rules"]
+    queries += [rule["expr"] for rule in rules]
+    assert len(queries) > 25
+    for query in queries:
+        assert asked(query), query
+        assert asked(query) <= there, query
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    for rule in rules:
+        assert f"`{rule['alert']}`" in page, rule["alert"]
+    told = set(re.findall(r"^\| `(ckpt_engine_\w+)", page, re.MULTILINE))
+    suffixes = re.compile(r"_(total|bucket|count|sum|created)$")
+    ours = {suffixes.sub("", name) for name in there if name.startswith("ckpt_engine_")}
+    assert {suffixes.sub("", name) for name in told} == ours
