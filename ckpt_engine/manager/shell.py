@@ -24,6 +24,7 @@ from ckpt_engine.manager.blobs import BlobStore
 from ckpt_engine.manager.metrics import Metrics
 from ckpt_engine.manager.sessions import Outbox
 from ckpt_engine.manager.tasks import Tasks
+from ckpt_engine.manager.watchers import Watchers
 from ckpt_engine.trace import span, trace
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -58,6 +59,7 @@ class Shell:
         self._numbers = count(1)
         self._idle = asyncio.Event()
         self._idle.set()
+        self.watchers = Watchers(machine.watched)
 
     # -- what the servicer calls
 
@@ -118,6 +120,7 @@ class Shell:
         for session in self._sessions.values():
             session.outbox.close(problem)
         self._sessions.clear()
+        self.watchers.stop(problem)
         if self._running:
             await asyncio.wait(self._running, timeout=seconds)
         for task in self._running:
@@ -142,6 +145,7 @@ class Shell:
         self._count_refusal(commands)
         if not _changes_no_blobs(event):
             self._pin()
+        self.watchers.changed()
 
     def _perform(self, command: ManagerCommand) -> None:
         match command:

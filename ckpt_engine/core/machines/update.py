@@ -80,6 +80,10 @@ class Update:
             refs += self._combined.expected.values()
         return refs
 
+    def under_way(self) -> tuple[list[str], weights_pb2.Identity | None]:
+        """Whom it writes to or is about to, and what: from the intent on, until each has an outcome."""
+        return (self._targets.waiting_for() if self.phase in ("recording", "installing") else []), self._identity
+
     def start(self, now: float) -> None:
         """Takes the first step."""
         self._started = now
