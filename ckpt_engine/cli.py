@@ -19,6 +19,7 @@ COMMANDS = {
     "serve": "Run the manager, which trainers and replicas connect to.",
     "replica": "Run the agent of one inference server, and launch the server unless it runs already.",
     "trainer": "List the runs that the manager knows, or take one out.",
+    "gateway": "Run one address for generation over all replicas, which resumes what breaks off.",
     "update": "Bring all replicas to the weights of a checkpoint directory.",
     "sleep": "Have replicas give their memory up.",
     "wake": "Have replicas take their memory back.",

@@ -21,6 +21,7 @@ ALLOWED = {
     "source": {"core", "transport", "source", "v1", "trace"},
     "security": {"core", "security"},
     "manager": {"core", "manager", "security", "v1", "client", "trace"},
+    "gateway": {"core", "gateway", "manager", "security", "v1", "client"},
     "agent": {"core", "transport", "install", "source", "agent", "v1", "client", "trace"},
     "trainer": {"core", "transport", "source", "trainer", "v1", "client", "report", "trace"},
 }

@@ -143,9 +143,10 @@ class Shell:
         for command in commands:
             self._perform(command)
         self._count_refusal(commands)
-        if not _changes_no_blobs(event):
+        beat = _changes_no_blobs(event)
+        if not beat:
             self._pin()
-        self.watchers.changed()
+        self.watchers.changed(beat)
 
     def _perform(self, command: ManagerCommand) -> None:
         match command:

@@ -15,8 +15,12 @@ from ckpt_engine.core.problems import unavailable
 from ckpt_engine.manager.sessions import Outbox
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-GATHER_SECONDS = 0.02
-"""Changes of so long travel together: an update changes all replicas within milliseconds."""
+GATHER_SECONDS = 0.005
+"""Changes of so long travel together: an update changes all replicas within milliseconds. Longer ones would hide that a
+replica was updated at all."""
+
+BEAT_SECONDS = 0.1
+"""The same for heartbeats: of many replicas there are many, and hardly one changes anything."""
 
 WATCHERS = 256
 """So many streams at most."""
@@ -59,10 +63,16 @@ class Watchers:
         if not self._outboxes:
             self._told = None
 
-    def changed(self) -> None:
-        """Something happened that may be worth telling. Costs nothing while nobody watches."""
-        if self._outboxes and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(GATHER_SECONDS, self._tell)
+    def changed(self, beat: bool) -> None:
+        """Something happened that may be worth telling; it costs nothing while nobody watches. beat: a heartbeat."""
+        if not self._outboxes:
+            return
+        loop = asyncio.get_running_loop()
+        when = loop.time() + (BEAT_SECONDS if beat else GATHER_SECONDS)
+        if self._timer is None or self._timer.when() > when:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = loop.call_at(when, self._tell)
 
     def beat(self) -> manager_pb2.WatchReplicasResponse:
         """A message without news."""

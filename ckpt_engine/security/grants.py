@@ -5,7 +5,8 @@ A grant is a role, and for the first two a pattern of names (`*` stands for any 
     trainer/PATTERN   publish and update lineages of such names; put replicas to sleep and wake them
     replica/PATTERN   be a replica of such a name
     operator          put replicas to sleep, wake, retry and evict them, evict runs
-    viewer            look
+    viewer            look, and watch who serves what (a gateway needs it of its manager)
+    client            ask a gateway for tokens
 
 Whoever has any grant may look. A caller's grants come with its token (the manager knows a digest of it) or from the
 common name of its certificate, which then reads like a grant.
@@ -22,7 +23,7 @@ from fnmatch import fnmatchcase
 from ckpt_engine.core.problems import CkptEngineError, forbidden, invalid
 
 NAMED = ("trainer", "replica")
-UNNAMED = ("operator", "viewer")
+UNNAMED = ("client", "operator", "viewer")
 TOKEN_CHARACTERS = 24
 """The least that a token must have: its digest is not salted, so it must be random and long."""
 
@@ -41,7 +42,8 @@ class Grant:
         if (role in NAMED and pattern) or (role in UNNAMED and not separator):
             return cls(role, pattern)
         raise invalid(
-            f"{text!r} is no grant: write trainer/PATTERN, replica/PATTERN, operator or viewer (docs/security.md)"
+            f"{text!r} is no grant: write trainer/PATTERN, replica/PATTERN, operator, viewer or client "
+            "(docs/security.md)"
         )
 
     def covers(self, role: str, name: str) -> bool:

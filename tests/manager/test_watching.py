@@ -116,8 +116,7 @@ async def test_a_manager_that_restarted_says_that_more_may_come(config: ManagerC
         before = await watch.read()
         stopping = asyncio.ensure_future(server.stop())
         with pytest.raises(grpc.aio.AioRpcError, match="is stopping"):
-            while True:
-                await watch.read()
+            await watch.until("nobody", manager_pb2.SERVING)
         await stopping
     async with ManagerServer(config) as server, stub_at(server.address) as stub:
         after = await Watch(stub).read()
