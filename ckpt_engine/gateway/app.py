@@ -36,6 +36,9 @@ PASSED = ("/v1/chat/completions",)
 """Routes that are always passed on as they came."""
 
 
+Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
 class Work(Protocol):
     """What answers one request."""
 
@@ -64,10 +67,10 @@ class Gateway:
         """The ASGI application."""
         posts = [Route(route, _Endpoint(self._post), methods=["POST"]) for route in (*DIALECTS, *PASSED)]
         gets = [
-            Route("/v1/models", _Endpoint(self._list_models), methods=["GET"]),
+            Route("/v1/models", _Endpoint(self._looked(self._list_models)), methods=["GET"]),
             Route("/livez", _Endpoint(self._alive), methods=["GET"]),
             Route("/readyz", _Endpoint(self._ready), methods=["GET"]),
-            Route("/metrics", _Endpoint(self._metrics), methods=["GET"]),
+            Route("/metrics", _Endpoint(self._looked(self._metrics)), methods=["GET"]),
         ]
         return Starlette(routes=[*posts, *gets])
 
@@ -173,6 +176,20 @@ class Gateway:
 
     # -- about itself
 
+    def _looked(self, function: Endpoint) -> Endpoint:
+        """For whoever may look."""
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                self._door.check(Headers(scope=scope), look=True)
+            except CkptEngineError as error:
+                refused = RefusedError(self._door.status_of(error), "unauthenticated", error.problem.message)
+                await Writer(send, self.placing.settings.idle).refuse(refused)
+            else:
+                await function(scope, receive, send)
+
+        return answer
+
     async def _list_models(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = Writer(send, self.placing.settings.idle)
         now = time.monotonic()
@@ -227,7 +244,7 @@ class Gateway:
 class _Endpoint:
     """An ASGI application of one route; a plain function would be given a request object."""
 
-    def __init__(self, function: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, function: Endpoint) -> None:
         self._function = function
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -36,7 +36,8 @@ TAKES = (State.SERVING, State.DRAINING)
 
 @dataclass(frozen=True)
 class Told:
-    """What somebody says of a replica. mode: in which its update pauses it, as the wire names it; empty: none runs."""
+    """What somebody says of a replica. mode: in which its update pauses it, as the wire names it; empty: none runs.
+    mislabels: its engine may call its tokens by a wrong version."""
 
     name: str
     url: str
@@ -46,6 +47,7 @@ class Told:
     identity: Identity | None = None
     next: Identity | None = None
     mode: str = ""
+    mislabels: bool = False
 
 
 @dataclass
@@ -73,9 +75,11 @@ class Member:
         """Requests inside it, everybody's."""
         return max(self.own, self.reported + self.own - self.own_then)
 
-    def identify(self, number: int) -> Identity:
-        """What a number means here; the newest version of that number that it was seen with."""
-        return self.history.get(number, Identity(number))
+    def identify(self, said: Identity) -> Identity:
+        """The whole of what a label of its engine says; of a number alone the newest version that it was seen with."""
+        known = self.history.get(said.version)
+        same = known is not None and said.lineage in ("", known.lineage) and known.root.startswith(said.root)
+        return known if same and known is not None else said
 
     def held(self, admitted: Identity | None) -> tuple[Identity | None, Identity | None]:
         """The lowest and highest that it can have held since it let a request in under `admitted`."""

@@ -117,6 +117,8 @@ class Journey:
             async for data in events:
                 event = load_event(data)
                 piece = self._dialect.piece(stitch, event, member.told.engine)
+                if member.told.mislabels:
+                    piece.labels = None
                 if piece.finish is not None and piece.finish.kind == ERROR:
                     raise BrokenError(f"the engine ended it with {piece.finish.said!r}")
                 had = len(stitch.tokens)

@@ -46,19 +46,23 @@ class Piece:
     about: dict[str, Any] = field(default_factory=dict)
 
 
+def _itself(identity: Identity) -> Identity:
+    return identity
+
+
 def _recomputed(_number: int) -> str:
     return RECOMPUTED
 
 
 @dataclass(slots=True)
 class Leg:
-    """One request to one engine. offset: tokens of the answer before it. identify: what an engine's number means at
-    its replica. held: the lowest and highest version that the replica can have held meanwhile. text_before: characters
-    of the answer before it. ended: how; empty while it runs."""
+    """One request to one engine. offset: tokens of the answer before it; text_before: characters. identify: the whole of
+    what its engine's labels say. caches: what became of them when the replica took a version. held: the lowest and
+    highest version that the replica can have held meanwhile. ended: how; empty while it runs."""
 
     replica: str
     offset: int
-    identify: Callable[[int], Identity] = Identity
+    identify: Callable[[Identity], Identity] = _itself
     held: tuple[Identity | None, Identity | None] = (None, None)
     caches: Callable[[int], str] = _recomputed
     ended: str = ""

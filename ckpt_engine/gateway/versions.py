@@ -21,12 +21,12 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """An engine's word: its output tokens [start, end) of this leg were made by the version that it calls so.
-    version None: its own weights."""
+    """An engine's word: its output tokens [start, end) of this leg were made by this version. made_by None: its own
+    weights; the root may be the first digits only, or empty like the lineage."""
 
     start: int
     end: int
-    version: int | None
+    made_by: Identity | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +62,15 @@ def leg_spans(
     first: int,
     count: int,
     labels: Sequence[Label] | None,
-    identify: Callable[[int], Identity],
+    identify: Callable[[Identity], Identity],
     held: tuple[Identity | None, Identity | None],
     caches: Callable[[int], str],
 ) -> list[Span]:
     """Spans of one leg's `count` tokens, which begin at `first` of the answer.
 
     labels: what the engine said of the leg's tokens; they count only if they cover all of them without a hole. Chunks
-    of a stream are not counted: an engine may put tokens of two versions into one. identify: what a number means at
-    that replica. held: the lowest and highest that it can have held meanwhile. caches: what became of them when
+    of a stream are not counted: an engine may put tokens of two versions into one. identify: the whole of what an
+    engine's label says. held: the lowest and highest that it can have held meanwhile. caches: what became of them when
     the replica took the version of this number.
     """
     if count == 0:
@@ -82,8 +82,8 @@ def leg_spans(
         end = min(label.end, count)
         if end <= label.start:
             continue
-        identity = None if label.version is None else identify(label.version)
-        before = RECOMPUTED if not spans else UNKNOWN if label.version is None else caches(label.version)
+        identity = None if label.made_by is None else identify(label.made_by)
+        before = RECOMPUTED if not spans else UNKNOWN if identity is None else caches(identity.version)
         spans.append(Span(first + label.start, end - label.start, identity, identity, identity is not None, before))
     return spans
 

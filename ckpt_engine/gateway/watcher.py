@@ -107,6 +107,7 @@ def _told(replica: manager_pb2.WatchedReplica) -> Told:
         _identity(replica.identity) if replica.HasField("identity") else None,
         _identity(replica.next) if replica.HasField("next") else None,
         manager_pb2.PauseMode.Name(replica.pause_mode) if replica.state == manager_pb2.DRAINING else "",
+        bool(replica.label_problem),
     )
 
 

@@ -793,7 +793,7 @@ class WatchReplicasRequest(_message.Message):
     def __init__(self, watcher: _Optional[str] = ...) -> None: ...
 
 class WatchedReplica(_message.Message):
-    __slots__ = ("name", "url", "engine", "engine_version", "state", "reason", "identity", "next", "pause_mode")
+    __slots__ = ("name", "url", "engine", "engine_version", "state", "reason", "identity", "next", "pause_mode", "label_problem")
     NAME_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
@@ -803,6 +803,7 @@ class WatchedReplica(_message.Message):
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     NEXT_FIELD_NUMBER: _ClassVar[int]
     PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
+    LABEL_PROBLEM_FIELD_NUMBER: _ClassVar[int]
     name: str
     url: str
     engine: str
@@ -812,7 +813,8 @@ class WatchedReplica(_message.Message):
     identity: _weights_pb2.Identity
     next: _weights_pb2.Identity
     pause_mode: PauseMode
-    def __init__(self, name: _Optional[str] = ..., url: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., reason: _Optional[str] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., next: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
+    label_problem: str
+    def __init__(self, name: _Optional[str] = ..., url: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., reason: _Optional[str] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., next: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., label_problem: _Optional[str] = ...) -> None: ...
 
 class WatchReplicasResponse(_message.Message):
     __slots__ = ("fence", "run", "sequence", "snapshot", "settling", "replicas", "gone", "latest")

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine.gateway.choice import BOUND, choose, key_of, ranked
+from ckpt_engine.gateway.dialects import base
 from ckpt_engine.gateway.fleet import Fleet, State, Told, Want
 from ckpt_engine.gateway.refusals import RefusedError
 from ckpt_engine.gateway.versions import Identity
@@ -151,3 +152,29 @@ def test_what_a_replica_can_have_held_is_a_range() -> None:
     fleet.tell([draining])
     assert member.held(admitted) == (Identity(2, "run", "ab"), Identity(3, "run"))
     assert (member.caches(3), member.caches(2)) == ("kept", "unknown")
+
+
+@pytest.mark.parametrize(
+    ("label", "made_by"),
+    [
+        ("7:1f9c02ab:run-5", Identity(7, "run-5", "1f9c02ab")),
+        ("7:1f9c02ab:run:with:colons", Identity(7, "run:with:colons", "1f9c02ab")),
+        ("7", Identity(7)),
+        (7, Identity(7)),
+        ("default", None),
+        ("7:half", None),
+        (None, None),
+    ],
+)
+def test_an_engines_label_is_taken_apart(label: object, made_by: Identity | None) -> None:
+    assert base.made_by(label) == made_by
+
+
+def test_a_label_says_more_than_a_number_and_less_than_the_manager() -> None:
+    fleet = fleet_of(told("a"))
+    member = fleet.members["a"]
+    assert member.identify(Identity(3)) == Identity(3, "run", "ab")
+    assert member.identify(Identity(3, "run", "a")) == Identity(3, "run", "ab")
+    assert member.identify(Identity(3, "other", "a")) == Identity(3, "other", "a")
+    assert member.identify(Identity(3, "run", "cd")) == Identity(3, "run", "cd")
+    assert member.identify(Identity(9)) == Identity(9)

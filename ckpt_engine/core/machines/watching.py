@@ -62,7 +62,9 @@ def changes(before: Watched, now: Watched) -> manager_pb2.WatchReplicasResponse 
 
 
 def _replica(replica: Replica) -> manager_pb2.WatchedReplica:
-    seen = manager_pb2.WatchedReplica(name=replica.name, identity=replica.identity())
+    seen = manager_pb2.WatchedReplica(
+        name=replica.name, identity=replica.identity(), label_problem=replica.label_problem
+    )
     if replica.engine is not None:
         seen.url, seen.engine, seen.engine_version = replica.engine.url, replica.engine.kind, replica.engine.version
     installed = _just_installed(replica)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from ckpt_engine.gateway.refusals import RefusedError, bad_request
 from ckpt_engine.gateway.single import Single
 from ckpt_engine.gateway.stitching import ABORT, ERROR, Finish, Piece, Stitch
-from ckpt_engine.gateway.versions import Label, told
+from ckpt_engine.gateway.versions import Identity, Label, told
 
 SAMPLES = 1024
 """Of one request at most: each is a request of its own to an engine."""
@@ -198,17 +198,18 @@ def labels_of(value: Any) -> list[Label] | None:
     if not isinstance(value, list) or not value:
         return None
     try:
-        return [Label(int(span["start"]), int(span["end"]), number(span["version"])) for span in value]
+        return [Label(int(span["start"]), int(span["end"]), made_by(span["version"])) for span in value]
     except (KeyError, TypeError, ValueError) as error:
         raise MalformedError(f"versions that are none: {value!r}") from error
 
 
-def number(label: Any) -> int | None:
-    """An engine's label as a version; None: it is not one of ours ("default": the engine's own weights)."""
-    try:
-        return int(label)
-    except (TypeError, ValueError):
+def made_by(label: Any) -> Identity | None:
+    """An engine's label as a version; None: it is not one of ours ("default": the engine's own weights). Agents tell
+    real engines VERSION:ROOT:LINEAGE, with the first digits of the root."""
+    version, *rest = str(label).split(":", 2)
+    if not version.isdecimal() or len(rest) not in (0, 2):
         return None
+    return Identity(int(version), rest[1], rest[0]) if rest else Identity(int(version))
 
 
 def output_tokens(value: Any) -> list[int]:

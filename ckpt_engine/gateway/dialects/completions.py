@@ -177,10 +177,10 @@ def _labels(stitch: Stitch, event: Mapping[str, Any], count: int, kind: str) -> 
     label = (event.get("metadata") or {}).get("weight_version")
     if kind != "reference" or label is None or count > 1:
         return None
-    labels, at, version = list(stitch.leg.labels or []), stitch.leg.count, base.number(label)
+    labels, at, version = list(stitch.leg.labels or []), stitch.leg.count, base.made_by(label)
     if count == 0:
         return labels or None
-    if labels and labels[-1].version == version and labels[-1].end == at:
+    if labels and labels[-1].made_by == version and labels[-1].end == at:
         labels[-1] = Label(labels[-1].start, at + 1, version)
     elif labels or at == 0:
         labels.append(Label(at, at + 1, version))
