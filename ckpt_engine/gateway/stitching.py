@@ -56,8 +56,8 @@ def _recomputed(_number: int) -> str:
 
 @dataclass(slots=True)
 class Leg:
-    """One request to one engine. offset: tokens of the answer before it; text_before: characters. identify: the whole of
-    what its engine's labels say. caches: what became of them when the replica took a version. held: the lowest and
+    """One request to one engine. offset: tokens of the answer before it, text_before: characters. identify: the whole
+    of what its engine's labels say. caches: what became of them when the replica took a version. held: the lowest and
     highest version that the replica can have held meanwhile. ended: how; empty while it runs."""
 
     replica: str

@@ -286,7 +286,7 @@ def test_sigterm_lets_requests_end_and_then_ends_them_with_what_they_have(world:
 
 
 def test_a_replica_that_is_killed_costs_no_token(world: World) -> None:
-    """The last test here: its replica takes a while to come back."""
+    """The last one here but the slow: its replica takes a while to come back."""
     thread, found = ask_in_the_background(world, LONG)
     (victim,) = eventually("it runs", 30, lambda: running(world))
     (worker,) = victim.workers()
@@ -300,3 +300,31 @@ def test_a_replica_that_is_killed_costs_no_token(world: World) -> None:
     assert [leg["ended"] for leg in legs] == ["broken", "whole"]
     assert legs[0]["replica"] != legs[1]["replica"]
     assert choice["ckpt_engine"]["exact"] is True
+
+
+@pytest.mark.slow
+def test_a_request_inside_two_engines_that_died_is_given_up_by_name(world: World) -> None:
+    world.update(min_replicas=1)
+    for replica in world.cluster.replicas:
+        replica.registered()
+    world.version += 1
+    assert world.trainer.update_weights(version=world.version).ok
+    thread, found = ask_in_the_background(world, LONG)
+    for _ in range(2):
+        (victim,) = eventually("it runs", 60, lambda: running_among_the_living(world))
+        psutil.Process(victim.workers()[0].ppid()).kill()
+    thread.join(120)
+    problem = found[0].json()
+    assert (found[0].status_code, problem["reason"]) == (502, "poisoned")
+    (choice,) = problem["choices"]
+    assert_right(world, PROMPT, choice["token_ids"], len(choice["token_ids"]))
+    assert [leg["ended"] for leg in choice["ckpt_engine"]["legs"]] == ["broken", "broken"]
+
+
+def running_among_the_living(world: World) -> list[Replica]:
+    found = []
+    for replica in world.cluster.replicas:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{replica.url}/info", timeout=10).json()["running"]:
+                found.append(replica)
+    return found
