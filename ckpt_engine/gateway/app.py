@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from starlette.applications import Starlette
@@ -133,7 +134,9 @@ class Gateway:
         session = asked.session if asked else str(body.get("user") or "")
         wishes = wishes_of(headers, session or _text_key(body, asked), prompt, self.placing.settings, authorized)
         if asked is None or asked.whole or dialect is None:
-            return Passing(self.placing, route, body, wishes, writer)
+            speak = dialect.engines if dialect is not None and dialect is not Completions else frozenset[str]()
+            want = replace(wishes.want, engines=speak)
+            return Passing(self.placing, route, body, replace(wishes, want=want), writer)
         return Answering(self.placing, dialect, asked, wishes, writer)
 
     async def _run(self, work: Work, writer: Writer, receive: Receive) -> str:

@@ -70,7 +70,7 @@ class Journey:
                             yield piece
                     ended = WHOLE if self._stitch.finish is not None else ABORTED
                 except NotAdmittedError as error:
-                    self._stitch.legs.remove(leg)
+                    self._stitch.legs.pop()
                     self._placing.failed(member, str(error), error.wait)
                     self._placing.check(self._want, patience)
                     ended = "not_admitted"
@@ -167,7 +167,7 @@ class Journey:
         if why:
             self._placing.failed(member, why)
             await asyncio.sleep(DEATH_LOOK_SECONDS + random.uniform(0, settings.jitter))
-            self._deaths += not await self._placing.lives(member)
+            self._deaths += not await self._placing.upstream.lives(member.told.url)
         self._dry = 0 if count else self._dry + 1
         if stitch.begun and self._dialect.asked.not_resumable:
             reason = self._dialect.asked.not_resumable

@@ -14,7 +14,7 @@ from ckpt_engine.gateway.fleet import Fleet, Member, Want
 from ckpt_engine.gateway.metrics import Metrics
 from ckpt_engine.gateway.refusals import RefusedError
 from ckpt_engine.gateway.settings import Settings
-from ckpt_engine.gateway.upstream import NotAdmittedError, Upstream
+from ckpt_engine.gateway.upstream import Upstream
 
 LOOK_SECONDS = 0.1
 """How often a waiting request looks again: what keeps a replica out of choice may end with time alone."""
@@ -87,11 +87,3 @@ class Placing:
     def failed(self, member: Member, why: str, wait: float = 0.0) -> None:
         """It is left alone for a moment."""
         self.fleet.failed(member, time.monotonic(), why, wait)
-
-    async def lives(self, member: Member) -> bool:
-        """Whether a replica whose answer broke off still answers at all."""
-        try:
-            await self.upstream.ready(member.told.url)
-        except NotAdmittedError:
-            return False
-        return True

@@ -131,6 +131,16 @@ class Upstream:
         open_ = response.status_code == 200 or response.status_code == 404
         return open_, "" if open_ else _said(response.content), held
 
+    async def lives(self, url: str) -> bool:
+        """Whether anybody takes connections there; one that is too busy to answer in time lives."""
+        try:
+            await self._client.get(f"{url}{READY_ROUTE}", timeout=self._settings.probe)
+        except (httpx.ConnectError, httpx.ConnectTimeout):
+            return False
+        except httpx.HTTPError:
+            return True
+        return True
+
     async def get(self, url: str, route: str) -> httpx.Response:
         """A small answer. Raises httpx.HTTPError."""
         return await self._client.get(f"{url}{route}", timeout=self._settings.probe)

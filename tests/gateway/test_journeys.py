@@ -257,3 +257,15 @@ async def test_text_is_passed_on_and_breaks_with_its_ids() -> None:
     error = json.loads(last.removeprefix("data: "))["error"]
     assert (error["reason"], error["choices"]) == ("not_resumable", [{"index": 0, "token_ids": WHOLE[:2]}])
     assert engine.asked[0]["prompt"] == "Call me"
+
+
+async def test_an_engine_that_sends_texts_without_ids_is_refused_by_name() -> None:
+    async def texts(_body: dict[str, Any]) -> AsyncIterator[bytes]:
+        yield b'data: {"choices": [{"index": 0, "text": "Ishmael", "finish_reason": "stop"}]}\n\n'
+        yield b"data: [DONE]\n\n"
+
+    engine = Engine(lambda _number, body: texts(body))
+    async with asking(engine) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.json()["reason"], len(engine.asked)) == (502, "engine_refused", 1)
+    assert "without token ids" in answer.json()["detail"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +22,7 @@ from ckpt_engine.gateway.resumability import Kind
 from ckpt_engine.gateway.single import leg_seed
 from ckpt_engine.gateway.stitching import ABORT, OverrunError, Piece, Stitch
 from ckpt_engine.gateway.versions import Identity
+from ckpt_engine_adapters.reference.sampling import choose
 from tests.gateway import model_engine
 
 Engine = Callable[[Mapping[str, Any], model_engine.Chunks, int], Iterator[dict[str, Any]]]
@@ -300,3 +302,31 @@ def test_the_page_has_the_tables() -> None:
     ]
     for kind in Kind:
         assert rows[kind] == {name for table in tables for name, rule in table.items() if rule.kind is kind}
+
+
+SAMPLES = 2000
+
+
+def pairs(resumed: bool) -> list[int]:
+    """How often each pair of tokens comes out at temperature 1, of four tokens, by the reference engine's sampler; the
+    second one in a leg of its own, or not."""
+    logits = torch.tensor([0.0, 0.5, 1.0, 1.5])
+    found = [0] * 16
+    for seed in range(SAMPLES):
+        first = choose(logits, 1.0, seed, 0)
+        own = leg_seed(seed, 1)
+        assert own is not None
+        second = choose(logits, 1.0, own, 0) if resumed else choose(logits, 1.0, seed, 1)
+        assert first is not None
+        assert second is not None
+        found[4 * first[0] + second[0]] += 1
+    return found
+
+
+def test_samples_of_resumed_requests_are_distributed_as_those_of_others() -> None:
+    """By a chi-squared test. With the caller's seed used again every pair would be of equal tokens."""
+    weights = torch.softmax(torch.tensor([0.0, 0.5, 1.0, 1.5]), dim=0)
+    expected = [float(one * other) * SAMPLES for one in weights for other in weights]
+    for resumed in (False, True):
+        distance = sum((seen - due) ** 2 / due for seen, due in zip(pairs(resumed), expected, strict=True))
+        assert distance < 45, distance  # 15 degrees of freedom: one in ten thousand is farther

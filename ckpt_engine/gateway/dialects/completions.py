@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from ckpt_engine.gateway.dialects import base
 from ckpt_engine.gateway.dialects.base import Asked, Dialect, MalformedError
-from ckpt_engine.gateway.refusals import bad_request
+from ckpt_engine.gateway.refusals import ENGINE_REFUSED, RefusedError, bad_request
 from ckpt_engine.gateway.resumability import COMPLETIONS, judge, not_streamed, travelling
 from ckpt_engine.gateway.single import Single, leg_seed
 from ckpt_engine.gateway.stitching import STOP, Finish, Piece, Stitch
@@ -20,7 +20,7 @@ class Completions(Dialect):
     """See Dialect. A record is the token's entry of each list in `logprobs`."""
 
     route: ClassVar[str] = "/v1/completions"
-    engines: ClassVar[frozenset[str]] = frozenset({"reference", "sglang", "vllm"})
+    engines: ClassVar[frozenset[str]] = frozenset({"reference", "vllm"})
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Asked | None:
@@ -71,6 +71,9 @@ class Completions(Dialect):
         if not choices:
             return Piece(about=about)
         choice = choices[0]
+        if choice.get("text") and choice.get("token_ids") is None:
+            said = f"{stitch.leg.replica} sends texts without token ids on this route, so they cannot be joined"
+            raise RefusedError(502, ENGINE_REFUSED, said)
         tokens = base.output_tokens(choice.get("token_ids") or [])
         records = _records(choice.get("logprobs"), len(tokens), len(stitch.text))
         echoes = stitch.single.echo and not stitch.begun
