@@ -9,8 +9,10 @@ import asyncio
 import contextlib
 import itertools
 import json
+import re
 import socket
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,8 +23,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ckpt_engine.gateway.server import running_gateway
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.gateway.server import check, running_gateway
 from ckpt_engine.gateway.settings import Settings
+from ckpt_engine.security.grants import digest_of
+from ckpt_engine.security.server import ServerSecurity
 from tests.gateway import model_engine
 
 PROMPT = [1, 2, 3]
@@ -39,11 +44,13 @@ class Engine:
     def __init__(self, behave: Behaviour) -> None:
         self._behave = behave
         self.asked: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
         self.inside = 0
 
     async def _complete(self, request: Request) -> Response:
         body = await request.json()
         self.asked.append(body)
+        self.headers.append(dict(request.headers))
         answer = self._behave(len(self.asked) - 1, body)
         if isinstance(answer, Response):
             return answer
@@ -269,3 +276,54 @@ async def test_an_engine_that_sends_texts_without_ids_is_refused_by_name() -> No
         answer = await client.post("/v1/completions", json=BODY)
     assert (answer.status_code, answer.json()["reason"], len(engine.asked)) == (502, "engine_refused", 1)
     assert "without token ids" in answer.json()["detail"]
+
+
+async def test_a_token_is_asked_for_and_goes_no_further(tmp_path: Path) -> None:
+    secrets = {role: f"secret-of-the-{role}-for-this-test" for role in ("client", "viewer")}
+    tokens = tmp_path / "tokens"
+    tokens.write_text("\n".join(f"{role} {digest_of(secret).hex()}" for role, secret in secrets.items()))
+    seen: list[dict[str, Any]] = []
+
+    def behave(_number: int, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        seen.append(body)
+        return told(body)
+
+    engine = Engine(behave)
+    async with asking(engine, security=ServerSecurity(tokens=tokens)) as client:
+
+        async def ask(**headers: str) -> int:
+            return (await client.post("/v1/completions", json=BODY, headers=headers)).status_code
+
+        assert await ask() == 401
+        assert await ask(authorization="Bearer of-nobody-at-all-in-this-test") == 401
+        assert await ask(authorization=f"Bearer {secrets['viewer']}") == 403
+        assert not seen
+        assert await ask(authorization=f"Bearer {secrets['client']}") == 200
+        assert "authorization" not in engine.headers[-1]
+        assert (await client.get("/metrics")).status_code == 401
+        shown = {"authorization": f"Bearer {secrets['viewer']}"}
+        assert (await client.get("/metrics", headers=shown)).status_code == 200
+        assert (await client.get("/readyz")).status_code == 200
+    async with asking(engine) as client:
+        shown = {"authorization": "Bearer for-the-engine"}
+        assert (await client.post("/v1/completions", json=BODY, headers=shown)).status_code == 200
+        assert engine.headers[-1]["authorization"] == "Bearer for-the-engine"
+
+
+def test_settings_reach_worker_processes_whole(tmp_path: Path) -> None:
+    security = ServerSecurity(tmp_path / "c", tmp_path / "k", None, tmp_path / "t", insecure=True)
+    settings = Settings(replicas=("http://a", "http://b"), queue_seconds=2.5, security=security)
+    assert Settings.from_json(settings.to_json()) == settings
+    assert Settings.from_json(Settings(manager="a:1").to_json()) == Settings(manager="a:1")
+
+
+def test_what_cannot_be_started_is_refused_by_name() -> None:
+    for settings, why in (
+        (Settings(), "give --manager HOST:PORT, or --replica"),
+        (Settings(manager="a:1", replicas=("http://b",)), "give --manager HOST:PORT, or --replica"),
+        (Settings(replicas=("b:8000",)), "is no URL"),
+        (Settings(manager="nowhere"), "is not an address"),
+        (Settings(manager="a:1", listen="0.0.0.0:8080"), "--insecure"),
+    ):
+        with pytest.raises(CkptEngineError, match=re.escape(why)):
+            check(settings)
