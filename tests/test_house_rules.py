@@ -23,6 +23,7 @@ ALLOWED = {
     "security": {"core", "security"},
     "shell": {"core", "shell", "v1", "client", "trace"},
     "manager": {"shell", "core", "manager", "security", "v1", "client", "trace"},
+    "gateway": {"core", "gateway", "manager", "security", "v1", "client"},
     "agent": {"shell", "core", "transport", "install", "source", "agent", "v1", "client", "connection", "trace"},
     "trainer": {"shell", "core", "transport", "source", "trainer", "v1", "client", "connection", "report", "trace"},
 }

@@ -150,7 +150,7 @@ async def _play(stage: Stage, settings: Settings, show: Show, outcome: Outcome) 
         if not line["report"]["ok"]:
             raise DemoError(f"the update is not whole:\n{line['table']}")
         show.state(f"asking {settings.replicas} replicas to go on from the opening words")
-        act = Act(line["report"], loss, await recite(settings.engine, stage.replicas))
+        act = Act(line["report"], loss, await recite(settings.engine, stage.gateway, list(stage.replicas)))
         outcome.acts.append(act)
         show.act(act)
         outcome.play_seconds = time.monotonic() - began

@@ -1,18 +1,19 @@
-"""Asks the demo's replicas to go on from the opening words, greedily, over their own HTTP APIs."""
+"""Asks the demo's replicas to go on from the opening words, greedily, through the gateway."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import httpx
 
 from ckpt_engine.demo import task
+from ckpt_engine.gateway.choice import key_of, ranked
 
 ANSWER_SECONDS = 60.0
-VERSION_HEADER = "x-ckpt-engine-admitted-version"
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Recital:
 
     replica: str
     version: int
-    """That the replica let the request in under; no update is made while it recites, so it is that of the answer."""
+    """That made the tokens, as the gateway's answer says."""
     continuation: bytes
     matching: int
     """How many of the first bytes are the text's."""
@@ -33,33 +34,44 @@ class Recital:
         return self.matching == task.CONTINUATION_BYTES
 
 
-async def recite(engine: str, replicas: Mapping[str, str]) -> list[Recital]:
-    """What every replica (name to base URL) says, asked at the same time. Raises httpx.HTTPError."""
+async def recite(engine: str, gateway: str, replicas: Sequence[str]) -> list[Recital]:
+    """What every replica (by name) says, asked at the same time through the gateway at this URL. Raises
+    httpx.HTTPError."""
     async with httpx.AsyncClient(timeout=ANSWER_SECONDS, trust_env=False) as client:
-        return await asyncio.gather(*(_ask(client, engine, name, url) for name, url in replicas.items()))
+        return await asyncio.gather(
+            *(_ask(client, engine, gateway, session_of(name, replicas)) for name in sorted(replicas))
+        )
 
 
-async def _ask(client: httpx.AsyncClient, engine: str, name: str, url: str) -> Recital:
+def session_of(name: str, replicas: Sequence[str]) -> str:
+    """A session that the gateway gives to this replica, as long as none has more than its share."""
+    sessions = (f"recital-{number}" for number in count())
+    return next(session for session in sessions if ranked(key_of(session, ()), replicas)[0] == name)
+
+
+async def _ask(client: httpx.AsyncClient, engine: str, url: str, session: str) -> Recital:
     text = task.text()
     prompt = list(text[: task.PROMPT_BYTES])
     started = time.monotonic()
+    headers = {"x-session-id": session}
     if engine == "vllm":
         # A token is a byte, so there is no tokenizer: token ids in, token ids out.
         wish = {"model": task.MODEL_NAME, "prompt": prompt, "max_tokens": task.CONTINUATION_BYTES, "temperature": 0}
         raw = {"ignore_eos": True, "return_token_ids": True, "detokenize": False}
-        response = await client.post(f"{url}/v1/completions", json={**wish, **raw})
+        response = await client.post(f"{url}/v1/completions", json={**wish, **raw}, headers=headers)
         response.raise_for_status()
-        tokens = response.json()["choices"][0]["token_ids"]
+        answer = response.json()["choices"][0]
+        tokens, said = answer["token_ids"], answer["ckpt_engine"]
     else:
-        wish = {"input_ids": prompt, "max_tokens": task.CONTINUATION_BYTES}
-        if engine == "sglang":
-            sampling = {"max_new_tokens": task.CONTINUATION_BYTES, "temperature": 0, "ignore_eos": True}
-            wish = {"input_ids": prompt, "sampling_params": sampling}
-        response = await client.post(f"{url}/generate", json=wish)
+        sampling = {"max_new_tokens": task.CONTINUATION_BYTES, "temperature": 0, "ignore_eos": True}
+        wish = {"input_ids": prompt, "sampling_params": sampling}
+        response = await client.post(f"{url}/generate", json=wish, headers=headers)
         response.raise_for_status()
-        tokens = response.json()["output_ids"]
+        answer = response.json()
+        tokens, said = answer["output_ids"], answer["meta_info"]["ckpt_engine"]
     continuation = bytes(tokens)
     expected = text[task.PROMPT_BYTES : task.PROMPT_BYTES + task.CONTINUATION_BYTES]
     pairs = zip(continuation, expected, strict=False)
     matching = next((index for index, (said, due) in enumerate(pairs) if said != due), min(len(tokens), len(expected)))
-    return Recital(name, int(response.headers[VERSION_HEADER]), continuation, matching, time.monotonic() - started)
+    replica, seconds = said["legs"][-1]["replica"], time.monotonic() - started
+    return Recital(replica, said["max_version"], continuation, matching, seconds)

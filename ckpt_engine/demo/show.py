@@ -53,7 +53,9 @@ class ConsoleShow:
 
     def started(self, stage: Stage, seconds: float) -> None:
         where = ", ".join(f"{name} {url}" for name, url in stage.replicas.items())
-        self._console.print(Text(f"up in {seconds:.1f} s: manager {stage.manager}, {where}\n", style="dim"))
+        self._console.print(
+            Text(f"up in {seconds:.1f} s: manager {stage.manager}, gateway {stage.gateway}, {where}\n", style="dim")
+        )
 
     def act(self, act: Act) -> None:
         report = act.report

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 
 from ckpt_engine.agent.ports import ReservedPort
 from ckpt_engine.agent.process import EngineProcess, EngineProcessError
@@ -80,8 +81,9 @@ class Stage:
         self._loop = asyncio.get_running_loop()
         self._turns: int | None = None
         # Kept until this process ends: a server binds its port only when its engine has been imported.
-        self._ports = [ReservedPort(default_root()) for _ in range(1 + settings.replicas)]
-        self.manager, *urls = (f"127.0.0.1:{port.number}" for port in self._ports)
+        self._ports = [ReservedPort(default_root()) for _ in range(2 + settings.replicas)]
+        self.manager, gateway, *urls = (f"127.0.0.1:{port.number}" for port in self._ports)
+        self.gateway = f"http://{gateway}"
         self.replicas = {f"replica-{number}": f"http://{url}" for number, url in enumerate(urls)}
 
     async def start(self, on_state: Callable[[str], None]) -> None:
@@ -99,6 +101,7 @@ class Stage:
         os.mkfifo(self._directory / TURNS, 0o600)
         self._turns = os.open(self._directory / TURNS, os.O_RDWR | os.O_NONBLOCK)
         starts = [self._start("manager", self._manager_command())]
+        starts += [self._start("gateway", self._gateway_command())]
         starts += [self._start(name, self._replica_command(name, url, model)) for name, url in self.replicas.items()]
         starts += [
             self._start(f"trainer-{rank}", self._trainer_command(rank, model), self._on_trainer_line)
@@ -133,7 +136,7 @@ class Stage:
     async def stop(self) -> None:
         """Ends every process, trainers first, and waits until all are gone. May be repeated."""
         children, self._children = self._children, {}
-        for kind in ("trainer", "replica", "manager"):
+        for kind in ("trainer", "gateway", "replica", "manager"):
             ending = [child.stop() for name, child in children.items() if name.startswith(kind)]
             await asyncio.gather(*ending, return_exceptions=True)
         if self._turns is not None:
@@ -145,6 +148,10 @@ class Stage:
     def _manager_command(self) -> Sequence[str]:
         ledger = str(self._directory / "ledger.sqlite3")
         return ("-m", "ckpt_engine", "serve", "--listen", self.manager, "--http", "", "--ledger", ledger)
+
+    def _gateway_command(self) -> Sequence[str]:
+        listen = self.gateway.removeprefix("http://")
+        return ("-m", "ckpt_engine", "gateway", "--manager", self.manager, "--listen", listen)
 
     def _replica_command(self, name: str, url: str, model: Path) -> Sequence[str]:
         port = url.rpartition(":")[2]
@@ -237,13 +244,21 @@ class Stage:
                     # Agents connect before their engine runs, and name it once it answers.
                     replicas = sum(replica.connected and replica.HasField("engine") for replica in status.replicas)
                     trainers = sum(trainer.published for trainer in status.trainers)
-                    if replicas == self._settings.replicas and trainers == self._settings.trainers:
+                    present = replicas == self._settings.replicas and trainers == self._settings.trainers
+                    if present and await self._gateway_ready():
                         return
                     on_state(
                         f"starting: {replicas} of {self._settings.replicas} replicas are up, "
                         f"{trainers} of {self._settings.trainers} trainer ranks published"
                     )
                 await asyncio.sleep(POLL_SECONDS)
+
+    async def _gateway_ready(self) -> bool:
+        async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+            try:
+                return (await client.get(f"{self.gateway}/readyz")).status_code == 200
+            except httpx.HTTPError:
+                return False
 
     def _raise_if_ended(self) -> None:
         for name, child in self._children.items():

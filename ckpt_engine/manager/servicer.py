@@ -20,6 +20,7 @@ from ckpt_engine.manager.blobs import BlobStore, chunks_of, receive
 from ckpt_engine.manager.errors import refuse
 from ckpt_engine.manager.sessions import carry, first_message, write
 from ckpt_engine.manager.shell import Shell
+from ckpt_engine.manager.watchers import Told
 from ckpt_engine.security.grants import Caller
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
 
@@ -139,6 +140,29 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
         await self._known(context)
         return self._shell.status()
 
+    async def WatchReplicas(self, request: manager_pb2.WatchReplicasRequest, context: Context) -> None:  # noqa: N802
+        caller = await self._admit(context)
+        try:
+            number, outbox = self._shell.watchers.open(request.watcher)
+        except CkptEngineError as error:
+            await refuse(context, error)
+        log.info("watch began watcher=%r address=%s caller=%r", request.watcher, context.peer(), caller.who)
+        try:
+            while (message := await self._told_or_beat(outbox)) is not None:
+                await write(context, message, self._deadlines.write)
+        finally:
+            self._shell.watchers.close(number)
+            log.info("watch ended watcher=%r", request.watcher)
+        if outbox.problem is not None:
+            await refuse(context, CkptEngineError(outbox.problem))
+
+    async def _told_or_beat(self, outbox: Told) -> manager_pb2.WatchReplicasResponse | None:
+        """What is told next; when that takes long, a message that only says that the manager lives."""
+        try:
+            return await asyncio.wait_for(outbox.take(), self._deadlines.lease / 2)
+        except TimeoutError:
+            return self._shell.watchers.beat()
+
     async def _call(self, kind: str, event: Callable[[Call], ManagerEvent], context: Context) -> None:
         """Writes what the machine says to this call until it finishes it, then ends with the machine's problem."""
         call, outbox = self._shell.open_call(kind, event)
@@ -164,10 +188,11 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
         return response
 
     async def _admit(self, context: Context, *roles: str) -> Caller:
-        """Lets a caller in that has one of these roles, while the manager does not stop."""
+        """Lets a caller in that has one of these roles (none named: any grant), while the manager does not stop."""
         caller = await self._known(context)
         try:
-            caller.require_any(*roles)
+            if roles:
+                caller.require_any(*roles)
         except CkptEngineError as error:
             await refuse(context, error)
         if self._stopping:

@@ -23,6 +23,7 @@ from ckpt_engine.manager.blobs import BlobStore
 from ckpt_engine.manager.metrics import Metrics
 from ckpt_engine.manager.refusals import Refusal, Refusals
 from ckpt_engine.manager.tasks import Tasks
+from ckpt_engine.manager.watchers import Watchers
 from ckpt_engine.shell.loop import Loop
 from ckpt_engine.shell.outbox import Outbox
 from ckpt_engine.trace import trace
@@ -60,6 +61,7 @@ class Shell:
         self._numbers = count(1)
         self._idle = asyncio.Event()
         self._idle.set()
+        self.watchers = Watchers(machine.watched)
 
     @property
     def problem(self) -> weights_pb2.Problem | None:
@@ -133,6 +135,7 @@ class Shell:
         for session in self._sessions.values():
             session.outbox.close(problem)
         self._sessions.clear()
+        self.watchers.stop(problem)
         await self._loop.stop(seconds)
 
     # -- the loop
@@ -145,8 +148,10 @@ class Shell:
 
     def _handled(self, event: object, commands: Sequence[object]) -> None:
         self._count_refusal(commands)
-        if not _changes_no_blobs(event):
+        beat = _changes_no_blobs(event)
+        if not beat:
             self._pin()
+        self.watchers.changed(beat)
 
     def _fail(self, event: object, problem: weights_pb2.Problem) -> None:
         """Tells everybody who waits for the machine. Whose message it was is not to send it again; the others are."""

@@ -6,7 +6,8 @@ A grant is a role, and for the first three a pattern of names (`*` stands for an
     replica/PATTERN   be a replica of such a name
     holder/PATTERN    hold versions for others under such a name, whatever kind of holder
     operator          put replicas to sleep, wake, retry and evict them, evict runs
-    viewer            look
+    viewer            look, and watch who serves what (a gateway needs it of its manager)
+    client            ask a gateway for tokens
 
 Whoever has any grant may look. A caller's grants come with its token (the manager knows a digest of it) or from the
 common name of its certificate, which then reads like a grant.
@@ -23,7 +24,7 @@ from fnmatch import fnmatchcase
 from ckpt_engine.core.problems import CkptEngineError, forbidden, invalid
 
 NAMED = ("trainer", "replica", "holder")
-UNNAMED = ("operator", "viewer")
+UNNAMED = ("client", "operator", "viewer")
 TOKEN_CHARACTERS = 24
 """The least that a token must have: its digest is not salted, so it must be random and long."""
 
@@ -42,7 +43,7 @@ class Grant:
         if (role in NAMED and pattern) or (role in UNNAMED and not separator):
             return cls(role, pattern)
         raise invalid(
-            f"{text!r} is no grant: write trainer/PATTERN, replica/PATTERN, holder/PATTERN, operator or viewer "
+            f"{text!r} is no grant: write trainer/PATTERN, replica/PATTERN, holder/PATTERN, operator, viewer or client "
             "(docs/security.md)"
         )
 

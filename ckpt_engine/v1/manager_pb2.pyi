@@ -48,6 +48,15 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OLD_SERVING: _ClassVar[Outcome]
     QUARANTINED: _ClassVar[Outcome]
     NOT_REACHED: _ClassVar[Outcome]
+
+class ReplicaState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REPLICA_STATE_UNSPECIFIED: _ClassVar[ReplicaState]
+    SERVING: _ClassVar[ReplicaState]
+    DRAINING: _ClassVar[ReplicaState]
+    ASLEEP: _ClassVar[ReplicaState]
+    CLOSED: _ClassVar[ReplicaState]
+    AWAY: _ClassVar[ReplicaState]
 WORKER_STATE_UNSPECIFIED: WorkerState
 NONE: WorkerState
 DIRTY: WorkerState
@@ -74,6 +83,12 @@ NEW_SERVING: Outcome
 OLD_SERVING: Outcome
 QUARANTINED: Outcome
 NOT_REACHED: Outcome
+REPLICA_STATE_UNSPECIFIED: ReplicaState
+SERVING: ReplicaState
+DRAINING: ReplicaState
+ASLEEP: ReplicaState
+CLOSED: ReplicaState
+AWAY: ReplicaState
 
 class BlobRef(_message.Message):
     __slots__ = ("digest", "size")
@@ -844,3 +859,53 @@ class GetStatusResponse(_message.Message):
     warnings: _containers.RepeatedScalarFieldContainer[str]
     holders: _containers.RepeatedCompositeFieldContainer[HolderStatus]
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., phase: _Optional[str] = ..., latest: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., software_version: _Optional[str] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., holders: _Optional[_Iterable[_Union[HolderStatus, _Mapping]]] = ...) -> None: ...
+
+class WatchReplicasRequest(_message.Message):
+    __slots__ = ("watcher",)
+    WATCHER_FIELD_NUMBER: _ClassVar[int]
+    watcher: str
+    def __init__(self, watcher: _Optional[str] = ...) -> None: ...
+
+class WatchedReplica(_message.Message):
+    __slots__ = ("name", "url", "engine", "engine_version", "state", "reason", "identity", "next", "pause_mode", "label_problem")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
+    LABEL_PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    url: str
+    engine: str
+    engine_version: str
+    state: ReplicaState
+    reason: str
+    identity: _weights_pb2.Identity
+    next: _weights_pb2.Identity
+    pause_mode: PauseMode
+    label_problem: str
+    def __init__(self, name: _Optional[str] = ..., url: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., reason: _Optional[str] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., next: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., label_problem: _Optional[str] = ...) -> None: ...
+
+class WatchReplicasResponse(_message.Message):
+    __slots__ = ("fence", "run", "sequence", "snapshot", "settling", "replicas", "gone", "latest")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    SETTLING_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    LATEST_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    run: str
+    sequence: int
+    snapshot: bool
+    settling: bool
+    replicas: _containers.RepeatedCompositeFieldContainer[WatchedReplica]
+    gone: _containers.RepeatedScalarFieldContainer[str]
+    latest: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Identity]
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., run: _Optional[str] = ..., sequence: _Optional[int] = ..., snapshot: bool = ..., settling: bool = ..., replicas: _Optional[_Iterable[_Union[WatchedReplica, _Mapping]]] = ..., gone: _Optional[_Iterable[str]] = ..., latest: _Optional[_Iterable[_Union[_weights_pb2.Identity, _Mapping]]] = ...) -> None: ...

@@ -69,6 +69,11 @@ class CheckpointEngineManagerStub(object):
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.WatchReplicas = channel.unary_stream(
+                '/ckpt_engine.v1.CheckpointEngineManager/WatchReplicas',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.WatchReplicasRequest.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.WatchReplicasResponse.FromString,
+                _registered_method=True)
         self.RetryReplica = channel.unary_unary(
                 '/ckpt_engine.v1.CheckpointEngineManager/RetryReplica',
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.RetryReplicaRequest.SerializeToString,
@@ -152,6 +157,14 @@ class CheckpointEngineManagerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchReplicas(self, request, context):
+        """Who serves what where, for gateways: first all replicas, then what changes. UNAVAILABLE: the watcher did not read,
+        or too many watch; dial again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RetryReplica(self, request, context):
         """For operators. Neither changes what a worker holds by itself.
         """
@@ -227,6 +240,11 @@ def add_CheckpointEngineManagerServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.GetStatusRequest.FromString,
                     response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'WatchReplicas': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchReplicas,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.WatchReplicasRequest.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.WatchReplicasResponse.SerializeToString,
             ),
             'RetryReplica': grpc.unary_unary_rpc_method_handler(
                     servicer.RetryReplica,
@@ -448,6 +466,33 @@ class CheckpointEngineManager(object):
             '/ckpt_engine.v1.CheckpointEngineManager/GetStatus',
             ckpt__engine_dot_v1_dot_manager__pb2.GetStatusRequest.SerializeToString,
             ckpt__engine_dot_v1_dot_manager__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchReplicas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ckpt_engine.v1.CheckpointEngineManager/WatchReplicas',
+            ckpt__engine_dot_v1_dot_manager__pb2.WatchReplicasRequest.SerializeToString,
+            ckpt__engine_dot_v1_dot_manager__pb2.WatchReplicasResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,8 +16,9 @@ import pytest
 
 from ckpt_engine.demo import task
 from ckpt_engine.demo.play import Act, Outcome
-from ckpt_engine.demo.recital import Recital, recite
+from ckpt_engine.demo.recital import Recital, recite, session_of
 from ckpt_engine.demo.stage import Settings
+from ckpt_engine.gateway.choice import key_of, ranked
 
 EXPECTED = task.text()[task.PROMPT_BYTES : task.PROMPT_BYTES + task.CONTINUATION_BYTES]
 
@@ -49,7 +50,8 @@ def test_the_model_is_one_that_transformers_builds(tmp_path: Path) -> None:
 
 
 class _Engine(BaseHTTPRequestHandler):
-    """Answers as the reference engine does, with the text up to some byte and nonsense after it."""
+    """Answers as the gateway does, with the text up to some byte and nonsense after it; the session stands for the
+    replica."""
 
     right = len(EXPECTED)
     status = 200
@@ -58,9 +60,9 @@ class _Engine(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         type(self).asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         spoken = [*EXPECTED[: self.right], *[0] * (len(EXPECTED) - self.right)]
-        body = json.dumps({"output_ids": spoken}).encode()
+        said = {"max_version": 48, "legs": [{"replica": self.headers["x-session-id"]}]}
+        body = json.dumps({"output_ids": spoken, "meta_info": {"ckpt_engine": said}}).encode()
         self.send_response(self.status)
-        self.send_header("x-ckpt-engine-admitted-version", "48")
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -85,9 +87,10 @@ def engine() -> Iterator[tuple[str, type[_Engine]]]:
 async def test_bytes_are_right_up_to_the_first_wrong_one(engine: tuple[str, type[_Engine]], right: int) -> None:
     url, handler = engine
     handler.right = right
-    (recital,) = await recite("reference", {"one": url})
-    assert handler.asked == {"input_ids": list(b"Call me Ishmael."), "max_tokens": 96}
-    assert (recital.replica, recital.version, recital.matching) == ("one", 48, right)
+    (recital,) = await recite("reference", url, ["one"])
+    sampling = {"max_new_tokens": 96, "temperature": 0, "ignore_eos": True}
+    assert handler.asked == {"input_ids": list(b"Call me Ishmael."), "sampling_params": sampling}
+    assert (recital.replica, recital.version, recital.matching) == ("recital-0", 48, right)
     assert recital.matches == (right == 96)
 
 
@@ -95,7 +98,12 @@ async def test_a_closed_replica_is_an_error(engine: tuple[str, type[_Engine]]) -
     url, handler = engine
     handler.status = 503
     with pytest.raises(httpx.HTTPStatusError):
-        await recite("reference", {"one": url})
+        await recite("reference", url, ["one"])
+
+
+def test_each_replica_has_a_session_of_its_own() -> None:
+    names = ["replica-0", "replica-1", "replica-2"]
+    assert [ranked(key_of(session_of(name, names), ()), names)[0] for name in names] == names
 
 
 def act(version: int = 80) -> Act:

@@ -65,7 +65,7 @@ class OwnForm:
         return iter(())
 
 
-class _Streamed:
+class Streamed:
     """Counts what of each generation has been sent; its last token's event says how it ended."""
 
     def __init__(self, generations: Sequence[Generation]) -> None:
@@ -91,7 +91,7 @@ class _Streamed:
         yield _DONE
 
 
-class SglangForm(_Streamed):
+class SglangForm(Streamed):
     """SGLang 0.5: each event repeats the tokens before it; versions are texts, "default" the engine's own weights."""
 
     def __init__(self, body: SglangBody, generations: Sequence[Generation]) -> None:
@@ -146,7 +146,7 @@ class SglangForm(_Streamed):
             yield uuid.uuid4().hex if name is None else name if alone else f"{name}_{place}"
 
 
-class CompletionForm(_Streamed):
+class CompletionForm(Streamed):
     """`/v1/completions` as vLLM answers it, without text; and SGLang's `metadata`, which names the version."""
 
     def __init__(self, body: CompletionBody, generations: Sequence[Generation], model: str) -> None:

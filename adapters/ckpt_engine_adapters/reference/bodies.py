@@ -37,18 +37,18 @@ _UNLIMITED_TOP_K = (None, 0, -1, 1 << 30)
 _ONE = (None, 1.0)
 
 
-def _fields(names: str, **neutral: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+def fields(names: str, **neutral: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
     """Fields to their values that change nothing."""
     return {**dict.fromkeys(names.split(), _NOTHING), **neutral}
 
 
-_SGLANG_REFUSED = _fields(
+_SGLANG_REFUSED = fields(
     "text input_embeds image_data video_data audio_data session_params lora_path lora_id custom_logit_processor "
     "positional_embed_overrides top_logprobs_num token_ids_logprob return_sampling_mask return_hidden_states "
     "return_routed_experts return_indexer_topk return_entropy max_thinking_tokens",
     logprob_start_len=(None, -1),
 )
-_SGLANG_SAMPLING_REFUSED = _fields(
+_SGLANG_SAMPLING_REFUSED = fields(
     "stop stop_regex min_p frequency_penalty presence_penalty min_new_tokens json_schema regex ebnf structural_tag "
     "logit_bias custom_params watermark",
     top_p=_ONE,
@@ -56,12 +56,12 @@ _SGLANG_SAMPLING_REFUSED = _fields(
     repetition_penalty=_ONE,
     beam_width=(None, 1),
 )
-_SGLANG_TAKEN = _fields(
+_SGLANG_TAKEN = fields(
     "background bootstrap_host bootstrap_pair_key bootstrap_port bootstrap_room cache_salt conversation_id "
     "custom_labels data_parallel_rank disagg_prefill_dp_rank extra_key log_metrics modalities no_logs priority "
     "require_reasoning return_text_in_logprobs routed_dp_rank routed_experts_start_len routing_key session_id"
 )
-_COMPLETION_REFUSED = _fields(
+COMPLETION_REFUSED = fields(
     "echo frequency_penalty logit_bias presence_penalty stop suffix use_beam_search min_p min_tokens bad_words "
     "truncate_prompt_tokens allowed_token_ids prompt_logprobs logprob_token_ids prompt_embeds structured_outputs "
     "repetition_detection json_schema regex ebnf lora_path return_hidden_states custom_logit_processor",
@@ -139,7 +139,7 @@ class SamplingParams(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _usable(cls, values: Any) -> Any:
-        return _without(values, _SGLANG_SAMPLING_REFUSED)
+        return without(values, _SGLANG_SAMPLING_REFUSED)
 
 
 class SglangBody(BaseModel):
@@ -161,7 +161,7 @@ class SglangBody(BaseModel):
         misplaced = sorted(_ONLY_OURS & set(values)) if isinstance(values, dict) else []
         if misplaced:
             raise ValueError(f"{', '.join(misplaced)}: SGLang's form has no such field; it has sampling_params")
-        body = handler(_without(values, _SGLANG_REFUSED))
+        body = handler(without(values, _SGLANG_REFUSED))
         body._nested = isinstance(values, dict) and _is_nested(values.get("input_ids"))
         for name in ("sampling_params", "return_logprob", "rid"):
             value = getattr(body, name)
@@ -190,7 +190,7 @@ class SglangBody(BaseModel):
         return [
             generation
             for prompt, params in zip(self.input_ids, self._sampling(), strict=True)
-            for generation in _samples(
+            for generation in samples(
                 prompt,
                 params.n or 1,
                 params.max_new_tokens or max(1, max_positions - len(prompt)),
@@ -225,14 +225,14 @@ class CompletionBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _usable(cls, values: Any) -> Any:
-        return _without(values, _COMPLETION_REFUSED)
+        return without(values, COMPLETION_REFUSED)
 
     def generations(self, max_positions: int) -> list[Generation]:
         """Samples of one prompt stand together."""
         return [
             generation
             for prompt in self.prompt
-            for generation in _samples(
+            for generation in samples(
                 prompt,
                 self.n or 1,
                 self.max_tokens or max(1, max_positions - len(prompt)),
@@ -265,7 +265,7 @@ GenerateForm = Annotated[
 """A body of /generate. One that names fields of both forms is SGLang's, which refuses what only this engine has."""
 
 
-def _samples(
+def samples(
     prompt: Sequence[int],
     count: int,
     max_tokens: int,
@@ -287,7 +287,7 @@ def _samples(
     ]
 
 
-def _without(values: Any, refused: Mapping[str, tuple[Any, ...]]) -> Any:
+def without(values: Any, refused: Mapping[str, tuple[Any, ...]]) -> Any:
     """The fields but those of `refused`; raises ValueError for one whose value would change something."""
     if not isinstance(values, dict):
         return values

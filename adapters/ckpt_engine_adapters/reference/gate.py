@@ -24,6 +24,6 @@ class ReferenceGate(Gate):
         }
     )
     generation_routes: ClassVar[frozenset[str]] = frozenset(
-        {"/generate", "/get_model_info", "/model_info", "/v1/completions"}
+        {"/generate", "/get_model_info", "/inference/v1/generate", "/model_info", "/v1/completions"}
     )
     control_routes: ClassVar[frozenset[str]] = frozenset({"/pause", "/resume", "/sleep", "/stamp", "/wake"})

@@ -1,7 +1,7 @@
 """The HTTP routes of the reference engine. They translate; the scheduler decides.
 
 Generation, for anyone, while the gate is open:
-    POST /generate (its own form and SGLang's), POST /v1/completions, GET /model_info
+    POST /generate (its own form and SGLang's), POST /v1/completions, POST /inference/v1/generate, GET /model_info
 State, for anyone, always:
     GET /health, GET /info, and what routers ask for: GET /v1/models, GET /server_info
 Development routes, only with the gate's token:
@@ -23,6 +23,7 @@ from ckpt_engine_adapters.reference.answers import CompletionForm, Form, OwnForm
 from ckpt_engine_adapters.reference.bodies import CompletionBody, GenerateBody, GenerateForm
 from ckpt_engine_adapters.reference.engine import MAX_RUNNING, ConflictError, Engine
 from ckpt_engine_adapters.reference.generation import Generation
+from ckpt_engine_adapters.reference.inference import InferenceBody, InferenceForm
 from ckpt_engine_adapters.reference.pool import WorkerFailedError
 from ckpt_engine_adapters.reference.serving import answer, problem
 from ckpt_engine_adapters.reference.versions import engine_version
@@ -159,6 +160,11 @@ def create_app(engine: Engine, facts: ModelFacts) -> FastAPI:
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
         form = CompletionForm(body, body.generations(facts.max_positions), facts.served_model_name)
+        return await generate(form, request, bool(body.stream))
+
+    @app.post("/inference/v1/generate", response_model=None)
+    async def inference(body: InferenceBody, request: Request) -> Response:
+        form = InferenceForm(body, body.generations(facts.max_positions))
         return await generate(form, request, bool(body.stream))
 
     @app.post("/pause")

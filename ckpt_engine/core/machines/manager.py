@@ -46,6 +46,7 @@ from ckpt_engine.core.machines.sleepers import Sleepers
 from ckpt_engine.core.machines.status import blobs_in_use, status_of
 from ckpt_engine.core.machines.update import Update
 from ckpt_engine.core.machines.versions import Intended, Meant
+from ckpt_engine.core.machines.watching import Watched, watched
 from ckpt_engine.core.problems import CkptEngineError, aborted, unavailable
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -116,6 +117,10 @@ class ManagerMachine:
         """What GetStatus answers."""
         warnings, holdings = self._recovery.warnings(), self.blobs_in_use()
         return status_of(self._state, self._phase(), self._software_version, warnings, holdings)
+
+    def watched(self) -> Watched:
+        """What WatchReplicas tells."""
+        return watched(self._state, self._update, self._settled or not self._restarted)
 
     def blobs_in_use(self) -> dict[str, list[manager_pb2.BlobRef]]:
         """Blobs that must stay, by what needs them; for BlobStore.pin. Owners that are not named need nothing."""

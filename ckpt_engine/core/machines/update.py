@@ -83,6 +83,10 @@ class Update:
             refs += [self._combined.record] if self._combined.record is not None else []
         return refs + ([self.order.record] if self.order.record is not None else [])
 
+    def under_way(self) -> tuple[list[str], weights_pb2.Identity | None]:
+        """Whom it writes to or is about to, and what: from the intent on, until each has an outcome."""
+        return (self._targets.waiting_for() if self.phase in ("recording", "installing") else []), self._identity
+
     def start(self, now: float) -> None:
         """Takes the first step."""
         self._started = now

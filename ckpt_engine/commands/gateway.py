@@ -1,0 +1,108 @@
+"""``ckpt-engine gateway``: one address for generation over all replicas, in the foreground, until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckpt_engine.commands.choices import Form, Level
+from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.gateway.server import check, listener, serve
+from ckpt_engine.gateway.settings import Settings
+from ckpt_engine.gateway.workers import SETTINGS, SOCKET, end_with, run_workers
+from ckpt_engine.manager.addresses import join_address, split_address
+from ckpt_engine.security.server import ServerSecurity
+
+
+def gateway(
+    manager: Annotated[str, typer.Option(help="The manager that tells of the replicas, host:port.")] = "",
+    replica: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="A replica, without a manager; repeatable.")
+    ] = None,
+    listen: Annotated[str, typer.Option(help="Where callers connect, host:port. Port 0 takes a free one.")] = (
+        "127.0.0.1:8080"
+    ),
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that share the port, and nothing else.")] = 1,
+    queue_seconds: Annotated[
+        float, typer.Option(min=0, help="How long a request waits for a replica, unless its caller says.")
+    ] = Settings.queue_seconds,
+    unready_after: Annotated[
+        float, typer.Option(min=0, help="/readyz answers 503 when nobody could serve for so long.")
+    ] = Settings.unready_after,
+    idle_seconds: Annotated[
+        float, typer.Option(min=1, help="A request to an engine that brings nothing for so long is given up.")
+    ] = Settings.idle,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0, help="How long running requests may go on after SIGTERM.")
+    ] = Settings.drain,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Requests that run or wait at most, in each process.")
+    ] = Settings.requests,
+    body_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request's body at most.")] = Settings.body_bytes,
+    resumes: Annotated[int, typer.Option(min=0, help="How often one sample is resumed at most.")] = Settings.resumes,
+    certificate: Annotated[Path | None, typer.Option(help="Our certificate (PEM): serve over TLS.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Its key (PEM).")] = None,
+    client_authority: Annotated[
+        Path | None, typer.Option(help="Ask callers for certificates that this one (PEM) has signed.")
+    ] = None,
+    tokens: Annotated[
+        Path | None, typer.Option(help="Ask callers for tokens with the grant `client`, see docs/security.md.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Serve other machines without asking who calls.")
+    ] = False,
+    log_level: LogLevel = Level.INFO,
+    log_format: LogFormat = Form.TEXT,
+) -> None:
+    """Run a gateway: one address for generation in token ids, which resumes what updates and deaths interrupt.
+
+    Its own death loses its streams; run several, each with --workers, since they share nothing.
+    """
+    log_to_stderr(log_level, log_format)
+    os.environ.update(CKPT_ENGINE_LOG_LEVEL=log_level.value, CKPT_ENGINE_LOG_FORMAT=log_format.value)  # for `work`
+    log = logging.getLogger("ckpt_engine.gateway")
+    settings = Settings(
+        listen=listen,
+        manager=manager,
+        replicas=tuple(replica or ()),
+        queue_seconds=queue_seconds,
+        unready_after=unready_after,
+        idle=idle_seconds,
+        drain=drain_seconds,
+        requests=requests,
+        body_bytes=body_bytes,
+        resumes=resumes,
+        security=ServerSecurity(certificate, key, client_authority, tokens, insecure),
+    )
+    try:
+        check(settings)
+        bound = listener(settings)
+    except CkptEngineError as error:
+        log.error("%s", error.problem.message)
+        raise typer.Exit(1) from error
+    at = join_address(split_address(listen)[0], bound.getsockname()[1])
+    log.info("gateway listens on %s for %s workers=%d", at, manager or ", ".join(settings.replicas), workers)
+    if workers > 1:
+        raise typer.Exit(run_workers(settings, bound, workers))
+    asyncio.run(serve(settings, bound))
+
+
+def work() -> None:
+    """One of several processes behind one port, see workers.py."""
+    log_to_stderr(Level(os.environ["CKPT_ENGINE_LOG_LEVEL"]), Form(os.environ["CKPT_ENGINE_LOG_FORMAT"]))
+    settings = Settings.from_json(os.environ[SETTINGS])
+    bound = socket.socket(fileno=int(os.environ[SOCKET]))
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    asyncio.run(serve(settings, bound))
+
+
+if __name__ == "__main__":
+    work()

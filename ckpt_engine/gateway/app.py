@@ -1,0 +1,298 @@
+"""The gateway's HTTP side: reads requests, bounds them, has them answered, says how it is. On the gateway's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.gateway import refusals
+from ckpt_engine.gateway.answering import Answering
+from ckpt_engine.gateway.dialects.base import Asked, Dialect
+from ckpt_engine.gateway.dialects.completions import Completions
+from ckpt_engine.gateway.dialects.inference import Inference
+from ckpt_engine.gateway.dialects.sglang import Sglang
+from ckpt_engine.gateway.door import Door
+from ckpt_engine.gateway.passing import Passing
+from ckpt_engine.gateway.placing import Placing
+from ckpt_engine.gateway.refusals import RefusedError, bad_request
+from ckpt_engine.gateway.wishes import wishes_of
+from ckpt_engine.gateway.writing import CallerGoneError, Writer
+
+log = logging.getLogger("ckpt_engine.gateway")
+
+DIALECTS: Mapping[str, type[Dialect]] = {each.route: each for each in (Completions, Inference, Sglang)}
+
+PASSED = ("/v1/chat/completions",)
+"""Routes that are always passed on as they came."""
+
+
+Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Work(Protocol):
+    """What answers one request."""
+
+    @property
+    def streams(self) -> bool: ...
+
+    async def work(self) -> None: ...
+
+    def so_far(self) -> dict[str, Any]: ...
+
+
+class Gateway:
+    """Requests of this process. stopping: no new ones; ending: those that run end now, with what they have."""
+
+    def __init__(self, placing: Placing, door: Door) -> None:
+        self.placing, self._door = placing, door
+        self.stopping = False
+        self.ending = asyncio.Event()
+        self.inside = 0
+        self._nobody = asyncio.Event()
+        self._nobody.set()
+        self._models: tuple[bytes, str] | None = None
+        self._could_serve = time.monotonic()
+
+    def application(self) -> Starlette:
+        """The ASGI application."""
+        posts = [Route(route, _Endpoint(self._post), methods=["POST"]) for route in (*DIALECTS, *PASSED)]
+        gets = [
+            Route("/v1/models", _Endpoint(self._looked(self._list_models)), methods=["GET"]),
+            Route("/livez", _Endpoint(self._alive), methods=["GET"]),
+            Route("/readyz", _Endpoint(self._ready), methods=["GET"]),
+            Route("/metrics", _Endpoint(self._looked(self._metrics)), methods=["GET"]),
+        ]
+        return Starlette(routes=[*posts, *gets])
+
+    async def idle(self, seconds: float) -> bool:
+        """Waits until no request runs, at most so long. Whether that came true."""
+        try:
+            await asyncio.wait_for(self._nobody.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def _enter(self, step: int) -> None:
+        self.inside += step
+        self.placing.metrics.inside.inc(step)
+        if self.inside:
+            self._nobody.clear()
+        else:
+            self._nobody.set()
+
+    # -- answering
+
+    async def _post(self, scope: Scope, receive: Receive, send: Send) -> None:
+        settings, metrics, route = self.placing.settings, self.placing.metrics, scope["path"]
+        writer, ended = Writer(send, settings.idle), "whole"
+        try:
+            self._admit()
+            self._enter(1)
+            try:
+                headers = {name.lower(): value for name, value in Headers(scope=scope).items()}
+                authorized = self._door.check(headers)
+                body = await read_body(receive, headers, settings.body_bytes)
+                work = self._work(route, body, headers, authorized, writer)
+                ended = await self._run(work, writer, receive)
+            finally:
+                self._enter(-1)
+        except RefusedError as refused:
+            ended = refused.reason
+            await _quietly(writer.refuse(refused))
+        except CkptEngineError as error:
+            ended = "unauthenticated"
+            await _quietly(writer.refuse(RefusedError(self._door.status_of(error), ended, error.problem.message)))
+        except CallerGoneError:
+            ended = "caller_gone"
+        metrics.requests.labels(route, ended).inc()
+
+    def _admit(self) -> None:
+        if self.stopping:
+            raise RefusedError(503, refusals.STOPPING, "this gateway is stopping", {"retry-after": "1"})
+        most = self.placing.settings.requests
+        if self.inside >= most:
+            said = f"{self.inside} requests run or wait already, this process carries {most}"
+            raise RefusedError(429, refusals.TOO_MANY, said, {"retry-after": "1"})
+
+    def _work(
+        self, route: str, body: dict[str, Any], headers: Mapping[str, str], authorized: bool, writer: Writer
+    ) -> Work:
+        dialect = DIALECTS.get(route)
+        asked: Asked | None = None if dialect is None else dialect.read(body)
+        prompt = asked.singles[0].prompt if asked else ()
+        session = asked.session if asked else str(body.get("user") or "")
+        wishes = wishes_of(headers, session or _text_key(body, asked), prompt, self.placing.settings, authorized)
+        if asked is None or asked.whole or dialect is None:
+            speak = dialect.engines if dialect is not None and dialect is not Completions else frozenset[str]()
+            want = replace(wishes.want, engines=speak)
+            return Passing(self.placing, route, body, replace(wishes, want=want), writer)
+        return Answering(self.placing, dialect, asked, wishes, writer)
+
+    async def _run(self, work: Work, writer: Writer, receive: Receive) -> str:
+        """Until it has ended, its caller has gone, or this gateway ends. Returns how it ended."""
+        tasks = [
+            asyncio.ensure_future(each)
+            for each in (work.work(), _gone(receive), self.ending.wait(), self._comment(work, writer))
+        ]
+        running, gone, ending, _ = tasks
+        try:
+            await asyncio.wait((running, gone, ending), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        error = results[0]
+        if error is None:
+            return "whole"
+        if gone.done() and not gone.cancelled():
+            raise CallerGoneError("the caller has gone")
+        if isinstance(error, asyncio.CancelledError):
+            error = RefusedError(503, refusals.STOPPING, "this gateway stopped while the request ran")
+        if not isinstance(error, (RefusedError, CallerGoneError)):
+            log.error("a request failed", exc_info=error)
+            error = RefusedError(500, refusals.INTERNAL, f"the gateway failed: {type(error).__name__}")
+        if isinstance(error, RefusedError):
+            await _quietly(writer.refuse(error, **work.so_far()))
+            return error.reason
+        raise error
+
+    async def _comment(self, work: Work, writer: Writer) -> None:
+        """Whenever nothing was written for a while, in streams."""
+        seconds = self.placing.settings.comment
+        while work.streams:
+            left = writer.written + seconds - time.monotonic()
+            if left > 0:
+                await asyncio.sleep(left)
+            else:
+                await _quietly(writer.comment())
+
+    # -- about itself
+
+    def _looked(self, function: Endpoint) -> Endpoint:
+        """For whoever may look."""
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                self._door.check(Headers(scope=scope), look=True)
+            except CkptEngineError as error:
+                refused = RefusedError(self._door.status_of(error), "unauthenticated", error.problem.message)
+                await Writer(send, self.placing.settings.idle).refuse(refused)
+            else:
+                await function(scope, receive, send)
+
+        return answer
+
+    async def _list_models(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = Writer(send, self.placing.settings.idle)
+        now = time.monotonic()
+        for member in list(self.placing.fleet.members.values()):
+            if not member.told.url or now < member.shunned_until:
+                continue
+            try:
+                answer = await self.placing.upstream.get(member.told.url, "/v1/models")
+            except Exception as error:
+                log.info("no models from %s: %s", member.name, error)
+                continue
+            if answer.status_code == 200:
+                self._models = answer.content, answer.headers.get("content-type", "application/json")
+                break
+        if self._models is None:
+            await writer.refuse(RefusedError(503, refusals.NO_REPLICA, "no replica has said yet which model it serves"))
+        else:
+            await writer.answer(200, self._models[1].encode(), self._models[0], {})
+
+    async def _alive(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Writer(send, self.placing.settings.idle).whole({"alive": True})
+
+    async def _ready(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer, why = Writer(send, self.placing.settings.idle), self.why_not_ready()
+        if why:
+            await writer.refuse(RefusedError(503, "not_ready", why))
+        else:
+            await writer.whole({"ready": True})
+
+    def why_not_ready(self) -> str:
+        """Empty: requests are answered, or held until they can be."""
+        fleet, now, after = self.placing.fleet, time.monotonic(), self.placing.settings.unready_after
+        if self.stopping:
+            return "this gateway is stopping"
+        if not fleet.heard:
+            return "the manager has not told of the replicas yet"
+        if fleet.could_serve(now):
+            self._could_serve = now
+        return "" if now - self._could_serve < after else f"nobody could serve for {now - self._could_serve:.0f} s"
+
+    async def look_after(self) -> None:
+        """Remembers when somebody could serve. Runs until it is cancelled."""
+        while True:
+            self.why_not_ready()
+            await asyncio.sleep(1.0)
+
+    async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = self.placing.metrics.exposition()
+        await Writer(send, self.placing.settings.idle).answer(200, b"text/plain; version=0.0.4", body, {})
+
+
+class _Endpoint:
+    """An ASGI application of one route; a plain function would be given a request object."""
+
+    def __init__(self, function: Endpoint) -> None:
+        self._function = function
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._function(scope, receive, send)
+
+
+async def read_body(receive: Receive, headers: Mapping[str, str], most: int) -> dict[str, Any]:
+    """A request's JSON object. Raises RefusedError for what is too large or none, CallerGoneError."""
+    announced = headers.get("content-length", "0")
+    size, parts = 0, []
+    more = not (announced.isdigit() and int(announced) > most)
+    size = 0 if more else int(announced)
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise CallerGoneError("the caller has gone")
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        more = message.get("more_body", False) and size <= most
+    if size > most:
+        raise RefusedError(413, refusals.TOO_LARGE, f"a body of {size} bytes or more; {most} are the most")
+    try:
+        body = json.loads(b"".join(parts))
+    except (ValueError, RecursionError) as error:
+        raise bad_request(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise bad_request("the body is not a JSON object")
+    return body
+
+
+def _text_key(body: Mapping[str, Any], asked: Asked | None) -> str:
+    """What stands for the session of a text: its beginning."""
+    if asked is not None:
+        return ""
+    return json.dumps(body.get("messages") or body.get("prompt") or body.get("text") or "")[:512]
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+async def _quietly(writing: Awaitable[None]) -> None:
+    """The caller may have gone meanwhile."""
+    try:
+        await writing
+    except CallerGoneError as error:
+        log.info("%s", error)

@@ -1,0 +1,237 @@
+"""What a dialect is: the form of one route, on the caller's side and on the engine's. Pure.
+
+A dialect reads a body into singles, writes the body of each leg, reads an engine's events into pieces, and writes what
+callers get. It decides nothing about replicas.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ckpt_engine.gateway.refusals import RefusedError, bad_request
+from ckpt_engine.gateway.single import Single
+from ckpt_engine.gateway.stitching import ABORT, ERROR, Finish, Piece, Stitch
+from ckpt_engine.gateway.versions import Identity, Label, told
+
+SAMPLES = 1024
+"""Of one request at most: each is a request of its own to an engine."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request whose prompts are ids. not_resumable: why it is not, empty: it is. whole: engines do not stream what it
+    asks for, so it is passed on as it came."""
+
+    body: Mapping[str, Any]
+    singles: tuple[Single, ...]
+    stream: bool
+    not_resumable: str = ""
+    whole: bool = False
+    session: str = ""
+    """What the body names as its session; empty: nothing."""
+
+
+class Dialect(ABC):
+    """One route. Instances are for one request."""
+
+    route: ClassVar[str]
+    engines: ClassVar[frozenset[str]]
+    """Kinds of engine that speak it."""
+
+    @classmethod
+    @abstractmethod
+    def read(cls, body: Mapping[str, Any]) -> Asked | None:
+        """None: its prompts are not ids, so it can only be passed on. Raises RefusedError (400) for what cannot be."""
+
+    def __init__(self, asked: Asked, identifier: str, created: int) -> None:
+        """identifier, created: of the answer."""
+        self.asked, self.identifier, self.created = asked, identifier, created
+
+    @abstractmethod
+    def leg_body(self, stitch: Stitch, identifier: str) -> dict[str, Any]:
+        """What the next leg asks an engine for; always streamed. identifier: of this leg."""
+
+    @abstractmethod
+    def piece(self, stitch: Stitch, event: Mapping[str, Any], kind: str) -> Piece:
+        """Reads an event of the running leg. kind: of the engine. Raises MalformedError."""
+
+    @abstractmethod
+    def finish(self, kind: str, detail: Any) -> Finish:
+        """An end in the words of this dialect, when the engine's own did not arrive."""
+
+    @abstractmethod
+    def chunk(self, number: int, stitch: Stitch, piece: Piece, over: bool) -> dict[str, Any]:
+        """What the caller's stream says of sample `number` after this piece. over: it is the sample's last one."""
+
+    @abstractmethod
+    def closing(self, stitches: Sequence[Stitch]) -> list[dict[str, Any]]:
+        """What stands at the end of a stream, before its [DONE]."""
+
+    @abstractmethod
+    def whole(self, stitches: Sequence[Stitch]) -> Any:
+        """The answer at once."""
+
+    def about_versions(self, stitch: Stitch) -> dict[str, Any]:
+        """What each sample's answer says of its versions and legs."""
+        legs = [
+            {"replica": leg.replica, "first": leg.offset, "count": leg.count, "ended": leg.ended} for leg in stitch.legs
+        ]
+        said = {**told(stitch.spans()), "resumes": stitch.resumes, "legs": legs}
+        return {**said, "not_resumable": self.asked.not_resumable} if self.asked.not_resumable else said
+
+
+class MalformedError(Exception):
+    """An engine's event is none of its dialect."""
+
+
+class EngineError(Exception):
+    """An engine's event says that something went wrong. status: its code; 500 and above: another one may do better."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def load_event(data: bytes) -> Mapping[str, Any]:
+    """The object in an event. Raises MalformedError, and EngineError for one that tells of an error."""
+    try:
+        event = json.loads(data)
+    except ValueError as error:
+        raise MalformedError(f"an engine's event is not JSON: {data[:80]!r}") from error
+    if not isinstance(event, dict):
+        raise MalformedError(f"an engine's event is not an object: {data[:80]!r}")
+    wrong = event.get("error")
+    if wrong and not event.get("choices"):
+        if not isinstance(wrong, dict):
+            raise EngineError(500, str(wrong))
+        code = wrong.get("code")
+        raise EngineError(code if isinstance(code, int) else 500, str(wrong.get("message", wrong)))
+    return event
+
+
+def ids(value: Any, where: str) -> tuple[int, ...]:
+    """A list of token ids. Raises RefusedError."""
+    if not isinstance(value, list) or not value or not all(type(token) is int and token >= 0 for token in value):
+        raise bad_request(f"{where}: a prompt is a list of at least one token id")
+    return tuple(value)
+
+
+def prompts(value: Any, where: str) -> list[tuple[int, ...]] | None:
+    """Lists of ids; one may stand without its outer list. None: they are texts. Raises RefusedError."""
+    if isinstance(value, str) or (isinstance(value, list) and value and all(isinstance(part, str) for part in value)):
+        return None
+    if isinstance(value, list) and any(isinstance(part, list) for part in value):
+        if len(value) > SAMPLES:
+            raise bad_request(f"{where}: {len(value)} prompts, {SAMPLES} are the most of one request")
+        return [ids(part, where) for part in value]
+    return [ids(value, where)]
+
+
+def whole_number(value: Any, where: str, default: int | None, least: int = 0) -> int | None:
+    """Raises RefusedError for what is no number, or below the least. None stands for the default."""
+    if value is None:
+        return default
+    if type(value) is not int or value < least:
+        raise bad_request(f"{where}: {value!r} is no whole number of {least} or more")
+    return value
+
+
+def samples(value: Any, where: str) -> int:
+    """How many of each prompt. Raises RefusedError."""
+    count = whole_number(value, where, 1, 1)
+    assert count is not None
+    if count > SAMPLES:
+        raise bad_request(f"{where}: {count} samples, {SAMPLES} are the most of one request")
+    return count
+
+
+def seed_of(value: Any, where: str) -> int | None:
+    """Raises RefusedError."""
+    if value is not None and type(value) is not int:
+        raise bad_request(f"{where}: {value!r} is no whole number")
+    return value
+
+
+def stop_ids(value: Any, where: str) -> frozenset[int]:
+    """Raises RefusedError."""
+    if value is None:
+        return frozenset()
+    if not isinstance(value, list) or not all(token is None or type(token) is int for token in value):
+        raise bad_request(f"{where}: a list of token ids")
+    return frozenset(token for token in value if token is not None)
+
+
+def an_object(value: Any, where: str) -> dict[str, Any]:
+    """Raises RefusedError."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise bad_request(f"{where}: an object")
+    return value
+
+
+def truth(value: Any, where: str) -> bool:
+    """Raises RefusedError: what one engine takes for true another takes for an error."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise bad_request(f"{where}: true or false")
+
+
+def truncated(prompt: tuple[int, ...], to: Any, where: str) -> tuple[tuple[int, ...], str]:
+    """The prompt as the engine would cut it (resumed legs must go on from what the first one saw), and why the
+    request is not resumable; empty: it is."""
+    if to is None:
+        return prompt, ""
+    count = whole_number(to, where, None, -1)
+    if count == -1:
+        return prompt, f"{where}: -1 cuts at a length that only the engine knows"
+    return prompt[-count:] if count else prompt, ""
+
+
+def labels_of(value: Any) -> list[Label] | None:
+    """Of a list of {"version", "start", "end"}, as SGLang and vLLM have it. None: nothing was said."""
+    if not isinstance(value, list) or not value:
+        return None
+    try:
+        return [Label(int(span["start"]), int(span["end"]), made_by(span["version"])) for span in value]
+    except (KeyError, TypeError, ValueError) as error:
+        raise MalformedError(f"versions that are none: {value!r}") from error
+
+
+def made_by(label: Any) -> Identity | None:
+    """An engine's label as a version; None: it is not one of ours ("default": the engine's own weights). Agents tell
+    real engines VERSION:ROOT:LINEAGE, with the first digits of the root."""
+    version, *rest = str(label).split(":", 2)
+    if not version.isdecimal() or len(rest) not in (0, 2):
+        return None
+    return Identity(int(version), rest[1], rest[0]) if rest else Identity(int(version))
+
+
+def output_tokens(value: Any) -> list[int]:
+    """Raises MalformedError."""
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise MalformedError("an event has no token ids")
+    return value
+
+
+def clean(value: Any) -> Any:
+    """JSON has no infinities, some log-probabilities are such: they become null, as engines have it."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def vllm_finish(reason: Any, stop_reason: Any) -> Finish | None:
+    """From the words of vLLM's routes."""
+    if reason is None:
+        return None
+    kind = {"abort": ABORT, "error": ERROR}.get(str(reason), str(reason))
+    return Finish(kind, reason, stop_reason)
+
+
+def refusal_of(error: EngineError) -> RefusedError:
+    """What the caller hears of an engine's error that no other engine would answer better."""
+    return RefusedError(error.status if 400 <= error.status < 600 else 502, "engine_refused", str(error))

@@ -1,0 +1,199 @@
+"""`/v1/completions` as vLLM has it: `prompt` as token ids, `return_token_ids`, `logprobs`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from ckpt_engine.gateway.dialects import base
+from ckpt_engine.gateway.dialects.base import Asked, Dialect, MalformedError
+from ckpt_engine.gateway.refusals import ENGINE_REFUSED, RefusedError, bad_request
+from ckpt_engine.gateway.resumability import COMPLETIONS, judge, not_streamed, travelling
+from ckpt_engine.gateway.single import Single, leg_seed
+from ckpt_engine.gateway.stitching import STOP, Finish, Piece, Stitch
+from ckpt_engine.gateway.versions import Label
+
+_LOGPROBS = ("tokens", "token_logprobs", "top_logprobs")
+
+
+class Completions(Dialect):
+    """See Dialect. A record is the token's entry of each list in `logprobs`."""
+
+    route: ClassVar[str] = "/v1/completions"
+    engines: ClassVar[frozenset[str]] = frozenset({"reference", "vllm"})
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> Asked | None:
+        given = base.prompts(body.get("prompt"), "prompt")
+        if given is None:
+            return None
+        count, seed = base.samples(body.get("n"), "n"), base.seed_of(body.get("seed"), "seed")
+        most = base.whole_number(body["max_tokens"], "max_tokens", None) if "max_tokens" in body else 16
+        least = base.whole_number(body.get("min_tokens"), "min_tokens", 0) or 0
+        stops = base.stop_ids(body.get("stop_token_ids"), "stop_token_ids")
+        echo = base.truth(body.get("echo"), "echo")
+        if count * len(given) > base.SAMPLES:
+            raise bad_request(f"{count} samples of {len(given)} prompts; {base.SAMPLES} are the most of one request")
+        singles, reasons = [], [judge(body, COMPLETIONS)]
+        for prompt in given:
+            cut, why = base.truncated(prompt, body.get("truncate_prompt_tokens"), "truncate_prompt_tokens")
+            reasons.append(why)
+            for sample in range(count):
+                drawn = None if seed is None else seed + sample
+                singles.append(Single(cut, most, least, drawn, stops, echo, body))
+        return Asked(
+            body,
+            tuple(singles),
+            base.truth(body.get("stream"), "stream"),
+            "; ".join(dict.fromkeys(filter(None, reasons))),
+            not_streamed(body, COMPLETIONS),
+            str(body.get("session_id") or body.get("user") or ""),
+        )
+
+    def leg_body(self, stitch: Stitch, identifier: str) -> dict[str, Any]:
+        single, offset = stitch.single, len(stitch.tokens)
+        body = travelling(single.fields, COMPLETIONS, first=not stitch.begun)
+        body |= {"prompt": [*single.prompt, *stitch.tokens], "max_tokens": stitch.remaining, "request_id": identifier}
+        if single.min_tokens:
+            body["min_tokens"] = max(0, single.min_tokens - offset)
+        if single.seed is not None:
+            body["seed"] = leg_seed(single.seed, offset)
+        if "truncate_prompt_tokens" in single.fields and self.asked.not_resumable:
+            body["truncate_prompt_tokens"] = single.fields["truncate_prompt_tokens"]
+        return {**body, "stream": True, "return_token_ids": True}
+
+    def piece(self, stitch: Stitch, event: Mapping[str, Any], kind: str) -> Piece:
+        about = {}
+        details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
+        if isinstance(details.get("cached_tokens"), int):
+            about["cached_tokens"] = details["cached_tokens"]
+        choices = event.get("choices")
+        if not choices:
+            return Piece(about=about)
+        choice = choices[0]
+        if choice.get("text") and choice.get("token_ids") is None:
+            said = f"{stitch.leg.replica} sends texts without token ids on this route, so they cannot be joined"
+            raise RefusedError(502, ENGINE_REFUSED, said)
+        tokens = base.output_tokens(choice.get("token_ids") or [])
+        records = _records(choice.get("logprobs"), len(tokens), len(stitch.text))
+        echoes = stitch.single.echo and not stitch.begun
+        split = len(stitch.single.prompt) if echoes and tokens else 0
+        if len(tokens) < split:
+            raise MalformedError(f"an echo of {len(tokens)} tokens, the prompt has {split}")
+        return Piece(
+            tokens[split:],
+            records[split:],
+            choice.get("text") or "",
+            tokens[:split],
+            records[:split],
+            base.vllm_finish(choice.get("finish_reason"), choice.get("stop_reason")),
+            _labels(stitch, event, len(tokens) - split, kind),
+            about,
+        )
+
+    def finish(self, kind: str, detail: Any) -> Finish:
+        return Finish(kind, kind, detail if kind == STOP else None)
+
+    def chunk(self, number: int, stitch: Stitch, piece: Piece, over: bool) -> dict[str, Any]:
+        first = len(stitch.tokens) == len(piece.tokens) and stitch.begun
+        choice = self._choice(
+            number,
+            stitch,
+            [*piece.echo, *piece.tokens],
+            [*piece.echo_records, *piece.records],
+            piece.text,
+            over,
+        )
+        if first and self.asked.body.get("return_token_ids"):
+            choice["prompt_token_ids"] = list(stitch.single.prompt)
+        return {**self._head(), "choices": [choice]}
+
+    def closing(self, stitches: Sequence[Stitch]) -> list[dict[str, Any]]:
+        options = self.asked.body.get("stream_options") or {}
+        return [{**self._head(), "choices": [], "usage": _usage(stitches)}] if options.get("include_usage") else []
+
+    def whole(self, stitches: Sequence[Stitch]) -> Any:
+        choices = []
+        for number, stitch in enumerate(stitches):
+            tokens, records = [*stitch.echo, *stitch.tokens], [*stitch.echo_records, *stitch.records]
+            choice = self._choice(number, stitch, tokens, records, stitch.text, True)
+            if self.asked.body.get("return_token_ids"):
+                choice["prompt_token_ids"] = list(stitch.single.prompt)
+            choices.append(choice)
+        return {**self._head(), "choices": choices, "usage": _usage(stitches)}
+
+    def _head(self) -> dict[str, Any]:
+        head = {"id": f"cmpl-{self.identifier}", "object": "text_completion", "created": self.created}
+        return {**head, "model": self.asked.body.get("model") or ""}
+
+    def _choice(
+        self,
+        number: int,
+        stitch: Stitch,
+        tokens: list[int],
+        records: list[Any],
+        text: str,
+        over: bool,
+    ) -> dict[str, Any]:
+        end = stitch.finish if over else None
+        choice: dict[str, Any] = {
+            "index": number,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": end.said if end else None,
+            "stop_reason": end.stop_reason if end else None,
+        }
+        if self.asked.body.get("logprobs") is not None:
+            lists = {name: [record[name] for record in records] for name in _LOGPROBS}
+            choice["logprobs"] = {**lists, "text_offset": [record["text_offset"] for record in records]}
+        if self.asked.body.get("return_token_ids"):
+            choice["token_ids"] = tokens
+        if over:
+            choice["ckpt_engine"] = self.about_versions(stitch)
+        return choice
+
+
+def _records(logprobs: Any, count: int, before: int) -> list[Any]:
+    """before: characters of the answer so far. Offsets in a text are the answer's, a leg counts from its beginning."""
+    if logprobs is None:
+        return []
+    lists = [logprobs.get(name) or [] for name in _LOGPROBS]
+    if any(len(each) != count for each in lists[:2]):
+        raise MalformedError(f"log-probabilities of {len(lists[0])} tokens beside {count} token ids")
+    offsets = logprobs.get("text_offset") or [0] * count
+    first = offsets[0] if offsets else 0
+    tops = lists[2] or [None] * count
+    return [
+        {
+            "tokens": token,
+            "token_logprobs": base.clean(value),
+            "top_logprobs": top,
+            "text_offset": before + offset - first,
+        }
+        for token, value, top, offset in zip(lists[0], lists[1], tops, offsets, strict=True)
+    ]
+
+
+def _labels(stitch: Stitch, event: Mapping[str, Any], count: int, kind: str) -> list[Label] | None:
+    """The reference engine says of each event, which is of one token, which version made it. Others name the version
+    that they hold when they answer, which says nothing of the tokens before."""
+    label = (event.get("metadata") or {}).get("weight_version")
+    if kind != "reference" or label is None or count > 1:
+        return None
+    labels, at, version = list(stitch.leg.labels or []), stitch.leg.count, base.made_by(label)
+    if count == 0:
+        return labels or None
+    if labels and labels[-1].made_by == version and labels[-1].end == at:
+        labels[-1] = Label(labels[-1].start, at + 1, version)
+    elif labels or at == 0:
+        labels.append(Label(at, at + 1, version))
+    return labels or None
+
+
+def _usage(stitches: Sequence[Stitch]) -> dict[str, Any]:
+    """Each prompt counts once, however many samples it has."""
+    prompts = {id(stitch.single.prompt): len(stitch.single.prompt) for stitch in stitches}
+    prompt, output = sum(prompts.values()), sum(len(stitch.tokens) for stitch in stitches)
+    usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    cached = [stitch.about["cached_tokens"] for stitch in stitches if "cached_tokens" in stitch.about]
+    return {**usage, "prompt_tokens_details": {"cached_tokens": sum(cached)}} if cached else usage

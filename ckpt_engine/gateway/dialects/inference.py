@@ -1,0 +1,120 @@
+"""vLLM's `/inference/v1/generate`: token ids in and out, with the version of every token on the last chunk. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from ckpt_engine.gateway.dialects import base
+from ckpt_engine.gateway.dialects.base import Asked, Dialect, MalformedError
+from ckpt_engine.gateway.resumability import INFERENCE, INFERENCE_SAMPLING, judge, not_streamed, travelling
+from ckpt_engine.gateway.single import Single, leg_seed
+from ckpt_engine.gateway.stitching import STOP, Finish, Piece, Stitch
+
+
+class Inference(Dialect):
+    """See Dialect. A record is the token's entry of `logprobs.content`."""
+
+    route: ClassVar[str] = "/inference/v1/generate"
+    engines: ClassVar[frozenset[str]] = frozenset({"reference", "vllm"})
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> Asked | None:
+        where = "sampling_params."
+        prompt = base.ids(body.get("token_ids"), "token_ids")
+        params = base.an_object(body.get("sampling_params"), "sampling_params")
+        count, seed = base.samples(params.get("n"), f"{where}n"), base.seed_of(params.get("seed"), f"{where}seed")
+        most = base.whole_number(params.get("max_tokens"), f"{where}max_tokens", None)
+        least = base.whole_number(params.get("min_tokens"), f"{where}min_tokens", 0) or 0
+        stops = base.stop_ids(params.get("stop_token_ids"), f"{where}stop_token_ids")
+        name = f"{where}truncate_prompt_tokens"
+        prompt, why = base.truncated(prompt, params.get("truncate_prompt_tokens"), name)
+        reasons = [judge(body, INFERENCE), judge(params, INFERENCE_SAMPLING, where), why]
+        singles = [
+            Single(prompt, most, least, None if seed is None else seed + sample, stops, False, body, params)
+            for sample in range(count)
+        ]
+        whole = not_streamed(body, INFERENCE) or not_streamed(params, INFERENCE_SAMPLING)
+        stream = base.truth(body.get("stream"), "stream")
+        return Asked(body, tuple(singles), stream, "; ".join(filter(None, reasons)), whole)
+
+    def leg_body(self, stitch: Stitch, identifier: str) -> dict[str, Any]:
+        single, offset, first = stitch.single, len(stitch.tokens), not stitch.begun
+        params = travelling(single.sampling, INFERENCE_SAMPLING, first)
+        if stitch.remaining is not None:
+            params["max_tokens"] = stitch.remaining
+        elif "max_tokens" in single.sampling:
+            params["max_tokens"] = None
+        if single.min_tokens:
+            params["min_tokens"] = max(0, single.min_tokens - offset)
+        if single.seed is not None:
+            params["seed"] = leg_seed(single.seed, offset)
+        if "truncate_prompt_tokens" in single.sampling and self.asked.not_resumable:
+            params["truncate_prompt_tokens"] = single.sampling["truncate_prompt_tokens"]
+        body = travelling(single.fields, INFERENCE, first)
+        body |= {"token_ids": [*single.prompt, *stitch.tokens], "sampling_params": params}
+        return {**body, "request_id": identifier, "stream": True}
+
+    def piece(self, stitch: Stitch, event: Mapping[str, Any], kind: str) -> Piece:
+        choices = event.get("choices")
+        if not choices:
+            return Piece()
+        choice = choices[0]
+        tokens = base.output_tokens(choice.get("token_ids") or [])
+        content = (choice.get("logprobs") or {}).get("content") or []
+        if content and len(content) != len(tokens):
+            raise MalformedError(f"log-probabilities of {len(content)} tokens beside {len(tokens)} token ids")
+        finish = base.vllm_finish(choice.get("finish_reason"), choice.get("stop_reason"))
+        return Piece(tokens, content, finish=finish, labels=base.labels_of(choice.get("weight_versions")))
+
+    def finish(self, kind: str, detail: Any) -> Finish:
+        return Finish(kind, kind, detail if kind == STOP else None)
+
+    def chunk(self, number: int, stitch: Stitch, piece: Piece, over: bool) -> dict[str, Any]:
+        return {
+            "request_id": self.identifier,
+            "output_mode": "tokens",
+            "choices": [self._choice(number, stitch, piece.tokens, piece.records, over)],
+        }
+
+    def closing(self, stitches: Sequence[Stitch]) -> list[dict[str, Any]]:
+        options = self.asked.body.get("stream_options") or {}
+        if not options.get("include_usage"):
+            return []
+        return [{"request_id": self.identifier, "output_mode": "tokens", "choices": [], "usage": _usage(stitches)}]
+
+    def whole(self, stitches: Sequence[Stitch]) -> Any:
+        choices = [
+            self._choice(number, stitch, stitch.tokens, stitch.records, True) for number, stitch in enumerate(stitches)
+        ]
+        head = {"request_id": self.identifier, "output_mode": "tokens", "model": self.asked.body.get("model")}
+        return {**head, "created": self.created, "choices": choices, "usage": _usage(stitches)}
+
+    def _choice(self, number: int, stitch: Stitch, tokens: list[int], records: list[Any], over: bool) -> dict[str, Any]:
+        end = stitch.finish if over else None
+        choice: dict[str, Any] = {
+            "index": number,
+            "token_ids": list(tokens),
+            "logprobs": {"content": list(records)} if self._wants_logprobs() else None,
+            "finish_reason": end.said if end else None,
+            "stop_reason": end.stop_reason if end else None,
+            "weight_versions": None,
+        }
+        if over:
+            spans = stitch.spans()
+            if spans and all(span.exact and span.lowest for span in spans):
+                choice["weight_versions"] = [
+                    {"version": str(span.lowest.version), "start": span.first, "end": span.first + span.count}
+                    for span in spans
+                    if span.lowest
+                ]
+            choice["ckpt_engine"] = self.about_versions(stitch)
+        return choice
+
+    def _wants_logprobs(self) -> bool:
+        return self.asked.singles[0].sampling.get("logprobs") is not None
+
+
+def _usage(stitches: Sequence[Stitch]) -> dict[str, int]:
+    prompt, output = len(stitches[0].single.prompt), sum(len(stitch.tokens) for stitch in stitches)
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}

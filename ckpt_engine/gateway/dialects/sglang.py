@@ -1,0 +1,200 @@
+"""SGLang's `/generate`: `input_ids`, `sampling_params`, `return_logprob`, `meta_info`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from ckpt_engine.gateway.dialects import base
+from ckpt_engine.gateway.dialects.base import Asked, Dialect, MalformedError
+from ckpt_engine.gateway.refusals import bad_request
+from ckpt_engine.gateway.resumability import SGLANG, SGLANG_SAMPLING, judge, not_streamed, travelling
+from ckpt_engine.gateway.single import Single, leg_seed
+from ckpt_engine.gateway.stitching import ABORT, ERROR, STOP, Finish, Piece, Stitch
+
+DEFAULT_TOKENS = 128
+
+_PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+_OF_THE_PROMPT = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs", "cached_tokens")
+_PER_PROMPT = ("sampling_params", "return_logprob", "rid", "logprob_start_len", "top_logprobs_num", "token_ids_logprob")
+
+
+class Sglang(Dialect):
+    """See Dialect. A record is the token's entry of each list of log-probabilities that `meta_info` has.
+
+    Each event of a caller's stream repeats the tokens before it, as SGLang's do.
+    """
+
+    route: ClassVar[str] = "/generate"
+    engines: ClassVar[frozenset[str]] = frozenset({"reference", "sglang"})
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> Asked | None:
+        if body.get("input_ids") is None and ("text" in body or "input_embeds" in body):
+            return None
+        given = base.prompts(body.get("input_ids"), "input_ids")
+        if given is None:
+            raise bad_request("input_ids: a list of token ids; texts are `text`")
+        nested = isinstance(body["input_ids"][0], list)
+        singles, reasons, session = [], [], ""
+        for index, prompt in enumerate(given):
+            fields = {name: _of_prompt(name, value, index, len(given), nested) for name, value in body.items()}
+            params = base.an_object(fields.get("sampling_params"), "sampling_params")
+            reasons += [judge(fields, SGLANG), judge(params, SGLANG_SAMPLING, "sampling_params.")]
+            session = session or str(fields.get("session_id") or fields.get("routing_key") or fields.get("rid") or "")
+            singles += _samples(prompt, fields, params)
+        if len(singles) > base.SAMPLES:
+            raise bad_request(f"{len(singles)} samples, {base.SAMPLES} are the most of one request")
+        if len(singles) % len(given):
+            raise bad_request("sampling_params.n must be the same for all prompts")
+        return Asked(
+            body,
+            tuple(singles),
+            base.truth(body.get("stream"), "stream"),
+            "; ".join(dict.fromkeys(filter(None, reasons))),
+            not_streamed(body, SGLANG),
+            session,
+        )
+
+    def leg_body(self, stitch: Stitch, identifier: str) -> dict[str, Any]:
+        single, offset, first = stitch.single, len(stitch.tokens), not stitch.begun
+        params = travelling(single.sampling, SGLANG_SAMPLING, first)
+        params["max_new_tokens"] = stitch.remaining
+        if single.min_tokens:
+            params["min_new_tokens"] = max(0, single.min_tokens - offset)
+        if single.seed is not None:
+            params["sampling_seed"] = leg_seed(single.seed, offset)
+        body = travelling(single.fields, SGLANG, first)
+        body |= {"input_ids": [*single.prompt, *stitch.tokens], "sampling_params": params}
+        return {**body, "rid": identifier, "stream": True}
+
+    def piece(self, stitch: Stitch, event: Mapping[str, Any], kind: str) -> Piece:
+        meta = event.get("meta_info")
+        if not isinstance(meta, dict):
+            raise MalformedError("an event of /generate has no meta_info")
+        output = base.output_tokens(event.get("output_ids") or [])
+        total = meta.get("completion_tokens")
+        # Servers differ in whether an event repeats the tokens before it, so what is new is counted from the end.
+        new = (total if isinstance(total, int) else len(output)) - stitch.leg.count
+        if new < 0 or new > len(output):
+            raise MalformedError(f"{total} tokens so far, {stitch.leg.count} had come, and the event has {len(output)}")
+        tokens = output[len(output) - new :]
+        about = {name: meta[name] for name in _OF_THE_PROMPT if meta.get(name) is not None}
+        text = event.get("text") or ""
+        if len(output) > new:
+            text = text[len(stitch.text) - stitch.leg.text_before :]
+        return Piece(
+            tokens,
+            _records(meta, new),
+            text,
+            finish=_finish(meta.get("finish_reason"), len(stitch.tokens) + new),
+            labels=base.labels_of(meta.get("weight_versions")),
+            about=about,
+        )
+
+    def finish(self, kind: str, detail: Any) -> Finish:
+        return Finish(kind, {"type": kind, ("matched" if kind == STOP else "length"): detail})
+
+    def chunk(self, number: int, stitch: Stitch, piece: Piece, over: bool) -> dict[str, Any]:
+        answer = self._answer(number, stitch, over)
+        return {**answer, "index": number} if self._listed else answer
+
+    def closing(self, stitches: Sequence[Stitch]) -> list[dict[str, Any]]:
+        return []
+
+    def whole(self, stitches: Sequence[Stitch]) -> Any:
+        answers = [self._answer(number, stitch, True) for number, stitch in enumerate(stitches)]
+        return answers if self._listed else answers[0]
+
+    @property
+    def _listed(self) -> bool:
+        return len(self.asked.singles) > 1 or isinstance(self.asked.body["input_ids"][0], list)
+
+    def _answer(self, number: int, stitch: Stitch, over: bool) -> dict[str, Any]:
+        single = stitch.single
+        spans = stitch.spans() if over or all(leg.labels for leg in stitch.legs if leg.count) else []
+        exact = bool(spans) and all(span.exact for span in spans)
+        known = [span.highest.version for span in spans if span.highest]
+        meta: dict[str, Any] = {
+            "id": self._identifier(number),
+            "finish_reason": stitch.finish.said if over and stitch.finish else None,
+            "prompt_tokens": len(single.prompt),
+            "completion_tokens": len(stitch.tokens),
+            "cached_tokens": 0,
+            "weight_version": str(known[-1]) if known else "default",
+            **stitch.about,
+        }
+        if exact:
+            meta["weight_versions"] = [
+                {"version": str(span.lowest.version), "start": span.first, "end": span.first + span.count}
+                for span in spans
+                if span.lowest
+            ]
+        if single.fields.get("return_logprob"):
+            meta.setdefault("input_token_logprobs", [])
+            names = stitch.records[0].keys() if stitch.records else ("output_token_logprobs",)
+            meta |= {name: [record[name] for record in stitch.records] for name in names}
+            meta["output_token_logprobs_length"] = len(stitch.records)
+        if over:
+            meta["ckpt_engine"] = self.about_versions(stitch)
+        prompt = {"prompt_token_ids": list(single.prompt)} if single.fields.get("return_prompt_token_ids") else {}
+        return {"text": stitch.text, "output_ids": list(stitch.tokens), "meta_info": meta, **prompt}
+
+    def _identifier(self, number: int) -> str:
+        given = self.asked.singles[number].fields.get("rid")
+        alone = len(self.asked.singles) == 1
+        return (
+            str(given) if given and alone else f"{given or self.identifier}_{number}" if not alone else self.identifier
+        )
+
+
+def _of_prompt(name: str, value: Any, index: int, prompts: int, nested: bool) -> Any:
+    """A field's value for one prompt: some may be lists with a value for each."""
+    if nested and name in _PER_PROMPT and isinstance(value, list):
+        if len(value) != prompts:
+            raise bad_request(f"{name}: {len(value)} for {prompts} prompts")
+        return value[index]
+    return value
+
+
+def _samples(prompt: tuple[int, ...], fields: Mapping[str, Any], params: Mapping[str, Any]) -> list[Single]:
+    where = "sampling_params."
+    most = (
+        base.whole_number(params["max_new_tokens"], f"{where}max_new_tokens", None)
+        if ("max_new_tokens" in params)
+        else DEFAULT_TOKENS
+    )
+    least = base.whole_number(params.get("min_new_tokens"), f"{where}min_new_tokens", 0) or 0
+    stops = base.stop_ids(params.get("stop_token_ids"), f"{where}stop_token_ids")
+    if params.get("ignore_eos"):
+        stops = frozenset()  # this engine then ignores them as well
+    seed = base.seed_of(params.get("sampling_seed"), f"{where}sampling_seed")
+    return [
+        Single(prompt, most, least, None if seed is None else seed + sample, stops, False, fields, params)
+        for sample in range(base.samples(params.get("n"), f"{where}n"))
+    ]
+
+
+def _records(meta: Mapping[str, Any], new: int) -> list[Any]:
+    present = [name for name in _PER_TOKEN if isinstance(meta.get(name), list) and (meta[name] or not new)]
+    if not present or not new:
+        return []
+    for name in present:
+        if len(meta[name]) < new:
+            raise MalformedError(f"{name} has {len(meta[name])} entries, {new} tokens are new")
+    columns = {name: meta[name][len(meta[name]) - new :] for name in present}
+    return [{name: column[at] for name, column in columns.items()} for at in range(new)]
+
+
+def _finish(reason: Any, count: int) -> Finish | None:
+    """count: tokens of the answer with those of this event; a leg counts its own."""
+    if reason is None:
+        return None
+    if not isinstance(reason, dict) or "type" not in reason:
+        raise MalformedError(f"a finish_reason that is none: {reason!r}")
+    kind = str(reason["type"])
+    if "length" in reason:
+        reason = {**reason, "length": count}
+    if kind == "abort" and reason.get("status_code"):
+        return Finish(ERROR, reason, (reason["status_code"], reason.get("message", "")))
+    return Finish(ABORT if kind == "abort" else kind, reason)

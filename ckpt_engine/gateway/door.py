@@ -1,0 +1,38 @@
+"""Who may ask a gateway: whoever shows a token with the grant `client`, if it has a tokens file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckpt_engine.core.problems import CkptEngineError, unauthenticated
+from ckpt_engine.security.server import ServerSecurity
+from ckpt_engine.v1 import weights_pb2
+
+BEARER = "bearer "
+
+
+class Door:
+    """Raises INVALID_ARGUMENT if the tokens file cannot be understood."""
+
+    def __init__(self, security: ServerSecurity) -> None:
+        self._tokens = security.known_tokens()
+
+    def check(self, headers: Mapping[str, str], look: bool = False) -> bool:
+        """Whether a token was asked for, and shown. look: any grant will do. Raises UNAUTHENTICATED and
+        PERMISSION_DENIED."""
+        if self._tokens is None:
+            return False
+        shown = headers.get("authorization", "")
+        if not shown.lower().startswith(BEARER):
+            raise unauthenticated("this gateway asks for a token: send it as a bearer")
+        caller = self._tokens.caller(shown[len(BEARER) :].strip())
+        if caller is None:
+            raise unauthenticated("the token is none of this gateway's")
+        if not look:
+            caller.require_any("client")
+        return True
+
+    @staticmethod
+    def status_of(error: CkptEngineError) -> int:
+        """In HTTP."""
+        return 401 if error.problem.code == weights_pb2.Problem.UNAUTHENTICATED else 403

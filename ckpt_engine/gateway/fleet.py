@@ -1,0 +1,261 @@
+"""The replicas as a gateway knows them: what the manager tells, and what their answers show. Pure; the time goes in.
+
+What the manager told last stays true while it is away. Beside it stands what this gateway saw by itself: a replica that
+refused or did not answer is left alone for a moment that grows, however well it is spoken of.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from ckpt_engine.gateway import refusals
+from ckpt_engine.gateway.refusals import RefusedError
+from ckpt_engine.gateway.versions import KEPT, RECOMPUTED, UNKNOWN, Identity
+
+HISTORY = 64
+"""Versions of a replica whose numbers are remembered."""
+
+SHUN_SECONDS, MOST_SHUN_SECONDS = 0.25, 4.0
+"""How long a replica that failed is left alone: twice as long with each failure in a row."""
+
+
+class State(Enum):
+    SERVING = "serving"
+    DRAINING = "draining"
+    ASLEEP = "asleep"
+    CLOSED = "closed"
+    AWAY = "away"
+
+
+TAKES = (State.SERVING, State.DRAINING)
+"""While it drains its gate keeps requests until its weights are whole again."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What somebody says of a replica. mode: in which its update pauses it, as the wire names it; empty: none runs.
+    mislabels: its engine may call its tokens by a wrong version."""
+
+    name: str
+    url: str
+    engine: str
+    state: State
+    reason: str = ""
+    identity: Identity | None = None
+    next: Identity | None = None
+    mode: str = ""
+    mislabels: bool = False
+
+
+@dataclass
+class Member:
+    """One replica. own: requests of this process inside it. reported: requests inside it by its own count, when `own`
+    was own_then. prefills: requests of this process that were resumed there and have no token yet."""
+
+    told: Told
+    history: OrderedDict[int, Identity] = field(default_factory=OrderedDict)
+    own: int = 0
+    reported: int = 0
+    own_then: int = 0
+    prefills: int = 0
+    failures: int = 0
+    shunned_until: float = 0.0
+    seen: str = ""
+    modes: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.told.name
+
+    @property
+    def load(self) -> int:
+        """Requests inside it, everybody's."""
+        return max(self.own, self.reported + self.own - self.own_then)
+
+    def identify(self, said: Identity) -> Identity:
+        """The whole of what a label of its engine says; of a number alone the newest version that it was seen with."""
+        known = self.history.get(said.version)
+        same = known is not None and said.lineage in ("", known.lineage) and known.root.startswith(said.root)
+        return known if same and known is not None else said
+
+    def held(self, admitted: Identity | None) -> tuple[Identity | None, Identity | None]:
+        """The lowest and highest that it can have held since it let a request in under `admitted`."""
+        known = [each for each in (admitted, self.told.identity, self.told.next) if each is not None]
+        if admitted is None:
+            return (None, None) if not known else (min(known, key=_number), max(known, key=_number))
+        since = [each for each in known if each.version >= admitted.version]
+        return admitted, max(since, key=_number)
+
+    def caches(self, number: int) -> str:
+        """What became of the caches of requests inside when it took the version of this number."""
+        return {"IN_PLACE": KEPT, "KEEP": RECOMPUTED, "PAUSE_MODE_UNSPECIFIED": RECOMPUTED}.get(
+            self.modes.get(number, ""), UNKNOWN
+        )
+
+
+@dataclass(frozen=True)
+class Want:
+    """What a request may go to. version: exactly; lineage empty: any. engines: kinds that speak its dialect. max_lag:
+    versions that it may be behind the lineage's last."""
+
+    engines: frozenset[str] = frozenset()
+    lineage: str = ""
+    version: int | None = None
+    min_version: int | None = None
+    max_lag: int | None = None
+
+    @property
+    def any_version(self) -> bool:
+        """Whether it asks for none."""
+        return self.version is None and self.min_version is None and self.max_lag is None
+
+
+class Fleet:
+    """members: by name. latest: the last version of each lineage, as told. heard: whether anybody has told anything."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, Member] = {}
+        self.latest: dict[str, Identity] = {}
+        self.heard = False
+        self._highest: dict[str, int] = {}
+
+    # -- what is told
+
+    def tell(self, told: Iterable[Told], gone: Iterable[str] = (), whole: bool = False) -> None:
+        """News. whole: whoever is not named is gone."""
+        told = list(told)
+        self.heard = True
+        for each in told:
+            member = self.members.get(each.name)
+            if member is None:
+                member = self.members[each.name] = Member(each)
+            elif (each.url, each.state) != (member.told.url, member.told.state) and each.state in TAKES:
+                member.failures, member.shunned_until = 0, 0.0
+            member.told = each
+            if each.next is not None and each.mode:
+                member.modes[each.next.version] = each.mode
+                while len(member.modes) > HISTORY:
+                    del member.modes[next(iter(member.modes))]
+            self._remember(member, each.identity)
+            self._remember(member, each.next)
+        for name in [*gone, *(set(self.members) - {each.name for each in told} if whole else ())]:
+            member = self.members.get(name)
+            if member is not None and member.own == 0:
+                del self.members[name]
+            elif member is not None:
+                member.told = replace(member.told, state=State.CLOSED, reason="it was taken out")
+
+    def tell_latest(self, latest: Iterable[Identity]) -> None:
+        """The last version of every lineage."""
+        self.latest = {each.lineage: each for each in latest}
+        for each in self.latest.values():
+            self._highest[each.lineage] = max(each.version, self._highest.get(each.lineage, each.version))
+
+    def _remember(self, member: Member, identity: Identity | None) -> None:
+        if identity is not None:
+            member.history[identity.version] = identity
+            member.history.move_to_end(identity.version)
+            while len(member.history) > HISTORY:
+                member.history.popitem(last=False)
+
+    # -- what is seen
+
+    def failed(self, member: Member, now: float, why: str, wait: float = 0.0) -> None:
+        """It did not answer, or refused. wait: seconds that it named."""
+        member.failures += 1
+        most = min(MOST_SHUN_SECONDS, SHUN_SECONDS * 2 ** min(member.failures - 1, 8))
+        member.shunned_until = now + max(most, min(wait, MOST_SHUN_SECONDS))
+        member.seen = why
+
+    def answered(self, member: Member, admitted: Identity | None) -> Identity | None:
+        """It let a request in. Returns the version under which it did, with the lineage if that is known."""
+        member.failures, member.shunned_until, member.seen = 0, 0.0, ""
+        if admitted is None:
+            return None
+        known = member.history.get(admitted.version)
+        if known is None or (admitted.root and known.root and known.root != admitted.root):
+            self._remember(member, admitted)
+            known = admitted
+        return known
+
+    # -- who may
+
+    def candidates(self, want: Want, now: float) -> list[Member]:
+        """Who may be asked now, of the best kind that there is. Raises RefusedError where waiting cannot help."""
+        able = [member for member in self.members.values() if member.told.url and self._speaks(member, want)]
+        if self.heard and self.members and not any(self._speaks(member, want) for member in self.members.values()):
+            kinds = ", ".join(sorted({member.told.engine for member in self.members.values()}))
+            raise RefusedError(501, refusals.NO_DIALECT, f"no replica speaks this route: there are engines of {kinds}")
+        self._hopeless(want)
+        able = [member for member in able if now >= member.shunned_until and self._fits(member, want)]
+        for states in (TAKES, (State.AWAY,)):
+            found = [member for member in able if member.told.state in states]
+            if found:
+                return found
+        return []
+
+    def why_nobody(self, want: Want, now: float) -> str:
+        """In words, one part a replica."""
+        if not self.members:
+            return "no replica is known" if self.heard else "the manager has not told of any replica yet"
+        parts = []
+        for name, member in sorted(self.members.items()):
+            if member.told.state not in (*TAKES, State.AWAY):
+                parts.append(f"{name} is {member.told.state.value} ({member.told.reason or 'no reason was told'})")
+            elif now < member.shunned_until:
+                parts.append(f"{name}: {member.seen}")
+            elif not self._fits(member, want):
+                held = member.told.identity
+                parts.append(f"{name} holds {'no version' if held is None else f'version {held.version}'}")
+        return "; ".join(parts) or "all are taken"
+
+    def could_serve(self, now: float) -> bool:
+        """Whether anybody takes or keeps requests."""
+        return any(
+            member.told.url and member.told.state in (*TAKES, State.AWAY) and now >= member.shunned_until
+            for member in self.members.values()
+        )
+
+    def _speaks(self, member: Member, want: Want) -> bool:
+        return not want.engines or not member.told.engine or member.told.engine in want.engines
+
+    def _fits(self, member: Member, want: Want) -> bool:
+        held = member.told.identity
+        if want.lineage and held is not None and held.lineage and held.lineage != want.lineage:
+            return False
+        if want.any_version:
+            return True
+        if held is None or (want.lineage and not held.lineage):
+            return False
+        if want.version is not None and (held.version != want.version or member.told.state is State.DRAINING):
+            return False
+        if want.min_version is not None and held.version < want.min_version:
+            return False
+        last = self.latest.get(held.lineage)
+        return want.max_lag is None or last is None or last.version - held.version <= want.max_lag
+
+    def _hopeless(self, want: Want) -> None:
+        """A version that is not waited for: it is over, or was taken back."""
+        latest = [each for name, each in self.latest.items() if want.lineage in ("", name)]
+        if not latest:
+            return
+        newest = max(each.version for each in latest)
+        highest = max(self._highest[each.lineage] for each in latest)
+        if want.min_version is not None and newest < want.min_version <= highest:
+            said = f"version {want.min_version} was taken back: the last one is {newest} now"
+            raise RefusedError(409, refusals.ROLLED_BACK, said)
+        held = [member.told.identity for member in self.members.values()]
+        if (
+            want.version is not None
+            and want.version < newest
+            and not any(each is not None and each.version == want.version for each in held)
+        ):
+            said = f"no replica holds version {want.version} any more; the last one is {newest}"
+            raise RefusedError(409, refusals.VERSION_GONE, said)
+
+
+def _number(identity: Identity) -> int:
+    return identity.version

@@ -1,0 +1,186 @@
+"""One sample's way through the replicas: a leg, and while legs end too early another one. On the gateway's loop.
+
+It decides when a request is resumed and when it is given up. What becomes of tokens is `stitching.py`'s part, who is
+asked `fleet.py`'s and `choice.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from ckpt_engine.gateway import refusals
+from ckpt_engine.gateway.dialects.base import Dialect, EngineError, MalformedError, load_event
+from ckpt_engine.gateway.fleet import Member, Want
+from ckpt_engine.gateway.placing import Placing
+from ckpt_engine.gateway.refusals import RefusedError
+from ckpt_engine.gateway.stitching import ABORT, ABORTED, BROKEN, ERROR, WHOLE, OverrunError, Piece, Stitch
+from ckpt_engine.gateway.upstream import BrokenError, NotAdmittedError, Stream
+from ckpt_engine.gateway.versions import lineages
+
+DEATH_LOOK_SECONDS = 0.05
+"""How long after a break a replica is asked whether it lives: an engine that dies may still close connections."""
+
+END_SECONDS = 1.0
+"""How long an engine may take to end a stream after its last token; then the connection is closed, and used no more."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a caller asked for beside the body. resume: false switches it off. headers: go on with every leg."""
+
+    want: Want
+    key: bytes
+    queue_seconds: float
+    resume: bool
+    headers: Mapping[str, str]
+
+
+class Journey:
+    """Of one sample. Iterate `pieces` once; leave the iteration and the leg is cancelled."""
+
+    def __init__(self, placing: Placing, dialect: Dialect, stitch: Stitch, wishes: Wishes) -> None:
+        self._placing, self._dialect, self._stitch, self._wishes = placing, dialect, stitch, wishes
+        self._settings, self._metrics = placing.settings, placing.metrics
+        self._want = replace(wishes.want, engines=dialect.engines)
+        self._deaths = self._dry = 0
+        self._identifier = uuid.uuid4().hex
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """What the caller gets, as it comes; after the last one the stitch is finished.
+
+        Raises RefusedError when there is no answer, or no whole one: the stitch then has what there is.
+        """
+        patience = self._placing.patience(self._wishes.queue_seconds)
+        while self._stitch.finish is None:
+            member = await self._placing.place(self._want, self._wishes.key, patience, self._resumed)
+            leg = self._stitch.begin(member.name)
+            why = ""
+            with self._placing.inside(member, self._resumed) as begun:
+                try:
+                    async with aclosing(self._leg(member)) as pieces:
+                        async for piece in pieces:
+                            begun()
+                            yield piece
+                    ended = WHOLE if self._stitch.finish is not None else ABORTED
+                except NotAdmittedError as error:
+                    self._stitch.legs.pop()
+                    self._placing.failed(member, str(error), error.wait)
+                    self._placing.check(self._want, patience)
+                    ended = "not_admitted"
+                except (BrokenError, EngineError, MalformedError, OverrunError) as error:
+                    why, ended = str(error) or type(error).__name__, BROKEN
+                finally:
+                    leg.held = member.held(leg.held[0])
+            leg.ended = ended
+            self._metrics.legs.labels(member.name, ended).inc()
+            if ended in (WHOLE, "not_admitted"):
+                continue
+            if self._stitch.broken(self._dialect.finish):
+                yield Piece()
+                return
+            await self._may_go_on(member, leg.count, why)
+            patience = self._placing.patience(self._wishes.queue_seconds)
+
+    @property
+    def _resumed(self) -> bool:
+        return bool(self._stitch.tokens)
+
+    async def _leg(self, member: Member) -> AsyncGenerator[Piece, None]:
+        stitch, number = self._stitch, len(self._stitch.legs)
+        identifier = f"{self._identifier}-{number}"
+        body = self._dialect.leg_body(stitch, identifier)
+        if stitch.tokens:
+            self._metrics.resumes.labels(member.name).inc()
+            self._metrics.prefilled_again.labels(member.name).inc(len(stitch.single.prompt) + len(stitch.tokens))
+        headers = {**self._wishes.headers, "x-request-id": identifier}
+        content = json.dumps(body).encode()
+        async with self._placing.upstream.ask(member.told.url, self._dialect.route, content, headers) as stream:
+            leg = stitch.leg
+            admitted = self._placing.fleet.answered(member, stream.admitted)
+            leg.held, leg.identify, leg.caches = (admitted, admitted), member.identify, member.caches
+            if admitted is not None and admitted.lineage and not self._want.lineage:
+                self._want = replace(self._want, lineage=admitted.lineage)
+            async with aclosing(self._read(stream, member)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def _read(self, stream: Stream, member: Member) -> AsyncGenerator[Piece, None]:
+        stitch = self._stitch
+        async with aclosing(stream.events()) as events:
+            async for data in events:
+                event = load_event(data)
+                piece = self._dialect.piece(stitch, event, member.told.engine)
+                if member.told.mislabels:
+                    piece.labels = None
+                if piece.finish is not None and piece.finish.kind == ERROR:
+                    raise BrokenError(f"the engine ended it with {piece.finish.said!r}")
+                had = len(stitch.tokens)
+                piece = stitch.take(piece)
+                if cached := piece.about.get("cached_tokens"):
+                    self._metrics.cached.labels(member.name).inc(cached)
+                self._check_versions(had)
+                if piece.finish is not None and piece.finish.kind == ABORT:
+                    piece.finish = None
+                    if piece.tokens or piece.echo:
+                        yield piece
+                    return
+                if piece.tokens or piece.echo or piece.finish is not None:
+                    yield piece
+                if stitch.finish is not None:
+                    with contextlib.suppress(BrokenError, TimeoutError):
+                        async with asyncio.timeout(END_SECONDS):
+                            async for _ in events:
+                                continue
+                    return
+
+    def _check_versions(self, had: int) -> None:
+        """Tokens that the caller does not want are taken back before anybody sees them: those of another version than
+        the one that was asked for, and of another lineage."""
+        stitch, want = self._stitch, self._wishes.want
+        if stitch.leg.labels is None:
+            return
+        spans = stitch.leg.spans()
+        for span in spans:
+            held = span.lowest
+            wrong = held is not None and want.version is not None and held.version != want.version
+            if held is not None and wrong and span.first + span.count > had:
+                stitch.cut(max(span.first, had))
+                said = f"the replica went on to version {held.version}, and version {want.version} was asked for"
+                raise RefusedError(409, refusals.VERSION_CHANGED, said)
+        known = lineages(spans) | ({self._want.lineage} if self._want.lineage else set())
+        if len(known) > 1:
+            stitch.cut(had)
+            said = f"the replica went over to another run ({', '.join(sorted(known))})"
+            raise RefusedError(409, refusals.LINEAGE_CHANGED, said)
+
+    async def _may_go_on(self, member: Member, count: int, why: str) -> None:
+        """After a leg that ended too early. Raises RefusedError when there is no other one."""
+        stitch, settings = self._stitch, self._settings
+        ended = f"{member.name} broke off after {len(stitch.tokens)} tokens ({why or 'aborted'})"
+        if why:
+            self._placing.failed(member, why)
+            await asyncio.sleep(DEATH_LOOK_SECONDS + random.uniform(0, settings.jitter))
+            self._deaths += not await self._placing.upstream.lives(member.told.url)
+        self._dry = 0 if count else self._dry + 1
+        if stitch.begun and self._dialect.asked.not_resumable:
+            reason = self._dialect.asked.not_resumable
+            raise RefusedError(502, refusals.NOT_RESUMABLE, f"{ended}, and the request is not resumable: {reason}")
+        if not self._wishes.resume:
+            raise RefusedError(502, refusals.RESUME_OFF, f"{ended}, and the caller switched resuming off")
+        if self._deaths >= settings.deaths:
+            raise RefusedError(
+                502, refusals.POISONED, f"{ended}; {self._deaths} engines died with this request inside: it is given up"
+            )
+        if self._dry > settings.dry:
+            raise RefusedError(502, refusals.NO_PROGRESS, f"{ended}; {self._dry} legs in a row brought no token")
+        if stitch.resumes >= settings.resumes:
+            raise RefusedError(502, refusals.TOO_MANY_RESUMES, f"{ended}; it was resumed {stitch.resumes} times")
+        if not count and not why:
+            await asyncio.sleep(random.uniform(0, settings.jitter))

@@ -1,0 +1,60 @@
+"""What a gateway counts, for Prometheus. With several worker processes their numbers are added up."""
+
+from __future__ import annotations
+
+import os
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
+TOGETHER = "PROMETHEUS_MULTIPROC_DIR"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class Metrics:
+    """One set a process. Used on the gateway's loop."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        made = self._registry
+        self.requests = Counter(
+            "ckpt_engine_gateway_requests", "Answers by route and how they ended", ["route", "ended"], registry=made
+        )
+        self.first_token = Histogram(
+            "ckpt_engine_gateway_first_token_seconds",
+            "From a request's arrival to its first token",
+            buckets=_SECONDS,
+            registry=made,
+        )
+        self.legs = Counter(
+            "ckpt_engine_gateway_legs", "Requests to engines by how they ended", ["replica", "ended"], registry=made
+        )
+        self.resumes = Counter(
+            "ckpt_engine_gateway_resumes", "Legs that went on after another", ["replica"], registry=made
+        )
+        self.prefilled_again = Counter(
+            "ckpt_engine_gateway_prefilled_again_tokens",
+            "Tokens of prompts and outputs that a resumed leg brought to an engine once more",
+            ["replica"],
+            registry=made,
+        )
+        self.cached = Counter(
+            "ckpt_engine_gateway_cached_tokens",
+            "Prompt tokens that engines found in their caches, where they say so",
+            ["replica"],
+            registry=made,
+        )
+        self.inside = Gauge(
+            "ckpt_engine_gateway_requests_inside",
+            "Requests that run or wait now",
+            registry=made,
+            multiprocess_mode="livesum",
+        )
+
+    def exposition(self) -> bytes:
+        """In Prometheus' text format: this process's, or all worker processes' together."""
+        if TOGETHER not in os.environ:
+            return generate_latest(self._registry)
+        together = CollectorRegistry()
+        MultiProcessCollector(together)  # type: ignore[no-untyped-call]
+        return generate_latest(together)

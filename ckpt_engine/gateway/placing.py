@@ -1,0 +1,89 @@
+"""Finds a replica for each leg, and waits until there is one. On the gateway's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ckpt_engine.gateway import refusals
+from ckpt_engine.gateway.choice import choose
+from ckpt_engine.gateway.fleet import Fleet, Member, Want
+from ckpt_engine.gateway.metrics import Metrics
+from ckpt_engine.gateway.refusals import RefusedError
+from ckpt_engine.gateway.settings import Settings
+from ckpt_engine.gateway.upstream import Upstream
+
+LOOK_SECONDS = 0.1
+"""How often a waiting request looks again: what keeps a replica out of choice may end with time alone."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a request waits for a replica that lets it in, and until when (monotonic seconds)."""
+
+    seconds: float
+    end: float
+
+
+class Placing:
+    """fleet: what is known. Call `changed` when it is told something new."""
+
+    def __init__(self, settings: Settings, fleet: Fleet, upstream: Upstream, metrics: Metrics) -> None:
+        self.settings, self.fleet, self.upstream, self.metrics = settings, fleet, upstream, metrics
+        self._news = asyncio.Event()
+
+    def changed(self) -> None:
+        """Wakes those that wait."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def patience(self, seconds: float) -> Patience:
+        """For a request that begins to wait now."""
+        return Patience(seconds, time.monotonic() + seconds)
+
+    async def place(self, want: Want, key: bytes, patience: Patience, resumed: bool = False) -> Member:
+        """The replica for a leg. Raises RefusedError: when waiting cannot help, or its patience ends."""
+        while True:
+            now = time.monotonic()
+            able = self.fleet.candidates(want, now)
+            if resumed:
+                able = [member for member in able if member.prefills < self.settings.prefills]
+            if able:
+                return self.fleet.members[choose(key, {member.name: member.load for member in able})]
+            self.check(want, patience)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), LOOK_SECONDS)
+
+    def check(self, want: Want, patience: Patience) -> None:
+        """Raises RefusedError if it has waited as long as it may."""
+        now = time.monotonic()
+        if now >= patience.end:
+            why = self.fleet.why_nobody(want, now)
+            reason = refusals.NO_REPLICA if want.any_version else refusals.VERSION_NOT_YET
+            said = f"nobody could serve this request for {patience.seconds:g} s: {why}"
+            raise RefusedError(503, reason, said, {"retry-after": "1"})
+
+    @contextlib.contextmanager
+    def inside(self, member: Member, resumed: bool) -> Iterator[Callable[[], None]]:
+        """While a leg runs. Gives what is to be called once its first token is there."""
+        prefilling = resumed
+        member.own += 1
+        member.prefills += resumed
+
+        def begun() -> None:
+            nonlocal prefilling
+            member.prefills -= prefilling
+            prefilling = False
+
+        try:
+            yield begun
+        finally:
+            member.own -= 1
+            begun()
+
+    def failed(self, member: Member, why: str, wait: float = 0.0) -> None:
+        """It is left alone for a moment."""
+        self.fleet.failed(member, time.monotonic(), why, wait)

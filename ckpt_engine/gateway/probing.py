@@ -1,0 +1,80 @@
+"""Asks replicas themselves: how much they have to do, and without a manager also whether they serve. On the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+
+import httpx
+
+from ckpt_engine.gateway.fleet import Fleet, Member, State, Told
+from ckpt_engine.gateway.upstream import NotAdmittedError, Upstream
+
+_VLLM_COUNTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
+
+
+async def probe_loads(fleet: Fleet, upstream: Upstream, seconds: float) -> None:
+    """Runs until it is cancelled. An engine that does not say counts as having what this process sent it."""
+    while True:
+        await asyncio.gather(*(_probe_load(member, upstream) for member in list(fleet.members.values())))
+        await asyncio.sleep(seconds)
+
+
+async def probe_replicas(
+    urls: Sequence[str], fleet: Fleet, upstream: Upstream, seconds: float, changed: Callable[[], None]
+) -> None:
+    """Runs until it is cancelled: replicas that no manager tells of. Their names are their URLs."""
+    kinds: dict[str, str] = {}
+    while True:
+        fleet.tell(await asyncio.gather(*(_probe(url.rstrip("/"), kinds, upstream) for url in urls)))
+        changed()
+        await asyncio.sleep(seconds)
+
+
+async def _probe(url: str, kinds: dict[str, str], upstream: Upstream) -> Told:
+    try:
+        ready, why, held = await upstream.ready(url)
+    except NotAdmittedError as error:
+        kinds.pop(url, None)  # another engine may come up there
+        return Told(url, url, "", State.CLOSED, str(error))
+    if url not in kinds:
+        kinds[url] = await _kind(url, upstream)
+    return Told(url, url, kinds[url], State.SERVING if ready else State.CLOSED, why, held)
+
+
+async def _kind(url: str, upstream: Upstream) -> str:
+    """Of the engine; empty: it does not say, and any dialect is tried."""
+    for route, mark, kind in (("/info", '"reference"', "reference"), ("/openapi.json", "/inference/v1", "vllm")):
+        try:
+            answer = await upstream.get(url, route)
+        except httpx.HTTPError:
+            continue
+        if answer.status_code == 200 and mark in answer.text:
+            return kind
+    return ""
+
+
+async def _probe_load(member: Member, upstream: Upstream) -> None:
+    try:
+        found = await _reported(member.told, upstream)
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        found = None
+    if found is not None:
+        member.reported, member.own_then = found, member.own
+
+
+async def _reported(told: Told, upstream: Upstream) -> int | None:
+    """Requests that run and wait, by the engine's own count; None: it does not say."""
+    if not told.url:
+        return None
+    if told.engine == "reference":
+        info = (await upstream.get(told.url, "/info")).json()
+        return int(info["running"]) + int(info["waiting"])
+    if told.engine == "vllm":
+        counts = _VLLM_COUNTS.findall((await upstream.get(told.url, "/metrics")).text)
+        return int(sum(map(float, counts))) if counts else None
+    if told.engine == "sglang":
+        answer = await upstream.get(told.url, "/get_load")
+        return sum(int(each["num_reqs"]) for each in answer.json()) if answer.status_code == 200 else None
+    return None

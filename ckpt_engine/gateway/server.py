@@ -1,0 +1,125 @@
+"""One gateway process: the watcher, the probes, the HTTP server, and an end that leaves nobody without an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import uvicorn
+
+from ckpt_engine.core.problems import invalid, unavailable
+from ckpt_engine.gateway.app import Gateway
+from ckpt_engine.gateway.door import Door
+from ckpt_engine.gateway.fleet import Fleet
+from ckpt_engine.gateway.metrics import Metrics
+from ckpt_engine.gateway.placing import Placing
+from ckpt_engine.gateway.probing import probe_loads, probe_replicas
+from ckpt_engine.gateway.settings import Settings
+from ckpt_engine.gateway.upstream import Upstream
+from ckpt_engine.gateway.watcher import watch
+from ckpt_engine.manager.addresses import check_reach, split_address
+
+END_SECONDS = 5.0
+"""For requests to tell their callers what they have, once the time to drain is over."""
+
+log = logging.getLogger("ckpt_engine.gateway")
+
+
+def check(settings: Settings) -> None:
+    """Raises INVALID_ARGUMENT for settings that cannot be."""
+    if bool(settings.manager) == bool(settings.replicas):
+        raise invalid("give --manager HOST:PORT, or --replica URL for each replica")
+    for url in settings.replicas:
+        if not url.startswith(("http://", "https://")):
+            raise invalid(f"--replica {url!r} is no URL: write http://HOST:PORT")
+    if settings.manager:
+        split_address(settings.manager)
+    settings.security.check()
+    host, _ = split_address(settings.listen)
+    check_reach(host, settings.security)
+
+
+def listener(settings: Settings) -> socket.socket:
+    """The bound socket. Raises UNAVAILABLE."""
+    host, port = split_address(settings.listen)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise unavailable(f"cannot listen on {settings.listen}: {error.strerror}") from error
+    bound.listen(2048)
+    return bound
+
+
+@contextlib.asynccontextmanager
+async def running_gateway(settings: Settings, name: str = "gateway") -> AsyncIterator[Gateway]:
+    """A gateway without its HTTP server: it knows its replicas and can answer requests."""
+    fleet, metrics = Fleet(), Metrics()
+    async with Upstream(settings) as upstream:
+        placing = Placing(settings, fleet, upstream, metrics)
+        gateway = Gateway(placing, Door(settings.security))
+        tasks = [
+            asyncio.ensure_future(probe_loads(fleet, upstream, settings.probe)),
+            asyncio.ensure_future(gateway.look_after()),
+        ]
+        if settings.manager:
+            tasks.append(asyncio.ensure_future(watch(settings.manager, name, fleet, placing.changed)))
+        else:
+            probing = probe_replicas(settings.replicas, fleet, upstream, settings.probe, placing.changed)
+            tasks.append(asyncio.ensure_future(probing))
+        try:
+            yield gateway
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def serve(settings: Settings, bound: socket.socket) -> None:
+    """Runs until SIGTERM or SIGINT: then no new requests, those that run may end, and what is left is told so."""
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for each request
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with running_gateway(settings) as gateway:
+        server = _Server(
+            uvicorn.Config(
+                gateway.application(),
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=2,
+                timeout_keep_alive=75,
+                **settings.security.for_uvicorn(),
+            )
+        )
+        serving = asyncio.ensure_future(server.serve(sockets=[bound]))
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        gateway.stopping = True
+        if not await gateway.idle(settings.drain):
+            log.warning(
+                "%d requests still ran after %g s: they end with what they have", gateway.inside, settings.drain
+            )
+        gateway.ending.set()
+        await gateway.idle(END_SECONDS)
+        server.should_exit = True
+        await serving
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals alone: `serve` drains first."""
+        yield

@@ -1,0 +1,44 @@
+"""Server-sent events: the bytes of a stream into the data of whole events, and back. Pure."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+DONE = b"[DONE]"
+COMMENT = b": waiting\n\n"
+MOST_EVENT_BYTES = 64 << 20
+"""Of one event of an engine; SGLang's repeat all tokens with their log-probabilities."""
+
+
+class EventTooLargeError(Exception):
+    """An engine's stream has no end of an event for very long."""
+
+
+class Events:
+    """Takes what arrives, gives what is whole. What of an event is missing at the end of a stream is lost with it."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data of the events that are whole now. Raises EventTooLargeError."""
+        *whole, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        if len(self._rest) > MOST_EVENT_BYTES:
+            raise EventTooLargeError(f"an event of more than {MOST_EVENT_BYTES} bytes")
+        return [found for found in map(_data, whole) if found]
+
+
+def event(content: Any) -> bytes:
+    """One event with this object."""
+    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
+
+
+def done() -> bytes:
+    """The last event."""
+    return b"data: " + DONE + b"\n\n"
+
+
+def _data(block: bytes) -> bytes:
+    lines = [line[5:].removeprefix(b" ") for line in block.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines)

@@ -1,0 +1,136 @@
+"""Which version made which token of an answer: spans, put together from what each leg's engine said. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+RECOMPUTED, KEPT, UNKNOWN = "recomputed", "kept", "unknown"
+"""What became of the caches of the tokens before a span: computed anew by its version, or kept from the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A version of weights. lineage, root (hexadecimal) empty: nobody has said."""
+
+    version: int
+    lineage: str = ""
+    root: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """An engine's word: its output tokens [start, end) of this leg were made by this version. made_by None: its own
+    weights; the root may be the first digits only, or empty like the lineage."""
+
+    start: int
+    end: int
+    made_by: Identity | None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [first, first + count) of the answer. lowest and highest differ, or are None, only if it is not exact:
+    then they are what the replica can have held, as far as the gateway had heard."""
+
+    first: int
+    count: int
+    lowest: Identity | None
+    highest: Identity | None
+    exact: bool
+    caches: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        one = self.lowest if self.lowest == self.highest else None
+        either = self.lowest or self.highest
+        return {
+            "first": self.first,
+            "count": self.count,
+            "lineage": (either.lineage or None) if either else None,
+            "version": one.version if one else None,
+            "root": (one.root or None) if one else None,
+            "min_version": self.lowest.version if self.lowest else None,
+            "max_version": self.highest.version if self.highest else None,
+            "exact": self.exact,
+            "caches": self.caches,
+        }
+
+
+def leg_spans(
+    first: int,
+    count: int,
+    labels: Sequence[Label] | None,
+    identify: Callable[[Identity], Identity],
+    held: tuple[Identity | None, Identity | None],
+    caches: Callable[[int], str],
+) -> list[Span]:
+    """Spans of one leg's `count` tokens, which begin at `first` of the answer.
+
+    labels: what the engine said of the leg's tokens; they count only if they cover all of them without a hole. Chunks
+    of a stream are not counted: an engine may put tokens of two versions into one. identify: the whole of what an
+    engine's label says. held: the lowest and highest that it can have held meanwhile. caches: what became of them when
+    the replica took the version of this number.
+    """
+    if count == 0:
+        return []
+    if labels is None or not _cover(labels, count):
+        return [Span(first, count, *held, exact=False, caches=RECOMPUTED)]
+    spans: list[Span] = []
+    for label in labels:
+        end = min(label.end, count)
+        if end <= label.start:
+            continue
+        identity = None if label.made_by is None else identify(label.made_by)
+        before = RECOMPUTED if not spans else UNKNOWN if identity is None else caches(identity.version)
+        spans.append(Span(first + label.start, end - label.start, identity, identity, identity is not None, before))
+    return spans
+
+
+def joined(spans: Sequence[Span]) -> list[Span]:
+    """Neighbours that say the same become one: a leg that goes on under the version of the one before it is no seam
+    between versions."""
+    result: list[Span] = []
+    for span in spans:
+        last = result[-1] if result else None
+        if last and _same(last) == _same(span):
+            result[-1] = replace(last, count=last.count + span.count)
+        else:
+            result.append(span)
+    return result
+
+
+def told(spans: Sequence[Span]) -> dict[str, Any]:
+    """What an answer says of its versions; with verl's names beside."""
+    lows = [span.lowest.version for span in spans if span.lowest]
+    highs = [span.highest.version for span in spans if span.highest]
+    lowest, highest = min(lows, default=None), max(highs, default=None)
+    last = spans[-1].highest.version if spans and spans[-1].highest else None
+    return {
+        "spans": [span.to_dict() for span in spans],
+        "exact": all(span.exact for span in spans),
+        "min_version": lowest,
+        "max_version": highest,
+        "global_steps": last,
+        "min_global_steps": lowest,
+        "max_global_steps": highest,
+    }
+
+
+def lineages(spans: Sequence[Span]) -> set[str]:
+    """That are known to have made tokens."""
+    return {identity.lineage for span in spans for identity in (span.lowest, span.highest) if identity} - {""}
+
+
+def _same(span: Span) -> tuple[object, ...]:
+    return span.lowest, span.highest, span.exact, span.caches
+
+
+def _cover(labels: Sequence[Label], count: int) -> bool:
+    at = 0
+    for label in labels:
+        if label.start != at or label.end < label.start:
+            return False
+        at = label.end
+    return at >= count

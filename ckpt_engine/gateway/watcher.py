@@ -1,0 +1,115 @@
+"""Keeps the fleet as the manager tells it, over as many connections as it takes. On the gateway's loop.
+
+While the manager is away what it told last stays. One that has just started may not know all replicas yet: those that
+it does not name stay until it says that it has settled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from ckpt_engine.client import manager_stub, open_channel, problem_of
+from ckpt_engine.gateway.fleet import Fleet, State, Told
+from ckpt_engine.gateway.versions import Identity
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+SILENT_SECONDS = 20.0
+"""A manager tells something at least every half lease."""
+
+AGAIN_SECONDS = 1.0
+"""Between two attempts."""
+
+log = logging.getLogger("ckpt_engine.gateway")
+
+_STATES = {
+    manager_pb2.SERVING: State.SERVING,
+    manager_pb2.DRAINING: State.DRAINING,
+    manager_pb2.ASLEEP: State.ASLEEP,
+    manager_pb2.AWAY: State.AWAY,
+}
+
+
+class StaleError(Exception):
+    """What the stream says cannot be gone by: it is older than what is known, or something was missed."""
+
+
+class News:
+    """Takes what one stream after another says, into the fleet. Pure."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._cluster, self._epoch = "", 0
+        self._run, self._sequence = "", 0
+        self._settling = False
+        self._named: set[str] = set()
+
+    def take(self, message: manager_pb2.WatchReplicasResponse) -> None:
+        """Raises StaleError: dial again."""
+        fence = message.fence
+        if fence.cluster == self._cluster and fence.epoch < self._epoch:
+            raise StaleError(f"the manager tells of epoch {fence.epoch}, and epoch {self._epoch} was seen")
+        step = message.sequence - self._sequence if message.run == self._run else -1
+        if not message.snapshot and step not in (0, 1):
+            raise StaleError(f"change {self._sequence + 1} was missed: {message.sequence} came")
+        self._cluster, self._epoch = fence.cluster, fence.epoch
+        self._run, self._sequence = message.run, message.sequence
+        told = [_told(replica) for replica in message.replicas]
+        if message.snapshot:
+            self._named = set()
+        self._named |= {each.name for each in told}
+        settled = not message.settling and (self._settling or message.snapshot)
+        gone = set(message.gone) | (set(self._fleet.members) - self._named if settled else set())
+        self._settling = message.settling
+        self._fleet.tell(told, sorted(gone))
+        self._fleet.tell_latest(map(_identity, message.latest))
+
+
+async def watch(manager: str, name: str, fleet: Fleet, changed: Callable[[], None]) -> None:
+    """Runs until it is cancelled. changed: called after everything that was told."""
+    news, said = News(fleet), ""
+    while True:
+        try:
+            await _one_stream(manager, name, news, changed)
+        except (grpc.RpcError, StaleError, TimeoutError) as error:
+            why = problem_of(error).message if isinstance(error, grpc.RpcError) else str(error) or "it said nothing"
+            if why != said:
+                log.warning("the manager at %s is not heard: %s; what it told last stays", manager, why)
+            said = why
+        else:
+            said = ""
+        await asyncio.sleep(AGAIN_SECONDS)
+
+
+async def _one_stream(manager: str, name: str, news: News, changed: Callable[[], None]) -> None:
+    async with open_channel(manager) as channel:
+        call: Any = manager_stub(channel).WatchReplicas(manager_pb2.WatchReplicasRequest(watcher=name))
+        while True:
+            message = await asyncio.wait_for(call.read(), SILENT_SECONDS)
+            if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
+                return
+            news.take(message)
+            changed()
+
+
+def _told(replica: manager_pb2.WatchedReplica) -> Told:
+    return Told(
+        replica.name,
+        replica.url.rstrip("/"),
+        replica.engine,
+        _STATES.get(replica.state, State.CLOSED),
+        replica.reason,
+        _identity(replica.identity) if replica.HasField("identity") else None,
+        _identity(replica.next) if replica.HasField("next") else None,
+        manager_pb2.PauseMode.Name(replica.pause_mode) if replica.state == manager_pb2.DRAINING else "",
+        bool(replica.label_problem),
+    )
+
+
+def _identity(identity: weights_pb2.Identity) -> Identity:
+    return Identity(identity.version, identity.lineage, identity.root.hex())

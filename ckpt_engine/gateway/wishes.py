@@ -1,0 +1,65 @@
+"""What a caller may say in headers, beside the body. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from ckpt_engine.gateway.choice import key_of
+from ckpt_engine.gateway.fleet import Want
+from ckpt_engine.gateway.journey import Wishes
+from ckpt_engine.gateway.refusals import bad_request
+from ckpt_engine.gateway.settings import Settings
+
+SESSION = ("x-session-id", "x-smg-routing-key")
+VERSION, MIN_VERSION, MAX_LAG = "x-ckpt-engine-version", "x-ckpt-engine-min-version", "x-ckpt-engine-max-lag"
+LINEAGE, QUEUE_SECONDS = "x-ckpt-engine-lineage", "x-ckpt-engine-queue-seconds"
+RESUME = "x-ckpt-engine-resume"
+
+_PASSED = ("traceparent", "tracestate")
+
+
+def wishes_of(
+    headers: Mapping[str, str], session: str, prompt: Sequence[int], settings: Settings, authorized: bool
+) -> Wishes:
+    """headers: with names in lower case. session, prompt: from the body. authorized: the caller showed its token to the
+    gateway, so it is not for the engines. Raises RefusedError (400)."""
+    named = next((headers[name] for name in SESSION if headers.get(name)), "") or session
+    resume = headers.get(RESUME, "on").lower()
+    if resume not in ("on", "off"):
+        raise bad_request(f"{RESUME}: {resume!r} is neither on nor off")
+    want = Want(
+        lineage=headers.get(LINEAGE, ""),
+        version=_number(headers, VERSION),
+        min_version=_number(headers, MIN_VERSION),
+        max_lag=_number(headers, MAX_LAG),
+    )
+    passed = {name: headers[name] for name in _PASSED if name in headers}
+    if not authorized and "authorization" in headers:
+        passed["authorization"] = headers["authorization"]
+    return Wishes(want, key_of(named, prompt), _queue_seconds(headers, settings), resume == "on", passed)
+
+
+def _number(headers: Mapping[str, str], name: str) -> int | None:
+    if name not in headers:
+        return None
+    try:
+        value = int(headers[name])
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise bad_request(f"{name}: {headers[name]!r} is no whole number of 0 or more")
+    return value
+
+
+def _queue_seconds(headers: Mapping[str, str], settings: Settings) -> float:
+    if QUEUE_SECONDS not in headers:
+        return settings.queue_seconds
+    try:
+        value = float(headers[QUEUE_SECONDS])
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= settings.most_queue_seconds:
+        most = settings.most_queue_seconds
+        raise bad_request(f"{QUEUE_SECONDS}: {headers[QUEUE_SECONDS]!r} is no number of seconds from 0 to {most:g}")
+    return value

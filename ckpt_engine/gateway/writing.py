@@ -1,0 +1,81 @@
+"""One answer on its way to a caller: at once, or as server-sent events with comments while it waits. On the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.types import Send
+
+from ckpt_engine.gateway import sse
+from ckpt_engine.gateway.refusals import RefusedError
+
+PROBLEM = b"application/problem+json"
+JSON = b"application/json"
+
+
+class CallerGoneError(Exception):
+    """The caller does not take what it is sent."""
+
+
+class Writer:
+    """send: of the request. idle: seconds that a caller may leave its answer unread."""
+
+    def __init__(self, send: Send, idle: float) -> None:
+        self._send, self._idle = send, idle
+        self._one = asyncio.Lock()
+        self.begun = False
+        self.written = time.monotonic()
+
+    async def events(self, contents: Iterable[Any], done: bool = False) -> None:
+        """Adds events to the stream, which begins with the first one."""
+        body = b"".join(map(sse.event, contents)) + (sse.done() if done else b"")
+        await self._stream(body, not done)
+
+    async def comment(self) -> None:
+        """Says nothing, so that nobody between here and the caller thinks that the connection is dead."""
+        await self._stream(sse.COMMENT, True)
+
+    async def raw(self, body: bytes, more: bool) -> None:
+        """Bytes of a stream that an engine wrote."""
+        await self._stream(body, more)
+
+    async def whole(self, content: Any) -> None:
+        """Everything at once."""
+        await self.answer(200, JSON, json.dumps(content).encode(), {})
+
+    async def refuse(self, refused: RefusedError, **more: Any) -> None:
+        """An answer that is none; in a stream that has begun an event that says so, and the end."""
+        if self.begun:
+            await self.events([refused.event(reason=refused.reason, **more)], done=True)
+        else:
+            body = json.dumps(refused.problem(**more)).encode()
+            await self.answer(refused.status, PROBLEM, body, refused.headers)
+
+    async def answer(self, status: int, content_type: bytes, body: bytes, headers: dict[str, str]) -> None:
+        """Any whole answer."""
+        more = [(name.encode(), value.encode()) for name, value in headers.items()]
+        named = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *more]
+        async with self._one:
+            self.begun = True
+            await self._put({"type": "http.response.start", "status": status, "headers": named})
+            await self._put({"type": "http.response.body", "body": body})
+
+    async def _stream(self, body: bytes, more: bool) -> None:
+        async with self._one:
+            if not self.begun:
+                self.begun = True
+                headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+                await self._put({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._put({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def _put(self, message: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(self._idle):
+                await self._send(message)
+        except (TimeoutError, OSError) as error:
+            raise CallerGoneError("the caller does not read its answer") from error
+        self.written = time.monotonic()

@@ -1,0 +1,108 @@
+"""Those who watch the replicas: each gets a snapshot, then what changes, gathered for some milliseconds.
+
+Runs on the manager's event loop thread. What is told is decided in ``core/machines/watching.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from itertools import count
+
+from ckpt_engine.core.machines.watching import Watched, changes, snapshot
+from ckpt_engine.core.problems import unavailable
+from ckpt_engine.shell.outbox import Outbox
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+GATHER_SECONDS = 0.005
+"""Changes of so long travel together: an update changes all replicas within milliseconds. Longer ones would hide that a
+replica was updated at all."""
+
+BEAT_SECONDS = 0.1
+"""The same for heartbeats: of many replicas there are many, and hardly one changes anything."""
+
+WATCHERS = 256
+"""So many streams at most."""
+
+QUEUE = 256
+"""Messages that may wait for one watcher before it counts as stuck."""
+
+Told = Outbox[manager_pb2.WatchReplicasResponse]
+
+
+class Watchers:
+    """look: what is to be told now."""
+
+    def __init__(self, look: Callable[[], Watched]) -> None:
+        self._look = look
+        self._run = uuid.uuid4().hex
+        self._sequence = 0
+        self._outboxes: dict[int, Told] = {}
+        self._numbers = count(1)
+        self._told: Watched | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._problem: weights_pb2.Problem | None = None
+
+    def open(self, watcher: str) -> tuple[int, Told]:
+        """Begins a stream; its first message waits already. Raises UNAVAILABLE when too many watch."""
+        if len(self._outboxes) >= WATCHERS:
+            raise unavailable(f"{WATCHERS} streams watch the replicas already, and this manager carries no more")
+        self._tell()
+        self._told = self._told or self._look()
+        number, outbox = next(self._numbers), Outbox[manager_pb2.WatchReplicasResponse](f"watcher {watcher!r}", QUEUE)
+        outbox.put(self._numbered(snapshot(self._told)))
+        if self._problem is not None:
+            outbox.close(self._problem)
+        self._outboxes[number] = outbox
+        return number, outbox
+
+    def close(self, number: int) -> None:
+        """The stream has ended."""
+        self._outboxes.pop(number, None)
+        if not self._outboxes:
+            self._told = None
+
+    def changed(self, beat: bool) -> None:
+        """Something happened that may be worth telling; it costs nothing while nobody watches. beat: a heartbeat."""
+        if not self._outboxes:
+            return
+        loop = asyncio.get_running_loop()
+        when = loop.time() + (BEAT_SECONDS if beat else GATHER_SECONDS)
+        if self._timer is None or self._timer.when() > when:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = loop.call_at(when, self._tell)
+
+    def beat(self) -> manager_pb2.WatchReplicasResponse:
+        """A message without news."""
+        assert self._told is not None
+        told = self._told
+        return self._numbered(
+            manager_pb2.WatchReplicasResponse(fence=told.fence, settling=told.settling, latest=told.latest.values())
+        )
+
+    def stop(self, problem: weights_pb2.Problem) -> None:
+        """Ends all streams with this problem."""
+        self._problem = problem
+        if self._timer is not None:
+            self._timer.cancel()
+        for outbox in self._outboxes.values():
+            outbox.close(problem)
+
+    def _tell(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._told is None:
+            return
+        before, self._told = self._told, self._look()
+        message = changes(before, self._told)
+        if message is not None:
+            self._sequence += 1
+            for outbox in self._outboxes.values():
+                outbox.put(self._numbered(message))
+
+    def _numbered(self, message: manager_pb2.WatchReplicasResponse) -> manager_pb2.WatchReplicasResponse:
+        message.run, message.sequence = self._run, self._sequence
+        return message

@@ -1,0 +1,157 @@
+"""A gateway before a real vLLM and before a real SGLang: interrupted requests go on, each token under its version."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from ckpt_engine import Trainer
+from tests.cluster import Cluster, Replica, running_cluster
+from tests.engines.sglang_server import needs_sglang, start_sglang
+from tests.engines.vllm_server import needs_vllm, start_vllm
+from tests.gateway.chaos import take
+from tests.gateway.gateways import GatewayProcess, running_gateway
+from tests.tiny_model import ROUNDING, make_tiny_qwen3, regrets
+
+PROMPT = [3, 5, 7]
+COUNTS = (150, 120, 90, 60)
+"""Tokens of each stream's requests. Streams of one length would end all at once, and no update would meet one."""
+UPDATES = 4
+
+COMPLETION = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "return_token_ids": True}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {**COMPLETION, "ignore_eos": True},
+    "/inference/v1/generate": {
+        "token_ids": PROMPT,
+        "sampling_params": {"temperature": 0, "ignore_eos": True},
+    },
+    "/generate": {
+        "input_ids": PROMPT,
+        "sampling_params": {"temperature": 0, "ignore_eos": True},
+        "return_logprob": True,
+    },
+}
+
+
+def _cluster(path: Path, start: Callable[..., Replica], *arguments: str) -> Iterator[tuple[Cluster, GatewayProcess]]:
+    torch.set_num_threads(1)
+    make_tiny_qwen3(path / "bare", weights=False)
+    with running_cluster(path) as cluster:
+        start(cluster, "one", path / "bare", *arguments).registered(400)
+        with running_gateway(path / "gateway.log", "--manager", cluster.address) as gateway:
+            yield cluster, gateway.ready()
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, GatewayProcess]]:
+    yield from _cluster(tmp_path_factory.mktemp("vllm"), start_vllm, "--enable-scale-out")
+
+
+@pytest.fixture(scope="module")
+def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, GatewayProcess]]:
+    yield from _cluster(tmp_path_factory.mktemp("sglang"), start_sglang)
+
+
+def body_of(route: str, count: int) -> dict[str, Any]:
+    """For so many tokens."""
+    if route == "/v1/completions":
+        return {**BODIES[route], "max_tokens": count}
+    name = "max_tokens" if route == "/inference/v1/generate" else "max_new_tokens"
+    return {**BODIES[route], "sampling_params": {**BODIES[route]["sampling_params"], name: count}}
+
+
+class Asking(threading.Thread):
+    """Asks for so many tokens again and again until `end`. found: the answers."""
+
+    def __init__(self, gateway: GatewayProcess, route: str, count: int) -> None:
+        super().__init__(daemon=True)
+        self._gateway, self._route, self._ended = gateway, route, threading.Event()
+        self._body = body_of(route, count)
+        self.found: list[httpx.Response] = []
+        self.start()
+
+    def run(self) -> None:
+        while not self._ended.is_set():
+            self.found.append(self._gateway.post(self._route, self._body))
+
+    def end(self) -> list[httpx.Response]:
+        self._ended.set()
+        self.join(180)
+        assert not self.is_alive()
+        return self.found
+
+
+def played(cluster: Cluster, gateway: GatewayProcess, path: Path, route: str) -> tuple[list[Any], Sequence[Any]]:
+    """Answers to requests that ran while weights changed, half of the times with every request aborted; and the weights
+    of version v at v modulo their number."""
+    models = [make_tiny_qwen3(path / f"weights-{number}", number) for number in range(3)]
+    model = make_tiny_qwen3(path / "model", 0)
+    with Trainer(cluster.address, lineage=f"run {route}") as trainer:
+        trainer.publish(model)
+        assert trainer.update_weights(version=0).ok
+        asking = [Asking(gateway, route, count) for count in COUNTS]
+        try:
+            for version in range(1, UPDATES + 1):
+                seen = sum(len(each.found) for each in asking)
+                while sum(len(each.found) for each in asking) == seen:
+                    asking[0].join(0.05)
+                take(model, models[version % 3])
+                assert trainer.update_weights(version=version, pause_mode="abort" if version % 2 else "keep").ok
+        finally:
+            answers = [answer for each in asking for answer in each.end()]
+    for answer in answers:
+        assert answer.status_code == 200, f"{answer.text}\n{gateway.tail()}"
+    return [answer.json() for answer in answers], models
+
+
+def check(tokens: list[int], said: dict[str, Any], models: Sequence[Any]) -> bool:
+    """Whether it crossed versions; each token is the greedy one of the version that it is said to be of."""
+    assert len(tokens) in COUNTS
+    assert sum(span["count"] for span in said["spans"]) == len(tokens)
+    for span in said["spans"]:
+        assert span["exact"], said
+        found = regrets(models[span["version"] % 3], PROMPT, tokens)[span["first"] : span["first"] + span["count"]]
+        assert max(found) < ROUNDING, said
+    return bool(said["min_version"] != said["max_version"])
+
+
+@pytest.mark.parametrize("mark", [pytest.param(None, marks=needs_vllm)])
+def test_vllm_says_on_its_last_chunk_which_version_made_each_token(
+    vllm: tuple[Cluster, GatewayProcess], tmp_path: Path, mark: None
+) -> None:
+    answers, models = played(*vllm, tmp_path, "/inference/v1/generate")
+    choices = [answer["choices"][0] for answer in answers]
+    crossed = [check(choice["token_ids"], choice["ckpt_engine"], models) for choice in choices]
+    assert any(crossed)
+    assert any(choice["ckpt_engine"]["resumes"] for choice in choices)
+
+
+@pytest.mark.parametrize("mark", [pytest.param(None, marks=needs_vllm)])
+def test_vllms_completions_are_resumed_and_say_ranges(
+    vllm: tuple[Cluster, GatewayProcess], tmp_path: Path, mark: None
+) -> None:
+    answers, _ = played(*vllm, tmp_path, "/v1/completions")
+    for answer in answers:
+        (choice,) = answer["choices"]
+        assert len(choice["token_ids"]) in COUNTS
+        assert not choice["ckpt_engine"]["exact"]
+        assert 0 <= choice["ckpt_engine"]["min_version"] <= choice["ckpt_engine"]["max_version"] <= UPDATES
+    assert any(answer["choices"][0]["ckpt_engine"]["resumes"] for answer in answers)
+
+
+@pytest.mark.parametrize("mark", [pytest.param(None, marks=needs_sglang)])
+def test_sglang_says_on_its_last_event_which_version_made_each_token(
+    sglang: tuple[Cluster, GatewayProcess], tmp_path: Path, mark: None
+) -> None:
+    answers, models = played(*sglang, tmp_path, "/generate")
+    metas = [answer["meta_info"] for answer in answers]
+    crossed = [check(answer["output_ids"], answer["meta_info"]["ckpt_engine"], models) for answer in answers]
+    assert any(crossed)
+    assert any(meta["ckpt_engine"]["resumes"] for meta in metas)
+    assert all(len(meta["output_token_logprobs"]) in COUNTS for meta in metas)

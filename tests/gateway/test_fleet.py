@@ -1,0 +1,180 @@
+"""Who is asked: hashing with bounded load, what is told against what is seen, versions that are asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_engine.gateway.choice import BOUND, choose, key_of, ranked
+from ckpt_engine.gateway.dialects import base
+from ckpt_engine.gateway.fleet import Fleet, State, Told, Want
+from ckpt_engine.gateway.refusals import RefusedError
+from ckpt_engine.gateway.versions import Identity
+from ckpt_engine.gateway.watcher import News, StaleError
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+NAMES = [f"r{number}" for number in range(8)]
+
+
+def fleet_of(*told: Told, latest: int = 3) -> Fleet:
+    fleet = Fleet()
+    fleet.tell(told)
+    fleet.tell_latest([Identity(latest, "run")])
+    return fleet
+
+
+def told(name: str, state: State = State.SERVING, version: int | None = 3, lineage: str = "run") -> Told:
+    held = None if version is None else Identity(version, lineage, "ab")
+    return Told(name, f"http://{name}", "vllm", state, identity=held)
+
+
+def names(fleet: Fleet, want: Want, now: float = 0.0) -> list[str]:
+    return sorted(member.name for member in fleet.candidates(want, now))
+
+
+def test_a_replica_that_leaves_moves_only_its_own_sessions() -> None:
+    keys = [key_of(f"session-{number}", ()) for number in range(400)]
+    before = {key: ranked(key, NAMES)[0] for key in keys}
+    after = {key: ranked(key, NAMES[1:])[0] for key in keys}
+    assert all(after[key] == before[key] for key in keys if before[key] != NAMES[0])
+    assert min(Counter(before.values()).values()) > 20
+
+
+def test_sessions_count_before_prompts_and_equal_beginnings_meet() -> None:
+    assert key_of("s", [1, 2]) == key_of("s", [3])
+    assert key_of("", [*range(64), 7]) == key_of("", [*range(64), 8])
+    assert key_of("", [1, 2]) != key_of("", [12])
+
+
+@given(st.lists(st.sampled_from(["one session", "another", "a third"]), min_size=1, max_size=200))
+def test_two_gateways_that_share_nothing_keep_loads_bounded(sessions: list[str]) -> None:
+    """Each knows what the replicas report, which is everybody's requests."""
+    loads = dict.fromkeys(NAMES, 0)
+    for session in sessions:
+        loads[choose(key_of(session, ()), loads)] += 1
+    assert max(loads.values()) <= BOUND * (sum(loads.values()) + 1) / len(loads) + 2
+
+
+def test_what_refuses_is_left_alone_for_a_moment_that_grows() -> None:
+    fleet = fleet_of(told("a"), told("b"))
+    member = fleet.members["a"]
+    fleet.failed(member, 10.0, "it does not answer")
+    assert names(fleet, Want(), 10.1) == ["b"]
+    assert names(fleet, Want(), 10.3) == ["a", "b"]
+    fleet.failed(member, 10.3, "again")
+    assert names(fleet, Want(), 10.7) == ["b"]
+    fleet.answered(member, None)
+    assert names(fleet, Want(), 10.7) == ["a", "b"]
+
+
+def test_who_is_away_is_asked_only_where_nobody_else_is() -> None:
+    fleet = fleet_of(told("a", State.AWAY), told("b"), told("c", State.ASLEEP), told("d", State.DRAINING))
+    assert names(fleet, Want()) == ["b", "d"]
+    fleet.tell([told("b", State.CLOSED), told("d", State.CLOSED)])
+    assert names(fleet, Want()) == ["a"]
+    assert fleet.could_serve(0.0)
+
+
+def test_versions_and_lineages_are_kept_apart() -> None:
+    fleet = fleet_of(told("a", version=2), told("b"), told("c", version=9, lineage="other"))
+    assert names(fleet, Want(lineage="run")) == ["a", "b"]
+    assert names(fleet, Want(lineage="run", min_version=3)) == ["b"]
+    assert names(fleet, Want(lineage="run", max_lag=1)) == ["a", "b"]
+    assert names(fleet, Want(lineage="run", max_lag=0)) == ["b"]
+    assert names(fleet, Want(lineage="run", version=2)) == ["a"]
+    assert names(fleet, Want(lineage="run", version=4)) == []
+    with pytest.raises(RefusedError, match="holds version 1 any more"):
+        fleet.candidates(Want(lineage="run", version=1), 0.0)
+    fleet.tell([told("a", State.DRAINING, 2)])
+    assert names(fleet, Want(lineage="run", version=2)) == []  # it is about to hold another one
+
+
+def test_a_rollback_makes_a_version_that_was_there_an_error_and_not_a_wait() -> None:
+    fleet = fleet_of(told("a"))
+    assert names(fleet, Want(min_version=4)) == []
+    fleet.tell_latest([Identity(2, "run")])
+    with pytest.raises(RefusedError, match="taken back") as caught:
+        fleet.candidates(Want(min_version=3), 0.0)
+    assert (caught.value.status, caught.value.reason) == (409, "rolled_back")
+
+
+def test_a_dialect_that_nobody_speaks_is_refused_by_name() -> None:
+    with pytest.raises(RefusedError, match="engines of vllm") as caught:
+        fleet_of(told("a")).candidates(Want(engines=frozenset({"sglang"})), 0.0)
+    assert caught.value.status == 501
+
+
+def message(**fields: object) -> manager_pb2.WatchReplicasResponse:
+    fence = weights_pb2.Fence(cluster="c", epoch=5)
+    return manager_pb2.WatchReplicasResponse(**{"fence": fence, "run": "one", **fields})  # type: ignore[arg-type]
+
+
+def replica(name: str) -> manager_pb2.WatchedReplica:
+    return manager_pb2.WatchedReplica(name=name, url=f"http://{name}/", engine="vllm", state=manager_pb2.SERVING)
+
+
+def test_a_manager_that_restarted_takes_nobody_out_before_it_has_settled() -> None:
+    fleet = Fleet()
+    news = News(fleet)
+    news.take(message(snapshot=True, replicas=[replica("a"), replica("b")]))
+    news.take(message(sequence=1, gone=["b"]))
+    assert sorted(fleet.members) == ["a"]
+    news.take(message(run="two", snapshot=True, settling=True))
+    assert sorted(fleet.members) == ["a"]
+    news.take(message(run="two", sequence=1, settling=True, replicas=[replica("c")]))
+    assert sorted(fleet.members) == ["a", "c"]
+    news.take(message(run="two", sequence=2))
+    assert sorted(fleet.members) == ["c"]
+
+
+def test_what_was_missed_or_is_older_makes_it_dial_again() -> None:
+    news = News(Fleet())
+    news.take(message(snapshot=True, sequence=3))
+    news.take(message(sequence=3))  # the manager lives
+    with pytest.raises(StaleError, match="change 4 was missed"):
+        news.take(message(sequence=5))
+    with pytest.raises(StaleError, match="epoch 4"):
+        news.take(message(run="old", snapshot=True, fence=weights_pb2.Fence(cluster="c", epoch=4)))
+    news.take(message(run="new", snapshot=True, fence=weights_pb2.Fence(cluster="another", epoch=1)))
+
+
+def test_what_a_replica_can_have_held_is_a_range() -> None:
+    fleet = fleet_of(told("a", version=2))
+    member = fleet.members["a"]
+    admitted = fleet.answered(member, Identity(2, "", "ab"))
+    assert member.held(admitted) == (Identity(2, "run", "ab"), Identity(2, "run", "ab"))
+    draining = Told(
+        "a", "http://a", "vllm", State.DRAINING, "", Identity(2, "run", "ab"), Identity(3, "run"), "IN_PLACE"
+    )
+    fleet.tell([draining])
+    assert member.held(admitted) == (Identity(2, "run", "ab"), Identity(3, "run"))
+    assert (member.caches(3), member.caches(2)) == ("kept", "unknown")
+
+
+@pytest.mark.parametrize(
+    ("label", "made_by"),
+    [
+        ("7:1f9c02ab:run-5", Identity(7, "run-5", "1f9c02ab")),
+        ("7:1f9c02ab:run:with:colons", Identity(7, "run:with:colons", "1f9c02ab")),
+        ("7", Identity(7)),
+        (7, Identity(7)),
+        ("default", None),
+        ("7:half", None),
+        (None, None),
+    ],
+)
+def test_an_engines_label_is_taken_apart(label: object, made_by: Identity | None) -> None:
+    assert base.made_by(label) == made_by
+
+
+def test_a_label_says_more_than_a_number_and_less_than_the_manager() -> None:
+    fleet = fleet_of(told("a"))
+    member = fleet.members["a"]
+    assert member.identify(Identity(3)) == Identity(3, "run", "ab")
+    assert member.identify(Identity(3, "run", "a")) == Identity(3, "run", "ab")
+    assert member.identify(Identity(3, "other", "a")) == Identity(3, "other", "a")
+    assert member.identify(Identity(3, "run", "cd")) == Identity(3, "run", "cd")
+    assert member.identify(Identity(9)) == Identity(9)
