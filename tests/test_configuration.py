@@ -44,6 +44,7 @@ ENDED_OTHERWISE = {
     ("ckpt_engine/manager/tasks.py", "work.result()"): "it is done",
     ("ckpt_engine/trainer/session.py", "stream.outgoing.get()"): "the writing half of a stream; cancelled with it",
     ("ckpt_engine/transport/copying.py", "helper.join()"): "it copies, and waits for nothing",
+    ("ckpt_engine/transport/fetched.py", "ticket.poll()"): "a look, which waits for nothing",
     ("ckpt_engine/transport/staging.py", "fills[number].result()"): "it copies, and waits for nothing",
     ("ckpt_engine/demo/stage.py", "self._lines.get()"): "waited for with a timeout beside the process",
     ("ckpt_engine/demo/stage.py", "reading.result()"): "it is done",
