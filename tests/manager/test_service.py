@@ -302,7 +302,8 @@ async def test_a_machine_that_raises_ends_the_manager_and_everybody_is_told(
         await sender.open()
         await other.open()
         call = first.update()  # waits for rank 1, which never comes
-        await asyncio.sleep(0)
+        while not server._shell._calls:  # noqa: ASYNC110 - the call is on its way
+            await asyncio.sleep(0.01)
         await sender.stream.send(progress=manager_pb2.Progress())
         refused = await sender.stream.next()  # and not what the event had commanded
         assert isinstance(refused, manager_pb2.Refused)
