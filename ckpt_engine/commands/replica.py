@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from click import Choice
 
 from ckpt_engine.agent.launched import LaunchSettings, Restart
-from ckpt_engine.commands.choices import Engine, Form, Level, Mode, Transport
+from ckpt_engine.commands.choices import Engine, Form, Level, Mode
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr, utc
 from ckpt_engine.commands.options import Deadline, configured_deadlines
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.transports import transport_kinds
 from ckpt_engine.extras import require
 from ckpt_engine.install.state import HoldLimits
 
@@ -48,10 +50,11 @@ def replica(
         ),
     ] = "",
     transport: Annotated[
-        list[Transport] | None,
+        list[str] | None,
         typer.Option(
+            click_type=Choice(list(transport_kinds())),
             help="Read weights over this transport only; repeatable. "
-            "Default: the nearest that works. An update that another one would have to carry is refused."
+            "Default: the nearest that works. An update that another one would have to carry is refused.",
         ),
     ] = None,
     restart: Annotated[
