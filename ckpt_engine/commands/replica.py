@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from click import Choice
 
 from ckpt_engine.agent.launched import LaunchSettings, Restart
 from ckpt_engine.commands.choices import Engine, Form, Level, Mode
@@ -34,6 +33,13 @@ EVICTED = 3
 """The exit status of an agent whose replica an operator took out. Service managers are told not to start it again."""
 
 
+def _known(transports: list[str] | None) -> list[str] | None:
+    for name in transports or ():
+        if name not in transport_kinds():
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(transport_kinds())}")
+    return transports
+
+
 def replica(
     manager: Annotated[str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="HOST:PORT of the manager.")],
     engine: Annotated[Engine, typer.Option(help="Kind of the engine.")],
@@ -52,7 +58,9 @@ def replica(
     transport: Annotated[
         list[str] | None,
         typer.Option(
-            click_type=Choice(list(transport_kinds())),
+            metavar=f"[{'|'.join(transport_kinds())}]",
+            callback=_known,
+            autocompletion=lambda: list(transport_kinds()),
             help="Read weights over this transport only; repeatable. "
             "Default: the nearest that works. An update that another one would have to carry is refused.",
         ),
