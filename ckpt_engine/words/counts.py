@@ -1,0 +1,97 @@
+"""What a gate has refused and kept, counted where the agent reads it: one small file for each API process.
+
+The process that owns the file is its only writer, so that no lock is needed; the agent adds up what it finds. A file
+outlives its process, so that counters never fall while the engine's directory is there.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckpt_engine.host.processes import process_start_time
+from ckpt_engine.host.reserve import reserve
+from ckpt_engine.words.holding import ALONE, ASLEEP, DEAD_WORKER, FULL, NO_WEIGHTS, QUARANTINED, UPDATING
+
+REASONS = (ALONE, ASLEEP, DEAD_WORKER, FULL, NO_WEIGHTS, QUARANTINED, UPDATING)
+"""Why a gate refuses, in the order of the file's numbers. New ones go to the end."""
+
+_FILE = struct.Struct("<QQQQd32Q")  # pid, its start time, waiting now, kept so far, their seconds, refusals by reason
+_WAITING, _KEPT, _SECONDS, _REFUSED = 2, 3, 4, 5
+
+
+@dataclass
+class Counts:
+    """held: requests that wait now; held_total and held_seconds: all that have waited, and for how long together."""
+
+    held: int = 0
+    held_total: int = 0
+    held_seconds: float = 0.0
+    refusals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+
+
+class GateCounts:
+    """The writing end, of this process. Used on the API server's event loop."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises CkptEngineError: there is no room for the file."""
+        pid = os.getpid()
+        path = directory / f"gate-{pid}.counts"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            reserve(descriptor, path, _FILE.size)
+            self._map = mmap.mmap(descriptor, _FILE.size)
+        finally:
+            os.close(descriptor)
+        self._values: list[int | float] = list(_FILE.unpack_from(self._map))
+        self._values[0], self._values[1], self._values[_WAITING] = pid, process_start_time(pid), 0
+        self._write()
+
+    def refused(self, reason: str) -> None:
+        """A request was refused; one without a place in the file is not counted."""
+        if reason in REASONS:
+            self._values[_REFUSED + REASONS.index(reason)] += 1
+            self._write()
+
+    def waits(self) -> None:
+        """A request begins to wait."""
+        self._values[_WAITING] += 1
+        self._values[_KEPT] += 1
+        self._write()
+
+    def waited(self, seconds: float) -> None:
+        """It waits no longer."""
+        self._values[_WAITING] -= 1
+        self._values[_SECONDS] += seconds
+        self._write()
+
+    def _write(self) -> None:
+        _FILE.pack_into(self._map, 0, *self._values)
+
+
+def counted(directory: Path) -> Counts:
+    """All that the API processes of this engine have counted. Any thread; a file that is being written may be read
+    half old and half new."""
+    found = Counts()
+    for values in _files(directory):
+        if process_start_time(values[0]) == values[1]:
+            found.held += values[_WAITING]
+        found.held_total += values[_KEPT]
+        found.held_seconds += values[_SECONDS]
+        for reason, number in zip(REASONS, values[_REFUSED:], strict=False):
+            found.refusals[reason] += number
+    return found
+
+
+def _files(directory: Path) -> Iterable[tuple[int, ...]]:
+    for path in directory.glob("gate-*.counts"):
+        try:
+            content = path.read_bytes()
+        except OSError:
+            continue  # the directory goes
+        if len(content) >= _FILE.size:
+            yield _FILE.unpack_from(content)
