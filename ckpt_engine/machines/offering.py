@@ -137,7 +137,7 @@ class OfferingMachine:
     def _stored(self, result: object, problem: weights_pb2.Problem | None, now: float) -> None:
         if problem is not None:
             if self._session.peer is None:
-                self._session.failed(problem.message, now)
+                self._session.not_stored(problem, now)
             else:
                 self._out.append(SetTimer(REPUBLISH, self._deadlines.resend))
             return

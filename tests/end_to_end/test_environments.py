@@ -17,9 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 AGENT = """
 import sys
+from enum import StrEnum
 sys.path.insert(0, ".")
-from ckpt_engine.agent import adapter
+from ckpt_engine.commands import choices
+from ckpt_engine.engine import adapter
 adapter.ADAPTERS = {**adapter.ADAPTERS, "small": "tests.agent.small_engine"}
+choices.Engine = StrEnum("Engine", {name.upper(): name for name in adapter.ADAPTERS})
 from ckpt_engine.cli import main
 sys.argv[0] = "ckpt-engine"
 main()

@@ -118,7 +118,8 @@ class Killer(threading.Thread):
             others = [each.status for each in self._cluster.replicas if each is not victim]
             well = sum(bool(each and each.serving) for each in others)
             if status is None or not status.serving or not well:
-                continue  # it is not back yet from the last time, or it is the only one
+                wait = 0.2  # it is in an update, is not back yet from the last time, or is the only one
+                continue
             try:
                 psutil.Process(psutil.Process(status.workers[0].pid).ppid()).kill()
                 self.kills += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.machines.events import Published
+from ckpt_engine.machines.manager.order import Order
 from ckpt_engine.machines.manager.versions import Intended, Meant, Versions
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -28,11 +29,13 @@ class Manager:
         """Into these replicas; none: all. late: one of them gets what it was to hold already."""
         self.epoch += 1
         selection = None if late else frozenset(names) or None
-        intent = self.versions.intent(self.epoch, what, selection, late, 1.0)
+        before = what if late else None
+        mode = manager_pb2.KEEP
+        order = Order(what.lineage, what.version, PUBLISHED, (), {}, mode, None, selection, end=0.0, late=before)
+        intent = self.versions.intent(self.epoch, what, order, 1.0)
         self.intents[what.lineage] = Intended(self.epoch, what, intent.selection)
         self.meant |= dict.fromkeys(intent.meant, (self.epoch, what.lineage))
-        if not late:
-            self.versions.begin(what, self.epoch, PUBLISHED, selection)
+        self.versions.begin(what, self.epoch, order, None)
 
     def restarted(self) -> Versions:
         return Versions.from_ledger(self.epoch, list(self.intents.values()), self.meant)

@@ -44,6 +44,7 @@ from ckpt_engine.transport.fetched import FetchedRegions, FetchedTransport
 from ckpt_engine.transport.mapped import MappedRegions, Mapping
 from ckpt_engine.transport.registry import all_transports, transport_rows, worker_transports
 from ckpt_engine.v1.weights_pb2 import Host, Problem, Region
+from tests.cluster import eventually
 
 # ------------------------------------------------------------------------------------------------- one that is mapped
 
@@ -262,6 +263,8 @@ def test_an_update_over_a_transport_that_only_this_file_knows(
     held = weights()
     with Trainer(manager, lineage="made up") as trainer:
         trainer.publish(held, transport=name)
+        there = trainer._background.status
+        eventually("the replica is there", 60, lambda: any(each.connected for each in there().replicas))
         for _ in range(2):
             for tensor in held.values():
                 tensor.mul_(2)

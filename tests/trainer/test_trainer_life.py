@@ -24,6 +24,7 @@ from ckpt_engine.machines.events import TimerFired, TrainerEvent
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.manager.service import running_manager
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.cluster import eventually
 from tests.ports import free_address
 
 Problem = weights_pb2.Problem
@@ -187,7 +188,8 @@ def test_a_call_waits_for_no_machine_that_raised(manager: str, monkeypatch: pyte
                 trainer.update_weights()
             assert code_of(caught) == Problem.INTERNAL
         timer.join()
-        assert trainer._background.status().trainers[0].connected is False
+        gone = lambda: not trainer._background.status().trainers[0].connected  # noqa: E731
+        eventually("the manager has heard that its stream ended", 60, gone)
 
 
 def test_a_forked_child_is_refused(manager: str) -> None:
