@@ -19,6 +19,7 @@ ALLOWED = {
     "transport": {"core", "transport", "v1", "trace"},
     "install": {"core", "transport", "install", "v1", "trace"},
     "source": {"core", "transport", "source", "v1", "trace"},
+    "relay": {"core", "transport", "source", "relay", "v1", "trace"},
     "security": {"core", "security"},
     "manager": {"core", "manager", "security", "v1", "client", "trace"},
     "agent": {"core", "transport", "install", "source", "agent", "v1", "client", "trace"},

@@ -86,6 +86,23 @@ def _file(source: Host, worker: Host) -> Verdict:
     )
 
 
+def _relay_memory(source: Host, worker: Host) -> Verdict:
+    where = _name(source)
+    if not same_host(source, worker):
+        return Verdict(
+            False,
+            f"the relay's memory is on host {where}, and the worker runs on host {_name(worker)}; start a relay there",
+        )
+    if not source.relay_directory or source.relay_directory != worker.relay_directory:
+        return Verdict(
+            False,
+            f"relay and worker share host {where} but not the directory of relays' sockets "
+            f"({source.relay_directory or 'unknown'} and {worker.relay_directory or 'unknown'}); mount one directory "
+            "into both (Kubernetes: a hostPath) and name it in CKPT_ENGINE_RELAY_DIRECTORY",
+        )
+    return Verdict(True, f"the relay of host {where} lends its memory to the worker", Distance.HOST_MEMORY)
+
+
 def _cuda_ipc(source: Host, worker: Host) -> Verdict:
     where = _name(source)
     if not same_host(source, worker):
@@ -161,7 +178,9 @@ _DISTANCE_OF_LINK = {
     GpuReach.PEER: Distance.PEER,
 }
 
-RULES: Mapping[str, Rule] = MappingProxyType({"cuda_ipc": _cuda_ipc, "shared_memory": _shared_memory, "file": _file})
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {"cuda_ipc": _cuda_ipc, "relay_memory": _relay_memory, "shared_memory": _shared_memory, "file": _file}
+)
 """How to tell whether a transport reaches, by its name."""
 
 

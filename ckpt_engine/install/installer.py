@@ -66,6 +66,11 @@ class _Current:
             told.reason = "; ".join([edge.reason, *notes.get(edge.transport, ())])
             yield told
 
+    def rest(self) -> None:
+        """The install is over: sources may write to what was read."""
+        for regions in self.opened.values():
+            regions.rest()
+
     def close(self) -> None:
         self.resident = None
         for regions in self.opened.values():
@@ -116,6 +121,9 @@ class Installer:
             run.everything()
         except Exception as error:
             run.report.problem.CopyFrom(_problem_of(error, "installing"))
+        finally:
+            if self._current is not None:
+                self._current.rest()
         installed.report.CopyFrom(run.report)
         if self._current is not None and not run.report.HasField("problem"):
             installed.edges.extend(self._current.edges())

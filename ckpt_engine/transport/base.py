@@ -85,6 +85,10 @@ class OpenedRegions(Protocol):
         """Raises unless the regions are still those that were published. Cheap."""
         ...
 
+    def rest(self) -> None:
+        """The install that `open` or `check` began is over: nothing is read before the next `check`. Never raises."""
+        ...
+
     def view(
         self, region: Region, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str
     ) -> torch.Tensor:

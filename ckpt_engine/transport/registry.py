@@ -17,10 +17,14 @@ from ckpt_engine.transport.base import Availability, Transport
 from ckpt_engine.transport.cuda_driver import library_problem
 from ckpt_engine.transport.cuda_ipc import CudaIpcTransport
 from ckpt_engine.transport.file import FileTransport
+from ckpt_engine.transport.relay_memory import RelayMemoryTransport
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 
-_BUILT: tuple[type[CudaIpcTransport] | type[SharedMemoryTransport] | type[FileTransport], ...] = (
+_BUILT: tuple[
+    type[CudaIpcTransport] | type[RelayMemoryTransport] | type[SharedMemoryTransport] | type[FileTransport], ...
+] = (
     CudaIpcTransport,
+    RelayMemoryTransport,
     SharedMemoryTransport,
     FileTransport,
 )
