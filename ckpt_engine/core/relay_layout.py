@@ -21,6 +21,9 @@ from ckpt_engine.core.problems import invalid, precondition, unavailable
 from ckpt_engine.core.sealed_record import Recorded
 from ckpt_engine.v1.weights_pb2 import WorkerNeeds
 
+SLOTS = 2
+"""Of a relay: the version that is served, and the one that comes."""
+
 ATOM_BYTES = 64
 """Atoms begin at multiples of this: at cache lines, and at elements of any dtype."""
 

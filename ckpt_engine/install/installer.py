@@ -33,7 +33,7 @@ from ckpt_engine.install.resolve import Resolved, bind, resolve
 from ckpt_engine.install.state import LINEAGE_BYTES, WorkerSlot
 from ckpt_engine.install.target import LoadTarget, StagedLayer
 from ckpt_engine.trace import trace
-from ckpt_engine.transport.base import OpenedRegions, Transport
+from ckpt_engine.transport.base import Leased, OpenedRegions, Transport
 from ckpt_engine.transport.host import this_host
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
@@ -69,7 +69,8 @@ class _Current:
     def rest(self) -> None:
         """The install is over: sources may write to what was read."""
         for regions in self.opened.values():
-            regions.rest()
+            if isinstance(regions, Leased):
+                regions.rest()
 
     def close(self) -> None:
         self.resident = None

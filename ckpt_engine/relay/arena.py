@@ -19,12 +19,10 @@ from pathlib import Path
 import torch
 
 from ckpt_engine.core.problems import invalid, unavailable
-from ckpt_engine.core.relay_layout import GROUP_BYTES, check_memory, check_room
+from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS, check_memory, check_room
 from ckpt_engine.transport.room import memory_room
 
 log = logging.getLogger(__name__)
-
-SLOTS = 2
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, which Python does not name

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_engine.core.problems import precondition, unavailable
-from ckpt_engine.core.relay_layout import Group
-from ckpt_engine.relay.arena import SLOTS, Arena
+from ckpt_engine.core.relay_layout import SLOTS, Group
+from ckpt_engine.relay.arena import Arena
 from ckpt_engine.transport.relay_memory import (
     ANSWER_BYTES,
     HOLD,
@@ -143,7 +143,7 @@ class Door:
             self._changed.notify_all()
         with contextlib.suppress(OSError):
             self._waker.send(b"\1")
-        self._thread.join()
+        self._thread.join(_FIRST_SECONDS)
         with contextlib.suppress(OSError):
             self._path.unlink()
 

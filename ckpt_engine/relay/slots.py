@@ -1,14 +1,15 @@
 """What a relay holds: two slots of one arena, filled, lent and taken back. Decides nothing about when.
 
 The machine (`core/machines/relay.py`) says which slot is filled with what. Whatever goes wrong in a filling leaves the
-other slot, and every replica, as they were. One filling at a time; `fill` blocks the calling thread, all else is quick.
+other slot, and every replica, as they were. One filling at a time; `count`, `fill`
+and `withdraw` block the calling thread, all else is quick.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +17,10 @@ import torch
 from ckpt_engine.core.dtypes import torch_dtype
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.offers import region_offered
-from ckpt_engine.core.problems import aborted
-from ckpt_engine.core.relay_layout import SlotLayout, lay_out, wanted_of
+from ckpt_engine.core.problems import aborted, deadline
+from ckpt_engine.core.relay_layout import SLOTS, SlotLayout, lay_out, wanted_of
 from ckpt_engine.core.sealed_record import Recorded, read_record
-from ckpt_engine.relay.arena import SLOTS, Arena
+from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.door import Door
 from ckpt_engine.relay.fill import Filled, Filling
 from ckpt_engine.relay.sources import Sources
@@ -93,7 +94,9 @@ class Slots:
         self._host.relay_directory = self._door.directory
         self._held: list[Held | None] = [None] * SLOTS
         self._kept: list[tuple[tuple[object, ...], Filling, Sources] | None] = [None] * SLOTS
-        self._filling = 0
+        self._counted: list[tuple[tuple[object, ...], SlotLayout] | None] = [None] * SLOTS
+        self._writing = threading.Lock()
+        self._turn = 0
         self._closed = False
 
     @property
@@ -123,34 +126,59 @@ class Slots:
     def stop(self) -> None:
         """The filling that goes on, if one does, ends at its next look, with ABORTED."""
         with self._lock:
-            self._filling += 1
+            self._turn += 1
+
+    def count(self, slot: int, wish: Wish) -> int:
+        """Lays a version out and takes memory for it; returns its bytes. The slot still holds what it held.
+
+        Raises INVALID_ARGUMENT or DATA_LOSS (a record that is not what was sealed, needs that do not fit it),
+        FAILED_PRECONDITION or UNAVAILABLE (no memory, with both numbers).
+        """
+        key = self._key(wish)
+        kept = self._kept[slot]
+        if kept is not None and kept[0] == key:
+            layout = kept[1].layout
+        else:
+            recorded = read_record(wish.record, wish.identity.root)
+            layout = lay_out(recorded, [wanted_of(needs, recorded) for needs in wish.needs], wish.everything)
+        self._arena.reserve(slot, layout.size, f"version {wish.identity.version} of {wish.identity.lineage}")
+        self._counted[slot] = key, layout
+        return layout.bytes
 
     def fill(self, slot: int, wish: Wish, seconds: float) -> Held:
         """Brings a version into a slot and lends it. What was in the slot is gone, once memory was counted.
 
-        Raises INVALID_ARGUMENT or DATA_LOSS (a record that is not what was sealed), FAILED_PRECONDITION or UNAVAILABLE
-        (no memory, with both numbers), DEADLINE_EXCEEDED, ABORTED (`stop`, `close`). What nobody could bring is no
-        error: it stands in `Held.filled.missing` and not in the table.
+        Raises as `count`, and DEADLINE_EXCEEDED or ABORTED (`stop`, `close`); the slot holds nothing then. What nobody
+        could bring is no error: it stands in `Held.filled.missing` and not in the table. Of two at a time the later one
+        waits until the first has ended.
         """
         stop_at = time.monotonic() + seconds
         with self._lock:
             if self._closed:
                 raise aborted("this relay is being stopped")
-            self._filling += 1
-            turn = self._filling
+            self._turn += 1
+            turn = self._turn
+        if not self._writing.acquire(timeout=max(0.0, seconds)):
+            raise deadline("another version was still being brought into this relay")
+        try:
+            return self._fill(slot, wish, stop_at, lambda: self._turn != turn)
+        finally:
+            self._writing.release()
+
+    def _fill(self, slot: int, wish: Wish, stop_at: float, cancelled: Callable[[], bool]) -> Held:
         recorded = read_record(wish.record, wish.identity.root)
         key = self._key(wish)
-        kept = self._kept[slot]
-        if kept is None or kept[0] != key:
-            layout = lay_out(recorded, [wanted_of(needs, recorded) for needs in wish.needs], wish.everything)
-        else:
-            layout = kept[1].layout
-        what = f"version {wish.identity.version} of {wish.identity.lineage}"
-        self._arena.reserve(slot, layout.size, what)
+        counted = self._counted[slot]
+        if counted is None or counted[0] != key:
+            self.count(slot, wish)
+            counted = self._counted[slot]
+            assert counted is not None
+        layout = counted[1]
         began = time.monotonic()
         self._held[slot] = None
         overruled = self._door.retire(slot)
         waited = time.monotonic() - began
+        kept = self._kept[slot]
         if kept is None or kept[0] != key:
             self._forget(slot)
             sources = Sources(recorded, wish.tables, self._transports, self._host)
@@ -159,12 +187,12 @@ class Slots:
                 return self._arena.tensor(slot, offset, shape, dtype)
 
             kept = self._kept[slot] = key, Filling(layout, memory, sources), sources
-        filled = kept[1].run(recorded, stop_at, lambda: self._filling != turn)
+        filled = kept[1].run(recorded, stop_at, cancelled)
         missing = {each.cell for each in filled.missing}
         table, sealed = self._table(slot, recorded, layout, missing)
         held = Held(wish.identity, wish.record, table, layout, filled, overruled, waited, sealed)
         with self._lock:
-            if self._filling != turn:
+            if cancelled():
                 raise aborted("bringing this version was overtaken by a newer command")
             self._held[slot] = held
             self._door.lend(slot)
@@ -176,13 +204,14 @@ class Slots:
         self._held[slot] = None
         overruled = self._door.retire(slot)
         self._forget(slot)
+        self._counted[slot] = None
         return overruled
 
     def close(self) -> None:
         """Ends all leases and lets go of all sources. A filling that goes on ends with ABORTED. May be repeated."""
         with self._lock:
             self._closed = True
-            self._filling += 1
+            self._turn += 1
         self._door.close()
         for slot in range(SLOTS):
             self._held[slot] = None

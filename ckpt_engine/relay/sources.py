@@ -15,13 +15,14 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.publication import Holder, Place, Publication, join_sources
 from ckpt_engine.core.sealed_record import Recorded
 from ckpt_engine.core.topology import Choice, choose_transport
-from ckpt_engine.transport.base import Move, OpenedRegions, Transport
+from ckpt_engine.transport.base import Leased, Move, OpenedRegions, Transport
 from ckpt_engine.v1.weights_pb2 import Host, Problem, Region, SourceTable
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A shard of one source, as it is read. first: of the shard, global coordinates. distance: how near it is."""
+    """A shard of one source, as it is read. first: of the shard, global coordinates. nearness: how far away it is, then
+    its place among the tables; the lowest is asked first."""
 
     source: str
     opened: OpenedRegions
@@ -29,7 +30,7 @@ class Reading:
     placed: Place
     first: tuple[int, ...]
     dtype: str
-    distance: int
+    nearness: tuple[int, int]
     is_plain: bool  # in memory of the host and of the served dtype, so it is digested while it is copied
 
     def offset(self, box: Box) -> int:
@@ -82,7 +83,7 @@ class Sources:
         publication = self._publication
         for hit in publication.layouts[tensor].hits(box):
             found = [self._reading(tensor, holder) for holder in publication.parts[tensor][hit.part].holders]
-            near = sorted((each for each in found if each is not None), key=lambda each: each.distance)
+            near = sorted((each for each in found if each is not None), key=lambda each: each.nearness)
             yield hit.box, tuple(near)
 
     def why_not(self, tensor: int, box: Box) -> Problem:
@@ -112,7 +113,8 @@ class Sources:
     def end(self) -> None:
         """After each filling: nothing is read for now."""
         for opened in self._each():
-            opened.rest()
+            if isinstance(opened, Leased):
+                opened.rest()
 
     def close(self) -> None:
         """Lets go of everything. Never raises."""
@@ -176,7 +178,7 @@ class Sources:
                 placed=place,
                 first=tuple(shard.start),
                 dtype=self._specs[tensor].dtype,
-                distance=distance,
+                nearness=(distance, holder.source),
                 is_plain=plain,
             )
         return self._readings[key]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -85,10 +85,6 @@ class OpenedRegions(Protocol):
         """Raises unless the regions are still those that were published. Cheap."""
         ...
 
-    def rest(self) -> None:
-        """The install that `open` or `check` began is over: nothing is read before the next `check`. Never raises."""
-        ...
-
     def view(
         self, region: Region, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str
     ) -> torch.Tensor:
@@ -102,6 +98,15 @@ class OpenedRegions(Protocol):
 
         GPU memory is unmapped if no other OpenedRegions uses it; a PreparedCopy of it then refuses to run.
         """
+        ...
+
+
+@runtime_checkable
+class Leased(Protocol):
+    """What OpenedRegions can do besides, if their owner waits for its readers before it writes to them."""
+
+    def rest(self) -> None:
+        """The install that `open` or `check` began is over: nothing is read before the next `check`. Never raises."""
         ...
 
 

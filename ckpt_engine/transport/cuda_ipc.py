@@ -252,9 +252,6 @@ class CudaRegions:
         for owner in {each.owner.name: each.owner for each in self._mapped.values()}.values():
             owner.check()
 
-    def rest(self) -> None:
-        """Nothing waits for readers of GPU memory but its owner's withdrawal."""
-
     def view(
         self, region: Region, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str
     ) -> torch.Tensor:

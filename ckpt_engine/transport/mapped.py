@@ -123,9 +123,6 @@ class MappedRegions:
         """Raises unless the regions are still those that were published."""
         self._recheck()
 
-    def rest(self) -> None:
-        """Nothing waits for readers of mapped memory."""
-
     def view(
         self, region: Region, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str
     ) -> torch.Tensor:

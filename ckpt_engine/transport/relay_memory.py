@@ -60,11 +60,7 @@ def relay_directory() -> Path:
     if told:
         return Path(told)
     user = os.geteuid()
-    return (
-        Path("/run/ckpt-engine")
-        if user == 0
-        else Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp") / (f"ckpt-engine-{user}")
-    )
+    return Path("/run/ckpt-engine") if user == 0 else Path(f"/tmp/ckpt-engine-{user}")
 
 
 def directory_identity() -> str:
@@ -95,14 +91,15 @@ def peer_user(connection: socket.socket) -> int:
 class _Arena:
     """A lease on one arena of one relay, and what is mapped of it. Any thread."""
 
-    def __init__(self, locator: RelayMemoryLocator) -> None:
+    def __init__(self, locator: RelayMemoryLocator, seconds: float) -> None:
+        self._seconds = seconds  # for each answer
         self._arena = locator.arena
         self._lock = threading.Lock()
         self._answers: queue.SimpleQueue[tuple[bytes, list[int]] | None] = queue.SimpleQueue()
         self._held: dict[int, int] = {}  # slots to how many opened regions hold them
         self.ended = False
         self.mappings: dict[tuple[int, int], Mapping] = {}
-        self._connection = _connect(locator)
+        self._connection = _connect(locator, seconds)
         threading.Thread(target=self._listen, name="ckpt-engine relay lease", daemon=True).start()
         try:
             answer, descriptors = self._ask(OPEN, 0)
@@ -161,12 +158,12 @@ class _Arena:
                 raise unavailable("the relay has gone, or has taken its memory back")
             try:
                 self._connection.send(QUESTION.pack(kind, slot, self._arena))
-                found = self._answers.get(timeout=ASK_SECONDS)
+                found = self._answers.get(timeout=self._seconds)
             except (OSError, queue.Empty):
                 found = None
             if found is None:
                 self.close()  # a late answer must not be taken for the next question's
-                raise unavailable(f"the relay has gone, or did not answer within {ASK_SECONDS:g} s")
+                raise unavailable(f"the relay has gone, or did not answer within {self._seconds:g} s")
             return found
 
     def _listen(self) -> None:
@@ -183,7 +180,7 @@ class _Arena:
         self._answers.put(None)
 
 
-def _connect(locator: RelayMemoryLocator) -> socket.socket:
+def _connect(locator: RelayMemoryLocator, seconds: float) -> socket.socket:
     where = relay_directory() / locator.socket
     if not locator.socket or "/" in locator.socket or "\0" in locator.socket:
         raise invalid(f"the locator of a relay names no socket: {locator.socket!r}")
@@ -192,7 +189,7 @@ def _connect(locator: RelayMemoryLocator) -> socket.socket:
             f"{relay_directory()} is not the directory of that relay; give relay and worker the same one ({DIRECTORY})"
         )
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    connection.settimeout(ASK_SECONDS)
+    connection.settimeout(seconds)
     try:
         with socket_address(locator.socket) as address:
             connection.connect(address)
@@ -237,6 +234,10 @@ class RelayRegions:
             arena.hold(slot, again=index in self._holding)
             self._holding.add(index)
 
+    def offered(self) -> bool:
+        """Whether the relays still lend their memory, as far as one can tell without asking them."""
+        return all(not arena.ended for arena, _ in self._slots)
+
     def rest(self) -> None:
         """The slots may be filled again."""
         for index in self._holding:
@@ -265,8 +266,9 @@ class RelayMemoryTransport:
             return Availability(True, f"relays of this host lend their memory in {relay_directory()}")
         return Availability(False, f"no relay runs on this host: there is no {relay_directory()} ({DIRECTORY})")
 
-    def open(self, regions: Sequence[Region]) -> RelayRegions:
-        """Maps the regions, those already mapped once more at no cost, and holds their slots.
+    def open(self, regions: Sequence[Region], seconds: float = ASK_SECONDS) -> RelayRegions:
+        """Maps the regions, those already mapped once more at no cost, and holds their slots. seconds: at most
+        ASK_SECONDS for each relay.
 
         Raises UNAVAILABLE if a relay is gone, does not lend a slot now, or is another user's; DATA_LOSS if its memory
         is not what it told.
@@ -277,7 +279,7 @@ class RelayMemoryTransport:
             locator = locator_of(region, NAME, RelayMemoryLocator)
             if locator.offset + region.size > locator.arena_size:
                 raise invalid(f"region {region.id} ends at byte {locator.offset + region.size} of {locator.arena_size}")
-            arena = self._arena(locator)
+            arena = self._arena(locator, min(seconds, ASK_SECONDS))
             opened[region.locator] = arena.mapping(locator.offset, region.size)
             slots[locator.arena, locator.slot] = arena, locator.slot
         found = RelayRegions(MappedRegions(opened, lambda: None, pins=True), list(slots.values()))
@@ -288,8 +290,8 @@ class RelayMemoryTransport:
             raise
         return found
 
-    def _arena(self, locator: RelayMemoryLocator) -> _Arena:
+    def _arena(self, locator: RelayMemoryLocator, seconds: float) -> _Arena:
         self._arenas = {name: arena for name, arena in self._arenas.items() if not arena.ended}
         if locator.arena not in self._arenas:
-            self._arenas[locator.arena] = _Arena(locator)
+            self._arenas[locator.arena] = _Arena(locator, seconds)
         return self._arenas[locator.arena]

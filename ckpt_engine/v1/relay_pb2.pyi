@@ -24,38 +24,6 @@ class RelayMemoryLocator(_message.Message):
     arena_size: int
     def __init__(self, directory: _Optional[str] = ..., socket: _Optional[str] = ..., arena: _Optional[bytes] = ..., slot: _Optional[int] = ..., offset: _Optional[int] = ..., arena_size: _Optional[int] = ...) -> None: ...
 
-class HeldVersion(_message.Message):
-    __slots__ = ("identity", "table", "record", "bytes", "missing")
-    IDENTITY_FIELD_NUMBER: _ClassVar[int]
-    TABLE_FIELD_NUMBER: _ClassVar[int]
-    RECORD_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    MISSING_FIELD_NUMBER: _ClassVar[int]
-    identity: _weights_pb2.Identity
-    table: _manager_pb2.BlobRef
-    record: _manager_pb2.BlobRef
-    bytes: int
-    missing: int
-    def __init__(self, identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., table: _Optional[_Union[_manager_pb2.BlobRef, _Mapping]] = ..., record: _Optional[_Union[_manager_pb2.BlobRef, _Mapping]] = ..., bytes: _Optional[int] = ..., missing: _Optional[int] = ...) -> None: ...
-
-class RelayHello(_message.Message):
-    __slots__ = ("cluster", "name", "session_id", "host", "epoch", "held", "slot_bytes")
-    CLUSTER_FIELD_NUMBER: _ClassVar[int]
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    HOST_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    HELD_FIELD_NUMBER: _ClassVar[int]
-    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    cluster: str
-    name: str
-    session_id: str
-    host: _weights_pb2.Host
-    epoch: int
-    held: _containers.RepeatedCompositeFieldContainer[HeldVersion]
-    slot_bytes: int
-    def __init__(self, cluster: _Optional[str] = ..., name: _Optional[str] = ..., session_id: _Optional[str] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., epoch: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldVersion, _Mapping]]] = ..., slot_bytes: _Optional[int] = ...) -> None: ...
-
 class FillRelay(_message.Message):
     __slots__ = ("fence", "identity", "record", "tables", "needs", "everything", "keep", "deadline_seconds")
     FENCE_FIELD_NUMBER: _ClassVar[int]
@@ -77,7 +45,7 @@ class FillRelay(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., record: _Optional[_Union[_manager_pb2.BlobRef, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[_manager_pb2.BlobRef, _Mapping]]] = ..., needs: _Optional[_Iterable[_Union[_manager_pb2.BlobRef, _Mapping]]] = ..., everything: bool = ..., keep: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
 
 class RelayFilled(_message.Message):
-    __slots__ = ("fence", "held", "problem", "brought", "again", "wait_seconds", "fill_seconds", "faults")
+    __slots__ = ("fence", "identity", "problem", "bytes", "missing", "missing_cells", "faults", "brought", "again", "overruled", "wait_seconds", "fill_seconds")
     class Brought(_message.Message):
         __slots__ = ("source", "bytes")
         SOURCE_FIELD_NUMBER: _ClassVar[int]
@@ -86,22 +54,30 @@ class RelayFilled(_message.Message):
         bytes: int
         def __init__(self, source: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
     FENCE_FIELD_NUMBER: _ClassVar[int]
-    HELD_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    MISSING_CELLS_FIELD_NUMBER: _ClassVar[int]
+    FAULTS_FIELD_NUMBER: _ClassVar[int]
     BROUGHT_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
+    OVERRULED_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     FILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    FAULTS_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
-    held: HeldVersion
+    identity: _weights_pb2.Identity
     problem: _weights_pb2.Problem
+    bytes: int
+    missing: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Problem]
+    missing_cells: int
+    faults: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Problem]
     brought: _containers.RepeatedCompositeFieldContainer[RelayFilled.Brought]
     again: int
+    overruled: int
     wait_seconds: float
     fill_seconds: float
-    faults: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Problem]
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., held: _Optional[_Union[HeldVersion, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., brought: _Optional[_Iterable[_Union[RelayFilled.Brought, _Mapping]]] = ..., again: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., fill_seconds: _Optional[float] = ..., faults: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ...) -> None: ...
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., bytes: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., missing_cells: _Optional[int] = ..., faults: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., brought: _Optional[_Iterable[_Union[RelayFilled.Brought, _Mapping]]] = ..., again: _Optional[int] = ..., overruled: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., fill_seconds: _Optional[float] = ...) -> None: ...
 
 class WithdrawRelay(_message.Message):
     __slots__ = ("fence", "identity")

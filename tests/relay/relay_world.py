@@ -16,6 +16,7 @@ from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
 from ckpt_engine.core.publication import join_sources, merge_tables
 from ckpt_engine.core.sealed import check_replicas, expected_digests
 from ckpt_engine.core.sealed_record import Recorded, finer_atoms, read_record, record_of, seal_from_record
+from ckpt_engine.install.installer import Installer
 from ckpt_engine.install.target import ModuleTarget
 from ckpt_engine.relay.slots import Wish
 from ckpt_engine.transport.host import this_host
@@ -75,7 +76,7 @@ class Replica:
         for rank, model in enumerate(self.models):
             (directory / str(rank)).mkdir(parents=True)
             worker = OneWorker(ModuleTarget(model), directory / str(rank))
-            worker.installer._transports["relay_memory"] = RelayMemoryTransport()
+            worker.installer = Installer(worker.target, worker.slot, {"relay_memory": RelayMemoryTransport()})
             prepared = worker.prepare(checkpoint)
             assert not prepared.HasField("problem"), prepared.problem.message
             self.workers.append(worker)
