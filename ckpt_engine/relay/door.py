@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import logging
 import os
 import secrets
 import selectors
@@ -17,6 +18,7 @@ import socket
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +40,8 @@ from ckpt_engine.transport.relay_memory import (
 )
 from ckpt_engine.v1.relay_pb2 import RelayMemoryLocator
 from ckpt_engine.v1.weights_pb2 import Region
+
+log = logging.getLogger(__name__)
 
 MOST_READERS = 1024
 """Connections at a time; more are closed at once."""
@@ -77,10 +81,13 @@ class Door:
         self._path = folder / self.socket
         try:
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-            with socket_address(self.socket) as address:
+            # Under its name only once it listens: a relay that starts beside takes a deaf socket for a dead one.
+            with socket_address(f"starting-{self.socket}") as address:
                 self._listener.bind(address)
-            os.chmod(self._path, 0o666 if users else 0o600)
+            starting = folder / f"starting-{self.socket}"
+            os.chmod(starting, 0o666 if users else 0o600)
             self._listener.listen(128)
+            os.rename(starting, self._path)
             self._waker, self._woken = socket.socketpair()
         except OSError as error:
             raise unavailable(f"no socket for relays can be had at {self._path}: {error}") from error
@@ -89,6 +96,7 @@ class Door:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="ckpt-engine relay door", daemon=True)
+        _doors.add(self)
         self._thread.start()
 
     @property
@@ -107,7 +115,6 @@ class Door:
                 arena=self._arena.id,
                 slot=slot,
                 offset=slot * self._arena.slot_bytes + group.offset,
-                arena_size=self._arena.size,
             )
             data = locator.SerializeToString(deterministic=True)
             found.append(Region(id=number, transport=NAME, size=group.size, locator=data))
@@ -147,14 +154,19 @@ class Door:
         with contextlib.suppress(OSError):
             self._path.unlink()
 
+    def forget(self) -> None:
+        """Closes this process's copies of the sockets, without a word to anybody: for a forked child."""
+        for each in (self._listener, self._waker, self._woken, *self._readers):
+            with contextlib.suppress(OSError):
+                each.close()
+
     def _serve(self) -> None:
         while True:
             for key, _ in self._selector.select(_FIRST_SECONDS):
-                found = key.fileobj
-                if found is self._listener:
-                    self._accept()
-                elif found is not self._woken and isinstance(found, socket.socket):
-                    self._hear(found)
+                try:
+                    self._heard(key.fileobj)
+                except Exception:  # of one reader; the others are served
+                    log.exception("ckpt-engine: a reader of the relay could not be answered")
             with self._changed:
                 if not self._open:
                     break
@@ -168,6 +180,12 @@ class Door:
         for each in (self._listener, self._waker, self._woken):
             each.close()
 
+    def _heard(self, found: object) -> None:
+        if found is self._listener:
+            self._accept()
+        elif found is not self._woken and isinstance(found, socket.socket):
+            self._hear(found)
+
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
@@ -177,12 +195,25 @@ class Door:
             time.sleep(0.05)
             return
         connection.setblocking(False)
-        if len(self._readers) >= MOST_READERS or peer_user(connection) not in self._users:
+        why = self._why_not(connection)
+        if why:
+            with contextlib.suppress(OSError):
+                connection.send(b"\0" + why.encode())
             connection.close()
             return
         with self._changed:
             self._readers[connection] = _Reader(connection, time.monotonic())
         self._selector.register(connection, selectors.EVENT_READ)
+
+    def _why_not(self, connection: socket.socket) -> str:
+        """Why the process at the other end can be no reader; empty if it can."""
+        if len(self._readers) >= MOST_READERS:
+            return f"{MOST_READERS} readers have it already"
+        try:
+            user = peer_user(connection)
+        except OSError as error:
+            return f"who is there cannot be told: {error}"
+        return "" if user in self._users else f"it lends to users {sorted(self._users)}, and this one is {user}"
 
     def _hear(self, connection: socket.socket) -> None:
         reader = self._readers[connection]
@@ -264,3 +295,13 @@ def _answers(name: str) -> bool:
         except OSError:
             return True
     return True
+
+
+def _after_fork() -> None:
+    """A child that keeps the sockets open would hide its parent's death from readers."""
+    for door in list(_doors):
+        door.forget()
+
+
+_doors: weakref.WeakSet[Door] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_after_fork)

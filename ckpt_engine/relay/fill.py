@@ -145,6 +145,11 @@ class Filling:
         pieces.sort(key=lambda piece: piece.holders[0].place(piece.box))
         self._batches = [_Batch(batch) for batch in _in_batches(pieces)]
 
+    def check(self) -> None:
+        """Raises NOT_FOUND, saying why, if nobody within reach holds any of what is asked for."""
+        if self._unheld and not self._batches:
+            raise CkptEngineError(next(iter(self._unheld.values())))
+
     def run(self, recorded: Recorded, stop_at: float, cancelled: Callable[[], bool] = lambda: False) -> Filled:
         """Fills the slot. recorded: of this version, with the layout's manifest and cells. stop_at: of the monotonic
         clock.

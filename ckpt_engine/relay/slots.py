@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +69,17 @@ class Held:
         return digest_atoms(self.table, self.sealed, atoms)
 
 
+@dataclass(eq=False)
+class _Ready:
+    """What is kept from one filling of a slot to the next. recorded: of the version with this root."""
+
+    key: tuple[object, ...]
+    root: bytes
+    recorded: Recorded
+    filling: Filling
+    sources: Sources
+
+
 class Slots:
     """The memory of one relay. Any thread. name: of the relay; its tables' id.
 
@@ -93,8 +105,7 @@ class Slots:
         self._host.CopyFrom(host)
         self._host.relay_directory = self._door.directory
         self._held: list[Held | None] = [None] * SLOTS
-        self._kept: list[tuple[tuple[object, ...], Filling, Sources] | None] = [None] * SLOTS
-        self._counted: list[tuple[tuple[object, ...], SlotLayout] | None] = [None] * SLOTS
+        self._ready: list[_Ready | None] = [None] * SLOTS
         self._writing = threading.Lock()
         self._turn = 0
         self._closed = False
@@ -128,25 +139,19 @@ class Slots:
         with self._lock:
             self._turn += 1
 
-    def count(self, slot: int, wish: Wish) -> int:
-        """Lays a version out and takes memory for it; returns its bytes. The slot still holds what it held.
+    def count(self, slot: int, wish: Wish, seconds: float) -> int:
+        """Lays a version out, takes memory for it and looks who can be read; returns its bytes. The slot still holds
+        what it held.
 
         Raises INVALID_ARGUMENT or DATA_LOSS (a record that is not what was sealed, needs that do not fit it),
-        FAILED_PRECONDITION or UNAVAILABLE (no memory, with both numbers).
+        FAILED_PRECONDITION or UNAVAILABLE (no memory, with both numbers), NOT_FOUND (nobody within reach holds any of
+        it), DEADLINE_EXCEEDED.
         """
-        key = self._key(wish)
-        kept = self._kept[slot]
-        if kept is not None and kept[0] == key:
-            layout = kept[1].layout
-        else:
-            recorded = read_record(wish.record, wish.identity.root)
-            layout = lay_out(recorded, [wanted_of(needs, recorded) for needs in wish.needs], wish.everything)
-        self._arena.reserve(slot, layout.size, f"version {wish.identity.version} of {wish.identity.lineage}")
-        self._counted[slot] = key, layout
-        return layout.bytes
+        with self._writes(seconds):
+            return self._count(slot, wish).filling.layout.bytes
 
     def fill(self, slot: int, wish: Wish, seconds: float) -> Held:
-        """Brings a version into a slot and lends it. What was in the slot is gone, once memory was counted.
+        """Brings a version into a slot and lends it. What was in the slot is gone, once `count` had nothing against it.
 
         Raises as `count`, and DEADLINE_EXCEEDED or ABORTED (`stop`, `close`); the slot holds nothing then. What nobody
         could bring is no error: it stands in `Held.filled.missing` and not in the table. Of two at a time the later one
@@ -158,38 +163,54 @@ class Slots:
                 raise aborted("this relay is being stopped")
             self._turn += 1
             turn = self._turn
+        with self._writes(seconds):
+            counted = self._count(slot, wish)
+            return self._fill(slot, wish, counted, stop_at, lambda: self._turn != turn)
+
+    @contextmanager
+    def _writes(self, seconds: float) -> Iterator[None]:
+        """One at a time: two would write to one memory."""
         if not self._writing.acquire(timeout=max(0.0, seconds)):
             raise deadline("another version was still being brought into this relay")
         try:
-            return self._fill(slot, wish, stop_at, lambda: self._turn != turn)
+            yield
         finally:
             self._writing.release()
 
-    def _fill(self, slot: int, wish: Wish, stop_at: float, cancelled: Callable[[], bool]) -> Held:
-        recorded = read_record(wish.record, wish.identity.root)
+    def _count(self, slot: int, wish: Wish) -> _Ready:
         key = self._key(wish)
-        counted = self._counted[slot]
-        if counted is None or counted[0] != key:
-            self.count(slot, wish)
-            counted = self._counted[slot]
-            assert counted is not None
-        layout = counted[1]
-        began = time.monotonic()
-        self._held[slot] = None
-        overruled = self._door.retire(slot)
-        waited = time.monotonic() - began
-        kept = self._kept[slot]
-        if kept is None or kept[0] != key:
-            self._forget(slot)
+        ready = self._ready[slot]
+        if ready is None or ready.key != key:
+            recorded = read_record(wish.record, wish.identity.root)
+            layout = lay_out(recorded, [wanted_of(needs, recorded) for needs in wish.needs], wish.everything)
+            self._arena.reserve(slot, layout.size, f"version {wish.identity.version} of {wish.identity.lineage}")
             sources = Sources(recorded, wish.tables, self._transports, self._host)
 
             def memory(offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
                 return self._arena.tensor(slot, offset, shape, dtype)
 
-            kept = self._kept[slot] = key, Filling(layout, memory, sources), sources
-        filled = kept[1].run(recorded, stop_at, cancelled)
+            try:
+                filling = Filling(layout, memory, sources)
+                filling.check()
+            except BaseException:
+                sources.close()
+                raise
+            self._forget(slot)
+            ready = self._ready[slot] = _Ready(key, wish.identity.root, recorded, filling, sources)
+        elif ready.root != wish.identity.root:
+            ready.recorded = read_record(wish.record, wish.identity.root)
+            ready.root = wish.identity.root
+        return ready
+
+    def _fill(self, slot: int, wish: Wish, ready: _Ready, stop_at: float, cancelled: Callable[[], bool]) -> Held:
+        began = time.monotonic()
+        self._held[slot] = None
+        overruled = self._door.retire(slot)
+        waited = time.monotonic() - began
+        layout = ready.filling.layout
+        filled = ready.filling.run(ready.recorded, stop_at, cancelled)
         missing = {each.cell for each in filled.missing}
-        table, sealed = self._table(slot, recorded, layout, missing)
+        table, sealed = self._table(slot, ready.recorded, layout, missing)
         held = Held(wish.identity, wish.record, table, layout, filled, overruled, waited, sealed)
         with self._lock:
             if cancelled():
@@ -204,7 +225,6 @@ class Slots:
         self._held[slot] = None
         overruled = self._door.retire(slot)
         self._forget(slot)
-        self._counted[slot] = None
         return overruled
 
     def close(self) -> None:
@@ -219,9 +239,9 @@ class Slots:
         self._arena.close()
 
     def _forget(self, slot: int) -> None:
-        kept, self._kept[slot] = self._kept[slot], None
-        if kept is not None:
-            kept[2].close()
+        ready, self._ready[slot] = self._ready[slot], None
+        if ready is not None:
+            ready.sources.close()
 
     def _key(self, wish: Wish) -> tuple[object, ...]:
         """What a layout and its reading depend on: not on what the weights are."""

@@ -12,6 +12,7 @@ This is the reader's side; the relay's is `relay/door.py`. One arena is mapped o
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import queue
@@ -20,6 +21,7 @@ import stat
 import struct
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -52,6 +54,9 @@ ANSWER_BYTES = 1024
 
 ASK_SECONDS = 10.0
 """How long a relay may take to answer."""
+
+_KEPT = 64
+"""Regions of an arena that stay mapped though no plan uses them: those of both slots, for the plan after the next."""
 
 
 def relay_directory() -> Path:
@@ -98,8 +103,9 @@ class _Arena:
         self._answers: queue.SimpleQueue[tuple[bytes, list[int]] | None] = queue.SimpleQueue()
         self._held: dict[int, int] = {}  # slots to how many opened regions hold them
         self.ended = False
-        self.mappings: dict[tuple[int, int], Mapping] = {}
+        self.mappings: OrderedDict[tuple[int, int], Mapping] = OrderedDict()
         self._connection = _connect(locator, seconds)
+        _leases.add(self)
         threading.Thread(target=self._listen, name="ckpt-engine relay lease", daemon=True).start()
         try:
             answer, descriptors = self._ask(OPEN, 0)
@@ -112,18 +118,26 @@ class _Arena:
             self.close()
             raise
         weakref.finalize(self, os.close, self._descriptor)
-        if (size := os.fstat(self._descriptor).st_size) != locator.arena_size:
+        self._size = os.fstat(self._descriptor).st_size
+        if not fcntl.fcntl(self._descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             self.close()
-            raise data_loss(f"the relay's memory has {size} bytes, and {locator.arena_size} were told")
+            raise data_loss("the relay's memory could be cut off while it is read: it is not sealed")
 
     def mapping(self, offset: int, size: int) -> Mapping:
-        """A region of it, mapped once. Raises UNAVAILABLE."""
+        """A region of it, mapped once. Raises DATA_LOSS if it is not that large, UNAVAILABLE."""
+        if offset + size > self._size:
+            raise data_loss(
+                f"the relay's memory has {self._size} bytes, and a region of it was to end at {offset + size}"
+            )
         with self._lock:
             if (offset, size) not in self.mappings:
                 try:
                     self.mappings[offset, size] = Mapping(self._descriptor, size, offset)
                 except (OSError, ValueError) as error:
                     raise unavailable(f"the relay's memory cannot be mapped: {error}") from error
+            self.mappings.move_to_end((offset, size))
+            while len(self.mappings) > _KEPT:
+                self.mappings.popitem(last=False)
             return self.mappings[offset, size]
 
     def hold(self, slot: int, again: bool) -> None:
@@ -148,18 +162,25 @@ class _Arena:
     def close(self) -> None:
         """Ends the lease. What is mapped stays so for as long as a tensor or a copy uses it."""
         self.ended = True
-        self.mappings = {}
+        self.mappings = OrderedDict()
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
+
+    def forget(self) -> None:
+        """Closes this process's copy of the socket, without a word to anybody: for a forked child."""
+        self.ended = True
+        with contextlib.suppress(OSError):
+            self._connection.close()
 
     def _ask(self, kind: int, slot: int) -> tuple[bytes, list[int]]:
         with self._lock:
             if self.ended:
                 raise unavailable("the relay has gone, or has taken its memory back")
             try:
-                self._connection.send(QUESTION.pack(kind, slot, self._arena))
+                with contextlib.suppress(OSError):  # who has hung up may have said why
+                    self._connection.send(QUESTION.pack(kind, slot, self._arena))
                 found = self._answers.get(timeout=self._seconds)
-            except (OSError, queue.Empty):
+            except queue.Empty:
                 found = None
             if found is None:
                 self.close()  # a late answer must not be taken for the next question's
@@ -176,8 +197,20 @@ class _Arena:
                         break
                     self._answers.put((answer, descriptors))
         self.ended = True
-        self.mappings = {}
+        self.mappings = OrderedDict()
         self._answers.put(None)
+
+
+_leases: weakref.WeakSet[_Arena] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A child that keeps a connection open would hide its parent's death from the relay."""
+    for lease in list(_leases):
+        lease.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _connect(locator: RelayMemoryLocator, seconds: float) -> socket.socket:
@@ -277,8 +310,6 @@ class RelayMemoryTransport:
         slots: dict[tuple[bytes, int], tuple[_Arena, int]] = {}
         for region in regions:
             locator = locator_of(region, NAME, RelayMemoryLocator)
-            if locator.offset + region.size > locator.arena_size:
-                raise invalid(f"region {region.id} ends at byte {locator.offset + region.size} of {locator.arena_size}")
             arena = self._arena(locator, min(seconds, ASK_SECONDS))
             opened[region.locator] = arena.mapping(locator.offset, region.size)
             slots[locator.arena, locator.slot] = arena, locator.slot

@@ -9,20 +9,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RelayMemoryLocator(_message.Message):
-    __slots__ = ("directory", "socket", "arena", "slot", "offset", "arena_size")
+    __slots__ = ("directory", "socket", "arena", "slot", "offset")
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     SOCKET_FIELD_NUMBER: _ClassVar[int]
     ARENA_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
-    ARENA_SIZE_FIELD_NUMBER: _ClassVar[int]
     directory: str
     socket: str
     arena: bytes
     slot: int
     offset: int
-    arena_size: int
-    def __init__(self, directory: _Optional[str] = ..., socket: _Optional[str] = ..., arena: _Optional[bytes] = ..., slot: _Optional[int] = ..., offset: _Optional[int] = ..., arena_size: _Optional[int] = ...) -> None: ...
+    def __init__(self, directory: _Optional[str] = ..., socket: _Optional[str] = ..., arena: _Optional[bytes] = ..., slot: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class FillRelay(_message.Message):
     __slots__ = ("fence", "identity", "record", "tables", "needs", "everything", "keep", "deadline_seconds")

@@ -1,7 +1,8 @@
 """A real reader of a relay in a process of its own, driven by one JSON line at a time.
 
-Run as a script it answers {"open": regions}, {"check": true}, {"sum": index}, {"rest": true}, {"close": true} and
-{"seize": index}, which tries every way to change what it reads. It ends when its input does.
+Run as a script it answers {"open": regions}, {"check": true}, {"sum": index}, {"rest": true}, {"close": true},
+{"fork": true} with the pid of a child that sleeps, and {"seize": index}, which tries every way to change what it reads.
+It ends when its input does.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import mmap
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,11 @@ def _main() -> None:
                 answer = int(opened.view(region, 0, (region.size,), (1,), "uint8").sum())
             elif "rest" in question:
                 opened.rest()
+            elif "fork" in question:
+                answer = os.fork()
+                if not answer:
+                    time.sleep(120)
+                    os._exit(0)
             elif "seize" in question:
                 answer = _seize(transport)
             else:

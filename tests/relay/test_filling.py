@@ -105,10 +105,17 @@ def test_a_box_that_nobody_holds_is_named(slots: Slots) -> None:
     for missing in held.filled.missing:
         assert missing.problem.code == Problem.NOT_FOUND
         assert "(source rank 0 was asked)" in missing.problem.message
-    nobody = slots.fill(0, all_of(recorded, []), 60.0)
-    assert len(nobody.filled.missing) == len(recorded.values)
-    assert "no source was asked" in nobody.filled.missing[0].problem.message
-    assert not nobody.table.shards
+
+
+def test_a_slot_is_not_given_up_for_what_nobody_holds(slots: Slots) -> None:
+    checkpoint, recorded = checkpoint_of()
+    slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    with pytest.raises(CkptEngineError, match=r"nobody within reach holds .* \(no source was asked\)") as caught:
+        slots.fill(0, all_of(recorded, []), 60.0)
+    assert caught.value.problem.code == Problem.NOT_FOUND
+    held = slots.held(0)
+    assert held is not None
+    assert_holds(held, checkpoint)
 
 
 def test_a_source_that_is_gone_or_fits_not_is_left_out_with_its_reason(slots: Slots) -> None:
