@@ -73,8 +73,10 @@ class Arena:
         """Takes memory for the first `size` bytes of a slot, if it has none yet.
 
         Raises FAILED_PRECONDITION if the slot is smaller, UNAVAILABLE if the host, or this process's cgroup, has no
-        room, each naming both numbers and `what`.
+        room, each naming both numbers and `what`; INVALID_ARGUMENT after `close`.
         """
+        if self._memory is None:
+            raise invalid("the relay's memory was closed")
         check_memory(size, self.slot_bytes, what)
         more = size - self._reserved[slot]
         if more <= 0:

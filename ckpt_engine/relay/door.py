@@ -62,7 +62,7 @@ class Door:
     """Lends one arena. Any thread; it runs one of its own.
 
     slot_grace: seconds that a reader may keep a slot which the relay wants to fill. users: that may read, besides this
-    process's own and root. clock: monotonic seconds.
+    process's own and root.
 
     Raises UNAVAILABLE if there can be no socket, FAILED_PRECONDITION if others could put theirs in its place.
     """

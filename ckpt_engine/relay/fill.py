@@ -221,7 +221,8 @@ class Filling:
         """Reads a cell from its other holders, until it is as it was sealed. Why it cannot be had, if it cannot."""
         problem = failed.get(cell) or self._fault(cell, pieces, 0)
         faults.append(problem)
-        for attempt in range(1, max(len(piece.holders) for piece in pieces)):
+        # What failed may have failed for the sake of another cell, which was read along with it.
+        for attempt in range(0 if cell in failed else 1, max(len(piece.holders) for piece in pieces)):
             self._carry_on(stop_at, cancelled)
             batch = _Batch(pieces, attempt)
             found[cell] = 0

@@ -222,6 +222,7 @@ class Slots:
     def withdraw(self, slot: int) -> int:
         """Forgets what is in a slot once its readers are done, or were overruled; returns how many were. Its memory
         stays the relay's."""
+        self.stop()  # a filling that nobody waits for any more must not lend it afterwards
         self._held[slot] = None
         overruled = self._door.retire(slot)
         self._forget(slot)

@@ -136,16 +136,17 @@ def test_a_file_that_was_cut_off_is_not_read(slots: Slots, tmp_path: Path) -> No
     """Reading it would end the relay with a bus error."""
     checkpoint, recorded = checkpoint_of()
     path = tmp_path / "model.safetensors"
-    save_file(checkpoint.weights, path)
+    norm = {"norm.weight": checkpoint.weights["norm.weight"]}
+    save_file({name: weight for name, weight in checkpoint.weights.items() if name not in norm}, path)
     source = directory_source(path, host=this_host())
-    from_file = all_of(recorded, [source.table()])
+    from_file = all_of(recorded, [source.table(), *tables(Checkpoint(norm, None), "norm")])
     assert slots.fill(0, from_file, 60.0).filled.missing == ()
     with path.open("r+b") as file:
         file.truncate(64)
     held = slots.fill(0, from_file, 60.0)
-    assert len(held.filled.missing) == len(recorded.values)
+    assert len(held.filled.missing) == len(recorded.values) - 1
     assert all("changed since it was published" in each.problem.message for each in held.filled.missing)
-    assert held.filled.brought == {}
+    assert [spec.name for spec in held.table.tensors] == ["norm.weight"], "what lies elsewhere was read along with it"
     source.close()
 
 
@@ -260,6 +261,8 @@ def test_what_is_withdrawn_is_lent_to_nobody(slots: Slots) -> None:
     slots.close()
     with pytest.raises(CkptEngineError, match="being stopped"):
         slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    with pytest.raises(CkptEngineError, match="was closed"):
+        slots.count(0, all_of(recorded, tables(checkpoint)), 60.0)
 
 
 def test_closing_ends_a_filling_that_waits_for_a_reader(slots: Slots) -> None:
