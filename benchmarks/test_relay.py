@@ -128,10 +128,10 @@ def test_filling_a_slot(
         return time.perf_counter() - began
 
     times: dict[str, list[float]] = {"filling": [], "copy then digest": [], "copy_": []}
-    for round in range(ROUNDS + 1):
+    for turn in range(ROUNDS + 1):
         for kept, work in zip(times.values(), (one_pass, two_passes, plain), strict=True):
             seconds = work()
-            if round:
+            if turn:
                 kept.append(seconds)
     slots.close()
     speeds = {name: size / median(kept) / 1e9 for name, kept in times.items()}
