@@ -113,7 +113,7 @@ class ReplicaReport:
 
     @property
     def stages(self) -> dict[str, float]:
-        """Seconds by stage ("quiesce", "transfer", "install", "verify", "resume"), in order."""
+        """Seconds by stage ("ready", "quiesce", "transfer", "install", "verify", "resume"), in order."""
         return stage_seconds(self.message.stages)
 
     @property

@@ -179,7 +179,8 @@ class EngineAdapter(Protocol):
         ...
 
     async def prepare(self, seconds: float) -> None:
-        """Makes every worker call `EngineWorker.prepare()`. Needs no pause; returns when all of them have returned."""
+        """Makes every worker call `EngineWorker.prepare()`, for a new manifest or a new plan. Needs no pause; returns
+        when all of them have returned."""
         ...
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:

@@ -12,6 +12,7 @@ from ckpt_engine.core.digest import digest_box
 from ckpt_engine.core.prepared_digests import prepare_digests
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.source.device import DeviceOffer
+from ckpt_engine.source.lending import Lending
 from ckpt_engine.transport import nvml
 from ckpt_engine.transport.gpus import used_gpus
 from ckpt_engine.v1.weights_pb2 import GpuReach
@@ -92,14 +93,17 @@ def _one(ordinal: int) -> Iterator[Row]:
 
 def _why_not_lent(tensor: torch.Tensor, copied: bool) -> str:
     """Tries what a trainer does. Empty if it works."""
+    lending = Lending()
     try:
-        offer = DeviceOffer([tensor], [tensor.dtype], [copied], 0)
+        offer = DeviceOffer([tensor], [tensor.dtype], [copied], 0, lending)
     except CkptEngineError as error:
+        lending.close()
         return error.problem.message
     try:
         found = offer.offered[0]
         if found is not None and found.live is not copied:
             return ""
-        return "; ".join(offer.reasons) or "it has to be copied first"
+        return "; ".join(lending.reasons) or "it has to be copied first"
     finally:
+        lending.close()
         offer.close()

@@ -15,7 +15,8 @@ import torch
 from ckpt_engine.core.offers import by_transport
 from ckpt_engine.core.problems import deadline, invalid, precondition, unavailable
 from ckpt_engine.source.digests import digest_atoms
-from ckpt_engine.transport.base import OpenedRegions, Transport
+from ckpt_engine.transport.base import OpenedRegions, Transport, Viewable
+from ckpt_engine.transport.fetched import FetchedTransport
 from ckpt_engine.v1 import weights_pb2
 
 ATOMS_AT_ONCE = 1024
@@ -59,10 +60,10 @@ def digest_for_readers(
 
 
 def _usable(region: weights_pb2.OfferedRegion, transports: Mapping[str, Transport]) -> weights_pb2.Region:
-    """The first way into a region that this process has a transport for."""
+    """The first way into a region that this process can map."""
     ways = by_transport(region)
     for name, way in ways.items():
-        if name in transports:
+        if name in transports and not isinstance(transports[name], FetchedTransport):
             return way
     raise unavailable(
         f"the source needs transport {' or '.join(map(repr, ways))}, which is off here; see `ckpt-engine doctor`"
@@ -84,6 +85,8 @@ def _shards(
                 f"a shard lies in region {shard.region}, which the source does not offer", tensors=[spec.name]
             )
         shape = [stop - start for start, stop in zip(shard.start, shard.stop, strict=True)]
-        view = opened[region.transport].view(region, shard.offset, shape, list(shard.stride), spec.dtype)
+        ways = opened[region.transport]
+        assert isinstance(ways, Viewable), region.transport  # `_usable` takes no others
+        view = ways.view(region, shard.offset, shape, list(shard.stride), spec.dtype)
         shards.append(view)
     return shards

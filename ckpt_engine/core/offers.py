@@ -44,10 +44,12 @@ def region_offered(ways: Sequence[Region]) -> OfferedRegion:
     return OfferedRegion(id=first.id, size=first.size, offers=offers)
 
 
-def by_transport(region: OfferedRegion) -> Mapping[str, Region]:
-    """Each way into a region, as its transport opens it."""
+def by_transport(region: OfferedRegion, source: str = "") -> Mapping[str, Region]:
+    """Each way into a region, as its transport opens it. source: whose it is, as messages name it."""
     return {
-        offer.transport: Region(id=region.id, transport=offer.transport, size=region.size, locator=offer.locator)
+        offer.transport: Region(
+            id=region.id, transport=offer.transport, size=region.size, locator=offer.locator, source=source
+        )
         for offer in region.offers
     }
 

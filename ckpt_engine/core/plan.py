@@ -17,7 +17,7 @@ from ckpt_engine.core.boxes import Box, uncovered
 from ckpt_engine.core.cells import Cells, NeedMap, Wanted, cut
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.manifest import blob_digest, canonical
-from ckpt_engine.core.offers import by_transport, labels, ranks_of
+from ckpt_engine.core.offers import by_transport, label, labels, ranks_of
 from ckpt_engine.core.problems import CkptEngineError, error, internal, invalid, precondition
 from ckpt_engine.core.publication import Holder, Part, Place, Publication
 from ckpt_engine.core.topology import Choice, choose_transport
@@ -179,7 +179,9 @@ class _Reader:
         self._worker = worker
         self._choose = choose
         self._spread = spread
-        self._regions = [{region.id: by_transport(region) for region in table.regions} for table in publication.tables]
+        self._regions = [
+            {region.id: by_transport(region, label(table)) for region in table.regions} for table in publication.tables
+        ]
         self._edges: dict[tuple[int, str], Choice | CkptEngineError] = {}
         self._ways: dict[tuple[int, int], Choice | CkptEngineError] = {}  # by source and region
 

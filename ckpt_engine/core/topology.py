@@ -1,187 +1,27 @@
 """Which transport an edge takes: from what two processes know of where they run. Pure.
 
-A region says which transport can open it; the rules here say whether a given worker can. Another transport is another
-row in `RULES`. Runs in the manager; nothing is tried out here, that is the doctor's and the transport's own job.
+A region says which transport can open it; each transport brings a rule that says whether a given worker can. Runs in
+the manager.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from enum import IntEnum
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ckpt_engine.core.problems import precondition
-from ckpt_engine.v1.weights_pb2 import Gpu, GpuReach, Host
+from ckpt_engine.core.reach import name_of
+from ckpt_engine.core.transports import transport_kinds
+from ckpt_engine.v1.weights_pb2 import Host
 
 
 class Choice(NamedTuple):
-    """A transport, and why it was taken, as a sentence for people. distance: see Distance; of edges that bring the same
-    bytes, the nearest is taken."""
+    """A transport, and why it was taken, as a sentence for people. distance: see reach.Distance; of edges that bring
+    the same bytes, the nearest is taken."""
 
     transport: str
     reason: str
     distance: int = 0
-
-
-class Verdict(NamedTuple):
-    """Whether a transport reaches from a source to a worker; if not, `reason` says why not and what to do."""
-
-    ok: bool
-    reason: str
-    distance: int = 0
-
-
-class Distance(IntEnum):
-    """From what reads fastest to what reads slowest."""
-
-    SAME_GPU = 0
-    NVLINK = 1
-    PEER = 2
-    PCIE = 3
-    UNKNOWN_PEER = 4
-    HOST_MEMORY = 5
-    FILE = 6
-
-
-Rule = Callable[[Host, Host], Verdict]
-"""(source, worker) to verdict."""
-
-
-def same_host(a: Host, b: Host) -> bool:
-    """Whether two processes run on one machine. A fact that is not known never counts as shared."""
-    return bool(a.boot_id) and a.boot_id == b.boot_id
-
-
-def _shared_memory(source: Host, worker: Host) -> Verdict:
-    if not same_host(source, worker):
-        return Verdict(
-            False,
-            f"the source's memory is on host {_name(source)}, and the worker runs on host {_name(worker)}; start a "
-            "replica on the trainer's host, or publish from a checkpoint directory that both can read",
-        )
-    if not source.pid_namespace or source.pid_namespace != worker.pid_namespace:
-        return Verdict(
-            False,
-            f"source and worker share host {_name(source)} but not its process ids ({_namespace(source)} and "
-            f"{_namespace(worker)}), so the worker cannot open the source's memory; run both in one container, or "
-            "their containers with a common PID namespace (docker run --pid=host, Kubernetes shareProcessNamespace)",
-        )
-    return Verdict(
-        True,
-        f"trainer and worker share host {_name(source)}, so it reads the trainer's memory directly",
-        Distance.HOST_MEMORY,
-    )
-
-
-def _file(source: Host, worker: Host) -> Verdict:
-    if not same_host(source, worker):
-        return Verdict(
-            False,
-            f"the checkpoint's files were opened on host {_name(source)}, and the worker runs on host "
-            f"{_name(worker)}; start a source or a replica on the other's host",
-        )
-    return Verdict(
-        True, f"source and worker share host {_name(source)}, so it maps the checkpoint's files", Distance.FILE
-    )
-
-
-def _relay_memory(source: Host, worker: Host) -> Verdict:
-    where = _name(source)
-    if not same_host(source, worker):
-        return Verdict(
-            False,
-            f"the relay's memory is on host {where}, and the worker runs on host {_name(worker)}; start a relay there",
-        )
-    if not source.relay_directory or source.relay_directory != worker.relay_directory:
-        return Verdict(
-            False,
-            f"relay and worker share host {where} but not the directory of relays' sockets "
-            f"({source.relay_directory or 'unknown'} and {worker.relay_directory or 'unknown'}); mount one directory "
-            "into both (Kubernetes: a hostPath) and name it in CKPT_ENGINE_RELAY_DIRECTORY",
-        )
-    return Verdict(True, f"the relay of host {where} lends its memory to the worker", Distance.HOST_MEMORY)
-
-
-def _cuda_ipc(source: Host, worker: Host) -> Verdict:
-    where = _name(source)
-    if not same_host(source, worker):
-        return Verdict(
-            False,
-            f"the source's GPU memory is on host {where}, and the worker runs on host {_name(worker)}; start a replica "
-            "on the trainer's host, or publish from a checkpoint directory that both can read",
-        )
-    for what, one, other in (
-        ("process ids", source.pid_namespace, worker.pid_namespace),
-        ("network namespace", source.network_namespace, worker.network_namespace),
-    ):
-        if not one or one != other:
-            return Verdict(
-                False,
-                f"source and worker share host {where} but not its {what} ({one or 'unknown'} and "
-                f"{other or 'unknown'}), so GPU memory cannot be lent safely; run both in one container, or their "
-                "containers with common PID and network namespaces (docker run --pid=host --network=host; one pod "
-                "with shareProcessNamespace), or publish with transport='shared_memory'",
-            )
-    if not worker.gpus:
-        return Verdict(
-            False,
-            f"the worker on host {where} uses no GPU, so it cannot map the source's GPU memory; publish with "
-            "transport='shared_memory'",
-        )
-    return _across_gpus(source, worker)
-
-
-def _across_gpus(source: Host, worker: Host) -> Verdict:
-    """The worst of the ways from the worker's GPUs to each of the source's."""
-    worst, said = Distance.SAME_GPU, ""
-    for gpu in source.gpus:
-        ways = [_way(gpu, reader) for reader in worker.gpus]
-        best = min((way for way in ways if way is not None), default=None)
-        if best is None:
-            readers = ", ".join(_gpu(reader) for reader in worker.gpus)
-            return Verdict(
-                False,
-                f"no peer access leads from the worker's GPU ({readers}) to the trainer's ({_gpu(gpu)}) on host "
-                f"{_name(source)}; publish with transport='shared_memory', or put the replica on a GPU that reaches it",
-            )
-        if best >= worst:
-            worst, said = best, _gpu(gpu)
-    if not source.gpus:
-        worst = Distance.UNKNOWN_PEER
-    sentence = {
-        Distance.SAME_GPU: f"trainer and worker share GPU {said}, so it reads live parameters where they lie",
-        Distance.NVLINK: f"the worker's GPU reads the trainer's ({said}) over NVLink",
-        Distance.PCIE: f"the worker's GPU reads the trainer's ({said}) over PCIe",
-        Distance.PEER: f"the worker's GPU has peer access to the trainer's ({said})",
-        Distance.UNKNOWN_PEER: f"trainer and worker share host {_name(source)}; nothing tells whether its GPU reaches "
-        f"the trainer's ({said or 'unknown'}), which mapping it will show",
-    }
-    return Verdict(True, sentence[worst], worst)
-
-
-def _way(gpu: Gpu, reader: Gpu) -> Distance | None:
-    """From `reader` to the memory of `gpu`; None if there is none. Either of them may know."""
-    if gpu.uuid == reader.uuid:
-        return Distance.SAME_GPU
-    told = [each.link for each in reader.reach if each.uuid == gpu.uuid]
-    told += [each.link for each in gpu.reach if each.uuid == reader.uuid]
-    links = [_DISTANCE_OF_LINK[link] for link in told if link in _DISTANCE_OF_LINK]
-    if links:
-        return min(links)
-    return None if GpuReach.NONE in told else Distance.UNKNOWN_PEER
-
-
-_DISTANCE_OF_LINK = {
-    GpuReach.NVLINK: Distance.NVLINK,
-    GpuReach.PCIE: Distance.PCIE,
-    GpuReach.PEER: Distance.PEER,
-}
-
-RULES: Mapping[str, Rule] = MappingProxyType(
-    {"cuda_ipc": _cuda_ipc, "relay_memory": _relay_memory, "shared_memory": _shared_memory, "file": _file}
-)
-"""How to tell whether a transport reaches, by its name."""
 
 
 def choose_transport(source: Host, transport: str, worker: Host, available: Sequence[str]) -> Choice:
@@ -190,31 +30,20 @@ def choose_transport(source: Host, transport: str, worker: Host, available: Sequ
     available: the transports that the worker's host can use. Raises FAILED_PRECONDITION if the worker cannot use this
     transport at all or it does not reach from there, saying why and what to do.
     """
-    rule = RULES.get(transport)
-    if rule is None:
+    kinds = transport_kinds()
+    kind = kinds.get(transport)
+    if kind is None:
         raise precondition(
-            f"the source on host {_name(source)} offers its weights over {transport or 'no transport'!r}, which this "
-            f"manager does not know (it knows {', '.join(RULES)}); bring manager, trainer and replicas to one version"
+            f"the source on host {name_of(source)} offers its weights over {transport or 'no transport'!r}, which this "
+            f"manager does not know (it knows {', '.join(kinds)}); bring manager, trainer and replicas to one version"
         )
     if transport not in available:
         raise precondition(
-            f"the source on host {_name(source)} offers its weights over {transport}, which the worker on host "
-            f"{_name(worker)} cannot use (it can use {', '.join(available) or 'none'}); run `ckpt-engine doctor` there "
-            "to see why, or start its replica without --transport, which allows only some"
+            f"the source on host {name_of(source)} offers its weights over {transport}, which the worker on host "
+            f"{name_of(worker)} cannot use (it can use {', '.join(available) or 'none'}); run `ckpt-engine doctor` "
+            "there to see why, or start its replica without --transport, which allows only some"
         )
-    verdict = rule(source, worker)
+    verdict = kind.reach(source, worker)
     if not verdict.ok:
         raise precondition(verdict.reason)
     return Choice(transport, verdict.reason, verdict.distance)
-
-
-def _name(host: Host) -> str:
-    return host.name or host.address or (host.boot_id[:8] if host.boot_id else "(unnamed)")
-
-
-def _namespace(host: Host) -> str:
-    return host.pid_namespace or "unknown"
-
-
-def _gpu(gpu: Gpu) -> str:
-    return " ".join(part for part in (gpu.name, gpu.pci) if part) or gpu.uuid.hex()[:8] or "unknown"

@@ -1,13 +1,14 @@
 """Brings one worker's model from one weight version to the next, and proves it.
 
-`prepare` learns what the model needs of a manifest and touches nothing. `install` follows a plan: everything that can
-be checked is checked first, then the worker marks itself DIRTY, bytes are read straight to where they belong, padding
-is filled, derived tensors are recomputed, every box is hashed where it lies and compared with what its source sealed,
-and only then is the worker CLEAN.
+`prepare` learns what the model needs of a manifest and touches nothing. `ready` opens, maps and compiles what a plan
+needs, before the engine pauses. `install` follows a plan that is ready. It *brings*: everything that can be checked is
+checked first, then the worker marks itself DIRTY, and bytes are read straight to where they belong. Then it *commits*:
+derived tensors are recomputed, every box is hashed where it lies and compared with what its source sealed, and only
+then is the worker CLEAN.
 
-Both answer with a message and raise nothing: an exception inside an engine would leave its other workers wedged.
+All of them answer with a message and raise nothing: an exception inside an engine would leave its other workers wedged.
 They run on the engine's thread. What costs Python per tensor is kept from one update to the next for as long as plan
-and memory stay the same.
+and memory stay the same (plans.py).
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from google.protobuf.message import DecodeError
 
 from ckpt_engine.core.manifest import blob_digest
-from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid, precondition
+from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid
 from ckpt_engine.install.constants import Constants
 from ckpt_engine.install.loading import load
+from ckpt_engine.install.plans import ReadyPlan, ReadyPlans
 from ckpt_engine.install.ready import Ready, settle, warm_up
 from ckpt_engine.install.record import record
 from ckpt_engine.install.recording import Handover, Recording, TensorLayout, handed
-from ckpt_engine.install.resolve import Resolved, bind, resolve
+from ckpt_engine.install.resolve import bind
 from ckpt_engine.install.state import LINEAGE_BYTES, WorkerSlot
 from ckpt_engine.install.target import LoadTarget, StagedLayer
 from ckpt_engine.trace import trace
-from ckpt_engine.transport.base import Leased, OpenedRegions, Transport
+from ckpt_engine.transport.base import Transport
 from ckpt_engine.transport.host import this_host
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
@@ -46,38 +47,6 @@ _RECORDINGS_KEPT = 4
 _NAMED = 16
 
 
-@dataclass(slots=True)
-class _Current:
-    """What is kept of a plan. resident: of the tensors that stay; `addresses` tells whether they did."""
-
-    plan: bytes
-    resolved: Resolved
-    opened: dict[str, OpenedRegions]
-    staged: frozenset[str]
-    resident: Ready | None = None
-    addresses: tuple[tuple[int, TensorLayout], ...] = ()
-
-    def edges(self) -> Iterator[manager_pb2.EdgeReport]:
-        """Of the plan, with what was slower than it could be."""
-        notes = self.resident.notes if self.resident is not None else {}
-        for edge in self.resolved.edges:
-            told = manager_pb2.EdgeReport()
-            told.CopyFrom(edge)
-            told.reason = "; ".join([edge.reason, *notes.get(edge.transport, ())])
-            yield told
-
-    def rest(self) -> None:
-        """The install is over: sources may write to what was read."""
-        for regions in self.opened.values():
-            if isinstance(regions, Leased):
-                regions.rest()
-
-    def close(self) -> None:
-        self.resident = None
-        for regions in self.opened.values():
-            regions.close()
-
-
 class Installer:
     """One worker's installer. Used from one thread at a time."""
 
@@ -85,9 +54,8 @@ class Installer:
         """transports: those of this process, by name (`transport.registry.all_transports()`)."""
         self._target = target
         self._slot = slot
-        self._transports = dict(transports)
         self._recordings: OrderedDict[bytes, tuple[Recording, object]] = OrderedDict()
-        self._current: _Current | None = None
+        self._plans = ReadyPlans(target, slot.rank, dict(transports), self._recorded)
         self._constants = Constants(target)
         self._fence = weights_pb2.Fence()
         self._last: worker_pb2.WorkerInstalled | None = None
@@ -102,6 +70,28 @@ class Installer:
         except Exception as error:
             prepared.problem.CopyFrom(_problem_of(error, "preparing"))
         return prepared
+
+    def ready(self, order: worker_pb2.ReadyOrder) -> worker_pb2.WorkerReady:
+        """Gets ready what installing by a plan will need, before the engine pauses. Touches no weight. Never raises.
+
+        The answer names every plan that is ready then: `install` opens, maps and compiles nothing more for it, unless a
+        tensor of the model moves or `release` comes between.
+        """
+        answer = worker_pb2.WorkerReady(fence=order.fence)
+        try:
+            self._check_fence(order.fence)
+            plan = self._plans.open(order.plan, order.deadline_seconds)
+            try:
+                if order.asleep:
+                    answer.plans.append(plan.digest)
+                else:
+                    plan.lay_out(self._target)
+            finally:
+                plan.rest()
+        except Exception as error:
+            answer.problem.CopyFrom(_problem_of(error, "getting ready"))
+        answer.plans.extend(digest for digest in self._plans.digests if digest not in answer.plans)
+        return answer
 
     def install(
         self, order: worker_pb2.InstallOrder, on_progress: OnProgress | None = None
@@ -123,11 +113,11 @@ class Installer:
         except Exception as error:
             run.report.problem.CopyFrom(_problem_of(error, "installing"))
         finally:
-            if self._current is not None:
-                self._current.rest()
+            if run.plan is not None:
+                run.plan.rest()
         installed.report.CopyFrom(run.report)
-        if self._current is not None and not run.report.HasField("problem"):
-            installed.edges.extend(self._current.edges())
+        if run.plan is not None and not run.report.HasField("problem"):
+            installed.edges.extend(run.plan.edges())
         if installed.fence == self._fence:
             self._last = installed
         return installed
@@ -142,15 +132,17 @@ class Installer:
 
     def release(self) -> None:
         """Lets go of every source's memory. The next install opens it again."""
-        if self._current is not None:
-            self._current.close()
-            self._current = None
+        self._plans.release()
 
     def _check_fence(self, fence: weights_pb2.Fence) -> None:
         # Of whatever cluster: managers go on above the epochs in the words of workers that they are given.
         highest = max(self._fence.epoch, self._slot.epoch)
         if fence.epoch < highest:
             raise aborted(f"epoch {fence.epoch} was overtaken by {highest} on worker {self._slot.rank}")
+
+    def _recorded(self, manifest_digest: bytes) -> Recording | None:
+        kept = self._recordings.get(manifest_digest)
+        return None if kept is None else kept[0]
 
     def _recording(self, manifest_bytes: bytes, stop_at: float) -> Recording:
         digest = blob_digest(manifest_bytes)
@@ -170,49 +162,6 @@ class Installer:
             self._recordings.popitem(last=False)
         return recording
 
-    def _plan(self, plan_bytes: bytes) -> _Current:
-        """The plan, resolved, with its regions open. What the plan before it had open is closed."""
-        current = self._current
-        if current is not None and current.plan == plan_bytes:
-            kept = self._recordings.get(current.resolved.recording.manifest_digest)
-            if kept is not None and kept[0] is current.resolved.recording:
-                for opened_regions in current.opened.values():
-                    opened_regions.check()
-                return current
-        try:
-            plan = weights_pb2.WorkerPlan.FromString(plan_bytes)
-        except DecodeError as error:
-            raise invalid(f"the plan cannot be read: {error}") from error
-        found = self._recordings.get(plan.manifest_digest)
-        if found is None:
-            raise precondition(f"worker {self._slot.rank} has not prepared the manifest of this plan")
-        resolved = resolve(plan, found[0], self._slot.rank)
-        opened: dict[str, OpenedRegions] = {}
-        fresh = _Current(plan_bytes, resolved, opened, frozenset(self._target.staged()))
-        try:
-            for name, regions in resolved.regions.items():
-                if name not in self._transports:
-                    have = ", ".join(sorted(self._transports)) or "none"
-                    raise invalid(f"worker {self._slot.rank} has no transport {name} (it has {have})")
-                opened[name] = self._transports[name].open(regions)
-        except BaseException:
-            fresh.close()
-            raise
-        self.release()
-        self._current = fresh
-        return fresh
-
-    def _resident(self, current: _Current) -> Ready:
-        """The resident work, made anew only if a tensor moved. Its moves are checked here, before DIRTY."""
-        tensors = dict(self._target.named_tensors())
-        names = [name for name in current.resolved.work if name not in current.staged]
-        present = [tensors[name] for name in names if name in tensors]
-        addresses = tuple((tensor.data_ptr(), TensorLayout.of(tensor)) for tensor in present)
-        if current.resident is None or current.addresses != addresses:
-            current.resident = Ready(current.opened, bind(current.resolved, names, tensors))
-            current.addresses = addresses
-        return current.resident
-
 
 class _Run:
     """One install."""
@@ -224,6 +173,7 @@ class _Run:
         self._order = order
         self._on_progress = on_progress
         self._stop_at = time.monotonic() + order.deadline_seconds
+        self.plan: ReadyPlan | None = None
         self._total = 0
         self._as_loaded: set[int] = set()
         self._verified: set[int] = set()
@@ -232,27 +182,39 @@ class _Run:
 
     def everything(self) -> None:
         """Raises whatever goes wrong; DIRTY then stays, if it was reached."""
-        order, report = self._order, self.report
         expected = self._checked_order()
-        current = self._installer._plan(order.plan)
-        recording = current.resolved.recording
+        plan, resident = self._ready(expected)
+        self._bring(plan, resident, expected)
+        self._commit(plan, resident, expected)
+
+    def _ready(self, expected: Sequence[int]) -> tuple[ReadyPlan, Ready]:
+        """Costs next to nothing if the plan was made ready before the pause, and does now what was not."""
+        plan = self.plan = self._installer._plans.open(self._order.plan, self._stop_at - time.monotonic())
+        recording = plan.resolved.recording
         if len(expected) != len(recording.needs):
             raise invalid(f"{len(expected)} digests are expected for {len(recording.needs)} needs")
-        resident = self._installer._resident(current)
-        self._total = current.resolved.bytes
+        return plan, plan.lay_out(self._target)
+
+    def _bring(self, plan: ReadyPlan, resident: Ready, expected: Sequence[int]) -> None:
+        """Checks what is left to check, marks the worker DIRTY and reads. Staged layers are verified as they come."""
+        recording = plan.resolved.recording
+        self._total = plan.resolved.bytes
         self._installer._constants.check()
         self._in_time()
-
         trace("worker.install", "dirty")
-        self._slot.dirty(order.fence.epoch)
+        self._slot.dirty(self._order.fence.epoch)
         trace("worker.install", "transfer")
         self._write(resident)
         tensors = dict(self._target.named_tensors()) if recording.handovers else {}
         for handover in recording.handovers:
-            if current.staged.isdisjoint(handover.owners):
-                self._hand_over(handover, current, expected, tensors)
-        if current.staged:
-            self._write_staged(current, expected, tensors)
+            if plan.staged.isdisjoint(handover.owners):
+                self._hand_over(handover, plan, expected, tensors)
+        if plan.staged:
+            self._write_staged(plan, expected, tensors)
+
+    def _commit(self, plan: ReadyPlan, resident: Ready, expected: Sequence[int]) -> None:
+        """Has the engine do what it does after loading, verifies what lies in the model, and marks the worker CLEAN."""
+        report, recording = self.report, plan.resolved.recording
         trace("worker.install", "install")
         started = time.monotonic()
         self._target.post_load()
@@ -268,7 +230,8 @@ class _Run:
         report.tensors = len({need.tensor for need in recording.needs})
         report.copies = 1 if report.bytes else 0
         trace("worker.install", "commit")
-        self._slot.clean(order.fence.epoch, order.identity)
+        self._slot.clean(self._order.fence.epoch, self._order.identity)
+        self._installer._plans.serve(plan)
         trace("worker.install", "clean")
 
     def _checked_order(self) -> Sequence[int]:
@@ -291,24 +254,24 @@ class _Run:
         self.report.transfer_seconds += copied - started
         self.report.install_seconds += time.monotonic() - copied
 
-    def _write_staged(self, current: _Current, expected: Sequence[int], tensors: dict[str, torch.Tensor]) -> None:
+    def _write_staged(self, plan: ReadyPlan, expected: Sequence[int], tensors: dict[str, torch.Tensor]) -> None:
         """tensors: the model's, if there are handovers; those that are staged take the place of theirs for a while."""
-        waiting = {name for name in current.resolved.work if name in current.staged}
-        recording = current.resolved.recording
-        handovers = [each for each in recording.handovers if not current.staged.isdisjoint(each.owners)]
-        present = {name: tensor for name, tensor in tensors.items() if name not in current.staged}
+        waiting = {name for name in plan.resolved.work if name in plan.staged}
+        recording = plan.resolved.recording
+        handovers = [each for each in recording.handovers if not plan.staged.isdisjoint(each.owners)]
+        present = {name: tensor for name, tensor in tensors.items() if name not in plan.staged}
         unfinished: list[StagedLayer] = []
         with self._installing(), self._target.staging() as layers:
             for layer in layers:
                 names = [name for name in layer.tensors if name in waiting]
                 waiting.difference_update(names)
-                ready = Ready(current.opened, bind(current.resolved, names, layer.tensors))
+                ready = Ready(plan.opened, bind(plan.resolved, names, layer.tensors))
                 self._write(ready)
                 self._as_loaded |= self._verify(ready, recording, expected)
                 unfinished.append(layer)
                 present.update(layer.tensors)
                 for handover in [each for each in handovers if each.owners.keys() <= present.keys()]:
-                    self._hand_over(handover, current, expected, present)
+                    self._hand_over(handover, plan, expected, present)
                     handovers.remove(handover)
                 blocked = {name for handover in handovers for name in handover.owners}
                 for each in [each for each in unfinished if blocked.isdisjoint(each.tensors)]:
@@ -322,17 +285,17 @@ class _Run:
             raise internal(f"the engine's adapter staged no tensor {name} ({len(waiting)} in all)", [name])
 
     def _hand_over(
-        self, handover: Handover, current: _Current, expected: Sequence[int], tensors: Mapping[str, torch.Tensor]
+        self, handover: Handover, plan: ReadyPlan, expected: Sequence[int], tensors: Mapping[str, torch.Tensor]
     ) -> None:
         """Gives the engine's own loader what it computes on, one verified tensor at a time."""
-        recording = current.resolved.recording
+        recording = plan.resolved.recording
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
             for index in handover.tensors:
                 name = recording.manifest.tensors[index].name
                 layout = recording.layouts[handed(name)]
                 tensor = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")  # engines may have set a default
-                ready = Ready(current.opened, bind(current.resolved, [handed(name)], {handed(name): tensor}))
+                ready = Ready(plan.opened, bind(plan.resolved, [handed(name)], {handed(name): tensor}))
                 self._write(ready)
                 self._as_loaded |= self._verify(ready, recording, expected)
                 yield name, tensor

@@ -1,9 +1,9 @@
 """What an engine's hook holds: one worker, between the engine that calls it and the agent that gives the orders.
 
 `prepare()` and `install()` are called by the engine (through whatever hook it offers) on the thread that owns the
-model. Each fetches its order from the agent, carries it out, and reports. They never raise: an exception in one worker
-leaves an engine's other workers waiting for ever, so everything that goes wrong travels over the channel, and the state
-word tells the rest.
+model: `prepare()` for what is done before a pause, recording a loader or getting a plan ready. Each fetches its order
+from the agent, carries it out, and reports. They never raise: an exception in one worker leaves an engine's other
+workers waiting for ever, so everything that goes wrong travels over the channel, and the state word tells the rest.
 """
 
 from __future__ import annotations
@@ -58,9 +58,13 @@ class EngineWorker:
         self._told = 0.0
 
     def prepare(self) -> bool:
-        """Records the loader as the agent orders. True if the model can be loaded; the agent knows why not."""
+        """Records the loader, or gets a plan ready, as the agent orders. True if it could; the agent knows why not."""
         try:
             reply = self._ask(worker_pb2.WorkerRequest(want_prepare=worker_pb2.WantOrder()))
+            if reply.HasField("ready"):
+                ready = self._installer.ready(reply.ready)
+                self._ask(worker_pb2.WorkerRequest(ready=ready))
+                return not ready.HasField("problem")
             if not reply.HasField("prepare"):
                 return self._refused(reply)
             prepared = self._installer.prepare(reply.prepare)

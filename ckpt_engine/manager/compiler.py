@@ -29,6 +29,7 @@ from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
 from ckpt_engine.core.problems import CkptEngineError, internal, invalid
 from ckpt_engine.core.publication import Publication, merge_tables
 from ckpt_engine.core.sealed import check_replicas, expected_digests
+from ckpt_engine.core.transports import transport_kinds
 from ckpt_engine.manager.blobs import BlobStore, describe
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -220,8 +221,9 @@ def _replica(request: PlanRequest) -> str:
 
 
 def _outlives(table: weights_pb2.SourceTable) -> bool:
-    """Whether every region can be read as a file when the process that offers it is gone."""
-    return table.stays_sealed and all("file" in by_transport(region) for region in table.regions)
+    """Whether every region can be read when the process that offers it is gone."""
+    lasting = {name for name, kind in transport_kinds().items() if kind.outlives}
+    return table.stays_sealed and all(lasting & by_transport(region).keys() for region in table.regions)
 
 
 def _publication(published: Published) -> Publication:

@@ -15,7 +15,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.publication import Holder, Place, Publication, join_sources
 from ckpt_engine.core.sealed_record import Recorded
 from ckpt_engine.core.topology import Choice, choose_transport
-from ckpt_engine.transport.base import Leased, Move, OpenedRegions, Transport
+from ckpt_engine.transport.base import Leased, Move, OpenedRegions, Transport, Viewable
 from ckpt_engine.v1.weights_pb2 import Host, Problem, Region, SourceTable
 
 
@@ -41,6 +41,7 @@ class Reading:
 
     def view(self, box: Box) -> torch.Tensor:
         """A box where it lies."""
+        assert isinstance(self.opened, Viewable)
         return self.opened.view(self.region, self.offset(box), box.shape, self.placed.stride, self.dtype)
 
     def move(self, box: Box, destination: torch.Tensor) -> Move:
@@ -170,7 +171,7 @@ class Sources:
             opened, region, distance = self._opened[holder.source, place.region]
             table = self._publication.tables[holder.source]
             shard = table.shards[holder.shard]
-            plain = not place.stored and region.transport != "cuda_ipc"
+            plain = not place.stored and region.transport != "cuda_ipc" and isinstance(opened, Viewable)
             self._readings[key] = Reading(
                 source=table.id,
                 opened=opened,

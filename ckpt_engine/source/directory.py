@@ -12,14 +12,16 @@ from pathlib import Path
 
 import torch
 
-from ckpt_engine.core.offers import rank_id, region_offered
+from ckpt_engine.core.offers import rank_id
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.source.held import Held
 from ckpt_engine.source.host_memory import contiguous
+from ckpt_engine.source.lending import Lending
 from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.safetensors import FileTensor, read_directory
 from ckpt_engine.source.ways import CASTABLE, Wish
+from ckpt_engine.transport.base import FileMemory
 from ckpt_engine.transport.file import FileTransport, file_region
 from ckpt_engine.transport.mapped import MappedRegions
 from ckpt_engine.v1.weights_pb2 import Atoms, Host, Region, Shard, SourceTable, TensorSpec
@@ -30,23 +32,24 @@ def directory_source(
     *,
     host: Host,
     rank: int = 0,
-    snapshot: bool | None = None,
-    dtype: torch.dtype | None = None,
+    wish: Wish | None = None,
 ) -> DirectorySource | MemorySource:
     """Opens a checkpoint directory, or one safetensors file.
 
     Raises NOT_FOUND or INVALID_ARGUMENT if the files are not a whole checkpoint (see source/safetensors.py).
     """
-    opened, tensors = _open(path)
+    wish = wish or Wish()
+    lent, opened, tensors = _open(path)
     views = [tensor.view(opened) for tensor in tensors]
-    cast = dtype is not None and any(view.dtype in CASTABLE and view.dtype != dtype for view in views)
-    if not cast and not snapshot:
-        return DirectorySource(opened, tensors, views, host=host, rank=rank, description=f"safetensors {path.name}")
+    cast = wish.dtype is not None and any(view.dtype in CASTABLE and view.dtype != wish.dtype for view in views)
+    if not cast and not wish.snapshot and wish.transport is None:
+        description = f"safetensors {path.name}"
+        return DirectorySource(lent, opened, tensors, views, host=host, rank=rank, description=description)
     return MemorySource(
         _finder(opened, tensors, views),
         host=host,
         rank=rank,
-        wish=Wish(snapshot, dtype),
+        wish=wish,
         kind=f"safetensors {path.name}",
     )
 
@@ -56,6 +59,7 @@ class DirectorySource:
 
     def __init__(
         self,
+        lent: Lending,
         opened: MappedRegions,
         tensors: list[_InFile],
         views: list[torch.Tensor],
@@ -64,16 +68,16 @@ class DirectorySource:
         rank: int,
         description: str,
     ) -> None:
+        self._lent = lent
         self._opened = opened
         self._sealed = views
         self._has_seal = False
-        regions = {tensor.region.id: tensor.region for tensor in tensors}
         self._table = SourceTable(
             host=host,
             id=rank_id(rank),
             rank=rank,
             tensors=[TensorSpec(name=found.name, dtype=found.dtype, shape=found.shape) for found in _entries(tensors)],
-            regions=[region_offered([regions[id]]) for id in sorted(regions)],
+            regions=lent.regions,
             shards=[
                 Shard(
                     tensor=index,
@@ -111,13 +115,15 @@ class DirectorySource:
         return digest_atoms(self._table, self._sealed, atoms)
 
     def withdraw(self, seconds: float) -> None:
-        """As `close`: files are not freed by it, so nobody has to let go first."""
+        """As `close`, once no reader keeps what was lent; nobody does of files."""
+        self._lent.withdraw(seconds)
         self.close()
 
     def close(self) -> None:
         """Unmaps the files. Readers can still open them: they are not ours."""
         self._has_seal = False
         self._sealed = []
+        self._lent.close()
         self._opened.close()
 
 
@@ -135,17 +141,19 @@ def _entries(tensors: list[_InFile]) -> list[FileTensor]:
     return [tensor.entry for tensor in tensors]
 
 
-def _open(path: Path) -> tuple[MappedRegions, list[_InFile]]:
+def _open(path: Path) -> tuple[Lending, MappedRegions, list[_InFile]]:
     """Maps the files of a checkpoint; its tensors sorted by name."""
+    lent = Lending()
     tensors = []
     regions = []
     for id, header in enumerate(read_directory(path)):
         region = file_region(id, str(header.path), header.data_start, header.data_size)
         regions.append(region)
+        lent.must_offer(id, FileMemory(str(header.path), header.data_start, header.data_size))
         tensors += [_InFile(entry, region) for entry in header.tensors]
     if not tensors:
         raise invalid(f"nothing to publish: {path} holds no tensors")
-    return FileTransport().open(regions), sorted(tensors, key=lambda tensor: tensor.entry.name)
+    return lent, FileTransport().open(regions), sorted(tensors, key=lambda tensor: tensor.entry.name)
 
 
 def _finder(opened: MappedRegions, tensors: list[_InFile], views: list[torch.Tensor]) -> Callable[[], list[Held]]:

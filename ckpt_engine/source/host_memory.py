@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ckpt_engine.source.rehome import byte_range, move, storage_bytes, storage_key
+from ckpt_engine.transport.base import HostMemory
 from ckpt_engine.transport.shared_memory import ALIGNMENT, SharedArena
-from ckpt_engine.v1.weights_pb2 import Region
 
 
 class HostOffer:
@@ -23,10 +23,12 @@ class HostOffer:
         served: Sequence[torch.dtype],
         copied: Sequence[bool],
         moving: Sequence[Sequence[torch.Tensor]],
+        lend: Callable[[HostMemory], object],
     ) -> None:
         """Moves the storages of `moving`, each given by all tensors that use it; those that are not copied lie in them.
+        lend: is given all of it, one region, before anything moves.
 
-        Raises UNAVAILABLE, and has moved nothing, without room.
+        Raises UNAVAILABLE, and has moved nothing, without room, and what `lend` raises.
         """
         offsets, strides, size = [0] * len(tensors), [contiguous(tensor.shape) for tensor in tensors], 0
         homes: dict[int, int] = {}
@@ -42,6 +44,11 @@ class HostOffer:
                 if tensor.numel():
                     offsets[index] = homes[storage_key(tensor)] + byte_range(tensor)[0]
         self._arena = SharedArena(max(size, ALIGNMENT))
+        try:
+            lend(self._arena.lendable())
+        except BaseException:
+            self._arena.close()
+            raise
         self.offsets = offsets
         self.memory = [
             self._arena.tensor(offset, tensor.shape, kept, stride)
@@ -55,12 +62,8 @@ class HostOffer:
             home.copy_(old)
             move(group, home)
 
-    def region(self, id: int) -> Region:
-        """The one region of it."""
-        return self._arena.region(id)
-
     def close(self) -> None:
-        """Nobody can open it from now on; what lives in it goes on living."""
+        """Lets go of it; what lives in it goes on living."""
         self.memory = []
         self._arena.close()
 

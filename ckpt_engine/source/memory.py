@@ -20,18 +20,20 @@ from collections.abc import Callable
 import torch
 
 from ckpt_engine.core.dtypes import dtype_name
-from ckpt_engine.core.offers import rank_id, region_offered
+from ckpt_engine.core.offers import rank_id
 from ckpt_engine.core.prepared_digests import PreparedDigests
 from ckpt_engine.core.problems import CkptEngineError, invalid, precondition
+from ckpt_engine.core.transports import HOST_MEMORY
 from ckpt_engine.source.device import DeviceOffer
 from ckpt_engine.source.digests import changed_since, prepare_atoms
 from ckpt_engine.source.held import Held, plain_values
 from ckpt_engine.source.host_memory import HostOffer
+from ckpt_engine.source.lending import Lending
 from ckpt_engine.source.rehome import by_storage
 from ckpt_engine.source.ways import Wish, copy_reasons, may_share, served_dtype, tell_copied
+from ckpt_engine.transport.base import HostMemory
 from ckpt_engine.transport.copying import TensorCopy
-from ckpt_engine.transport.cuda_memory import NAME as CUDA_IPC
-from ckpt_engine.v1.weights_pb2 import Atoms, Host, Region, Shard, SourceTable, TensorSpec
+from ckpt_engine.v1.weights_pb2 import Atoms, Host, Shard, SourceTable, TensorSpec
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +84,7 @@ class MemorySource:
         self._sealed: list[torch.Tensor] = [torch.empty(0)] * len(boxes)
         self._offsets = [0] * len(boxes)
         self._places = [_HOST_REGION] * len(boxes)
+        self._lending = Lending(wish.transport)
         self._device: DeviceOffer | None = None
         self._host: HostOffer | None = None
         try:
@@ -102,7 +105,7 @@ class MemorySource:
     @property
     def readers(self) -> int:
         """Processes that map its GPU memory now."""
-        return self._device.readers if self._device is not None else 0
+        return self._lending.readers
 
     def check(self) -> None:
         """Raises FAILED_PRECONDITION if the tensors are not where, or as, they were published."""
@@ -163,8 +166,7 @@ class MemorySource:
     def withdraw(self, seconds: float) -> None:
         """As `close`, once no reader maps GPU memory. Raises DEADLINE_EXCEEDED, and has not closed, if some do."""
         self._has_seal = False
-        if self._device is not None:
-            self._device.withdraw(seconds)
+        self._lending.withdraw(seconds)
         self.close()
 
     def close(self) -> None:
@@ -174,11 +176,12 @@ class MemorySource:
         """
         self._has_seal = False
         self._sealed, self._published, self._prepared, self._copied_from, self._find = [], [], [], [], list
+        try:
+            self._lending.withdraw(CLOSE_SECONDS)
+        except CkptEngineError as error:
+            log.warning("ckpt-engine: %s", error.problem.message)
+        self._lending.close()
         if self._device is not None:
-            try:
-                self._device.withdraw(CLOSE_SECONDS)
-            except CkptEngineError as error:
-                log.warning("ckpt-engine: %s", error.problem.message)
             self._device.close()
         if self._host is not None:
             self._host.close()
@@ -194,6 +197,7 @@ class MemorySource:
             [self._served[index] for index in indices],
             [self._copied[index] for index in indices],
             _HOST_REGION + 1,
+            self._lending,
         )
         for index, offered in zip(indices, self._device.offered, strict=True):
             if offered is None or not offered.live:
@@ -210,15 +214,16 @@ class MemorySource:
     def _check_wish(self, index: int, on_device: bool) -> None:
         """A GPU tensor has to be copied, on its GPU or to shared memory: raises if the caller forbade that."""
         box, wish = self._published[index], self._wish
-        asked = "snapshot=False" if wish.snapshot is False else f"transport={CUDA_IPC!r}"
-        if box.tensor.numel() and (wish.snapshot is False or (wish.transport == CUDA_IPC and not on_device)):
+        asked = "snapshot=False" if wish.snapshot is False else f"transport={wish.transport!r}"
+        stuck = not on_device and not self._lending.takes(HOST_MEMORY)
+        if box.tensor.numel() and (wish.snapshot is False or stuck):
             raise invalid(
                 f"{box.name!r} cannot be offered where it lies ({self._unshared()}): do not pass {asked}", [box.name]
             )
 
     def _unshared(self) -> str:
         """Why GPU memory cannot be shared."""
-        return "; ".join(self._device.reasons if self._device is not None else ()) or "its memory cannot be shared"
+        return "; ".join(self._lending.reasons) or "its memory cannot be shared"
 
     def _offer_host(self) -> None:
         """Places everything else in shared memory, and makes what is re-homed live there."""
@@ -233,17 +238,17 @@ class MemorySource:
             [self._served[index] for index in indices],
             [self._copied[index] for index in indices],
             by_storage([box.tensor for box in moving], of=known),
+            self._lend_host,
         )
         for index, offset, memory in zip(indices, self._host.offsets, self._host.memory, strict=True):
             self._offsets[index] = offset
             self._sealed[index] = memory
 
+    def _lend_host(self, memory: HostMemory) -> None:
+        if self._published:
+            self._lending.must_offer(_HOST_REGION, memory)
+
     def _make_table(self, host: Host, kind: str) -> SourceTable:
-        regions: list[Region] = []
-        if self._host is not None and self._published:
-            regions.append(self._host.region(_HOST_REGION))
-        if self._device is not None:
-            regions += self._device.regions
         shards = [
             Shard(
                 tensor=index,
@@ -264,7 +269,7 @@ class MemorySource:
                 TensorSpec(name=box.name, dtype=dtype_name(kept), shape=box.shape)
                 for box, kept in zip(self._published, self._served, strict=True)
             ],
-            regions=[region_offered([region]) for region in regions],
+            regions=self._lending.regions,
             shards=shards,
             stays_sealed=all(
                 copied or not box.tensor.numel() for box, copied in zip(self._published, self._copied, strict=True)
@@ -277,7 +282,7 @@ class MemorySource:
     def _manner(self) -> str:
         """What was decided, for people."""
         ways = []
-        why = f" ({'; '.join(self._device.reasons)})" if self._device is not None and self._device.reasons else ""
+        why = f" ({'; '.join(self._lending.reasons)})" if self._lending.reasons else ""
         for box, place, copied in zip(self._published, self._places, self._copied, strict=True):
             if not box.tensor.numel():
                 continue
@@ -317,9 +322,9 @@ class MemorySource:
                 tensors=moved[:16],
                 ranks=[self._rank],
             )
-        if self._device is not None and not self._device.unchanged():
+        if not self._lending.unchanged():
             raise precondition(
-                "GPU memory of the published tensors was given back to the driver and taken anew; publish again",
+                "memory of the published tensors was given back (a GPU's to its driver) and taken anew; publish again",
                 ranks=[self._rank],
             )
         return boxes

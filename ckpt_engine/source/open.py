@@ -11,14 +11,13 @@ from torch import nn
 
 from ckpt_engine.core.dtypes import UnsupportedDtypeError, dtype_name, torch_dtype
 from ckpt_engine.core.problems import invalid
+from ckpt_engine.core.transports import GPU_MEMORY, HOST_MEMORY, TransportKind, lending, transport_kinds
 from ckpt_engine.source.base import Source
 from ckpt_engine.source.directory import directory_source
 from ckpt_engine.source.module import module_source
 from ckpt_engine.source.named import named_source
 from ckpt_engine.source.ways import Wish
-from ckpt_engine.transport.cuda_memory import NAME as CUDA_IPC
 from ckpt_engine.transport.host import this_host
-from ckpt_engine.transport.shared_memory import NAME as SHARED_MEMORY
 
 
 def open_source(
@@ -53,8 +52,9 @@ def open_source(
 
     A GPU's memory is live if other processes can map it (CUDA IPC), which is tried out. Tensors in memory that cannot
     be mapped are copied at each seal: on the GPU if half of its free memory has room for that, else to shared memory.
-    `transport` forces the way of GPU tensors: "cuda_ipc" refuses what would go to shared memory, "shared_memory" copies
-    all there.
+    `transport` forces one way for all: "cuda_ipc" refuses what cannot be lent on its GPU, "shared_memory" copies what
+    does not lie there already, and so does any other that lends memory of the host (core/transports.py); then a
+    checkpoint directory is copied too.
 
     Every rank publishes all that it holds: equal tensors of several ranks are replicas of each other. `dtype` is the
     served dtype of floating-point tensors; those of another one are cast: by the readers if they are live on a GPU,
@@ -66,23 +66,28 @@ def open_source(
     """
     if not 0 <= rank < world_size:
         raise invalid(f"rank {rank} is not in a world of {world_size}")
-    if transport not in (None, CUDA_IPC, SHARED_MEMORY):
-        raise invalid(f"transport {transport!r} is neither {CUDA_IPC!r} nor {SHARED_MEMORY!r}")
+    names = sorted({kind.name for memory in (GPU_MEMORY, HOST_MEMORY) for kind in _lenders(memory)})
+    if transport is not None and transport not in names:
+        raise invalid(f"transport {transport!r} is none that tensors can be published over ({', '.join(names)})")
     host, wish = this_host(advertise), Wish(snapshot, _dtype(dtype), transport)
     if isinstance(obj, nn.Module):
         return module_source(obj, host=host, rank=rank, wish=wish)
     if isinstance(obj, str | os.PathLike):
         if world_size != 1:
             raise invalid(f"a checkpoint directory is published by one process, not by {world_size} ranks")
-        if transport == CUDA_IPC:
-            raise invalid(f"transport={CUDA_IPC!r} is for GPU tensors, not for a checkpoint directory")
-        return directory_source(Path(obj), host=host, rank=rank, snapshot=snapshot, dtype=wish.dtype)
+        if transport is not None and not lending(HOST_MEMORY, transport):
+            raise invalid(f"transport={transport!r} is for GPU tensors, not for a checkpoint directory")
+        return directory_source(Path(obj), host=host, rank=rank, wish=wish)
     if isinstance(obj, Iterable) and not isinstance(obj, torch.Tensor | bytes):
         return named_source(obj, host=host, rank=rank, wish=wish)
     raise invalid(
         f"cannot publish a {type(obj).__name__}: give an nn.Module, (name, tensor) pairs, a mapping of names to "
         "tensors, or the path of a safetensors directory"
     )
+
+
+def _lenders(memory: str) -> list[TransportKind]:
+    return [kind for kind in transport_kinds().values() if kind.lender is not None and memory in kind.lends]
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -10,10 +10,9 @@ import torch
 from ckpt_engine.core.dtypes import CASTABLE as CASTABLE_NAMES
 from ckpt_engine.core.dtypes import UnsupportedDtypeError, dtype_name
 from ckpt_engine.core.problems import invalid
+from ckpt_engine.core.transports import GPU_MEMORY, HOST_MEMORY, lending
 from ckpt_engine.source.held import Held
 from ckpt_engine.source.rehome import why_not
-from ckpt_engine.transport.cuda_memory import NAME as CUDA_IPC
-from ckpt_engine.transport.shared_memory import NAME as SHARED_MEMORY
 from ckpt_engine.v1.weights_pb2 import CopiedTensors
 
 CASTABLE = frozenset(getattr(torch, name) for name in CASTABLE_NAMES)
@@ -29,7 +28,7 @@ class Wish:
 
     snapshot: True: all are copied. False: none may need it. None: only those that need it.
     dtype: served dtype of floating-point tensors; None: their own.
-    transport: how GPU tensors are offered; None: "cuda_ipc" where it works, else "shared_memory".
+    transport: the one that all are offered over; None: all that lend unasked, on the GPU where that works.
     """
 
     snapshot: bool | None = None
@@ -49,7 +48,7 @@ def served_dtype(box: Held, dtype: torch.dtype | None) -> torch.dtype:
 
 def may_share(box: Held, wish: Wish) -> bool:
     """Whether it is offered on its GPU, if that works."""
-    return box.tensor.device.type == "cuda" and wish.transport != SHARED_MEMORY
+    return box.tensor.device.type == "cuda" and bool(lending(GPU_MEMORY, wish.transport))
 
 
 def copy_reasons(boxes: Sequence[Held], served: Sequence[torch.dtype], wish: Wish, keep: str) -> list[str]:
@@ -96,8 +95,8 @@ def _must_copy(box: Held, served: torch.dtype, wish: Wish) -> str:
     device = box.tensor.device
     if may_share(box, wish):
         return box.must_copy
-    if wish.transport == CUDA_IPC:
-        raise invalid(f"{box.name!r} is on {device}: transport='{CUDA_IPC}' is for GPU tensors", [box.name])
+    if not lending(HOST_MEMORY, wish.transport):
+        raise invalid(f"{box.name!r} is on {device}: transport={wish.transport!r} is for GPU tensors", [box.name])
     if box.must_copy:
         return box.must_copy
     if device.type != "cpu":

@@ -9,9 +9,9 @@ from ckpt_engine.core.digest_host import warm_up
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.offers import by_transport
 from ckpt_engine.core.problems import precondition
+from ckpt_engine.core.transports import GPU_MEMORY, transport_kinds
 from ckpt_engine.source.base import Source
 from ckpt_engine.trainer.session import Sealing
-from ckpt_engine.transport.cuda_memory import NAME as CUDA_IPC
 from ckpt_engine.v1 import weights_pb2
 
 
@@ -26,7 +26,8 @@ class Sealer:
     def offer(self, source: Source) -> bytes:
         """Takes the place of the former source, which is closed. Returns the table to publish, serialised. The first
         time it compiles what its digests need, a second or two, so that no update waits for that."""
-        if any(CUDA_IPC not in by_transport(region) for region in source.table().regions):
+        on_gpus = {name for name, kind in transport_kinds().items() if kind.lends == {GPU_MEMORY}}
+        if any(on_gpus.isdisjoint(by_transport(region)) for region in source.table().regions):
             warm_up()
         table = canonical(source.table())
         with self._lock:

@@ -1,9 +1,15 @@
-"""The whole transport interface: how a worker reads memory that a source offers.
+"""The whole transport interface: both sides of every way in which memory goes from its owner to a reader.
 
-A transport moves bytes and decides nothing: which regions, which boxes and which transport are the plan's choice.
-All of it runs on the reader's side, in one thread of a worker process inside an engine (so no grpc here). The source's
-side has no counterpart: whoever offers memory puts a `Region` in its `SourceTable`, and its locator is all that a
-reader needs. The order, for each plan and each update of it:
+A transport moves bytes and decides nothing: which regions, which boxes and which transport are the plan's choice. What
+there is of one is listed in core/transports.py.
+
+The owner's side is a `Lender`, in the process that offers weights: it turns memory into a `Region`, whose locator is
+all that a reader needs, says whether that memory is still the same, and takes it back.
+
+The reader's side has one of two shapes, and runs in one thread of a worker inside an engine, or of a relay (so no grpc
+here). A *mapped* one (`Transport`) makes the owner's memory readable here, and copies with strides and casts. A
+*fetched* one (`Fetcher`) brings runs of bytes into memory of the reader and knows nothing else; `fetched.py` makes a
+`Transport` of it. The order, for each plan and each update of it:
 
     1. transport.open(regions)    once a plan      may block on the system, maps or connects, reads no weights
     2. opened.prepare(moves)      once a plan      checks every move, builds the views; reads and writes nothing
@@ -11,20 +17,28 @@ reader needs. The order, for each plan and each update of it:
     4. prepared.run(on_bytes)     once an update   the first byte of a destination changes here and nowhere earlier
     5. opened.close()             after the next plan's `open`, so that what both use stays mapped
 
-Steps 1 to 3 leave the engine's weights as they are, so a failure there needs no repair. Errors are CkptEngineError:
-UNAVAILABLE (the source is gone; another may serve), DATA_LOSS (what lies there is not what was published),
-INVALID_ARGUMENT (a move does not fit its region or its destination).
+Steps 1 to 3 leave the engine's weights as they are, so a failure there needs no repair; 1 and 2 are done before the
+engine pauses. Errors are CkptEngineError: UNAVAILABLE (the source is gone; another may serve), DATA_LOSS (what lies
+there is not what was published), INVALID_ARGUMENT (a move does not fit its region or its destination),
+DEADLINE_EXCEEDED. They name the source (`source_of`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from ckpt_engine.core.transports import FILES, GPU_MEMORY, HOST_MEMORY
 from ckpt_engine.v1.weights_pb2 import Region
+
+if TYPE_CHECKING:
+    from ckpt_engine.transport.cuda_memory import Run as AllocationRun
+
+OPEN_SECONDS = 60.0
+"""How long opening may take, if nobody says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +99,8 @@ class OpenedRegions(Protocol):
         """Raises unless the regions are still those that were published. Cheap."""
         ...
 
-    def view(
-        self, region: Region, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str
-    ) -> torch.Tensor:
-        """Read-only memory of the source as a tensor, without a copy; writing to it is a fault. Mapped transports only;
-        the others raise INVALID_ARGUMENT. The mapping lives as long as the tensor; that of GPU memory until `close`, or
-        until its owner withdraws it."""
+    def offered(self) -> bool:
+        """Whether new readers could still open all of them, as far as one can tell without asking anybody."""
         ...
 
     def close(self) -> None:
@@ -110,8 +120,20 @@ class Leased(Protocol):
         ...
 
 
+@runtime_checkable
+class Viewable(Protocol):
+    """What OpenedRegions of mapped transports can do besides."""
+
+    def view(
+        self, region: Region, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str
+    ) -> torch.Tensor:
+        """Read-only memory of the source as a tensor, without a copy; writing to it is a fault. The mapping lives as
+        long as the tensor; that of GPU memory until `close`, or until its owner withdraws it."""
+        ...
+
+
 class Transport(Protocol):
-    """One way to read. One instance a worker: it holds what is worth keeping from one plan to the next."""
+    """The reader's side, as plans use it. One instance a worker: it holds what is worth keeping between plans."""
 
     @property
     def name(self) -> str:
@@ -122,4 +144,134 @@ class Transport(Protocol):
         """Tries it on this process, cheaply. Never raises."""
         ...
 
-    def open(self, regions: Sequence[Region]) -> OpenedRegions: ...
+    def open(self, regions: Sequence[Region], seconds: float = OPEN_SECONDS) -> OpenedRegions:
+        """seconds: how long their owners may take to answer, all together; memory of this host answers at once."""
+        ...
+
+
+class Run(NamedTuple):
+    """A run of bytes to fetch. remote: from the start of the region; local: from the start of the landing memory."""
+
+    remote: int
+    local: int
+    length: int
+
+
+class Ticket(Protocol):
+    """A read that was asked for."""
+
+    def poll(self) -> int:
+        """Bytes of it that have landed by now; all of them: it is over. Waits for nothing, does what there is to do.
+
+        Raises CkptEngineError once it has failed, or its link was severed; bytes may land all the same until `sever`
+        has returned.
+        """
+        ...
+
+
+class Link(Protocol):
+    """A connection to the owner of one region."""
+
+    def read(self, runs: Sequence[Run]) -> Ticket:
+        """Asks for runs of bytes, which may land in any order. Waits for nothing. Raises CkptEngineError."""
+        ...
+
+    def check(self) -> None:
+        """Raises unless the owner is there and offers the very memory that this link was made to. Waits for nothing."""
+        ...
+
+    def sever(self) -> None:
+        """Ends the link. When it returns, nothing that was asked for can land any more. May be repeated. Never raises:
+        who cannot be sure ends the process that could still write."""
+        ...
+
+
+@runtime_checkable
+class Fetcher(Protocol):
+    """The reader's side of a fetched transport. One instance a worker."""
+
+    @property
+    def name(self) -> str:
+        """As in Region.transport."""
+        ...
+
+    def availability(self) -> Availability:
+        """Tries it on this process, cheaply. Never raises."""
+        ...
+
+    def connect(self, region: Region, landing: torch.Tensor, seconds: float) -> Link:
+        """A link to a region's owner. landing: uint8[n] of this host, the only memory that its reads may write.
+
+        Raises UNAVAILABLE (the owner is gone), DATA_LOSS (it offers other memory), DEADLINE_EXCEEDED after `seconds`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Memory of this process. bytes: uint8[size]. descriptor: the memory file that it maps as a whole."""
+
+    bytes: torch.Tensor
+    descriptor: int
+
+    kind: ClassVar[str] = HOST_MEMORY
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Memory of this process on one of its GPUs. run: the driver's allocations that it is made of."""
+
+    device: int
+    run: AllocationRun
+
+    kind: ClassVar[str] = GPU_MEMORY
+
+
+@dataclass(frozen=True, slots=True)
+class FileMemory:
+    """`size` bytes from `offset` of a file as it is now."""
+
+    path: str
+    offset: int
+    size: int
+
+    kind: ClassVar[str] = FILES
+
+
+Memory = HostMemory | GpuMemory | FileMemory
+
+
+class Lender(Protocol):
+    """The owner's side of a transport. One instance a source; any thread. It lends memory, and owns none."""
+
+    def offer(self, id: int, memory: Memory) -> Region:
+        """The region that lets readers reach this memory until it is withdrawn.
+
+        Raises UNAVAILABLE, saying why, if such memory cannot be lent in this way.
+        """
+        ...
+
+    @property
+    def readers(self) -> int:
+        """Readers that keep the owner from freeing what was offered. 0 where nobody does."""
+        ...
+
+    def unchanged(self) -> bool:
+        """Whether what was offered is still there and the same. Cheap: looks at no element."""
+        ...
+
+    def withdraw(self, seconds: float) -> None:
+        """Takes all offers back: new readers are refused, and it returns once `readers` is 0. May be repeated.
+
+        Raises DEADLINE_EXCEEDED if some have not let go within `seconds`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Takes all offers back without waiting, and frees what lending took. May be repeated. Never raises."""
+        ...
+
+
+def source_of(region: Region) -> str:
+    """The source of a region as messages name it."""
+    return f"{region.source or 'its source'} (region {region.id} over {region.transport})"

@@ -12,8 +12,8 @@ import os
 import weakref
 from collections.abc import Sequence
 
-from ckpt_engine.core.problems import data_loss, invalid, unavailable
-from ckpt_engine.transport.base import Availability
+from ckpt_engine.core.problems import CkptEngineError, data_loss, invalid, unavailable
+from ckpt_engine.transport.base import OPEN_SECONDS, Availability, FileMemory, Memory
 from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.mapped import MappedRegions, Mapping
 from ckpt_engine.v1.weights_pb2 import FileLocator, Region
@@ -37,6 +37,42 @@ def file_region(id: int, path: str, offset: int, size: int) -> Region:
     return Region(id=id, transport=NAME, size=size, locator=locator.SerializeToString(deterministic=True))
 
 
+class FileLender:
+    """The owner's side. Files are not the owner's, so it cannot take them back."""
+
+    def __init__(self) -> None:
+        self._check = FileCheck(())
+
+    def offer(self, id: int, memory: Memory) -> Region:
+        """Lends a part of a file. Raises UNAVAILABLE for what is no file, or cannot be looked at."""
+        if not isinstance(memory, FileMemory):
+            raise unavailable(f"{memory.kind} is no file that others could open")
+        region = file_region(id, memory.path, memory.offset, memory.size)
+        self._check = self._check.of([region])
+        return region
+
+    @property
+    def readers(self) -> int:
+        """None keeps anything from being freed."""
+        return 0
+
+    def unchanged(self) -> bool:
+        """Whether every file is as it was when it was offered."""
+        try:
+            self._check()
+        except CkptEngineError:
+            return False
+        return True
+
+    def withdraw(self, seconds: float) -> None:
+        """Nothing to wait for. Who can read the files can go on doing so."""
+        self.close()
+
+    def close(self) -> None:
+        """Forgets the files."""
+        self._check = FileCheck(())
+
+
 class FileTransport:
     """Reads regions of files. One instance a worker; mappings are shared by what it opened."""
 
@@ -49,7 +85,7 @@ class FileTransport:
         """Always: a file that this process may not read is refused when it is opened."""
         return Availability(True, "files that this process may read")
 
-    def open(self, regions: Sequence[Region]) -> MappedRegions:
+    def open(self, regions: Sequence[Region], seconds: float = OPEN_SECONDS) -> MappedRegions:
         """Maps the regions, those already mapped once more at no cost.
 
         Raises UNAVAILABLE if a file cannot be read, DATA_LOSS if it is not the one that was published.
@@ -61,10 +97,9 @@ class FileTransport:
                 mapping = _map(region)
                 self._mappings[region.locator] = mapping
             opened[region.locator] = mapping
-        files = {(locator.path, locator.modified_nanoseconds, locator.file_size) for locator in map(_locator, regions)}
-        regions_check = FileCheck(sorted(files))
+        regions_check = FileCheck(()).of(regions)
         regions_check()
-        return MappedRegions(opened, regions_check)
+        return MappedRegions(opened, regions_check, lambda: True)
 
 
 class FileCheck:
@@ -72,6 +107,11 @@ class FileCheck:
 
     def __init__(self, files: Sequence[tuple[str, int, int]]) -> None:
         self._files = tuple(files)
+
+    def of(self, regions: Sequence[Region]) -> FileCheck:
+        """The same, and the files of these regions besides."""
+        found = {(each.path, each.modified_nanoseconds, each.file_size) for each in map(_locator, regions)}
+        return FileCheck(sorted({*self._files, *found}))
 
     def __call__(self) -> None:
         for path, modified, size in self._files:

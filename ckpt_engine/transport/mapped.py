@@ -98,14 +98,21 @@ def _unregister(address: int, _memory: object) -> None:
 
 
 class MappedRegions:
-    """OpenedRegions over mappings, by locator. `recheck` does what `check` promises.
+    """OpenedRegions over mappings, by locator. `recheck` does what `check` promises, `offered` what its namesake does.
 
     pins: whether memory that goes to a GPU is worth registering with its driver.
     """
 
-    def __init__(self, mappings: dict[bytes, Mapping], recheck: Callable[[], None], pins: bool = False) -> None:
+    def __init__(
+        self,
+        mappings: dict[bytes, Mapping],
+        recheck: Callable[[], None],
+        offered: Callable[[], bool],
+        pins: bool = False,
+    ) -> None:
         self._mappings = mappings
         self._recheck = recheck
+        self._offered = offered
         self._pins = pins
 
     def prepare(self, moves: Sequence[Move]) -> TensorCopy:
@@ -122,6 +129,10 @@ class MappedRegions:
     def check(self) -> None:
         """Raises unless the regions are still those that were published."""
         self._recheck()
+
+    def offered(self) -> bool:
+        """Whether new readers could still open all of them."""
+        return self._offered()
 
     def view(
         self, region: Region, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str

@@ -1,33 +1,25 @@
-"""Which transports there are, and which of them this process can use.
+"""Which transports this process can use: those of core/transports.py, asked to try themselves.
 
-A transport is a module of its own and one line in `_BUILT`. Those that the design foresees and nobody has built are
-told as such, with what this host has for them: a person who wonders why an edge took shared memory gets an answer.
+Those that the design foresees and nobody has built are told as such, with what this host has for them: a person who
+wonders why an edge took shared memory gets an answer.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ckpt_engine.transport.base import Availability, Transport
-from ckpt_engine.transport.cuda_driver import library_problem
-from ckpt_engine.transport.cuda_ipc import CudaIpcTransport
-from ckpt_engine.transport.file import FileTransport
-from ckpt_engine.transport.relay_memory import RelayMemoryTransport
-from ckpt_engine.transport.shared_memory import SharedMemoryTransport
+from ckpt_engine.core.transports import Maker, TransportKind, made, transport_kinds
+from ckpt_engine.transport.base import Availability, Fetcher, Transport
+from ckpt_engine.transport.fetched import FetchedTransport
 
-_BUILT: tuple[
-    type[CudaIpcTransport] | type[RelayMemoryTransport] | type[SharedMemoryTransport] | type[FileTransport], ...
-] = (
-    CudaIpcTransport,
-    RelayMemoryTransport,
-    SharedMemoryTransport,
-    FileTransport,
-)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +34,21 @@ class TransportRow:
 
 def all_transports() -> dict[str, Transport]:
     """A new instance of every transport that this process can use, by name. Call it once a worker."""
-    transports: list[Transport] = [kind() for kind in _BUILT]
-    return {transport.name: transport for transport in transports if transport.availability().ok}
+    readers = {name: _reader(kind) for name, kind in transport_kinds().items()}
+    return {
+        name: FetchedTransport(reader) if isinstance(reader, Fetcher) else reader
+        for name, reader in readers.items()
+        if not isinstance(reader, Availability) and reader.availability().ok
+    }
 
 
 def worker_transports(only: Sequence[str] = ()) -> tuple[str, ...]:
     """What workers of an engine on this host may use, as its agent tells the manager. Starts CUDA nowhere.
 
-    only: the names that a user allows; none: all that work. Whether a worker uses a GPU it tells itself, so here the
-    driver decides, not the agent's own torch. Raises ValueError for a name that is unknown or does not work here.
+    only: the names that a user allows; none: all that work. Raises ValueError for a name that is unknown or does not
+    work here.
     """
-    found = {}
-    for kind in _BUILT:
-        found[kind.name] = kind().availability()
-        if kind is CudaIpcTransport:
-            problem = library_problem()
-            found[kind.name] = Availability(not problem, problem or "an NVIDIA driver is installed")
+    found = {name: _on_host(kind) for name, kind in transport_kinds().items()}
     for name in only:
         if name not in found:
             raise ValueError(f"there is no transport {name!r}; there are {', '.join(found)}")
@@ -69,12 +60,40 @@ def worker_transports(only: Sequence[str] = ()) -> tuple[str, ...]:
 def transport_rows() -> list[TransportRow]:
     """Every transport, built or not, and why it is on or off in this process. Never raises."""
     rows = []
-    for kind in _BUILT:
-        found = kind().availability()
-        rows.append(TransportRow(kind.name, True, found.ok, found.reason))
+    for name, kind in transport_kinds().items():
+        found = _available(kind)
+        rows.append(TransportRow(name, True, found.ok, found.reason))
     for name, found in unbuilt().items():
-        rows.append(TransportRow(name, False, False, found.reason))
+        if name not in transport_kinds():
+            rows.append(TransportRow(name, False, False, found.reason))
     return rows
+
+
+def _loaded(kind: TransportKind, maker: Maker) -> Any:
+    """What it makes, or an Availability that says why not, which is in the log: no transport of others may stop a
+    worker or an agent."""
+    try:
+        return made(maker)
+    except Exception as error:
+        log.exception("ckpt-engine: transport %s cannot be loaded", kind.name)
+        return Availability(False, f"it cannot be loaded: {type(error).__name__}: {error}")
+
+
+def _reader(kind: TransportKind) -> Transport | Fetcher | Availability:
+    reader: Transport | Fetcher | Availability = _loaded(kind, kind.reader)
+    return reader
+
+
+def _available(kind: TransportKind) -> Availability:
+    reader = _reader(kind)
+    return reader if isinstance(reader, Availability) else reader.availability()
+
+
+def _on_host(kind: TransportKind) -> Availability:
+    if kind.on_host is None:
+        return _available(kind)
+    found: Availability = _loaded(kind, kind.on_host)
+    return found
 
 
 def unbuilt() -> Mapping[str, Availability]:

@@ -313,7 +313,7 @@ class RelayMemoryTransport:
             arena = self._arena(locator, min(seconds, ASK_SECONDS))
             opened[region.locator] = arena.mapping(locator.offset, region.size)
             slots[locator.arena, locator.slot] = arena, locator.slot
-        found = RelayRegions(MappedRegions(opened, lambda: None, pins=True), list(slots.values()))
+        found = RelayRegions(MappedRegions(opened, lambda: None, lambda: True, pins=True), list(slots.values()))
         try:
             found.check()
         except BaseException:

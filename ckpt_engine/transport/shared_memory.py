@@ -18,12 +18,12 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from ckpt_engine.core.problems import CkptEngineError, data_loss, invalid, unavailable
-from ckpt_engine.transport.base import Availability
+from ckpt_engine.transport.base import OPEN_SECONDS, Availability, HostMemory, Memory
 from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.mapped import MappedRegions, Mapping
 from ckpt_engine.transport.room import memory_room
@@ -140,16 +140,53 @@ class SharedArena:
         """The region that lets others open this memory while this process lives and `close` was not called."""
         if self._memory is None:
             raise invalid("this shared memory was closed")
-        status = os.fstat(self._descriptor)
-        locator = SharedMemoryLocator(
-            pid=os.getpid(), descriptor=self._descriptor, device=status.st_dev, inode=status.st_ino
-        )
-        return Region(id=id, transport=NAME, size=self.size, locator=locator.SerializeToString(deterministic=True))
+        return _region(id, self._descriptor, self.size)
+
+    def lendable(self) -> HostMemory:
+        """All of it, for a Lender. Raises INVALID_ARGUMENT after `close`."""
+        return HostMemory(self.tensor(0, (self.size,), torch.uint8), self._descriptor)
 
     def close(self) -> None:
         """Nobody can open it from now on. May be repeated. The memory goes when no tensor of any process uses it."""
         self._memory = None
         self._closer()
+
+
+class SharedMemoryLender:
+    """The owner's side. Who has memory mapped keeps it for as long as it wants, so nobody is waited for."""
+
+    def __init__(self) -> None:
+        self._descriptors: list[int] = []
+
+    def offer(self, id: int, memory: Memory) -> Region:
+        """Lends a whole memory file. Raises UNAVAILABLE for memory that is none."""
+        if not isinstance(memory, HostMemory):
+            raise unavailable(f"{memory.kind} cannot be opened through /proc")
+        try:
+            descriptor = os.dup(memory.descriptor)
+        except OSError as error:
+            raise unavailable(f"shared memory that was closed cannot be offered: {error}") from error
+        self._descriptors.append(descriptor)
+        return _region(id, descriptor, memory.bytes.numel())
+
+    @property
+    def readers(self) -> int:
+        """None keeps memory from being freed: the kernel does that when the last one is gone."""
+        return 0
+
+    def unchanged(self) -> bool:
+        """Always: the files are this process's own, and cannot change their size."""
+        return True
+
+    def withdraw(self, seconds: float) -> None:
+        """Nobody can open it from now on."""
+        self.close()
+
+    def close(self) -> None:
+        """Nobody can open it from now on."""
+        descriptors, self._descriptors = self._descriptors, []
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 class SharedMemoryTransport:
@@ -174,7 +211,7 @@ class SharedMemoryTransport:
             return Availability(False, "a page of shared memory read back through /proc differs")
         return Availability(True, "memory files of this user's processes open through /proc")
 
-    def open(self, regions: Sequence[Region]) -> MappedRegions:
+    def open(self, regions: Sequence[Region], seconds: float = OPEN_SECONDS) -> MappedRegions:
         """Maps the regions, those already mapped once more at no cost.
 
         Raises UNAVAILABLE if an owner is gone or may not be read, DATA_LOSS if its memory is not what it published.
@@ -189,12 +226,33 @@ class SharedMemoryTransport:
                 raise data_loss(f"region {region.id} has {region.size} bytes, but {mapping.size} are mapped for it")
             opened[region.locator] = mapping
         # A mapped memory file is bound to its inode and its size is sealed: nothing is left to check later.
-        return MappedRegions(opened, lambda: None, pins=True)
+        return MappedRegions(opened, lambda: None, partial(_offered, list(regions)), pins=True)
+
+
+def _region(id: int, descriptor: int, size: int) -> Region:
+    status = os.fstat(descriptor)
+    locator = SharedMemoryLocator(pid=os.getpid(), descriptor=descriptor, device=status.st_dev, inode=status.st_ino)
+    return Region(id=id, transport=NAME, size=size, locator=locator.SerializeToString(deterministic=True))
+
+
+def _offered(regions: Sequence[Region]) -> bool:
+    try:
+        for region in regions:
+            locator = locator_of(region, NAME, SharedMemoryLocator)
+            path = _path(locator)
+            _same(os.stat(path), locator, region, path)
+    except (OSError, CkptEngineError):
+        return False
+    return True
+
+
+def _path(locator: SharedMemoryLocator) -> str:
+    return f"/proc/{locator.pid}/fd/{locator.descriptor}"
 
 
 def _map(region: Region) -> Mapping:
     locator = locator_of(region, NAME, SharedMemoryLocator)
-    path = f"/proc/{locator.pid}/fd/{locator.descriptor}"
+    path = _path(locator)
     try:
         # Looked at before it is opened: if the pid was reused, opening a stranger's pipe or device would touch it.
         _same(os.stat(path), locator, region, path)

@@ -39,6 +39,7 @@ class Stage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     INSTALL: _ClassVar[Stage]
     VERIFY: _ClassVar[Stage]
     RESUME: _ClassVar[Stage]
+    READY: _ClassVar[Stage]
 
 class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -67,6 +68,7 @@ TRANSFER: Stage
 INSTALL: Stage
 VERIFY: Stage
 RESUME: Stage
+READY: Stage
 OUTCOME_UNSPECIFIED: Outcome
 NEW_SERVING: Outcome
 OLD_SERVING: Outcome

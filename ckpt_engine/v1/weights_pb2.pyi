@@ -148,16 +148,18 @@ class OfferedRegion(_message.Message):
     def __init__(self, id: _Optional[int] = ..., size: _Optional[int] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ...) -> None: ...
 
 class Region(_message.Message):
-    __slots__ = ("id", "transport", "size", "locator")
+    __slots__ = ("id", "transport", "size", "locator", "source")
     ID_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     LOCATOR_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     id: int
     transport: str
     size: int
     locator: bytes
-    def __init__(self, id: _Optional[int] = ..., transport: _Optional[str] = ..., size: _Optional[int] = ..., locator: _Optional[bytes] = ...) -> None: ...
+    source: str
+    def __init__(self, id: _Optional[int] = ..., transport: _Optional[str] = ..., size: _Optional[int] = ..., locator: _Optional[bytes] = ..., source: _Optional[str] = ...) -> None: ...
 
 class SharedMemoryLocator(_message.Message):
     __slots__ = ("pid", "descriptor", "device", "inode")

@@ -26,7 +26,7 @@ from ckpt_engine.v1 import manager_pb2 as ckpt__engine_dot_v1_dot_manager__pb2
 from ckpt_engine.v1 import weights_pb2 as ckpt__engine_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x63kpt_engine/v1/worker.proto\x12\x0e\x63kpt_engine.v1\x1a\x1c\x63kpt_engine/v1/manager.proto\x1a\x1c\x63kpt_engine/v1/weights.proto\"\xcc\x02\n\rWorkerRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\x0c\x12\x31\n\x0cwant_prepare\x18\x04 \x01(\x0b\x32\x19.ckpt_engine.v1.WantOrderH\x00\x12\x32\n\x08prepared\x18\x05 \x01(\x0b\x32\x1e.ckpt_engine.v1.WorkerPreparedH\x00\x12\x31\n\x0cwant_install\x18\x06 \x01(\x0b\x32\x19.ckpt_engine.v1.WantOrderH\x00\x12\x32\n\x08progress\x18\x07 \x01(\x0b\x32\x1e.ckpt_engine.v1.WorkerProgressH\x00\x12\x34\n\tinstalled\x18\x08 \x01(\x0b\x32\x1f.ckpt_engine.v1.WorkerInstalledH\x00\x42\x06\n\x04\x62ody\"\xea\x01\n\nAgentReply\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12/\n\x07prepare\x18\x02 \x01(\x0b\x32\x1c.ckpt_engine.v1.PrepareOrderH\x00\x12/\n\x07install\x18\x03 \x01(\x0b\x32\x1c.ckpt_engine.v1.InstallOrderH\x00\x12\x34\n\x0c\x61\x63knowledged\x18\x04 \x01(\x0b\x32\x1c.ckpt_engine.v1.AcknowledgedH\x00\x12*\n\x07refused\x18\x05 \x01(\x0b\x32\x17.ckpt_engine.v1.ProblemH\x00\x42\x06\n\x04\x62ody\"\x0b\n\tWantOrder\"\x0e\n\x0c\x41\x63knowledged\"`\n\x0cPrepareOrder\x12$\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x15.ckpt_engine.v1.Fence\x12\x10\n\x08manifest\x18\x02 \x01(\x0c\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x03 \x01(\x01\"\x93\x01\n\x0eWorkerPrepared\x12$\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x15.ckpt_engine.v1.Fence\x12\r\n\x05needs\x18\x02 \x01(\x0c\x12\"\n\x04host\x18\x03 \x01(\x0b\x32\x14.ckpt_engine.v1.Host\x12(\n\x07problem\x18\x04 \x01(\x0b\x32\x17.ckpt_engine.v1.Problem\"\x9a\x01\n\x0cInstallOrder\x12$\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x15.ckpt_engine.v1.Fence\x12*\n\x08identity\x18\x02 \x01(\x0b\x32\x18.ckpt_engine.v1.Identity\x12\x0c\n\x04plan\x18\x03 \x01(\x0c\x12\x10\n\x08\x65xpected\x18\x04 \x01(\x0c\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x05 \x01(\x01\"\x85\x01\n\x0eWorkerProgress\x12$\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x15.ckpt_engine.v1.Fence\x12$\n\x05stage\x18\x02 \x01(\x0e\x32\x15.ckpt_engine.v1.Stage\x12\x12\n\nbytes_done\x18\x03 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x04 \x01(\x04\"\x90\x01\n\x0fWorkerInstalled\x12$\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x15.ckpt_engine.v1.Fence\x12,\n\x06report\x18\x02 \x01(\x0b\x32\x1c.ckpt_engine.v1.WorkerReport\x12)\n\x05\x65\x64ges\x18\x03 \x03(\x0b\x32\x1a.ckpt_engine.v1.EdgeReport\"\xb3\x02\n\x0bNodeMessage\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x11\n\tnode_rank\x18\x03 \x01(\r\x12\r\n\x05nodes\x18\x04 \x01(\r\x12\x0c\n\x04kind\x18\x05 \x01(\t\x12\x12\n\ntransports\x18\x06 \x03(\t\x12\x16\n\x0eleader_session\x18\x07 \x01(\x0c\x12\x12\n\ngeneration\x18\x08 \x01(\x04\x12\x0f\n\x07running\x18\t \x01(\x08\x12\x0e\n\x06reason\x18\n \x01(\t\x12-\n\x07workers\x18\x0b \x03(\x0b\x32\x1c.ckpt_engine.v1.WorkerStatus\x12\x0e\n\x06looked\x18\x0c \x01(\x04\x12.\n\x07request\x18\r \x01(\x0b\x32\x1d.ckpt_engine.v1.WorkerRequest\"\xf1\x01\n\x0bNodeCommand\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0b\n\x03run\x18\x03 \x01(\x08\x12\x16\n\x0emaster_address\x18\x04 \x01(\t\x12\x13\n\x0bmaster_port\x18\x05 \x01(\r\x12\x0c\n\x04look\x18\x06 \x01(\x04\x12(\n\x07refused\x18\x07 \x01(\x0b\x32\x17.ckpt_engine.v1.Problem\x12\x0c\n\x04rank\x18\x08 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\t \x01(\x0c\x12)\n\x05reply\x18\n \x01(\x0b\x32\x1a.ckpt_engine.v1.AgentReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x63kpt_engine/v1/worker.proto\x12\x0e\x63kpt_engine.v1\x1a\x1c\x63kpt_engine/v1/manager.proto\x1a\x1c\x63kpt_engine/v1/weights.proto\"\xfa\x02\n\rWorkerRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\x0c\x12\x31\n\x0cwant_prepare\x18\x04 \x01(\x0b\x32\x19.ckpt_engine.v1.WantOrderH\x00\x12\x32\n\x08prepared\x18\x05 \x01(\x0b\x32\x1e.ckpt_engine.v1.WorkerPreparedH\x00\x12\x31\n\x0cwant_install\x18\x06 \x01(\x0b\x32\x19.ckpt_engine.v1.WantOrderH\x00\x12\x32\n\x08progress\x18\x07 \x01(\x0b\x32\x1e.ckpt_engine.v1.WorkerProgressH\x00\x12\x34\n\tinstalled\x18\x08 \x01(\x0b\x32\x1f.ckpt_engine.v1.WorkerInstalledH\x00\x12,\n\x05ready\x18\t \x01(\x0b\x32\x1b.ckpt_engine.v1.WorkerReadyH\x00\x42\x06\n\x04\x62ody\"\x97\x02\n\nAgentReply\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12/\n\x07prepare\x18\x02 \x01(\x0b\x32\x1c.ckpt_engine.v1.PrepareOrderH\x00\x12/\n\x07install\x18\x03 \x01(\x0b\x32\x1c.ckpt_engine.v1.InstallOrderH\x00\x12\x34\n\x0c\x61\x63knowledged\x18\x04 \x01(\x0b\x32\x1c.ckpt_engine.v1.AcknowledgedH\x00\x12*\n\x07refused\x18\x05 \x01(\x0b\x32\x17.ckpt_engine.v1.ProblemH\x00\x12+\n\x05ready\x18\x06 \x01(\x0b\x32\x1a.ckpt_engine.v1.ReadyOrderH\x00\x42\x06\n\x04\x62ody\"\x0b\n\tWantOrder\"\x0e\n\x0c\x41\x63knowledged\"`\n\x0cPrepareOrder\x12$\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x15.ckpt_engine.v1.Fence\x12\x10\n\x08manifest\x18\x02 \x01(\x0c\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x03 \x01(\x01\"\x93\x01\n\x0eWorkerPrepared\x12$\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x15.ckpt_engine.v1.Fence\x12\r\n\x05needs\x18\x02 \x01(\x0c\x12\"\n\x04host\x18\x03 \x01(\x0b\x32\x14.ckpt_engine.v1.Host\x12(\n\x07problem\x18\x04 \x01(\x0b\x32\x17.ckpt_engine.v1.Problem\"j\n\nReadyOrder\x12$\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x15.ckpt_engine.v1.Fence\x12\x0c\n\x04plan\x18\x02 \x01(\x0c\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x03 \x01(\x01\x12\x0e\n\x06\x61sleep\x18\x04 \x01(\x08\"l\n\x0bWorkerReady\x12$\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x15.ckpt_engine.v1.Fence\x12\r\n\x05plans\x18\x02 \x03(\x0c\x12(\n\x07problem\x18\x03 \x01(\x0b\x32\x17.ckpt_engine.v1.Problem\"\x9a\x01\n\x0cInstallOrder\x12$\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x15.ckpt_engine.v1.Fence\x12*\n\x08identity\x18\x02 \x01(\x0b\x32\x18.ckpt_engine.v1.Identity\x12\x0c\n\x04plan\x18\x03 \x01(\x0c\x12\x10\n\x08\x65xpected\x18\x04 \x01(\x0c\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x05 \x01(\x01\"\x85\x01\n\x0eWorkerProgress\x12$\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x15.ckpt_engine.v1.Fence\x12$\n\x05stage\x18\x02 \x01(\x0e\x32\x15.ckpt_engine.v1.Stage\x12\x12\n\nbytes_done\x18\x03 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x04 \x01(\x04\"\x90\x01\n\x0fWorkerInstalled\x12$\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x15.ckpt_engine.v1.Fence\x12,\n\x06report\x18\x02 \x01(\x0b\x32\x1c.ckpt_engine.v1.WorkerReport\x12)\n\x05\x65\x64ges\x18\x03 \x03(\x0b\x32\x1a.ckpt_engine.v1.EdgeReport\"\xb3\x02\n\x0bNodeMessage\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x11\n\tnode_rank\x18\x03 \x01(\r\x12\r\n\x05nodes\x18\x04 \x01(\r\x12\x0c\n\x04kind\x18\x05 \x01(\t\x12\x12\n\ntransports\x18\x06 \x03(\t\x12\x16\n\x0eleader_session\x18\x07 \x01(\x0c\x12\x12\n\ngeneration\x18\x08 \x01(\x04\x12\x0f\n\x07running\x18\t \x01(\x08\x12\x0e\n\x06reason\x18\n \x01(\t\x12-\n\x07workers\x18\x0b \x03(\x0b\x32\x1c.ckpt_engine.v1.WorkerStatus\x12\x0e\n\x06looked\x18\x0c \x01(\x04\x12.\n\x07request\x18\r \x01(\x0b\x32\x1d.ckpt_engine.v1.WorkerRequest\"\xf1\x01\n\x0bNodeCommand\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0b\n\x03run\x18\x03 \x01(\x08\x12\x16\n\x0emaster_address\x18\x04 \x01(\t\x12\x13\n\x0bmaster_port\x18\x05 \x01(\r\x12\x0c\n\x04look\x18\x06 \x01(\x04\x12(\n\x07refused\x18\x07 \x01(\x0b\x32\x17.ckpt_engine.v1.Problem\x12\x0c\n\x04rank\x18\x08 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\t \x01(\x0c\x12)\n\x05reply\x18\n \x01(\x0b\x32\x1a.ckpt_engine.v1.AgentReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,25 +34,29 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ckpt_engine.v1.worker_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKERREQUEST']._serialized_start=108
-  _globals['_WORKERREQUEST']._serialized_end=440
-  _globals['_AGENTREPLY']._serialized_start=443
-  _globals['_AGENTREPLY']._serialized_end=677
-  _globals['_WANTORDER']._serialized_start=679
-  _globals['_WANTORDER']._serialized_end=690
-  _globals['_ACKNOWLEDGED']._serialized_start=692
-  _globals['_ACKNOWLEDGED']._serialized_end=706
-  _globals['_PREPAREORDER']._serialized_start=708
-  _globals['_PREPAREORDER']._serialized_end=804
-  _globals['_WORKERPREPARED']._serialized_start=807
-  _globals['_WORKERPREPARED']._serialized_end=954
-  _globals['_INSTALLORDER']._serialized_start=957
-  _globals['_INSTALLORDER']._serialized_end=1111
-  _globals['_WORKERPROGRESS']._serialized_start=1114
-  _globals['_WORKERPROGRESS']._serialized_end=1247
-  _globals['_WORKERINSTALLED']._serialized_start=1250
-  _globals['_WORKERINSTALLED']._serialized_end=1394
-  _globals['_NODEMESSAGE']._serialized_start=1397
-  _globals['_NODEMESSAGE']._serialized_end=1704
-  _globals['_NODECOMMAND']._serialized_start=1707
-  _globals['_NODECOMMAND']._serialized_end=1948
+  _globals['_WORKERREQUEST']._serialized_end=486
+  _globals['_AGENTREPLY']._serialized_start=489
+  _globals['_AGENTREPLY']._serialized_end=768
+  _globals['_WANTORDER']._serialized_start=770
+  _globals['_WANTORDER']._serialized_end=781
+  _globals['_ACKNOWLEDGED']._serialized_start=783
+  _globals['_ACKNOWLEDGED']._serialized_end=797
+  _globals['_PREPAREORDER']._serialized_start=799
+  _globals['_PREPAREORDER']._serialized_end=895
+  _globals['_WORKERPREPARED']._serialized_start=898
+  _globals['_WORKERPREPARED']._serialized_end=1045
+  _globals['_READYORDER']._serialized_start=1047
+  _globals['_READYORDER']._serialized_end=1153
+  _globals['_WORKERREADY']._serialized_start=1155
+  _globals['_WORKERREADY']._serialized_end=1263
+  _globals['_INSTALLORDER']._serialized_start=1266
+  _globals['_INSTALLORDER']._serialized_end=1420
+  _globals['_WORKERPROGRESS']._serialized_start=1423
+  _globals['_WORKERPROGRESS']._serialized_end=1556
+  _globals['_WORKERINSTALLED']._serialized_start=1559
+  _globals['_WORKERINSTALLED']._serialized_end=1703
+  _globals['_NODEMESSAGE']._serialized_start=1706
+  _globals['_NODEMESSAGE']._serialized_end=2013
+  _globals['_NODECOMMAND']._serialized_start=2016
+  _globals['_NODECOMMAND']._serialized_end=2257
 # @@protoc_insertion_point(module_scope)

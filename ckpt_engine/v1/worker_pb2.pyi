@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerRequest(_message.Message):
-    __slots__ = ("sequence", "rank", "boot_id", "want_prepare", "prepared", "want_install", "progress", "installed")
+    __slots__ = ("sequence", "rank", "boot_id", "want_prepare", "prepared", "want_install", "progress", "installed", "ready")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class WorkerRequest(_message.Message):
     WANT_INSTALL_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     INSTALLED_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     rank: int
     boot_id: bytes
@@ -26,21 +27,24 @@ class WorkerRequest(_message.Message):
     want_install: WantOrder
     progress: WorkerProgress
     installed: WorkerInstalled
-    def __init__(self, sequence: _Optional[int] = ..., rank: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., want_prepare: _Optional[_Union[WantOrder, _Mapping]] = ..., prepared: _Optional[_Union[WorkerPrepared, _Mapping]] = ..., want_install: _Optional[_Union[WantOrder, _Mapping]] = ..., progress: _Optional[_Union[WorkerProgress, _Mapping]] = ..., installed: _Optional[_Union[WorkerInstalled, _Mapping]] = ...) -> None: ...
+    ready: WorkerReady
+    def __init__(self, sequence: _Optional[int] = ..., rank: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., want_prepare: _Optional[_Union[WantOrder, _Mapping]] = ..., prepared: _Optional[_Union[WorkerPrepared, _Mapping]] = ..., want_install: _Optional[_Union[WantOrder, _Mapping]] = ..., progress: _Optional[_Union[WorkerProgress, _Mapping]] = ..., installed: _Optional[_Union[WorkerInstalled, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ...) -> None: ...
 
 class AgentReply(_message.Message):
-    __slots__ = ("sequence", "prepare", "install", "acknowledged", "refused")
+    __slots__ = ("sequence", "prepare", "install", "acknowledged", "refused", "ready")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     INSTALL_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     prepare: PrepareOrder
     install: InstallOrder
     acknowledged: Acknowledged
     refused: _weights_pb2.Problem
-    def __init__(self, sequence: _Optional[int] = ..., prepare: _Optional[_Union[PrepareOrder, _Mapping]] = ..., install: _Optional[_Union[InstallOrder, _Mapping]] = ..., acknowledged: _Optional[_Union[Acknowledged, _Mapping]] = ..., refused: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
+    ready: ReadyOrder
+    def __init__(self, sequence: _Optional[int] = ..., prepare: _Optional[_Union[PrepareOrder, _Mapping]] = ..., install: _Optional[_Union[InstallOrder, _Mapping]] = ..., acknowledged: _Optional[_Union[Acknowledged, _Mapping]] = ..., refused: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., ready: _Optional[_Union[ReadyOrder, _Mapping]] = ...) -> None: ...
 
 class WantOrder(_message.Message):
     __slots__ = ()
@@ -71,6 +75,28 @@ class WorkerPrepared(_message.Message):
     host: _weights_pb2.Host
     problem: _weights_pb2.Problem
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., needs: _Optional[bytes] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
+
+class ReadyOrder(_message.Message):
+    __slots__ = ("fence", "plan", "deadline_seconds", "asleep")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    plan: bytes
+    deadline_seconds: float
+    asleep: bool
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., plan: _Optional[bytes] = ..., deadline_seconds: _Optional[float] = ..., asleep: bool = ...) -> None: ...
+
+class WorkerReady(_message.Message):
+    __slots__ = ("fence", "plans", "problem")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    PLANS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    plans: _containers.RepeatedScalarFieldContainer[bytes]
+    problem: _weights_pb2.Problem
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., plans: _Optional[_Iterable[bytes]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
 
 class InstallOrder(_message.Message):
     __slots__ = ("fence", "identity", "plan", "expected", "deadline_seconds")

@@ -37,7 +37,7 @@ from ckpt_engine.install.channel import WorkerChannel
 from ckpt_engine.install.directory import EngineDirectory
 from ckpt_engine.install.state import EnginePage
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine.v1.worker_pb2 import WantOrder, WorkerInstalled, WorkerPrepared, WorkerRequest
+from ckpt_engine.v1.worker_pb2 import WantOrder, WorkerInstalled, WorkerPrepared, WorkerReady, WorkerRequest
 
 ROOT = Path(__file__).parents[2]
 
@@ -161,6 +161,9 @@ class Server(ThreadingHTTPServer):
     def prepare(self) -> None:
         """What a worker does when its engine is told to prepare: it needs nothing of any manifest."""
         reply = self.channel.ask(WorkerRequest(want_prepare=WantOrder()), 5)
+        if reply.HasField("ready"):
+            plans = [hashlib.sha256(reply.ready.plan).digest()]
+            self.channel.ask(WorkerRequest(ready=WorkerReady(fence=reply.ready.fence, plans=plans)), 5)
         if reply.HasField("prepare"):
             digest = hashlib.sha256(reply.prepare.manifest).digest()
             needs = weights_pb2.WorkerNeeds(manifest_digest=digest).SerializeToString(deterministic=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from test_agent_turns import CLUSTER, WORDS, Agent
 
@@ -49,6 +51,10 @@ class Install:
         """The step ends well. words: what is read, if that is the step."""
         self._running.remove(run)
         results = {events.ReadWords: words, events.FetchBlobs: (b"plan", b"expected")}
+        if isinstance(run.task, events.PrepareEngine):
+            self.asks(now, want_prepare=worker_pb2.WantOrder())
+            fence = weights_pb2.Fence(cluster=CLUSTER, epoch=EPOCH)
+            self.asks(now, ready=worker_pb2.WorkerReady(fence=fence, plans=[b"p" * 32]))
         self._take(self.agent.tell(events.Done(run.key, results.get(type(run.task))), now))
 
     def until(self, kind: type, now: float, words: events.Words = WORDS) -> events.Run:
@@ -62,8 +68,12 @@ class Install:
 
     def want(self, now: float) -> worker_pb2.AgentReply:
         """What a worker gets that asks for its order."""
-        want = worker_pb2.WorkerRequest(rank=0, boot_id=BOOT, want_install=worker_pb2.WantOrder())
-        given = self.agent.tell(events.WorkerAsked(1, want), now)
+        return self.asks(now, want_install=worker_pb2.WantOrder())
+
+    def asks(self, now: float, **body: Any) -> worker_pb2.AgentReply:
+        """What the worker gets for a request."""
+        request = worker_pb2.WorkerRequest(rank=0, boot_id=BOOT, **body)
+        given = self.agent.tell(events.WorkerAsked(1, request), now)
         (reply,) = [command.reply for command in given if isinstance(command, events.Reply)]
         assert reply is not None
         return reply

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.topology import Distance, choose_transport
+from ckpt_engine.core.reach import Distance
+from ckpt_engine.core.topology import choose_transport
 from ckpt_engine.v1.weights_pb2 import Gpu, GpuReach, Host, Problem
 
 HERE = Host(boot_id="a", pid_namespace="pid:[1]", name="h1")
@@ -118,7 +119,7 @@ def test_a_relay_reaches_whoever_sees_its_directory_in_whatever_namespace() -> N
     pod = Host(boot_id="a", pid_namespace="pid:[2]", network_namespace="net:[2]", name="pod", relay_directory="8:42")
     assert choose_transport(relay, "relay_memory", pod, ("relay_memory",)).distance == Distance.HOST_MEMORY
     for worker, words in (
-        (Host(boot_id="b", name="h2", relay_directory="8:42"), "start a relay there"),
+        (Host(boot_id="b", name="h2", relay_directory="8:42"), "start a relay"),
         (Host(boot_id="a", name="pod", relay_directory="8:43"), "8:42 and 8:43.*CKPT_ENGINE_RELAY_DIRECTORY"),
         (Host(boot_id="a", name="pod"), "8:42 and unknown"),
     ):

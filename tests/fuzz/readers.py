@@ -81,12 +81,18 @@ def orders(kind: type[Any]) -> Iterator[Callable[[bytes], None]]:
         installer = Installer(target, slot, {"shared_memory": SharedMemoryTransport(), "file": FileTransport()})
         installer.prepare(worker_pb2.PrepareOrder.FromString(prepare_order()))
 
+        carry_out: dict[type[Any], Callable[[Any], Any]] = {
+            worker_pb2.PrepareOrder: installer.prepare,
+            worker_pb2.ReadyOrder: installer.ready,
+            worker_pb2.InstallOrder: installer.install,
+        }
+
         def take(data: bytes) -> None:
             order = kind.FromString(data)
             order.deadline_seconds = min(order.deadline_seconds, 1.0)
-            answer = installer.prepare(order) if kind is worker_pb2.PrepareOrder else installer.install(order)
+            answer = carry_out[kind](order)
             answer.SerializeToString()
-            problem = answer.problem if kind is worker_pb2.PrepareOrder else answer.report.problem
+            problem = answer.report.problem if kind is worker_pb2.InstallOrder else answer.problem
             assert problem.code != weights_pb2.Problem.INTERNAL, problem.message
 
         yield take

@@ -192,3 +192,9 @@ def safetensors_file() -> bytes:
 
 def serialised(messages: Sequence[Message]) -> list[bytes]:
     return [message.SerializeToString() for message in messages]
+
+
+def ready_order() -> bytes:
+    """To get ready for the same plan."""
+    order = worker_pb2.InstallOrder.FromString(install_order())
+    return worker_pb2.ReadyOrder(fence=order.fence, plan=order.plan, deadline_seconds=1.0).SerializeToString()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from ckpt_engine.core.topology import Distance, choose_transport
+from ckpt_engine.core.reach import Distance
+from ckpt_engine.core.topology import choose_transport
 from ckpt_engine.transport import nvml
 from ckpt_engine.transport.cuda_driver import driver
 from ckpt_engine.transport.gpus import used_gpus

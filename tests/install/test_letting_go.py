@@ -23,8 +23,8 @@ class Watched(SharedMemoryTransport):
         super().__init__()
         self.open_now: list[OpenedRegions] = []
 
-    def open(self, regions: Sequence[weights_pb2.Region]) -> MappedRegions:
-        opened = super().open(regions)
+    def open(self, regions: Sequence[weights_pb2.Region], seconds: float = 60.0) -> MappedRegions:
+        opened = super().open(regions, seconds)
         self.open_now.append(opened)
         close = opened.close
 
@@ -52,7 +52,9 @@ def test_regions_are_closed_and_not_only_forgotten(tmp_path: Path) -> None:
     checkpoint.seal()
     other = Checkpoint(model.checkpoint(2))
     worker.update(other)
-    assert len(watched.open_now) == 1, "what the plan before had open is closed"
+    assert len(watched.open_now) == 2, "the plan before is kept ready"
+    worker.update(other)
+    assert len(watched.open_now) == 1, "it is closed, since it is neither served nor comes"
     worker.prepare(other)
     order = worker.order(other)
     plan = weights_pb2.WorkerPlan.FromString(order.plan)

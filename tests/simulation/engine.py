@@ -8,6 +8,7 @@ their agent over a channel that may lose requests and replies, and repeat themse
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -47,6 +48,7 @@ class Worker:
     alive: bool = True
     fence: weights_pb2.Fence = field(default_factory=weights_pb2.Fence)
     process: Process | None = None
+    ready: frozenset[bytes] = frozenset()  # digests of the plans that it has ready
 
     def word(self) -> WorkerWord:
         """Its state word, as it stays in the page when the worker dies."""
@@ -182,7 +184,7 @@ class Engine:
     def _discard(self) -> None:
         """As in EngineWorker.discard: the word says that there is nothing."""
         for worker in self.workers:
-            worker.state, worker.identity = NONE, None
+            worker.state, worker.identity, worker.ready = NONE, None, frozenset()
 
     def _sleep(self, level: int) -> None:
         """At level 2 a worker says that it holds nothing before that is so. A request may still come a moment later."""
@@ -222,6 +224,9 @@ class Engine:
 
     def _prepare(self, worker: Worker) -> Steps:
         reply = yield from self._ask(worker, _request(want_prepare=worker_pb2.WantOrder()), 3.0)
+        if reply is not None and reply.HasField("ready"):
+            yield from self._get_ready(worker, reply.ready)
+            return
         if reply is None or not reply.HasField("prepare"):
             return
         yield self.world.between(0.01, 0.1)
@@ -232,6 +237,17 @@ class Engine:
         else:
             prepared.problem.CopyFrom(invalid(f"this engine cannot load {model}").problem)
         yield from self._ask(worker, _request(prepared=prepared), 3.0)
+
+    def _get_ready(self, worker: Worker, order: worker_pb2.ReadyOrder) -> Steps:
+        """It keeps two plans: the one that it was ready for last, and this one."""
+        yield self.world.between(0.001, 0.1)
+        ready = worker_pb2.WorkerReady(fence=order.fence)
+        if self.world.chance(self.faults.worker_early):
+            ready.problem.CopyFrom(unavailable("the simulator made this worker fail to get ready").problem)
+        else:
+            worker.ready = frozenset({*sorted(worker.ready)[:1], hashlib.sha256(order.plan).digest()})
+        ready.plans.extend(sorted(worker.ready))
+        yield from self._ask(worker, _request(ready=ready), 3.0)
 
     def _install(self, worker: Worker) -> Steps:
         reply = yield from self._ask(worker, _request(want_install=worker_pb2.WantOrder()), 3.0)
@@ -290,7 +306,8 @@ def _request(
     prepared: worker_pb2.WorkerPrepared | None = None,
     want_install: worker_pb2.WantOrder | None = None,
     installed: worker_pb2.WorkerInstalled | None = None,
+    ready: worker_pb2.WorkerReady | None = None,
 ) -> worker_pb2.WorkerRequest:
     return worker_pb2.WorkerRequest(
-        want_prepare=want_prepare, prepared=prepared, want_install=want_install, installed=installed
+        want_prepare=want_prepare, prepared=prepared, want_install=want_install, installed=installed, ready=ready
     )

@@ -263,7 +263,16 @@ class AgentShell(MemberShell):
         installs = operation is not None and operation.kind == "install" and isinstance(task, events.PauseEngine)
         if installs and self.engine.hold.epoch != operation.fence.epoch:
             raise BrokenPromiseError(f"{self.engine.name} is asked to pause before its gate keeps requests")
+        if installs and whole:
+            self._all_are_ready(operation.install)
         yield from self.engine.call(task)
+
+    def _all_are_ready(self, install: manager_pb2.Install) -> None:
+        assert self.engine is not None
+        plans = {worker.rank: worker.plan.digest for worker in install.workers}
+        for worker in self.engine.workers:
+            if plans[worker.rank] not in worker.ready:
+                raise BrokenPromiseError(f"{self.engine.name} pauses before worker {worker.rank} is ready")
 
     def _seal(self, task: events.SealDirectory) -> Steps:
         source = self.cluster.truth.sources[task.table.digest]

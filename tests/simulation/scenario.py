@@ -114,7 +114,7 @@ class Scenario:
     ) -> None:
         self.world = World(seed)
         self.machines = machines or Machines()
-        self.crashes, self.slant = crashes, slant or Slant()
+        self.calm, self.crashes, self.slant = calm, crashes, slant or Slant()
         self.deadlines = DEADLINES
         self.faults = Faults() if calm else self._draw_faults()
         self.truth = Truth()
@@ -220,7 +220,8 @@ class Scenario:
     def start_engine(self, agent: AgentShell, instead: Engine | None = None) -> None:
         """An engine, ready a moment later, unless the agent has one. instead: of a dead one that it still counts on."""
         self._engines += 1
-        models = {"model A"} if self.world.chance(0.3) else {"model A", "model B"}
+        limited = self.world.chance(0.3) and not self.calm
+        models = {"model A"} if limited else {"model A", "model B"}
         workers = self.world.random.choice((1, 2, 2, 3))
         engine = self.machines.engine(self.world, self.faults, self.truth, f"engine-{self._engines}", workers, models)
         delay = self.world.between(0.1, 2.0)

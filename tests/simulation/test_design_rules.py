@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.core.machines import agent_install, members, recovery, targets, update
+from ckpt_engine.core.machines import agent_install, agent_ready, members, recovery, targets, update
 from ckpt_engine.core.machines.agent import AgentMachine
+from ckpt_engine.core.machines.agent_sleep import SleepingOrWaking
 from ckpt_engine.core.machines.agent_state import Replica as AgentReplica
 from ckpt_engine.core.machines.events import PeerLost, StampEngine
 from ckpt_engine.core.machines.trainer import TrainerMachine
@@ -112,6 +113,23 @@ def an_install_has_a_deadline(patch: Patch) -> None:
         self._end += 1000.0
 
     patch.setattr(agent_install.Installing, "start", start)
+
+
+def every_worker_is_ready_before_its_engine_pauses(patch: Patch) -> None:
+    """Nobody asks them: the first install after a publication opens and maps inside its pause."""
+    patch.setattr(agent_ready.Readying, "unready", lambda self: [])
+
+
+def workers_that_slept_are_asked_again(patch: Patch) -> None:
+    """What they had ready before they let go of it for a sleep counts still."""
+    original = SleepingOrWaking._next
+
+    def following(self: SleepingOrWaking, now: float) -> None:
+        ready = dict(self.replica.ready)
+        original(self, now)
+        self.replica.ready.update(ready)
+
+    patch.setattr(SleepingOrWaking, "_next", following)
 
 
 def an_agent_obeys_no_lower_fence(patch: Patch) -> None:
@@ -314,6 +332,8 @@ RULES: list[Mistake] = [
     there_is_one_agent_for_an_engine,
     an_install_goes_on_without_its_manager,
     an_install_has_a_deadline,
+    every_worker_is_ready_before_its_engine_pauses,
+    workers_that_slept_are_asked_again,
     an_agent_obeys_no_lower_fence,
     a_trainer_seals_for_no_lower_or_equal_fence,
     a_manager_drops_answers_with_other_fences,

@@ -97,6 +97,7 @@ def test_an_evicted_run_ends_and_its_replicas_go_on(story: Story) -> None:
     agent, group = story.replica(), story.ranks("run", kind="snapshot")
     other = story.ranks("other")
     assert story.update(group).ok
+    story.faults.delay = 0.001  # no message takes longer than the end of its stream: the rank hears why it is sent away
     answer = manager_of(story).operate(manager_pb2.EvictTrainerRequest(lineage="run", reason="it is in the way")).value
     assert answer == manager_pb2.EvictTrainerResponse(ranks=1, connected=1)
     story.wait(2.0)

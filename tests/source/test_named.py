@@ -98,7 +98,9 @@ def test_odd_options_are_refused(options: dict[str, object]) -> None:
     assert error.value.problem.code == Problem.INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize(("transport", "words"), [("cuda_ipc", "for GPU tensors"), ("nvlink", "'nvlink' is neither")])
+@pytest.mark.parametrize(
+    ("transport", "words"), [("cuda_ipc", "for GPU tensors"), ("nvlink", "'nvlink' is none that tensors can")]
+)
 def test_a_way_that_tensors_cannot_take_is_refused(tmp_path: Path, transport: str, words: str) -> None:
     for weights in ({"a": torch.zeros(1)}, torch.nn.Linear(2, 2), tmp_path):
         with pytest.raises(CkptEngineError, match=words) as error:

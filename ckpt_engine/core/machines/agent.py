@@ -268,6 +268,7 @@ class AgentMachine:
         replica.orders.clear()
         replica.prepared.clear()
         replica.needs.clear()
+        replica.ready.clear()
         if replica.operation is not None:
             replica.operation.engine_exited(reason, now)
 

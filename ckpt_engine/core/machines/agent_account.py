@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ckpt_engine.core.stages import in_order, later
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 
@@ -29,12 +30,12 @@ class Account:
         """Another stage goes on from now on."""
         self._count(now)
         self._stage = stage
-        self._shown = max(self._shown, stage)
+        self._shown = later(self._shown, stage)
 
     def take_progress(self, rank: int, progress: worker_pb2.WorkerProgress) -> None:
         """A worker tells how far it is."""
         self._progress[rank] = progress
-        self._shown = max(self._shown, progress.stage)
+        self._shown = later(self._shown, progress.stage)
 
     def progress(self, fence: weights_pb2.Fence) -> manager_pb2.Progress:
         """How far all are."""
@@ -86,4 +87,4 @@ class Account:
             seconds[manager_pb2.TRANSFER] = max(report.transfer_seconds for report in workers)
             seconds[manager_pb2.INSTALL] = max(report.install_seconds for report in workers)
             seconds[manager_pb2.VERIFY] = max(report.verify_seconds for report in workers)
-        return [manager_pb2.StageSeconds(stage=stage, seconds=seconds[stage]) for stage in sorted(seconds)]
+        return in_order(seconds)

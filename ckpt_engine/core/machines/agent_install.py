@@ -1,9 +1,10 @@
 """One install in one replica: pause, let the workers install, look at their state words, resume, say what became of it.
 
-It needs nothing of the manager once the plans are fetched. Up to the moment in which a worker may have written
-(fetching an order counts as that), every failure leads back: resume, old version, OLD_SERVING. After it only the
-state words count: all workers clean with the new version is NEW_SERVING; anything else stays closed, QUARANTINED.
-Every step has a deadline, and a part of the whole is kept back for resuming.
+It needs nothing of the manager once the plans are fetched. Every worker is ready before its engine pauses, or wakes
+for it (agent_ready.py). Up to the moment in which a worker may have written (fetching an order counts as that), every
+failure leads back: resume, old version, OLD_SERVING. After it only the state words count: all workers clean with the
+new version is NEW_SERVING; anything else stays closed, QUARANTINED. Every step has a deadline, and a part of the whole
+is kept back for resuming.
 
 The gate keeps requests from before the engine is asked to pause (some take new requests in while they pause) until it
 has resumed, or until the deadline of the whole. After a quarantine nobody waits: what was kept is refused.
@@ -20,6 +21,7 @@ from typing import ClassVar, cast
 
 from ckpt_engine.core.machines.agent_account import Account
 from ckpt_engine.core.machines.agent_label import RETRY_SECONDS, LabellingOperation
+from ckpt_engine.core.machines.agent_ready import Readying, steps_around
 from ckpt_engine.core.machines.agent_state import Order, Replica, acknowledged
 from ckpt_engine.core.machines.events import (
     Done,
@@ -31,9 +33,7 @@ from ckpt_engine.core.machines.events import (
     WakeEngine,
     Words,
 )
-from ckpt_engine.core.pausing import check_pause_mode
-from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.sleeping import AWAKE, KV_CACHE, WEIGHTS, Sleeping, Step, update_steps
+from ckpt_engine.core.sleeping import AWAKE, KV_CACHE, WEIGHTS, Sleeping, Step
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 Problem = weights_pb2.Problem
@@ -48,6 +48,7 @@ class Installing(LabellingOperation):
         super().__init__(replica, install.fence)
         self.install = install
         self._account = Account()
+        self._readying = Readying(replica, install)
         self._blobs: dict[bytes, bytes] = {}
         self._problem: Problem | None = None
         self._before = replica.words
@@ -67,7 +68,7 @@ class Installing(LabellingOperation):
 
     def done(self, step: str, done: Done, now: float) -> None:
         """Takes the step after the one that ended."""
-        if step in ("before", "judge", "after"):
+        if step in ("before", "not ready", "judge", "after"):
             self.replica.take_words(
                 cast(Words, done.result)
                 if done.problem is None
@@ -79,6 +80,10 @@ class Installing(LabellingOperation):
                 self._fetch(now)
             case "fetch":
                 self._fetched(done, now)
+            case "ready":
+                self._all_ready(self._readying.ended(done, self._left(now)), now)
+            case "not ready":
+                self._conclude_untouched(now)
             case "hold":
                 self._held(now)
             case "wake":
@@ -116,36 +121,17 @@ class Installing(LabellingOperation):
         self._resume(now)
 
     def _fetch(self, now: float) -> None:
-        problem = self._cannot_begin()
-        if problem is not None:
-            self._fail(problem)
-        elif self._left(now) <= 0:
-            self._fail(self._issue(Problem.DEADLINE_EXCEEDED, "the agent was late: there was no time left to begin"))
-        if self._going_back:
+        steps = steps_around(self.replica, self.install, self._left(now))
+        if isinstance(steps, Problem):
+            self._fail(steps)
+        if self._going_back or isinstance(steps, Problem):
             self._conclude_untouched(now)
             return
+        self._steps = steps
         refs = {ref.digest: ref for worker in self.install.workers for ref in (worker.plan, worker.expected)}
         self._refs = list(refs.values())
         seconds = min(self.replica.deadlines.blobs, self._left(now))
         self.run("fetch", FetchBlobs(tuple(self._refs), seconds))
-
-    def _cannot_begin(self) -> Problem | None:
-        engine = self.replica.engine
-        if engine is None:
-            return self._issue(Problem.UNAVAILABLE, f"no engine to install into: {self.replica.engine_reason}")
-        try:
-            # The manager asks this too, but of the engine that was there when the update began.
-            check_pause_mode(self.replica.name, engine.engine, self.install.pause_mode)
-            self._steps = update_steps(self.replica.mode, self.replica.sleeping)
-        except CkptEngineError as error:
-            return self._issue(error.problem.code, error.problem.message)
-        ranks = sorted(worker.rank for worker in self.install.workers)
-        if ranks != list(range(engine.world_size)):
-            return self._issue(
-                Problem.FAILED_PRECONDITION,
-                f"the plan is for workers {ranks}, but the engine has workers 0 to {engine.world_size - 1}",
-            )
-        return None
 
     def _fetched(self, done: Done, now: float) -> None:
         if done.problem is not None:
@@ -157,8 +143,21 @@ class Installing(LabellingOperation):
             return
         contents = cast(tuple[bytes, ...], done.result)
         self._blobs = {ref.digest: data for ref, data in zip(self._refs, contents, strict=True)}
-        self._holding = True
-        self.run("hold", self.replica.hold(self.fence.epoch, self._end - now))
+        if self._readying.unready():
+            self._enter(manager_pb2.READY, now)
+            self.run("ready", self._readying.begin(self._left(now)))
+        else:
+            self._all_ready(None, now)
+
+    def _all_ready(self, problem: Problem | None, now: float) -> None:
+        """Or not, and then nothing was paused, and no worker has begun to write: the replica is left as it was."""
+        if problem is not None:
+            self._fail(problem)
+        if self._going_back:
+            self.run("not ready", ReadWords())
+        else:
+            self._holding = True
+            self.run("hold", self.replica.hold(self.fence.epoch, self._end - now))
 
     def _held(self, now: float) -> None:
         """Also if it could not be written: then requests are refused, and nothing worse."""
@@ -296,6 +295,8 @@ class Installing(LabellingOperation):
     def asked(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
         """Orders go out only while the engine installs, so a worker that comes late does nothing."""
         match request.WhichOneof("body"):
+            case "want_prepare" | "ready":
+                return self._readying.asked(request, self._blobs, self._left(now))
             case "want_install":
                 return self._order(request, now)
             case "progress" if request.progress.fence == self.fence:

@@ -111,6 +111,8 @@ class SleepingOrWaking(Operation):
             self.replica.sleeping = self._after  # also if the mark should fail: careful is closed
         elif step in (Step.ABORT, Step.SLEEP):
             self.replica.paused = None  # to some engines sleeping is a pause
+        if step in (Step.DISCARD, Step.SLEEP):
+            self.replica.ready.clear()  # workers let go of what they have open
         self.run(step.name, task)
 
     def _task(self, step: Step, seconds: float) -> AgentTask:

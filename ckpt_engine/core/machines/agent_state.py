@@ -39,6 +39,14 @@ class Order:
     epoch: int
 
 
+@dataclass(frozen=True)
+class ReadyWorker:
+    """What a worker says that it keeps ready. plans: their digests."""
+
+    boot_id: bytes
+    plans: frozenset[bytes]
+
+
 @dataclass
 class Replica:
     """One replica as its agent sees it.
@@ -48,7 +56,8 @@ class Replica:
     what the gate believes. holding: its page says that requests wait for the end of an update, or are refused since
     the engine has not resumed after one. orders: by worker rank, see Order.
     settled: False: an agent before this one may have given out orders that no worker has accounted for.
-    prepared, needs: what the workers last recorded, and the blobs of it, by rank.
+    prepared, needs: what the workers last recorded, and the blobs of it, by rank. ready: which plans
+    they keep ready.
     labelled: what the engine has agreed to call its tokens by; None: nobody knows. label_reason: why it did not agree
     when it was told last; label_again: when it is told again while nothing else goes on.
     """
@@ -68,6 +77,7 @@ class Replica:
     settled: bool = False
     prepared: dict[int, manager_pb2.PreparedWorker] = field(default_factory=dict)
     needs: dict[int, bytes] = field(default_factory=dict)
+    ready: dict[int, ReadyWorker] = field(default_factory=dict)
     last_outcome: manager_pb2.ReplicaOutcome | None = None
     labelled: weights_pb2.Identity | None = None
     label_reason: str = ""

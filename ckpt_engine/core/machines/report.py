@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ckpt_engine.core.machines.events import Published
 from ckpt_engine.core.machines.members import Replica
 from ckpt_engine.core.machines.order import Order
+from ckpt_engine.core.stages import in_order
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 COPIED_TOLD = 16
@@ -70,7 +71,7 @@ def build_report(
         ok=ok,
         replicas=ordered,
         seconds=seconds,
-        stages=[manager_pb2.StageSeconds(stage=stage, seconds=slowest[stage]) for stage in sorted(slowest)],
+        stages=in_order(slowest),
         bytes=sum(outcome.bytes for outcome in ordered),
         tensors=order.published.tensors,
         source_copies=max((source.source_copies for source in order.published.sources), default=0),

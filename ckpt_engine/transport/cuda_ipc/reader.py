@@ -19,8 +19,8 @@ from functools import partial
 import torch
 
 from ckpt_engine.core.dtypes import itemsize, torch_dtype
-from ckpt_engine.core.problems import invalid, unavailable
-from ckpt_engine.transport.base import Availability, Move, PreparedCopy
+from ckpt_engine.core.problems import CkptEngineError, invalid, unavailable
+from ckpt_engine.transport.base import OPEN_SECONDS, Availability, Move, PreparedCopy
 from ckpt_engine.transport.copying import TensorCopy
 from ckpt_engine.transport.cuda_arena import device_bytes
 from ckpt_engine.transport.cuda_driver import CudaDriverError, driver, library_problem
@@ -98,7 +98,7 @@ class CudaIpcTransport:
             return Availability(True, f"{torch.cuda.device_count()} GPUs visible to this process")
         return Availability(True, "an NVIDIA driver is installed")
 
-    def open(self, regions: Sequence[Region]) -> CudaRegions:
+    def open(self, regions: Sequence[Region], seconds: float = OPEN_SECONDS) -> CudaRegions:
         """Maps the regions for the current device, those already mapped once more at no cost.
 
         Raises UNAVAILABLE if an owner is gone, has withdrawn its memory or cannot be reached from here, saying which.
@@ -251,6 +251,14 @@ class CudaRegions:
         """Raises UNAVAILABLE if an owner has died or withdrawn its memory."""
         for owner in {each.owner.name: each.owner for each in self._mapped.values()}.values():
             owner.check()
+
+    def offered(self) -> bool:
+        """Whether every owner lives and has not withdrawn its memory."""
+        try:
+            self.check()
+        except CkptEngineError:
+            return False
+        return True
 
     def view(
         self, region: Region, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str

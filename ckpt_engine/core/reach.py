@@ -1,0 +1,188 @@
+"""Whether memory of one process can be reached from another: from what both know of where they run. Pure.
+
+One rule for each kind of reach; a transport says which is its own (transports.py). Nothing is tried out here, that is
+the doctor's and the transport's own job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import NamedTuple
+
+from ckpt_engine.v1.weights_pb2 import Gpu, GpuReach, Host
+
+
+class Verdict(NamedTuple):
+    """Whether a transport reaches from a source to a worker; if not, `reason` says why not and what to do."""
+
+    ok: bool
+    reason: str
+    distance: int = 0
+
+
+class Distance(IntEnum):
+    """From what reads fastest to what reads slowest."""
+
+    SAME_GPU = 0
+    NVLINK = 1
+    PEER = 2
+    PCIE = 3
+    UNKNOWN_PEER = 4
+    HOST_MEMORY = 5
+    FILE = 6
+    NETWORK = 7
+
+
+Rule = Callable[[Host, Host], Verdict]
+"""(source, worker) to verdict."""
+
+
+def same_host(a: Host, b: Host) -> bool:
+    """Whether two processes run on one machine. A fact that is not known never counts as shared."""
+    return bool(a.boot_id) and a.boot_id == b.boot_id
+
+
+def by_process(source: Host, worker: Host) -> Verdict:
+    """Memory that a process of the same host, in the same namespace of process ids, can open."""
+    if not same_host(source, worker):
+        return Verdict(
+            False,
+            f"the source's memory is on host {name_of(source)}, and the worker runs on host {name_of(worker)}; start a "
+            "replica on the trainer's host, or publish from a checkpoint directory that both can read",
+        )
+    if not source.pid_namespace or source.pid_namespace != worker.pid_namespace:
+        return Verdict(
+            False,
+            f"source and worker share host {name_of(source)} but not its process ids ({_namespace(source)} and "
+            f"{_namespace(worker)}), so the worker cannot open the source's memory; run both in one container, or "
+            "their containers with a common PID namespace (docker run --pid=host, Kubernetes shareProcessNamespace)",
+        )
+    return Verdict(
+        True,
+        f"trainer and worker share host {name_of(source)}, so it reads the trainer's memory directly",
+        Distance.HOST_MEMORY,
+    )
+
+
+def by_directory(source: Host, worker: Host) -> Verdict:
+    """Memory that a process of the same host hands out over a socket in a directory that both see."""
+    where = name_of(source)
+    if not same_host(source, worker):
+        return Verdict(
+            False,
+            f"the relay's memory is on host {where}, and the worker runs on host {name_of(worker)}; start a relay on "
+            "that host",
+        )
+    if not source.relay_directory or source.relay_directory != worker.relay_directory:
+        return Verdict(
+            False,
+            f"relay and worker share host {where} but not the directory of relays' sockets "
+            f"({source.relay_directory or 'unknown'} and {worker.relay_directory or 'unknown'}); mount one directory "
+            "into both (Kubernetes: a hostPath) and name it in CKPT_ENGINE_RELAY_DIRECTORY",
+        )
+    return Verdict(True, f"the relay of host {where} lends its memory to the worker", Distance.HOST_MEMORY)
+
+
+def by_file(source: Host, worker: Host) -> Verdict:
+    """Files that every process of the host can open."""
+    if not same_host(source, worker):
+        return Verdict(
+            False,
+            f"the checkpoint's files were opened on host {name_of(source)}, and the worker runs on host "
+            f"{name_of(worker)}; start a source or a replica on the other's host",
+        )
+    return Verdict(
+        True, f"source and worker share host {name_of(source)}, so it maps the checkpoint's files", Distance.FILE
+    )
+
+
+def by_gpu(source: Host, worker: Host) -> Verdict:
+    """Memory of a GPU, for processes of the same host whose GPUs reach it."""
+    where = name_of(source)
+    if not same_host(source, worker):
+        return Verdict(
+            False,
+            f"the source's GPU memory is on host {where}, and the worker runs on host {name_of(worker)}; start a "
+            "replica on the trainer's host, or publish from a checkpoint directory that both can read",
+        )
+    for what, one, other in (
+        ("process ids", source.pid_namespace, worker.pid_namespace),
+        ("network namespace", source.network_namespace, worker.network_namespace),
+    ):
+        if not one or one != other:
+            return Verdict(
+                False,
+                f"source and worker share host {where} but not its {what} ({one or 'unknown'} and "
+                f"{other or 'unknown'}), so GPU memory cannot be lent safely; run both in one container, or their "
+                "containers with common PID and network namespaces (docker run --pid=host --network=host; one pod "
+                "with shareProcessNamespace), or publish with transport='shared_memory'",
+            )
+    if not worker.gpus:
+        return Verdict(
+            False,
+            f"the worker on host {where} uses no GPU, so it cannot map the source's GPU memory; publish with "
+            "transport='shared_memory'",
+        )
+    return _across_gpus(source, worker)
+
+
+def _across_gpus(source: Host, worker: Host) -> Verdict:
+    """The worst of the ways from the worker's GPUs to each of the source's."""
+    worst, said = Distance.SAME_GPU, ""
+    for gpu in source.gpus:
+        ways = [_way(gpu, reader) for reader in worker.gpus]
+        best = min((way for way in ways if way is not None), default=None)
+        if best is None:
+            readers = ", ".join(_gpu(reader) for reader in worker.gpus)
+            return Verdict(
+                False,
+                f"no peer access leads from the worker's GPU ({readers}) to the trainer's ({_gpu(gpu)}) on host "
+                f"{name_of(source)}; publish with transport='shared_memory', or put the replica on a GPU that reaches "
+                "it",
+            )
+        if best >= worst:
+            worst, said = best, _gpu(gpu)
+    if not source.gpus:
+        worst = Distance.UNKNOWN_PEER
+    sentence = {
+        Distance.SAME_GPU: f"trainer and worker share GPU {said}, so it reads live parameters where they lie",
+        Distance.NVLINK: f"the worker's GPU reads the trainer's ({said}) over NVLink",
+        Distance.PCIE: f"the worker's GPU reads the trainer's ({said}) over PCIe",
+        Distance.PEER: f"the worker's GPU has peer access to the trainer's ({said})",
+        Distance.UNKNOWN_PEER: f"trainer and worker share host {name_of(source)}; nothing tells whether its GPU "
+        f"reaches the trainer's ({said or 'unknown'}), which mapping it will show",
+    }
+    return Verdict(True, sentence[worst], worst)
+
+
+def _way(gpu: Gpu, reader: Gpu) -> Distance | None:
+    """From `reader` to the memory of `gpu`; None if there is none. Either of them may know."""
+    if gpu.uuid == reader.uuid:
+        return Distance.SAME_GPU
+    told = [each.link for each in reader.reach if each.uuid == gpu.uuid]
+    told += [each.link for each in gpu.reach if each.uuid == reader.uuid]
+    links = [_DISTANCE_OF_LINK[link] for link in told if link in _DISTANCE_OF_LINK]
+    if links:
+        return min(links)
+    return None if GpuReach.NONE in told else Distance.UNKNOWN_PEER
+
+
+_DISTANCE_OF_LINK = {
+    GpuReach.NVLINK: Distance.NVLINK,
+    GpuReach.PCIE: Distance.PCIE,
+    GpuReach.PEER: Distance.PEER,
+}
+
+
+def name_of(host: Host) -> str:
+    """A host as messages name it."""
+    return host.name or host.address or (host.boot_id[:8] if host.boot_id else "(unnamed)")
+
+
+def _namespace(host: Host) -> str:
+    return host.pid_namespace or "unknown"
+
+
+def _gpu(gpu: Gpu) -> str:
+    return " ".join(part for part in (gpu.name, gpu.pci) if part) or gpu.uuid.hex()[:8] or "unknown"

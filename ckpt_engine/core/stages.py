@@ -1,0 +1,32 @@
+"""The order of an update's stages. Their numbers in the protocol say nothing about it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckpt_engine.v1 import manager_pb2
+
+STAGES = (
+    manager_pb2.PLAN,
+    manager_pb2.READY,
+    manager_pb2.QUIESCE,
+    manager_pb2.TRANSFER,
+    manager_pb2.INSTALL,
+    manager_pb2.VERIFY,
+    manager_pb2.RESUME,
+)
+"""As an update goes through them in one replica."""
+
+
+def later(one: manager_pb2.Stage, other: manager_pb2.Stage) -> manager_pb2.Stage:
+    """The later of two stages. One that is not known, from a newer member, counts as earlier than all."""
+    return max(one, other, key=_place)
+
+
+def in_order(seconds: Mapping[manager_pb2.Stage, float]) -> list[manager_pb2.StageSeconds]:
+    """The seconds of some stages as messages, in the order of the stages."""
+    return [manager_pb2.StageSeconds(stage=stage, seconds=seconds[stage]) for stage in sorted(seconds, key=_place)]
+
+
+def _place(stage: manager_pb2.Stage) -> int:
+    return STAGES.index(stage) if stage in STAGES else -1

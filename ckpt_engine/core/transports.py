@@ -1,0 +1,143 @@
+"""Which transports there are: a table that planner, sources, workers and `doctor` go by. Pure; it loads no transport.
+
+A transport is one `TransportKind`. Those of a package of its own are found by their entry points, or registered before
+any process is started that is to know them; nothing else has to be edited.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from pkgutil import resolve_name
+from types import MappingProxyType
+from typing import Any
+
+from ckpt_engine.core.reach import Rule, by_directory, by_file, by_gpu, by_process
+
+log = logging.getLogger(__name__)
+
+ENTRY_POINTS = "ckpt_engine.transports"
+"""Group of entry points; each names a TransportKind."""
+
+HOST_MEMORY = "host memory"
+GPU_MEMORY = "GPU memory"
+FILES = "files"
+"""What can be lent."""
+
+Maker = Callable[[], Any] | str
+"""Makes one side of a transport; or where to find what does, as "module:name", so that it is loaded where it is used
+only."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportKind:
+    """One transport, both sides.
+
+    name: as in Offer.transport. reach: from (source's host, worker's host) to whether it leads there, and how near.
+    reader: makes a transport.base.Transport (mapped) or a transport.base.Fetcher (fetched), without arguments.
+    lender: makes a transport.base.Lender; none: sources of this process do not lend over it. lends: of what memory.
+    unasked: whether sources lend over it although nobody named it to `publish(transport=...)`.
+    outlives: whether what was lent can be read when its owner is gone.
+    on_host: says whether workers of this host could use it, without starting what a worker would; none: the reader's
+    own `availability`.
+    """
+
+    name: str
+    reach: Rule
+    reader: Maker
+    lender: Maker | None = None
+    lends: frozenset[str] = frozenset()
+    unasked: bool = True
+    outlives: bool = False
+    on_host: Maker | None = None
+
+
+_OWN = (
+    TransportKind(
+        name="cuda_ipc",
+        reach=by_gpu,
+        reader="ckpt_engine.transport.cuda_ipc:CudaIpcTransport",
+        lender="ckpt_engine.transport.cuda_ipc:CudaIpcLender",
+        lends=frozenset({GPU_MEMORY}),
+        on_host="ckpt_engine.transport.cuda_ipc:on_host",
+    ),
+    TransportKind(
+        name="relay_memory",
+        reach=by_directory,
+        reader="ckpt_engine.transport.relay_memory:RelayMemoryTransport",
+    ),
+    TransportKind(
+        name="shared_memory",
+        reach=by_process,
+        reader="ckpt_engine.transport.shared_memory:SharedMemoryTransport",
+        lender="ckpt_engine.transport.shared_memory:SharedMemoryLender",
+        lends=frozenset({HOST_MEMORY}),
+    ),
+    TransportKind(
+        name="file",
+        reach=by_file,
+        reader="ckpt_engine.transport.file:FileTransport",
+        lender="ckpt_engine.transport.file:FileLender",
+        lends=frozenset({FILES}),
+        outlives=True,
+    ),
+)
+
+_registered: dict[str, TransportKind] = {}
+
+
+def transport_kinds() -> Mapping[str, TransportKind]:
+    """Every transport that this process knows, by name: ours, those of entry points, those that were registered."""
+    return MappingProxyType({**_found(), **_registered})
+
+
+def register_transport(kind: TransportKind) -> None:
+    """Makes a transport known to this process; the processes that it starts find entry points only.
+
+    Raises ValueError if there is one of this name.
+    """
+    if kind.name in transport_kinds():
+        raise ValueError(f"there is a transport {kind.name!r} already")
+    _registered[kind.name] = kind
+
+
+def unregister_transport(name: str) -> None:
+    """Takes back what was registered. Raises KeyError for any other."""
+    del _registered[name]
+
+
+def lending(memory: str, asked: str | None) -> list[TransportKind]:
+    """The transports over which such memory is lent. asked: the one that the user named; None: those that need none."""
+    return [
+        kind
+        for kind in transport_kinds().values()
+        if kind.lender is not None and memory in kind.lends and (kind.unasked if asked is None else kind.name == asked)
+    ]
+
+
+def made(maker: Maker) -> Any:
+    """What a maker makes, loaded now if it has to be."""
+    return (resolve_name(maker) if isinstance(maker, str) else maker)()
+
+
+@cache
+def _found() -> dict[str, TransportKind]:
+    found = {kind.name: kind for kind in _OWN}
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
+        try:
+            kind = point.load()
+        except Exception:
+            log.exception("ckpt-engine: transport %s (%s) cannot be loaded; it is left out", point.name, point.value)
+            continue
+        if not isinstance(kind, TransportKind) or kind.name in found:
+            log.error(
+                "ckpt-engine: transport %s (%s) is no TransportKind with a name of its own; it is left out",
+                point.name,
+                point.value,
+            )
+            continue
+        found[kind.name] = kind
+    return found

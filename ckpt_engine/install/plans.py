@@ -1,0 +1,150 @@
+"""Plans that are ready: their regions open, what they read and check laid out on the model's memory and compiled.
+
+The one that is served and the one that comes are kept, so that going from one to the other opens nothing. Which memory
+is read is a plan's own matter; when, and what follows, is the installer's. The engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from ckpt_engine.core.manifest import blob_digest
+from ckpt_engine.core.problems import invalid, precondition
+from ckpt_engine.install.ready import Ready
+from ckpt_engine.install.recording import Recording, TensorLayout
+from ckpt_engine.install.resolve import Resolved, bind, resolve
+from ckpt_engine.install.target import LoadTarget
+from ckpt_engine.trace import span
+from ckpt_engine.transport.base import Leased, OpenedRegions, Transport
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+
+@dataclass(slots=True)
+class ReadyPlan:
+    """What is kept of a plan. resident: of the tensors that stay; `addresses` tells whether they did."""
+
+    digest: bytes
+    resolved: Resolved
+    opened: dict[str, OpenedRegions]
+    staged: frozenset[str]
+    resident: Ready | None = None
+    addresses: tuple[tuple[int, TensorLayout], ...] = ()
+
+    def lay_out(self, target: LoadTarget) -> Ready:
+        """The work on tensors that stay, made anew only if one of them moved. Every move is checked here."""
+        tensors = dict(target.named_tensors())
+        names = [name for name in self.resolved.work if name not in self.staged]
+        present = [tensors[name] for name in names if name in tensors]
+        addresses = tuple((tensor.data_ptr(), TensorLayout.of(tensor)) for tensor in present)
+        if self.resident is None or self.addresses != addresses:
+            with span("worker.ready", "layout"):
+                self.resident = Ready(self.opened, bind(self.resolved, names, tensors))
+                self.addresses = addresses
+        return self.resident
+
+    def edges(self) -> Iterator[manager_pb2.EdgeReport]:
+        """One EdgeReport for each plan edge, with the transport's notes."""
+        notes = self.resident.notes if self.resident is not None else {}
+        for edge in self.resolved.edges:
+            told = manager_pb2.EdgeReport()
+            told.CopyFrom(edge)
+            told.reason = "; ".join([edge.reason, *notes.get(edge.transport, ())])
+            yield told
+
+    def rest(self) -> None:
+        """Nothing is read before the next `check`: owners that wait for their readers may write to their memory."""
+        for regions in self.opened.values():
+            if isinstance(regions, Leased):
+                regions.rest()
+
+    def close(self) -> None:
+        """Lets go of the sources' memory."""
+        self.resident = None
+        for regions in self.opened.values():
+            regions.close()
+
+
+class ReadyPlans:
+    """The plans that one worker keeps ready. Used from one thread at a time."""
+
+    def __init__(
+        self,
+        target: LoadTarget,
+        rank: int,
+        transports: Mapping[str, Transport],
+        recorded: Callable[[bytes], Recording | None],
+    ) -> None:
+        """recorded: the recording that there is now for a manifest's digest."""
+        self._target = target
+        self._rank = rank
+        self._transports = transports
+        self._recorded = recorded
+        self._kept: dict[bytes, ReadyPlan] = {}
+        self._served = b""
+
+    @property
+    def digests(self) -> list[bytes]:
+        """Of the plans that are kept with everything laid out."""
+        return [digest for digest, plan in self._kept.items() if plan.resident is not None]
+
+    def open(self, plan_bytes: bytes, seconds: float) -> ReadyPlan:
+        """The plan with its regions open, and still those that were published. Changes no weight.
+
+        What was open for other plans is closed after that, except for the plan that is served and can be read still.
+        seconds: how long sources may take to answer. Raises INVALID_ARGUMENT, FAILED_PRECONDITION (plan and model do
+        not fit together) and what transports raise.
+        """
+        digest = blob_digest(plan_bytes)
+        plan = self._kept.get(digest)
+        if plan is None or self._recorded(plan.resolved.recording.manifest_digest) is not plan.resolved.recording:
+            plan = self._opened(digest, plan_bytes, seconds)
+            before = self._kept.get(digest)
+            self._kept[digest] = plan
+            if before is not None:
+                before.close()
+        else:
+            try:
+                for regions in plan.opened.values():
+                    regions.check()
+            except BaseException:
+                self._kept.pop(digest).close()  # so that the next attempt opens it anew
+                raise
+        for other in [each for each in self._kept if each != digest]:
+            still = other == self._served and all(each.offered() for each in self._kept[other].opened.values())
+            if not still:
+                self._kept.pop(other).close()
+        return plan
+
+    def serve(self, plan: ReadyPlan) -> None:
+        """Weights of this plan were installed."""
+        self._served = plan.digest
+
+    def release(self) -> None:
+        """Closes all."""
+        while self._kept:
+            self._kept.popitem()[1].close()
+
+    def _opened(self, digest: bytes, plan_bytes: bytes, seconds: float) -> ReadyPlan:
+        try:
+            plan = weights_pb2.WorkerPlan.FromString(plan_bytes)
+        except DecodeError as error:
+            raise invalid(f"the plan cannot be read: {error}") from error
+        recording = self._recorded(plan.manifest_digest)
+        if recording is None:
+            raise precondition(f"worker {self._rank} has not prepared the manifest of this plan")
+        resolved = resolve(plan, recording, self._rank)
+        fresh = ReadyPlan(digest, resolved, {}, frozenset(self._target.staged()))
+        try:
+            for name, regions in resolved.regions.items():
+                if name not in self._transports:
+                    have = ", ".join(sorted(self._transports)) or "none"
+                    raise invalid(f"worker {self._rank} has no transport {name} (it has {have})")
+                with span("worker.ready", f"open_{name}"):
+                    fresh.opened[name] = self._transports[name].open(regions, seconds)
+        except BaseException:
+            fresh.close()
+            raise
+        return fresh

@@ -1,0 +1,322 @@
+"""Reading over transports that bring bytes: any `Fetcher` as the `Transport` that plans use.
+
+Boxes are cut into runs of bytes that lie in one piece at their owner. Runs are read into a ring of staging buffers, and
+copied and cast from there while the next ones are on their way: what arrives from elsewhere never lands in a parameter.
+A read that fails, stalls or outlives the deadline severs every link before anybody hears of it, so staging memory is
+written by nobody afterwards; the next `check` connects anew. Reader's side, one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from ckpt_engine.core.dtypes import itemsize, torch_dtype
+from ckpt_engine.core.problems import CkptEngineError, data_loss, deadline, error, unavailable
+from ckpt_engine.transport.base import (
+    OPEN_SECONDS,
+    Availability,
+    Fetcher,
+    Link,
+    Move,
+    PreparedCopy,
+    Run,
+    Ticket,
+    source_of,
+)
+from ckpt_engine.transport.copying import TensorCopy
+from ckpt_engine.transport.mapped import check_destination, span_of
+from ckpt_engine.v1.weights_pb2 import Region
+
+SLOT_BYTES = 16 << 20
+"""Of one staging buffer."""
+
+SLOTS = 4
+"""Buffers: one that is copied from, others that are filled meanwhile."""
+
+RUN_BYTES = 64 << 10
+"""What should travel at once, if what lies in between is not more than it is worth."""
+
+STALL_SECONDS = 60.0
+"""How long nothing may arrive. Mostly the deadline of the update is nearer."""
+
+_WASTE = 4
+_ALIGNMENT = 64
+_POLL_SECONDS = 50e-6
+_TELL_SECONDS = 2e-3
+
+
+class FetchedTransport:
+    """A fetched transport as plans use it. One instance a worker."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+
+    @property
+    def name(self) -> str:
+        """As in Region.transport."""
+        return self._fetcher.name
+
+    def availability(self) -> Availability:
+        """What the fetcher says."""
+        return self._fetcher.availability()
+
+    def open(self, regions: Sequence[Region], seconds: float = OPEN_SECONDS) -> FetchedRegions:
+        """Connects to the owner of each region. Raises what the fetcher raises, naming the source."""
+        opened = FetchedRegions(self._fetcher, regions, seconds)
+        try:
+            opened.connect()
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+
+class FetchedRegions:
+    """OpenedRegions over links, by locator."""
+
+    def __init__(self, fetcher: Fetcher, regions: Sequence[Region], seconds: float) -> None:
+        self._fetcher = fetcher
+        self._regions = {region.locator: region for region in regions}
+        self._links: dict[bytes, Link] = {}
+        self._seconds = seconds
+        self.landing = torch.zeros(SLOTS * SLOT_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
+
+    def connect(self) -> None:
+        """Connects to those that there is no link to. Raises UNAVAILABLE, DATA_LOSS, DEADLINE_EXCEEDED."""
+        stop_at = time.monotonic() + self._seconds
+        for locator, region in self._regions.items():
+            if locator in self._links:
+                continue
+            left = stop_at - time.monotonic()
+            if left <= 0:
+                raise deadline(f"{source_of(region)} could not be reached: others took all of {self._seconds:g} s")
+            with _Naming(region):
+                self._links[locator] = self._fetcher.connect(region, self.landing, left)
+
+    def prepare(self, moves: Sequence[Move]) -> FetchedCopy:
+        """Checks every move and cuts it into runs. Raises INVALID_ARGUMENT."""
+        return FetchedCopy(self, moves)
+
+    def check(self) -> None:
+        """Raises unless every owner offers the very memory that was published. Connects anew where a link was cut."""
+        self.connect()
+        for locator, link in self._links.items():
+            with _Naming(self._regions[locator]):
+                link.check()
+
+    def offered(self) -> bool:
+        """Whether every link holds."""
+        try:
+            for link in self._links.values():
+                link.check()
+        except CkptEngineError:
+            return False
+        return len(self._links) == len(self._regions)
+
+    def close(self) -> None:
+        """Ends every link. When it returns nothing can land any more."""
+        self.sever()
+        self._regions = {}
+
+    def sever(self) -> None:
+        """As `close`, until the next `check`."""
+        links, self._links = self._links, {}
+        for link in links.values():
+            link.sever()
+
+    def link(self, region: Region) -> Link:
+        """The link to a region's owner. Raises UNAVAILABLE if it was severed or never made."""
+        found = self._links.get(region.locator)
+        if found is None:
+            raise unavailable(f"there is no connection to {source_of(region)} any more")
+        return found
+
+
+class _Piece(NamedTuple):
+    """A part of a move that is read at once, and how it lies in staging memory. offset, lengths: bytes.
+
+    outer: axes (extent, stride) that are counted out in runs, slowest first. stride: elements, of the staged view.
+    """
+
+    region: Region
+    destination: torch.Tensor
+    dtype: torch.dtype
+    offset: int
+    length: int
+    outer: tuple[tuple[int, int], ...]
+    stride: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Of staging memory."""
+        return self.length * prod(extent for extent, _ in self.outer)
+
+    def runs(self, local: int) -> Iterator[Run]:
+        width = self.dtype.itemsize
+        for number, place in enumerate(product(*(range(extent) for extent, _ in self.outer))):
+            beyond = sum(i * step for i, (_, step) in zip(place, self.outer, strict=True))
+            yield Run(self.offset + beyond * width, local + number * self.length, self.length)
+
+    def staged(self, landing: torch.Tensor, local: int) -> torch.Tensor:
+        flat = landing[local : local + self.size].view(self.dtype)
+        return flat.as_strided(self.destination.shape, self.stride)
+
+
+class _Batch(NamedTuple):
+    """What fills one staging buffer. reads: by region."""
+
+    reads: list[tuple[Region, list[Run]]]
+    copy: PreparedCopy
+
+
+class FetchedCopy:
+    """PreparedCopy that reads into staging memory and copies from there."""
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, regions: FetchedRegions, moves: Sequence[Move]) -> None:
+        self._regions = regions
+        self._batches: list[_Batch] = []
+        self.bytes = sum(move.destination.nbytes for move in moves)
+        waiting: list[tuple[_Piece, int]] = []
+        used = 0
+        for piece in (piece for move in moves for piece in _pieces_of(move)):
+            if used + piece.size > SLOT_BYTES:
+                self._pack(waiting)
+                waiting, used = [], 0
+            waiting.append((piece, used))
+            used += -(-piece.size // _ALIGNMENT) * _ALIGNMENT
+        if waiting:
+            self._pack(waiting)
+
+    def _pack(self, pieces: Sequence[tuple[_Piece, int]]) -> None:
+        first = len(self._batches) % SLOTS * SLOT_BYTES
+        reads: dict[bytes, tuple[Region, list[Run]]] = {}
+        for piece, local in pieces:
+            reads.setdefault(piece.region.locator, (piece.region, []))[1].extend(piece.runs(first + local))
+        landing = self._regions.landing
+        copy = TensorCopy((piece.destination, piece.staged(landing, first + local)) for piece, local in pieces)
+        self._batches.append(_Batch(list(reads.values()), copy))
+
+    def run(self, on_bytes: Callable[[int], None] | None = None) -> int:
+        """Writes every destination; see PreparedCopy. `on_bytes` is also called with 0 while nothing arrives."""
+        flying: deque[tuple[_Batch, _Reads]] = deque()
+        waiting = iter(self._batches)
+        try:
+            while True:
+                while len(flying) < SLOTS and (batch := next(waiting, None)) is not None:
+                    flying.append((batch, _Reads(self._regions, batch, on_bytes)))
+                if not flying:
+                    return self.bytes
+                over = [reads.over() for _, reads in flying]
+                if over[0]:
+                    flying.popleft()[0].copy.run(on_bytes)
+                else:
+                    time.sleep(_POLL_SECONDS)
+        except BaseException:
+            self._regions.sever()
+            raise
+
+
+class _Reads:
+    """The reads of one batch, on their way."""
+
+    def __init__(self, regions: FetchedRegions, batch: _Batch, on_bytes: Callable[[int], None] | None) -> None:
+        self._on_bytes = on_bytes
+        self._tickets: list[tuple[Region, Ticket, int]] = []
+        self._landed = 0
+        self._moved = self._told = time.monotonic()
+        for region, runs in batch.reads:
+            with _Naming(region):
+                self._tickets.append((region, regions.link(region).read(runs), sum(run.length for run in runs)))
+
+    def over(self) -> bool:
+        """Whether all has arrived. Raises what the links raise, DEADLINE_EXCEEDED if nothing arrives for long."""
+        landed = 0
+        late: Region | None = None
+        for region, ticket, asked in self._tickets:
+            with _Naming(region):
+                found = ticket.poll()
+                if found > asked:
+                    raise data_loss(f"{found} bytes came of {asked} that were asked for")
+            landed += found
+            late = region if found < asked else late
+        now = time.monotonic()
+        if landed != self._landed:
+            self._landed, self._moved = landed, now
+        if late is None:
+            return True
+        if now > self._moved + STALL_SECONDS:
+            raise deadline(f"nothing came of {source_of(late)} for {STALL_SECONDS:g} s")
+        if self._on_bytes is not None and now > self._told + _TELL_SECONDS:
+            self._told = now
+            self._on_bytes(0)
+        return False
+
+
+class _Naming:
+    """Names the source in what is raised within the block."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _: object, raised: BaseException | None, __: object) -> None:
+        name = source_of(self._region)
+        if isinstance(raised, CkptEngineError) and name not in raised.problem.message:
+            raise error(raised.problem.code, f"{name}: {raised.problem.message}") from raised
+
+
+def _pieces_of(move: Move) -> Iterator[_Piece]:
+    """A move in pieces that each fit a staging buffer. Raises INVALID_ARGUMENT for one that fits nothing."""
+    check_destination(move)
+    dtype = move.stored or move.dtype
+    if span_of(move.region.size, move.offset, move.shape, move.stride, itemsize(dtype)):
+        yield from _cut(move.region, move.destination.detach(), torch_dtype(dtype), move.offset, tuple(move.stride))
+
+
+def _cut(
+    region: Region, destination: torch.Tensor, dtype: torch.dtype, offset: int, stride: tuple[int, ...]
+) -> Iterator[_Piece]:
+    """Halves along the slowest axis until it fits."""
+    shape = tuple(destination.shape)
+    axes = sorted((axis for axis, extent in enumerate(shape) if extent > 1), key=lambda axis: -stride[axis])
+    inner = _in_one_run(shape, stride, axes, dtype.itemsize)
+    outer = axes[: len(axes) - inner]
+    span = 1 + sum((shape[axis] - 1) * stride[axis] for axis in axes[len(axes) - inner :])
+    if span * dtype.itemsize * prod(shape[axis] for axis in outer) > SLOT_BYTES:
+        middle = shape[axes[0]] // 2
+        low, high = destination.split([middle, shape[axes[0]] - middle], axes[0])
+        yield from _cut(region, low, dtype, offset, stride)
+        yield from _cut(region, high, dtype, offset + middle * stride[axes[0]] * dtype.itemsize, stride)
+        return
+    staged = list(stride)
+    step = span
+    for axis in reversed(outer):
+        staged[axis] = step
+        step *= shape[axis]
+    counted = tuple((shape[axis], stride[axis]) for axis in outer)
+    yield _Piece(region, destination, dtype, offset, span * dtype.itemsize, counted, tuple(staged))
+
+
+def _in_one_run(shape: Sequence[int], stride: Sequence[int], axes: Sequence[int], width: int) -> int:
+    """How many of the fastest axes one run covers: those that lie densely, and, where runs would be short, also some
+    whose gaps are read along."""
+    span = useful = 1
+    for number, axis in enumerate(reversed(axes)):
+        wider = span + (shape[axis] - 1) * stride[axis]
+        more = useful * shape[axis]
+        worth = span * width < RUN_BYTES and wider <= _WASTE * more
+        if wider > more and not worth:
+            return number
+        span, useful = wider, more
+    return len(axes)

@@ -1,0 +1,102 @@
+"""The owner's side of the transports that are built: what each lends, what it refuses, and how it takes it back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.transports import FILES, GPU_MEMORY, HOST_MEMORY, lending, made, transport_kinds
+from ckpt_engine.source.lending import Lending
+from ckpt_engine.transport.base import FileMemory, Lender
+from ckpt_engine.transport.file import FileLender, FileTransport
+from ckpt_engine.transport.shared_memory import SharedArena, SharedMemoryLender, SharedMemoryTransport
+from ckpt_engine.v1.weights_pb2 import Problem
+
+
+def test_a_memory_file_is_lent_until_it_is_withdrawn_and_read_for_longer() -> None:
+    arena, lender = SharedArena(4096), SharedMemoryLender()
+    arena.tensor(0, (4096,), torch.uint8).fill_(7)
+    region = lender.offer(5, arena.lendable())
+    assert (region.id, region.size, region.transport) == (5, 4096, "shared_memory")
+    opened = SharedMemoryTransport().open([region])
+    assert opened.offered()
+    lender.withdraw(0.0)
+    lender.close()
+    assert not opened.offered()
+    assert int(opened.view(region, 0, (1,), (1,), "uint8")[0]) == 7, "who has it mapped keeps it"
+    with pytest.raises(CkptEngineError, match="publish again"):
+        SharedMemoryTransport().open([region])
+    arena.close()
+    with pytest.raises(CkptEngineError, match="was closed"):
+        arena.lendable()
+
+
+def test_lending_takes_a_descriptor_and_gives_it_back() -> None:
+    arena, lender = SharedArena(4096), SharedMemoryLender()
+    before = len(os.listdir("/proc/self/fd"))
+    lender.offer(0, arena.lendable())
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    lender.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    arena.close()
+
+
+def test_a_file_that_changes_is_not_what_was_lent(tmp_path: Path) -> None:
+    path, lender = tmp_path / "file", FileLender()
+    path.write_bytes(bytes(100))
+    region = lender.offer(1, FileMemory(str(path), 10, 50))
+    opened = FileTransport().open([region])
+    assert lender.unchanged()
+    path.write_bytes(bytes(101))
+    assert not lender.unchanged()
+    with pytest.raises(CkptEngineError, match="changed since it was published"):
+        opened.check()
+    lender.withdraw(0.0)
+    with pytest.raises(CkptEngineError, match="cannot look at"):
+        lender.offer(1, FileMemory(str(tmp_path / "none"), 0, 1))
+
+
+def test_each_refuses_memory_that_is_not_of_its_kind(tmp_path: Path) -> None:
+    arena = SharedArena(64)
+    for lender, memory in ((SharedMemoryLender(), FileMemory("/x", 0, 1)), (FileLender(), arena.lendable())):
+        with pytest.raises(CkptEngineError) as caught:
+            lender.offer(0, memory)
+        assert caught.value.problem.code == Problem.UNAVAILABLE
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("memory", "asked", "names"),
+    [
+        (HOST_MEMORY, None, ["shared_memory"]),
+        (GPU_MEMORY, None, ["cuda_ipc"]),
+        (FILES, None, ["file"]),
+        (HOST_MEMORY, "shared_memory", ["shared_memory"]),
+        (GPU_MEMORY, "shared_memory", []),
+        (HOST_MEMORY, "cuda_ipc", []),
+    ],
+)
+def test_what_is_lent_over_what(memory: str, asked: str | None, names: list[str]) -> None:
+    assert [kind.name for kind in lending(memory, asked)] == names
+
+
+def test_every_lender_has_all_of_its_side() -> None:
+    for kind in transport_kinds().values():
+        assert kind.lender is not None
+        lender: Lender = made(kind.lender)
+        assert lender.readers == 0
+        assert lender.unchanged()
+        lender.withdraw(1.0)
+        lender.close()
+        lender.close()
+
+
+def test_memory_that_nothing_takes_is_named_with_the_reasons() -> None:
+    with pytest.raises(CkptEngineError, match=r"files cannot be lent over transport='cuda_ipc': none takes it"):
+        Lending("cuda_ipc").must_offer(0, FileMemory("/x", 0, 1))
+    with pytest.raises(CkptEngineError, match="files cannot be lent over any transport: cannot look at /none"):
+        Lending().must_offer(0, FileMemory("/none", 0, 1))
