@@ -178,6 +178,18 @@ def test_a_newer_command_ends_the_filling_and_waits_until_it_has_ended() -> None
     assert (relay.held, relay.answers) == ([3], [(3, "")]), "the manager has forgotten the other fences"
 
 
+def test_what_is_overtaken_while_it_is_counted_gives_nothing_up() -> None:
+    relay = Relay()
+    relay.bring(fill(1, 1))
+    relay.bring(fill(2, 2, keep=1))
+    relay.tell(fill(3, 3, keep=2))
+    relay.tell(fill(4, 4, keep=2))
+    relay.end()
+    assert isinstance(relay.task, CountSlot)
+    assert relay.task.command.identity.version == 4
+    assert relay.held == [2, 1]
+
+
 def test_what_was_whole_in_the_moment_when_it_was_overtaken_is_held() -> None:
     relay = Relay()
     relay.tell(fill(1, 1))
