@@ -12,8 +12,7 @@ from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.relay.fill import NAMED
 from ckpt_engine.relay.slots import Held, Slots, Wish
-from ckpt_engine.v1.manager_pb2 import BlobRef
-from ckpt_engine.v1.relay_pb2 import FillRelay, RelayFilled
+from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled
 from ckpt_engine.v1.weights_pb2 import SealedRecord, SourceTable, WorkerNeeds
 
 MessageT = TypeVar("MessageT", bound=Message)

@@ -22,27 +22,15 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from ckpt_engine.v1 import weights_pb2 as ckpt__engine_dot_v1_dot_weights__pb2
-from ckpt_engine.v1 import manager_pb2 as ckpt__engine_dot_v1_dot_manager__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63kpt_engine/v1/relay.proto\x12\x0e\x63kpt_engine.v1\x1a\x1c\x63kpt_engine/v1/weights.proto\x1a\x1c\x63kpt_engine/v1/manager.proto\"d\n\x12RelayMemoryLocator\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\x0e\n\x06socket\x18\x02 \x01(\t\x12\r\n\x05\x61rena\x18\x03 \x01(\x0c\x12\x0c\n\x04slot\x18\x04 \x01(\r\x12\x0e\n\x06offset\x18\x05 \x01(\x04\"\xad\x02\n\tFillRelay\x12$\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x15.ckpt_engine.v1.Fence\x12*\n\x08identity\x18\x02 \x01(\x0b\x32\x18.ckpt_engine.v1.Identity\x12\'\n\x06record\x18\x03 \x01(\x0b\x32\x17.ckpt_engine.v1.BlobRef\x12\'\n\x06tables\x18\x04 \x03(\x0b\x32\x17.ckpt_engine.v1.BlobRef\x12&\n\x05needs\x18\x05 \x03(\x0b\x32\x17.ckpt_engine.v1.BlobRef\x12\x12\n\neverything\x18\x06 \x01(\x08\x12&\n\x04keep\x18\x07 \x01(\x0b\x32\x18.ckpt_engine.v1.Identity\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x08 \x01(\x01\"\xb0\x03\n\x0bRelayFilled\x12$\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x15.ckpt_engine.v1.Fence\x12*\n\x08identity\x18\x02 \x01(\x0b\x32\x18.ckpt_engine.v1.Identity\x12(\n\x07problem\x18\x03 \x01(\x0b\x32\x17.ckpt_engine.v1.Problem\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12(\n\x07missing\x18\x05 \x03(\x0b\x32\x17.ckpt_engine.v1.Problem\x12\x15\n\rmissing_cells\x18\x06 \x01(\r\x12\'\n\x06\x66\x61ults\x18\x07 \x03(\x0b\x32\x17.ckpt_engine.v1.Problem\x12\x34\n\x07\x62rought\x18\x08 \x03(\x0b\x32#.ckpt_engine.v1.RelayFilled.Brought\x12\r\n\x05\x61gain\x18\t \x01(\r\x12\x11\n\toverruled\x18\n \x01(\r\x12\x14\n\x0cwait_seconds\x18\x0b \x01(\x01\x12\x14\n\x0c\x66ill_seconds\x18\x0c \x01(\x01\x1a(\n\x07\x42rought\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"a\n\rWithdrawRelay\x12$\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x15.ckpt_engine.v1.Fence\x12*\n\x08identity\x18\x02 \x01(\x0b\x32\x18.ckpt_engine.v1.Identity\"b\n\x0eRelayWithdrawn\x12$\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x15.ckpt_engine.v1.Fence\x12*\n\x08identity\x18\x02 \x01(\x0b\x32\x18.ckpt_engine.v1.Identityb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63kpt_engine/v1/relay.proto\x12\x0e\x63kpt_engine.v1\"d\n\x12RelayMemoryLocator\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\x0e\n\x06socket\x18\x02 \x01(\t\x12\r\n\x05\x61rena\x18\x03 \x01(\x0c\x12\x0c\n\x04slot\x18\x04 \x01(\r\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ckpt_engine.v1.relay_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RELAYMEMORYLOCATOR']._serialized_start=106
-  _globals['_RELAYMEMORYLOCATOR']._serialized_end=206
-  _globals['_FILLRELAY']._serialized_start=209
-  _globals['_FILLRELAY']._serialized_end=510
-  _globals['_RELAYFILLED']._serialized_start=513
-  _globals['_RELAYFILLED']._serialized_end=945
-  _globals['_RELAYFILLED_BROUGHT']._serialized_start=905
-  _globals['_RELAYFILLED_BROUGHT']._serialized_end=945
-  _globals['_WITHDRAWRELAY']._serialized_start=947
-  _globals['_WITHDRAWRELAY']._serialized_end=1044
-  _globals['_RELAYWITHDRAWN']._serialized_start=1046
-  _globals['_RELAYWITHDRAWN']._serialized_end=1144
+  _globals['_RELAYMEMORYLOCATOR']._serialized_start=46
+  _globals['_RELAYMEMORYLOCATOR']._serialized_end=146
 # @@protoc_insertion_point(module_scope)

@@ -99,6 +99,25 @@ def test_a_reader_that_rests_holds_nothing_and_may_ask_again(trainer: Trainer) -
         assert "another version is brought into it" in reader.ask(check=True)
 
 
+def test_a_slot_is_not_filled_before_its_readers_have_read_it(trainer: Trainer) -> None:
+    with RelayProcess(grace=3600.0) as relay, ReaderProcess() as reader:
+        table = trainer.table(relay)
+        assert reader.open(table) is None
+        relay.send(withdraw=0)
+        other = RelayMemoryTransport()
+
+        def retired() -> bool:
+            try:
+                other.open(regions_of(table)).close()
+            except CkptEngineError:
+                return True
+            return False
+
+        until(retired)
+        assert reader.ask(rest=True) is None
+        assert relay.answer() == 0
+
+
 def test_a_stopped_reader_keeps_its_slot_for_the_grace_and_no_longer(trainer: Trainer) -> None:
     with RelayProcess(grace=0.3) as relay, ReaderProcess() as reader:
         assert reader.open(trainer.table(relay)) is None

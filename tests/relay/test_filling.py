@@ -123,7 +123,8 @@ def test_a_source_that_is_gone_or_fits_not_is_left_out_with_its_reason(slots: Sl
     gone = Checkpoint(checkpoint.weights, None)
     theirs = tables(gone, "gone")
     gone.close()
-    other = tables(Checkpoint({**checkpoint.weights, "norm.weight": torch.zeros(3)}, None), "other")
+    misfit = Checkpoint({**checkpoint.weights, "norm.weight": torch.zeros(3)}, None)
+    other = tables(misfit, "other")
     held = slots.fill(0, all_of(recorded, [*theirs, *other, *tables(checkpoint)]), 60.0)
     assert held.filled.missing == ()
     told = [fault.message for fault in held.filled.faults]
@@ -139,7 +140,8 @@ def test_a_file_that_was_cut_off_is_not_read(slots: Slots, tmp_path: Path) -> No
     norm = {"norm.weight": checkpoint.weights["norm.weight"]}
     save_file({name: weight for name, weight in checkpoint.weights.items() if name not in norm}, path)
     source = directory_source(path, host=this_host())
-    from_file = all_of(recorded, [source.table(), *tables(Checkpoint(norm, None), "norm")])
+    elsewhere = Checkpoint(norm, None)
+    from_file = all_of(recorded, [source.table(), *tables(elsewhere, "norm")])
     assert slots.fill(0, from_file, 60.0).filled.missing == ()
     with path.open("r+b") as file:
         file.truncate(64)
@@ -148,6 +150,7 @@ def test_a_file_that_was_cut_off_is_not_read(slots: Slots, tmp_path: Path) -> No
     assert all("changed since it was published" in each.problem.message for each in held.filled.missing)
     assert [spec.name for spec in held.table.tensors] == ["norm.weight"], "what lies elsewhere was read along with it"
     source.close()
+    elsewhere.close()
 
 
 def test_a_relay_fills_itself_from_another_one(slots: Slots) -> None:

@@ -55,12 +55,13 @@ def test_workers_install_what_the_trainer_has_since_overwritten(
     """The trainer's memory is poisoned as soon as the relay holds the version, and nobody reads it any more."""
     checkpoint = Checkpoint(TensorParallel(0, 2).checkpoint(), seed, widened)
     replica = Replica(checkpoint, tmp_path / "engine")
-    with RelayProcess() as relay:
+    with RelayProcess(grace=2.0) as relay:
         recorded = seal(checkpoint, [replica])
         filled = relay.fill(0, wish(recorded, 1, tables(checkpoint), [replica]))
         assert filled["missing"] == []
         poison(checkpoint)
         assert_installed(replica, replica.install(filled["table"], recorded, 1), recorded, checkpoint)
+        assert relay.ask(withdraw=0) == 0, "a worker whose install is over holds nothing"
 
 
 def test_four_replicas_read_one_union_which_left_the_trainer_once(tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_versions_take_turns_in_two_slots_and_nothing_grows(tmp_path: Path) -> N
             recorded = seal(checkpoint, [replica])
             filled = relay.fill(version % 2, wish(recorded, version, tables(checkpoint), [replica]))
             poison(checkpoint)
-            assert filled["overruled"] == 0, "a worker whose install is over holds nothing"
+            assert filled["overruled"] == 0
             assert_installed(replica, replica.install(filled["table"], recorded, version), recorded, checkpoint)
             gc.collect()
             found.append((len(os.listdir("/proc/self/fd")), relay.ask(reserved=True), relay.ask(readers=True)))

@@ -20,8 +20,8 @@ from ckpt_engine.relay.work import RelayWork
 from ckpt_engine.transport.host import this_host
 from ckpt_engine.transport.relay_memory import RelayMemoryTransport
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
-from ckpt_engine.v1.manager_pb2 import BlobRef
-from ckpt_engine.v1.relay_pb2 import FillRelay, RelayFilled, RelayMemoryLocator, RelayWithdrawn, WithdrawRelay
+from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled, RelayWithdrawn, WithdrawRelay
+from ckpt_engine.v1.relay_pb2 import RelayMemoryLocator
 from ckpt_engine.v1.weights_pb2 import Fence, Identity, Problem, Region, SealedRecord, SourceTable
 from tests.fuzz.mutation import mutated
 from tests.install.install_models import TensorParallel

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ckpt_engine.core.sleeping import Sleeping
-from ckpt_engine.v1 import manager_pb2, relay_pb2, weights_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 WorkerKey: TypeAlias = tuple[str, int]
 """A worker: its replica's name and its rank."""
@@ -325,7 +325,7 @@ class CountSlot:
     Result: bytes. The slot still holds what it held, also if this fails."""
 
     slot: int
-    command: relay_pb2.FillRelay
+    command: manager_pb2.FillRelay
     seconds: float
 
 
@@ -335,7 +335,7 @@ class SlotFilled:
 
     table: bytes
     record: bytes
-    told: relay_pb2.RelayFilled
+    told: manager_pb2.RelayFilled
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ class FillSlot:
     within its own time, whatever the machine was told of the first."""
 
     slot: int
-    command: relay_pb2.FillRelay
+    command: manager_pb2.FillRelay
     seconds: float
 
 
