@@ -55,7 +55,7 @@ def replica(
     transport: Annotated[
         list[str] | None,
         typer.Option(
-            help="Read weights over this transport only (cuda_ipc, shared_memory, file); repeatable. "
+            help="Read weights over this transport only (cuda_ipc, shared_memory, file, ...); repeatable. "
             "Default: the nearest that works. An update that another one would have to carry is refused."
         ),
     ] = None,

@@ -110,9 +110,9 @@ class Trainer:
 
         Once, and again only when tensors are replaced (not when their values change). Each rank publishes what it
         holds. dtype: served, if another than the weights'. snapshot: True copies the weights at each update, so that
-        replicas that join late can be served between updates; False refuses what needs a copy. transport: how GPU
-        tensors are offered, "cuda_ipc" or "shared_memory"; none: the first that works. The table in
-        `source.open.open_source` says what each kind of weights does by default.
+        replicas that join late can be served between updates; False refuses what needs a copy. transport: what all
+        of them are offered over, "cuda_ipc", "shared_memory" or another that lends memory; none: where they lie if that
+        works. The table in `source.open.open_source` says what each kind of weights does by default.
 
         A module's weights on a CPU move into shared memory, where the optimizer goes on stepping them; those whose
         memory something else uses, too (a flat buffer, `share_memory`, a kept `.data`), stay where they are and are

@@ -76,7 +76,9 @@ def a_new_engine_has_been_told_nothing(patch: Patch) -> None:
 
 RULES: dict[Mistake, Slant | None] = {
     an_engine_is_told_its_version_before_it_resumes: None,
-    an_engine_is_told_its_version_before_its_caches_wake: Slant(often=frozenset({"sleep_or_wake"})),
+    an_engine_is_told_its_version_before_its_caches_wake: Slant(
+        often=frozenset({"sleep_or_wake"}), worse={"stamp_no": 0.3}
+    ),
     a_stamp_that_failed_is_no_stamp: None,
     a_label_is_tried_again: None,
     a_new_engine_has_been_told_nothing: None,
