@@ -20,6 +20,7 @@ ALLOWED = {
     "transport": {"core", "transport", "v1", "trace", "torch_dtypes"},
     "install": {"core", "transport", "install", "v1", "trace", "torch_dtypes"},
     "source": {"core", "transport", "source", "v1", "trace", "torch_dtypes"},
+    "relay": {"core", "transport", "source", "relay", "v1", "trace", "torch_dtypes"},
     "security": {"core", "security"},
     "shell": {"core", "shell", "v1", "client", "trace"},
     "manager": {"shell", "core", "manager", "security", "v1", "client", "trace"},
