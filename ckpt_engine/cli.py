@@ -21,7 +21,7 @@ COMMANDS = {
     "serve": "Run the manager, which trainers and replicas connect to.",
     "replica": "Run the agent of one inference server, and that server.",
     "trainer": "List the runs that the manager knows, or take one out.",
-    "gateway": "Run one address for generation over all replicas, which resumes what breaks off.",
+    "gateway": "Run one address for generation over all replicas.",
     "update": "Bring all replicas to the weights of a checkpoint.",
     "sleep": "Have replicas give their memory up.",
     "wake": "Have replicas take their memory back.",

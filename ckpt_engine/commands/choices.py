@@ -31,14 +31,6 @@ class PauseMode(StrEnum):
     IN_PLACE = "in_place"
 
 
-class Transport(StrEnum):
-    """Over which workers can read."""
-
-    CUDA_IPC = "cuda_ipc"
-    SHARED_MEMORY = "shared_memory"
-    FILE = "file"
-
-
 class Tag(StrEnum):
     """Memory that an engine can take back by itself."""
 

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckpt_engine.agent.launched import LaunchSettings, Restart
-from ckpt_engine.commands.choices import Engine, Form, Level, Mode, Transport
+from ckpt_engine.commands.choices import Engine, Form, Level, Mode
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr, utc
 from ckpt_engine.commands.options import Deadline, configured_deadlines
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.transports import transport_kinds
 from ckpt_engine.extras import require
 from ckpt_engine.install.state import HoldLimits
 
@@ -30,6 +31,13 @@ _HOLD = HoldLimits()
 
 EVICTED = 3
 """The exit status of an agent whose replica an operator took out. Service managers are told not to start it again."""
+
+
+def _known(transports: list[str] | None) -> list[str] | None:
+    for name in transports or ():
+        if name not in transport_kinds():
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(transport_kinds())}")
+    return transports
 
 
 def replica(
@@ -48,10 +56,13 @@ def replica(
         ),
     ] = "",
     transport: Annotated[
-        list[Transport] | None,
+        list[str] | None,
         typer.Option(
+            metavar=f"[{'|'.join(transport_kinds())}]",
+            callback=_known,
+            autocompletion=lambda: list(transport_kinds()),
             help="Read weights over this transport only; repeatable. "
-            "Default: the nearest that works. An update that another one would have to carry is refused."
+            "Default: the nearest that works. An update that another one would have to carry is refused.",
         ),
     ] = None,
     restart: Annotated[

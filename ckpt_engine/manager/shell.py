@@ -161,6 +161,7 @@ class Shell:
             self._close(peer, _ending(problem))
         for outbox in self._calls.values():
             outbox.close(_ending(problem))
+        self.watchers.stop(_ending(problem))
         self.failed.set()
 
     def _perform(self, command: events.Send | events.ClosePeer | events.EmitEvent | events.FinishCall) -> None:
