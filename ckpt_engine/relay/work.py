@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from ckpt_engine.core.machines.tasks import CountSlot, FillSlot, RelayTask, SlotFilled
+from ckpt_engine.core.machines.relay_tasks import CountSlot, FillSlot, RelayTask, SlotFilled
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.relay.fill import NAMED

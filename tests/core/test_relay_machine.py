@@ -8,7 +8,7 @@ from google.protobuf.message import Message as ProtobufMessage
 
 from ckpt_engine.core.machines.events import Done, Run
 from ckpt_engine.core.machines.relay import HeldVersion, RelayCommand, RelayFilling, StopFilling
-from ckpt_engine.core.machines.tasks import CountSlot, FillSlot, ForgetSlot, SlotFilled
+from ckpt_engine.core.machines.relay_tasks import CountSlot, FillSlot, ForgetSlot, SlotFilled
 from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled, RelayWithdrawn, WithdrawRelay
 from ckpt_engine.v1.weights_pb2 import Fence, Identity, Problem
 

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 
 from ckpt_engine.core.machines.events import Done, Run
 from ckpt_engine.core.machines.relay import HeldVersion, RelayCommand, RelayFilling
-from ckpt_engine.core.machines.tasks import CountSlot, FillSlot, ForgetSlot
+from ckpt_engine.core.machines.relay_tasks import CountSlot, FillSlot, ForgetSlot
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.problems import CkptEngineError, not_found
 from ckpt_engine.core.sealed_record import Recorded, read_record

@@ -23,7 +23,7 @@ from google.protobuf.message import Message as ProtobufMessage
 
 from ckpt_engine.core.deadlines import bounded
 from ckpt_engine.core.machines.events import Done, Key, Run
-from ckpt_engine.core.machines.tasks import CountSlot, FillSlot, ForgetSlot, RelayTask, SlotFilled
+from ckpt_engine.core.machines.relay_tasks import CountSlot, FillSlot, ForgetSlot, RelayTask, SlotFilled
 from ckpt_engine.core.relay_layout import SLOTS
 from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled, RelayWithdrawn, WithdrawRelay
 from ckpt_engine.v1.weights_pb2 import Identity

@@ -1,8 +1,8 @@
 """The work that machines ask their shells for, and what it results in.
 
-They are listed by the machine that asks: `ManagerTask`, `AgentTask`, `TrainerTask`. Each says which part of the
-package does it, and what its `Done` carries. A task that fails carries a Problem and no result. `seconds`: how long it
-may take; a shell answers by then, whatever the work does.
+They are listed by the machine that asks: `ManagerTask`, `AgentTask`, `TrainerTask`, and `RelayTask`, which has a file
+of its own. Each says which part of the package does it, and what its `Done` carries. A task that fails carries a Problem
+and no result. `seconds`: how long it may take; a shell answers by then, whatever the work does.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from ckpt_engine.core.machines.relay_tasks import RelayTask
 from ckpt_engine.core.sleeping import Sleeping
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -363,48 +364,5 @@ class SealSource:
 
 
 TrainerTask: TypeAlias = PutBlobs | SealSource
-
-# -------------------------------------------------------------------------------------------------------- of the relay
-
-
-@dataclass(frozen=True)
-class CountSlot:
-    """Fetch the blobs, check the record against the identity's root, lay the version out and take memory for it.
-    Result: bytes. The slot still holds what it held, also if this fails."""
-
-    slot: int
-    command: manager_pb2.FillRelay
-    seconds: float
-
-
-@dataclass(frozen=True)
-class SlotFilled:
-    """What a slot holds now. table, record: serialised. told: the answer, but for fence and identity."""
-
-    table: bytes
-    record: bytes
-    told: manager_pb2.RelayFilled
-
-
-@dataclass(frozen=True)
-class FillSlot:
-    """Lend the slot to nobody, wait for its readers as long as they may keep it, fill it, compare, and lend it. Result:
-    SlotFilled. If it fails the slot holds nothing and is lent to nobody. A second one waits for the first to end,
-    within its own time, whatever the machine was told of the first."""
-
-    slot: int
-    command: manager_pb2.FillRelay
-    seconds: float
-
-
-@dataclass(frozen=True)
-class ForgetSlot:
-    """Lend the slot to nobody, and wait for its readers as long as they may keep it. Result: None."""
-
-    slot: int
-    seconds: float
-
-
-RelayTask: TypeAlias = CountSlot | FillSlot | ForgetSlot
 
 Task: TypeAlias = ManagerTask | AgentTask | TrainerTask | RelayTask
