@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 NAME = "relay_memory"
 
+UNSTARTED = "no command starts a relay yet"
+
 DIRECTORY = "CKPT_ENGINE_RELAY_DIRECTORY"
 """Environment variable of relays and workers: the directory of the sockets, as this process sees it."""
 
@@ -296,8 +298,8 @@ class RelayMemoryTransport:
     def availability(self) -> Availability:
         """Whether there is a directory in which relays could be."""
         if directory_identity():
-            return Availability(True, f"relays of this host lend their memory in {relay_directory()}")
-        return Availability(False, f"no relay runs on this host: there is no {relay_directory()} ({DIRECTORY})")
+            return Availability(True, f"relays would lend their memory in {relay_directory()}; {UNSTARTED}")
+        return Availability(False, f"{UNSTARTED}, and there is no {relay_directory()} ({DIRECTORY})")
 
     def open(self, regions: Sequence[Region], seconds: float = ASK_SECONDS) -> RelayRegions:
         """Maps the regions, those already mapped once more at no cost, and holds their slots. seconds: at most
