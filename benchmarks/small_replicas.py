@@ -26,15 +26,15 @@ from torch import Tensor, nn
 
 from benchmarks.message_counts import CountingStub
 from ckpt_engine.agent import session
-from ckpt_engine.agent.adapter import Capabilities, EngineAdapter, EngineInfo
 from ckpt_engine.agent.channel import AgentChannel, Answer
 from ckpt_engine.client import manager_stub
-from ckpt_engine.core.machines.events import EngineReady
-from ckpt_engine.install.directory import EngineDirectory
-from ckpt_engine.install.state import EnginePage, WorkerWord
-from ckpt_engine.install.target import ModuleTarget
+from ckpt_engine.engine.adapter import Capabilities, EngineAdapter, EngineInfo
+from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.install.worker import EngineWorker
+from ckpt_engine.machines.events import EngineReady
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.words.directory import EngineDirectory
+from ckpt_engine.words.state import EnginePage, WorkerWord
 
 TENSORS = 8
 SIDE = 64

@@ -21,8 +21,8 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from ckpt_engine.core.digest import digest_boxes
-from ckpt_engine.core.digest_host import HostDigests
+from ckpt_engine.digest.boxes import digest_boxes
+from ckpt_engine.digest.host import HostDigests
 
 LAYER = [(1024,), (1024,), (128,), (128,), (2048, 1024), (1024, 1024), (1024, 1024), (1024, 2048)]
 LAYER += [(3072, 1024), (3072, 1024), (1024, 3072)]

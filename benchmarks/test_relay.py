@@ -18,19 +18,19 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from ckpt_engine.copy.copying import TensorCopy
 from ckpt_engine.core.boxes import Box, whole
-from ckpt_engine.core.digest_host import HostDigests
 from ckpt_engine.core.manifest import blob_digest, canonical, manifest_of
 from ckpt_engine.core.offers import region_offered
 from ckpt_engine.core.plan import PlanRequest, compile_plans
 from ckpt_engine.core.publication import merge_tables
 from ckpt_engine.core.sealed import check_replicas
 from ckpt_engine.core.sealed_record import Recorded, read_record, record_of
+from ckpt_engine.digest.host import HostDigests
+from ckpt_engine.host.facts import this_host
+from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.relay.slots import Slots, Wish
 from ckpt_engine.source.digests import digest_atoms
-from ckpt_engine.transport.copying import TensorCopy
-from ckpt_engine.transport.host import this_host
-from ckpt_engine.transport.relay_memory import DIRECTORY
 from ckpt_engine.transport.shared_memory import SharedArena, SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Digests, Identity, Need, SourceTable, TensorSpec, WorkerNeeds
 

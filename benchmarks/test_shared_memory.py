@@ -23,13 +23,13 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from ckpt_engine.core.boxes import Box, intersect, whole
-from ckpt_engine.core.digest import digest_boxes
 from ckpt_engine.core.offers import by_transport
+from ckpt_engine.digest.boxes import digest_boxes
+from ckpt_engine.host.facts import this_host
 from ckpt_engine.source.held import Held
 from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.ways import Wish
 from ckpt_engine.transport.base import Move
-from ckpt_engine.transport.host import this_host
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Region, SourceTable
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_engine.core.machines.report import is_verified
+from ckpt_engine.machines.manager.report import is_verified
 from ckpt_engine.v1 import manager_pb2
 
 

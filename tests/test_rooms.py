@@ -1,4 +1,7 @@
-"""Which module may import which: no circles, and what decides loads no tensors and no compiler."""
+"""The order of the rooms: imports go downward only, nowhere in a circle, and what decides loads no tensors.
+
+A room is a folder of ckpt_engine, or a module that lies in none.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,59 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+
+ROOMS = (
+    "v1",
+    "trace",
+    "core",
+    "torch_dtypes",
+    "machines",
+    "security",
+    "connection",
+    "extras",
+    "client",
+    "shell",
+    "cuda",
+    "host",
+    "digest",
+    "copy",
+    "transport",
+    "words",
+    "engine",
+    "record",
+    "install",
+    "source",
+    "relay",
+    "report",
+    "trainer",
+    "agent",
+    "manager",
+    "gateway",
+    "integrations",
+    "doctor",
+    "demo",
+    "commands",
+    "cli",
+    "__main__",
+)
+"""Lowest first: a room imports from those before it. `ckpt_engine` itself is the public interface, on top of all."""
+
+BESIDE = (("manager", "agent"), ("manager", "trainer"), ("manager", "source"), ("agent", "trainer"))
+BESIDE += (("install", "machines"), ("install", "client"), ("install", "security"), ("install", "shell"))
+BESIDE += (("manager", "transport"), ("manager", "install"), ("manager", "record"), ("manager", "digest"))
+"""Rooms of which the first may import nothing of the second, although that would be downward."""
+
+PURE = ("core", "machines")
 HEAVY = ("torch", "numba", "triton")
-DIGESTS = ("digest", "digest_cuda", "digest_host", "digest_host_jobs", "digest_host_kernel", "digest_kernel")
-OF_TENSORS = {f"ckpt_engine.core.{name}" for name in (*DIGESTS, "prepared_digests")}
+"""What decides imports none of these: a manager plans for clusters without them, and a relay starts in no time."""
 
 
+@cache
 def modules() -> dict[str, Path]:
     found = {}
     for top in (ROOT, ROOT / "adapters"):
@@ -24,33 +71,64 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """Modules of ours that this one imports, wherever in it: also within functions, and for types only."""
-    for node in ast.walk(ast.parse(path.read_text())):
+@cache
+def imports(name: str) -> frozenset[str]:
+    """What a module imports, wherever in it: also within functions, and for types only."""
+    return frozenset(_imports(ast.parse(modules()[name].read_text())))
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (each.name for each in node.names if each.name in known)
+            yield from (each.name for each in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             for each in node.names:
                 whole = f"{node.module}.{each.name}"
-                yield whole if whole in known else node.module
+                yield whole if whole in modules() else node.module
+
+
+def room_of(module: str) -> str:
+    """Empty: the package itself, or no module of its."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "ckpt_engine" and len(parts) > 1 else ""
+
+
+def test_every_room_has_its_place_in_the_order() -> None:
+    rooms = {room_of(module) for module in modules()} - {""}
+    assert not rooms - set(ROOMS), "say where they are in the order"
+    assert len(modules()) > 250
+
+
+def test_imports_go_downward() -> None:
+    place = {room: number for number, room in enumerate(ROOMS)}
+    upward = {
+        f"{module} imports {other}"
+        for module in modules()
+        for other in imports(module)
+        if room_of(module) and room_of(other) and place[room_of(other)] > place[room_of(module)]
+    }
+    assert not upward
+    beside = {
+        f"{module} imports {other}"
+        for module in modules()
+        for other in imports(module)
+        if (room_of(module), room_of(other)) in BESIDE
+    }
+    assert not beside
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    known = modules()
-    assert len(known) > 250
-    order = TopologicalSorter(
-        {name: {other for other in imported(path, known) if other in known} for name, path in known.items()}
-    )
+    order = TopologicalSorter({module: imports(module) & modules().keys() for module in modules()})
     order.prepare()  # raises CycleError, which names the circle
 
 
 def test_what_decides_loads_no_tensors_and_no_compiler() -> None:
-    """In a fresh interpreter: whatever these modules import, and what that imports."""
-    pure = sorted(name for name in modules() if name.startswith("ckpt_engine.core") and name not in OF_TENSORS)
+    """What it imports itself, and in a fresh interpreter what that imports."""
+    pure = sorted(module for module in modules() if room_of(module) in PURE)
     assert len(pure) > 50
+    named = {f"{each} imports {other}" for each in pure for other in imports(each) if other.split(".")[0] in HEAVY}
+    assert not named
     code = f"import importlib, sys\nfor name in {pure}: importlib.import_module(name)\n"
     code += f"print(*(name for name in {HEAVY} if name in sys.modules))"
-    told = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, timeout=60, check=True)
     assert told.stdout.split() == []

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.qwen3_8b import COLUMNS, SHAPES
-from ckpt_engine.transport import device_work
-from ckpt_engine.transport.device_copy import DeviceCopy
+from ckpt_engine.copy import device_work
+from ckpt_engine.copy.device_copy import DeviceCopy
 from ckpt_engine.transport.mapped import MappedRegions
 from ckpt_engine.transport.shared_memory import SharedArena, SharedMemoryTransport
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from ckpt_engine.core.prepared_digests import prepare_digests
+from ckpt_engine.digest.prepared import prepare_digests
 
 LAYER = [(4096,), (4096,), (128,), (128,), (4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)]
 LAYER += [(12_288, 4096), (12_288, 4096), (4096, 12_288)]

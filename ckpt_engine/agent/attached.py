@@ -10,7 +10,6 @@ import asyncio
 import time
 from urllib.parse import urlsplit
 
-from ckpt_engine.agent.adapter import EngineAdapter, EngineCallError, load_adapter
 from ckpt_engine.agent.channel import AgentChannel, Answer
 from ckpt_engine.agent.engine import (
     EngineEvents,
@@ -21,9 +20,10 @@ from ckpt_engine.agent.engine import (
 )
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, precondition
-from ckpt_engine.install.directory import EngineDirectory
-from ckpt_engine.install.state import EnginePage, WorkerWord
+from ckpt_engine.engine.adapter import EngineAdapter, EngineCallError, load_adapter
 from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.words.directory import EngineDirectory
+from ckpt_engine.words.state import EnginePage, WorkerWord
 
 SAID_FIRST_SECONDS, SAID_AGAIN_SECONDS = 1.0, 10.0
 """After how long people are told that an engine is waited for, and how often again."""

@@ -18,14 +18,14 @@ from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
-from ckpt_engine.agent.adapter import AdapterModule, AdapterSettings, EngineAdapter, EngineCallError
 from ckpt_engine.agent.http import engine_client
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.core.machines.events import EngineReady
-from ckpt_engine.install.directory import EngineDirectory
-from ckpt_engine.install.gate import INFO_ROUTE
-from ckpt_engine.install.state import EnginePage, WorkerWord
+from ckpt_engine.engine.adapter import AdapterModule, AdapterSettings, EngineAdapter, EngineCallError
+from ckpt_engine.machines.events import EngineReady
 from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.words.directory import EngineDirectory
+from ckpt_engine.words.gate import INFO_ROUTE
+from ckpt_engine.words.state import EnginePage, WorkerWord
 
 
 class EngineEvents(Protocol):

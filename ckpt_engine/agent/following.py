@@ -16,13 +16,13 @@ from pathlib import Path
 from ckpt_engine.agent.channel import AgentChannel
 from ckpt_engine.agent.link import FollowerLink
 from ckpt_engine.agent.logs import new_log
-from ckpt_engine.agent.node_plan import Place, node_plan_of
 from ckpt_engine.agent.nodes import NodeSettings
 from ckpt_engine.agent.process import EngineProcess, EngineProcessError, LineSink, torchrun_variables
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory, default_root
-from ckpt_engine.install.state import EnginePage
+from ckpt_engine.engine.node_plan import Place, node_plan_of
 from ckpt_engine.v1 import worker_pb2
+from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory, default_root
+from ckpt_engine.words.state import EnginePage
 
 _Key = tuple[int, bytes, int]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from ckpt_engine.agent.adapter import EngineCallError
+from ckpt_engine.engine.adapter import EngineCallError
 
 
 def engine_client(url: str, headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:

@@ -10,7 +10,6 @@ from enum import StrEnum
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ckpt_engine.agent.adapter import EngineAdapter, EngineCallError, LaunchPlan, load_adapter
 from ckpt_engine.agent.channel import AgentChannel, Answer
 from ckpt_engine.agent.engine import (
     EngineEvents,
@@ -22,14 +21,15 @@ from ckpt_engine.agent.engine import (
 )
 from ckpt_engine.agent.leading import Followers, NodesMissingError
 from ckpt_engine.agent.logs import new_log
-from ckpt_engine.agent.node_plan import Place, node_plan_of
 from ckpt_engine.agent.ports import ReservedPort, holder, is_free
 from ckpt_engine.agent.process import EngineProcess, EngineProcessError, LineSink, torchrun_variables
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.core.machines.events import EngineReady
-from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory, default_root
-from ckpt_engine.install.state import EnginePage, WorkerWord
+from ckpt_engine.engine.adapter import EngineAdapter, EngineCallError, LaunchPlan, load_adapter
+from ckpt_engine.engine.node_plan import Place, node_plan_of
+from ckpt_engine.machines.events import EngineReady
 from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory, default_root
+from ckpt_engine.words.state import EnginePage, WorkerWord
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 EVERYWHERE = frozenset({"", "0.0.0.0", "::"})

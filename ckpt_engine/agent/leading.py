@@ -17,12 +17,12 @@ from pathlib import Path
 from ckpt_engine.agent.channel import Answer
 from ckpt_engine.agent.link import LeaderLink
 from ckpt_engine.agent.mirror import Mirror, MirrorError
-from ckpt_engine.agent.node_plan import Place
 from ckpt_engine.agent.nodes import NodeSettings
 from ckpt_engine.agent.ports import ReservedPort
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.install.state import EnginePage, WorkerWord
+from ckpt_engine.engine.node_plan import Place
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from ckpt_engine.words.state import EnginePage, WorkerWord
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckpt_engine.install.state import CLEAN, DIRTY, LINEAGE_BYTES, MAX_WORKERS, EnginePage, WorkerSlot, WorkerWord
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.words.state import CLEAN, DIRTY, LINEAGE_BYTES, MAX_WORKERS, EnginePage, WorkerSlot, WorkerWord
 
 BOOT_ID_BYTES = 16
 ROOT_BYTES = 32

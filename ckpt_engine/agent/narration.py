@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.message import Message
 
-from ckpt_engine.core.machines.events import SessionEnded
+from ckpt_engine.machines.events import SessionEnded
 from ckpt_engine.v1 import manager_pb2
 
 _OUTCOMES = {

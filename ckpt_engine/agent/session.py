@@ -28,13 +28,13 @@ from ckpt_engine.agent.process import LineSink
 from ckpt_engine.agent.settings import AgentSettings as AgentSettings
 from ckpt_engine.agent.tasks import TaskRunner
 from ckpt_engine.client import manager_stub, open_channel
-from ckpt_engine.core.machines import events
-from ckpt_engine.core.machines.agent import AgentMachine
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.host.facts import this_host
+from ckpt_engine.machines import events
+from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.shell.loop import Loop
 from ckpt_engine.shell.stream import MemberStream
 from ckpt_engine.trace import trace
-from ckpt_engine.transport.host import this_host
 from ckpt_engine.transport.registry import all_transports, worker_transports
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2, worker_pb2
 

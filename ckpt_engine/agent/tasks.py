@@ -10,18 +10,18 @@ import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from ckpt_engine.agent.adapter import EngineAdapter, EngineCallError
 from ckpt_engine.agent.blobs import BlobCache
 from ckpt_engine.agent.engine import EngineHost
 from ckpt_engine.agent.reader_seal import digest_for_readers
 from ckpt_engine.client import get_blob, put_blob
-from ckpt_engine.core.machines import events
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import internal, unavailable
-from ckpt_engine.install.state import EngineMark, EnginePage, Hold, HoldLimits, verdict
+from ckpt_engine.engine.adapter import EngineAdapter, EngineCallError
+from ckpt_engine.machines import events
 from ckpt_engine.shell.tasks import TaskFailedError, carry_out, words
 from ckpt_engine.transport.base import Transport
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
+from ckpt_engine.words.state import EngineMark, EnginePage, Hold, HoldLimits, verdict
 
 
 class TaskRunner:

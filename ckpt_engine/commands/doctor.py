@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt_engine.agent.host_checks import Check, Result, all_checks, as_json, works
+from ckpt_engine.doctor.host_checks import Check, Result, all_checks, as_json, works
 
 _STYLES = {Result.OK: "green", Result.NO: "red", Result.NOTE: "yellow"}
 

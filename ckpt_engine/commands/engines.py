@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from ckpt_engine.agent.adapter import Capabilities, load_adapter
-from ckpt_engine.agent.declarations import declared, facts, markdown
 from ckpt_engine.commands.choices import Engine
+from ckpt_engine.engine.adapter import Capabilities, load_adapter
+from ckpt_engine.engine.declarations import declared, facts, markdown
 
 COLUMNS = 80
 

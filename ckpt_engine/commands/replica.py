@@ -21,7 +21,7 @@ from ckpt_engine.commands.options import Deadline, configured_deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.transports import transport_kinds
 from ckpt_engine.extras import require
-from ckpt_engine.install.state import HoldLimits
+from ckpt_engine.words.state import HoldLimits
 
 if TYPE_CHECKING:
     from ckpt_engine.agent.following import FollowingAgent
@@ -126,10 +126,10 @@ def replica(
         --model ./model -- --max-model-len 4096
     """
     require("trainer", "torch", "numpy", what="this command")
-    from ckpt_engine.agent.adapter import UnknownAdapterError
     from ckpt_engine.agent.following import FollowingAgent
     from ckpt_engine.agent.nodes import NodeSettings
     from ckpt_engine.agent.session import AgentSettings, ReplicaAgent
+    from ckpt_engine.engine.adapter import UnknownAdapterError
     from ckpt_engine.transport.registry import worker_transports
     from ckpt_engine.v1 import manager_pb2
 

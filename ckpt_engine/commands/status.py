@@ -18,8 +18,8 @@ from rich.text import Text
 
 from ckpt_engine.client import error_of, manager_stub, open_channel
 from ckpt_engine.commands.asking import LOCAL, Manager, failed
-from ckpt_engine.core.machines.status import replica_state
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.machines.manager.status import replica_state
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 ASK_SECONDS = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 LINEAGE_BYTES = 120
-"""Of a lineage's name in UTF-8: what a worker's state word has room for (install/state.py)."""
+"""Of a lineage's name in UTF-8: what a worker's state word has room for (words/state.py)."""
 
 NAMES_SHOWN = 4
 """In one sentence; a problem lists more of them beside it."""

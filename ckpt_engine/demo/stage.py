@@ -24,8 +24,8 @@ from ckpt_engine.agent.ports import ReservedPort
 from ckpt_engine.agent.process import EngineProcess, EngineProcessError
 from ckpt_engine.client import manager_stub, open_channel
 from ckpt_engine.demo import task
-from ckpt_engine.install.directory import default_root
 from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.words.directory import default_root
 
 LINE_MARK = "demo: "
 """Before each JSON line of a trainer, since libraries print to standard output too."""

@@ -11,9 +11,9 @@ import logging
 import torch
 from torch import Tensor
 
-from ckpt_engine.core.digest import digest_boxes
 from ckpt_engine.core.problems import CkptEngineError, data_loss, precondition
-from ckpt_engine.install.target import LoadTarget
+from ckpt_engine.digest.boxes import digest_boxes
+from ckpt_engine.engine.target import LoadTarget
 from ckpt_engine.torch_dtypes import dtype_name
 
 log = logging.getLogger(__name__)

@@ -25,19 +25,19 @@ from google.protobuf.message import DecodeError
 from ckpt_engine.core.manifest import blob_digest
 from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid
+from ckpt_engine.engine.target import LoadTarget, StagedLayer
+from ckpt_engine.host.facts import this_host
 from ckpt_engine.install.constants import Constants
-from ckpt_engine.install.loading import load
 from ckpt_engine.install.plans import ReadyPlan, ReadyPlans
 from ckpt_engine.install.ready import Ready, settle, warm_up
-from ckpt_engine.install.record import record
-from ckpt_engine.install.recording import Handover, Recording, TensorLayout, handed
 from ckpt_engine.install.resolve import bind
-from ckpt_engine.install.state import LINEAGE_BYTES, WorkerSlot
-from ckpt_engine.install.target import LoadTarget, StagedLayer
+from ckpt_engine.record.loading import load
+from ckpt_engine.record.record import record
+from ckpt_engine.record.recording import Handover, Recording, TensorLayout, handed
 from ckpt_engine.trace import trace
 from ckpt_engine.transport.base import Transport
-from ckpt_engine.transport.host import this_host
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from ckpt_engine.words.state import LINEAGE_BYTES, WorkerSlot
 
 log = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from google.protobuf.message import DecodeError
 
 from ckpt_engine.core.manifest import blob_digest
 from ckpt_engine.core.problems import invalid, precondition
+from ckpt_engine.engine.target import LoadTarget
 from ckpt_engine.install.ready import Ready
-from ckpt_engine.install.recording import Recording, TensorLayout
 from ckpt_engine.install.resolve import Resolved, bind, resolve
-from ckpt_engine.install.target import LoadTarget
+from ckpt_engine.record.recording import Recording, TensorLayout
 from ckpt_engine.trace import span
 from ckpt_engine.transport.base import Leased, OpenedRegions, Transport
 from ckpt_engine.v1 import manager_pb2, weights_pb2

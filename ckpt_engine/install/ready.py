@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from ckpt_engine.core import digest_host
-from ckpt_engine.core.prepared_digests import prepare_digests
-from ckpt_engine.install.recording import Recording
+from ckpt_engine.digest import host as digest_host
+from ckpt_engine.digest.prepared import prepare_digests
 from ckpt_engine.install.resolve import Bound, Target
+from ckpt_engine.record.recording import Recording
 from ckpt_engine.transport.base import OpenedRegions
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def warm_up(recording: Recording, tensors: Iterable[tuple[str, torch.Tensor]]) -
     if not present:
         return
     # Here, since it loads triton, which a process without a GPU does not need.
-    from ckpt_engine.transport import copy_kernel
+    from ckpt_engine.copy import copy_kernel
 
     try:
         for device in {tensor.device for tensor in present.values()}:

@@ -13,8 +13,8 @@ import torch
 
 from ckpt_engine.core.boxes import Box, contains
 from ckpt_engine.core.problems import invalid, precondition
-from ckpt_engine.install.coverage import remainder
-from ckpt_engine.install.recording import Copy, Recording, TensorLayout, handed
+from ckpt_engine.record.coverage import remainder
+from ckpt_engine.record.recording import Copy, Recording, TensorLayout, handed
 from ckpt_engine.transport.base import Move
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 

@@ -15,7 +15,15 @@ from google.protobuf.message import DecodeError, Message
 
 from ckpt_engine.core.boxes import Box
 from ckpt_engine.core.complete import check_complete
-from ckpt_engine.core.machines.events import (
+from ckpt_engine.core.manifest import canonical
+from ckpt_engine.core.offers import by_transport, label
+from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
+from ckpt_engine.core.problems import CkptEngineError, internal, invalid
+from ckpt_engine.core.publication import Publication, join_sources, merge_tables
+from ckpt_engine.core.sealed import check_replicas, expected_blob
+from ckpt_engine.core.sealed_record import Recorded, RecordWriter, finer_atoms, read_record, seal_from_record
+from ckpt_engine.core.transports import transport_kinds
+from ckpt_engine.machines.events import (
     Combined,
     CombineSeals,
     Compiled,
@@ -29,14 +37,6 @@ from ckpt_engine.core.machines.events import (
     SourceOffer,
     WorkerKey,
 )
-from ckpt_engine.core.manifest import canonical
-from ckpt_engine.core.offers import by_transport, label
-from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
-from ckpt_engine.core.problems import CkptEngineError, internal, invalid
-from ckpt_engine.core.publication import Publication, join_sources, merge_tables
-from ckpt_engine.core.sealed import check_replicas, expected_blob
-from ckpt_engine.core.sealed_record import Recorded, RecordWriter, finer_atoms, read_record, seal_from_record
-from ckpt_engine.core.transports import transport_kinds
 from ckpt_engine.manager.blobs import BlobStore, describe
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ckpt_engine.core.machines.versions import Intended, Meant
 from ckpt_engine.core.problems import CkptEngineError, precondition
+from ckpt_engine.machines.manager.versions import Intended, Meant
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 SCHEMA_VERSION = 5

@@ -22,7 +22,7 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ckpt_engine.core.machines.status import REPLICA_STATES, replica_state
+from ckpt_engine.machines.manager.status import REPLICA_STATES, replica_state
 from ckpt_engine.manager.about import software_version
 from ckpt_engine.manager.blobs import BlobStore
 from ckpt_engine.v1 import manager_pb2, weights_pb2

@@ -22,8 +22,8 @@ from grpc_reflection.v1alpha import reflection
 
 from ckpt_engine.client import MESSAGE_BYTES
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.core.machines.manager import ManagerMachine
 from ckpt_engine.core.problems import CkptEngineError, unavailable
+from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.manager.about import software_version
 from ckpt_engine.manager.access import Access
 from ckpt_engine.manager.addresses import check_free, check_reach, is_loopback, join_address, split_address

@@ -11,10 +11,10 @@ import grpc.aio
 from google.protobuf.message import Message as ProtobufMessage
 
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.core.machines import events
-from ckpt_engine.core.machines.events import Call, ManagerEvent
-from ckpt_engine.core.machines.wire import unpack
 from ckpt_engine.core.problems import CkptEngineError, deadline, internal, invalid, unavailable
+from ckpt_engine.machines import events
+from ckpt_engine.machines.events import Call, ManagerEvent
+from ckpt_engine.machines.wire import unpack
 from ckpt_engine.manager.access import Access
 from ckpt_engine.manager.blobs import BlobStore, chunks_of, receive
 from ckpt_engine.manager.errors import refuse

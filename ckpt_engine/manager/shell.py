@@ -14,11 +14,11 @@ from typing import Any, assert_never
 
 from google.protobuf.message import Message as ProtobufMessage
 
-from ckpt_engine.core.machines import events
-from ckpt_engine.core.machines.events import Call, ManagerEvent, Peer
-from ckpt_engine.core.machines.manager import ManagerMachine
-from ckpt_engine.core.machines.wire import pack
 from ckpt_engine.core.problems import unavailable
+from ckpt_engine.machines import events
+from ckpt_engine.machines.events import Call, ManagerEvent, Peer
+from ckpt_engine.machines.manager.machine import ManagerMachine
+from ckpt_engine.machines.wire import pack
 from ckpt_engine.manager.blobs import BlobStore
 from ckpt_engine.manager.metrics import Metrics
 from ckpt_engine.manager.refusals import Refusal, Refusals

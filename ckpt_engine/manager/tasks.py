@@ -10,8 +10,8 @@ import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
-from ckpt_engine.core.machines import events
-from ckpt_engine.core.machines.events import Done, Key
+from ckpt_engine.machines import events
+from ckpt_engine.machines.events import Done, Key
 from ckpt_engine.manager.compiler import Compiler
 from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.metrics import Metrics

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel, Field
 
-from ckpt_engine.core.machines.status import replica_state
+from ckpt_engine.machines.manager.status import replica_state
 from ckpt_engine.manager.ledger import Record
 from ckpt_engine.manager.refusals import Refusal
 from ckpt_engine.v1 import manager_pb2, weights_pb2

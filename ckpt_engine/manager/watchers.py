@@ -1,6 +1,6 @@
 """Those who watch the replicas: each gets a snapshot, then what changes, gathered for some milliseconds.
 
-Runs on the manager's event loop thread. What is told is decided in ``core/machines/watching.py``.
+Runs on the manager's event loop thread. What is told is decided in ``machines/manager/watching.py``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import uuid
 from collections.abc import Callable
 from itertools import count
 
-from ckpt_engine.core.machines.watching import Watched, changes, snapshot
 from ckpt_engine.core.problems import unavailable
+from ckpt_engine.machines.manager.watching import Watched, changes, snapshot
 from ckpt_engine.shell.outbox import Outbox
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 

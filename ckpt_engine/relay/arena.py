@@ -20,7 +20,7 @@ import torch
 
 from ckpt_engine.core.problems import invalid, unavailable
 from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS, check_memory, check_room
-from ckpt_engine.transport.room import memory_room
+from ckpt_engine.host.room import memory_room
 
 log = logging.getLogger(__name__)
 

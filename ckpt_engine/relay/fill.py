@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ckpt_engine.copy.prepared import PreparedCopy
 from ckpt_engine.core.boxes import Box
-from ckpt_engine.core.digest_host import HostDigests
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline
 from ckpt_engine.core.relay_layout import SlotLayout
 from ckpt_engine.core.sealed_record import Recorded
+from ckpt_engine.digest.host import HostDigests
 from ckpt_engine.relay.sources import Reading, Sources
 from ckpt_engine.transport.base import Move
-from ckpt_engine.transport.prepared import PreparedCopy
 from ckpt_engine.v1.weights_pb2 import Problem
 
 BATCH_BYTES = 64 << 20

@@ -1,7 +1,7 @@
 """What a relay holds: two slots of one arena, filled, lent and taken back. Decides nothing about when.
 
-The machine (`core/machines/relay.py`) says which slot is filled with what. Whatever goes wrong in a filling leaves the
-other slot, and every replica, as they were. One filling at a time; `count`, `fill`
+The machine (`machines/relay/machine.py`) says which slot is filled with what. Whatever goes wrong in a filling leaves
+the other slot, and every replica, as they were. One filling at a time; `count`, `fill`
 and `withdraw` block the calling thread, all else is quick.
 """
 

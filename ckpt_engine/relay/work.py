@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from ckpt_engine.core.machines.relay_tasks import CountSlot, FillSlot, RelayTask, SlotFilled
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import invalid
+from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, RelayTask, SlotFilled
 from ckpt_engine.relay.fill import NAMED
 from ckpt_engine.relay.slots import Held, Slots, Wish
 from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled
@@ -30,7 +30,7 @@ class RelayWork:
         self._fetched: tuple[FillRelay, Wish] | None = None
 
     def perform(self, task: RelayTask) -> object:
-        """The task's result, as core/machines/tasks.py has it. Raises CkptEngineError."""
+        """The task's result, as machines/tasks.py has it. Raises CkptEngineError."""
         if isinstance(task, CountSlot):
             return self._slots.count(task.slot, self._wish(task.command, task.seconds), task.seconds)
         if isinstance(task, FillSlot):

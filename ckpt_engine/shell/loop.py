@@ -14,15 +14,15 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from ckpt_engine.core.machines.events import CancelTimer, Done, Key, Message, Run, SetTimer, Task, TimerFired
 from ckpt_engine.core.problems import internal
+from ckpt_engine.machines.events import CancelTimer, Done, Key, Message, Run, SetTimer, Task, TimerFired
 from ckpt_engine.v1 import weights_pb2
 
 log = logging.getLogger(__name__)
 
 
 class Machine(Protocol):
-    """What a loop knows of its machine; see core/machines/events.py."""
+    """What a loop knows of its machine; see machines/events.py."""
 
     def handle(self, event: Any, now: float) -> Sequence[Any]:
         """Takes one event and says what is to be done. now: monotonic seconds."""

@@ -14,8 +14,8 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from ckpt_engine.client import problem_of
-from ckpt_engine.core.machines.wire import pack, unpack
 from ckpt_engine.core.problems import unavailable
+from ckpt_engine.machines.wire import pack, unpack
 from ckpt_engine.shell.outbox import Outbox
 from ckpt_engine.v1 import weights_pb2
 

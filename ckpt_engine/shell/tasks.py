@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from ckpt_engine.core.machines.events import Done, Key, Task
 from ckpt_engine.core.problems import CkptEngineError, deadline, internal
+from ckpt_engine.machines.events import Done, Key, Task
 from ckpt_engine.trace import span
 from ckpt_engine.v1 import weights_pb2
 

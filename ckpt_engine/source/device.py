@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.cuda.arena import ALIGNMENT, CudaArena
+from ckpt_engine.cuda.driver import CudaDriverError, driver
 from ckpt_engine.source.lending import Lending
 from ckpt_engine.source.rehome import byte_range
 from ckpt_engine.transport.base import GpuMemory
-from ckpt_engine.transport.cuda_arena import ALIGNMENT, CudaArena
-from ckpt_engine.transport.cuda_driver import CudaDriverError, driver
-from ckpt_engine.transport.cuda_memory import LEGACY, Run, look, run_at, runs_of
+from ckpt_engine.transport.cuda_ipc.memory import LEGACY, Run, look, run_at, runs_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ckpt_engine.core.digest import digest_boxes
+from ckpt_engine.copy.copying import TensorCopy
 from ckpt_engine.core.offers import label, ranks_of
-from ckpt_engine.core.prepared_digests import PreparedDigests, digest_anywhere, prepare_digests
 from ckpt_engine.core.problems import invalid, precondition
+from ckpt_engine.digest.boxes import digest_boxes
+from ckpt_engine.digest.prepared import PreparedDigests, digest_anywhere, prepare_digests
 from ckpt_engine.source.held import plain_values
 from ckpt_engine.torch_dtypes import torch_dtype
-from ckpt_engine.transport.copying import TensorCopy
 from ckpt_engine.v1.weights_pb2 import Atoms, SourceTable
 
 

@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from ckpt_engine.copy.copying import TensorCopy
 from ckpt_engine.core.names import some
 from ckpt_engine.core.offers import rank_id
-from ckpt_engine.core.prepared_digests import PreparedDigests
 from ckpt_engine.core.problems import CkptEngineError, invalid, precondition
 from ckpt_engine.core.transports import HOST_MEMORY
+from ckpt_engine.digest.prepared import PreparedDigests
 from ckpt_engine.source.device import DeviceOffer
 from ckpt_engine.source.digests import changed_since, prepare_atoms
 from ckpt_engine.source.held import Held, plain_values
@@ -33,7 +34,6 @@ from ckpt_engine.source.rehome import by_storage
 from ckpt_engine.source.ways import Wish, copy_reasons, may_share, served_dtype, tell_copied
 from ckpt_engine.torch_dtypes import dtype_name
 from ckpt_engine.transport.base import HostMemory
-from ckpt_engine.transport.copying import TensorCopy
 from ckpt_engine.v1.weights_pb2 import Atoms, Host, Shard, SourceTable, TensorSpec
 
 log = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from torch import nn
 from ckpt_engine.core.dtypes import UnsupportedDtypeError
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.core.transports import GPU_MEMORY, HOST_MEMORY, TransportKind, lending, transport_kinds
+from ckpt_engine.host.facts import this_host
 from ckpt_engine.source.base import Source
 from ckpt_engine.source.directory import directory_source
 from ckpt_engine.source.module import module_source
@@ -19,7 +20,6 @@ from ckpt_engine.source.named import named_source
 from ckpt_engine.source.renewed import Pairs, RenewedSource
 from ckpt_engine.source.ways import Wish
 from ckpt_engine.torch_dtypes import dtype_name, torch_dtype
-from ckpt_engine.transport.host import this_host
 
 Publishable = (
     nn.Module

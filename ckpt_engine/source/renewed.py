@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import torch
 
+from ckpt_engine.copy.copying import TensorCopy
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.source.held import Held, held, plain_values
 from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.named import checked_pair
 from ckpt_engine.source.names import strip_wrappers
 from ckpt_engine.source.ways import Wish
-from ckpt_engine.transport.copying import TensorCopy
 from ckpt_engine.v1.weights_pb2 import Host
 
 Pairs = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]

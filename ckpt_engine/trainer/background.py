@@ -16,7 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ckpt_engine.core.deadlines import NOTICE_SECONDS, Deadlines
-from ckpt_engine.core.machines.events import (
+from ckpt_engine.core.problems import CkptEngineError, deadline, precondition, unavailable
+from ckpt_engine.machines.events import (
     PublicationDecided,
     PublishTable,
     Released,
@@ -24,8 +25,7 @@ from ckpt_engine.core.machines.events import (
     SessionEnded,
     SessionOpened,
 )
-from ckpt_engine.core.machines.trainer import TrainerMachine
-from ckpt_engine.core.problems import CkptEngineError, deadline, precondition, unavailable
+from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.trainer.call import Progress, UpdateCall
 from ckpt_engine.trainer.sealer import Sealer
 from ckpt_engine.trainer.session import OfferingSession, Sealing

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
-from ckpt_engine.core.machines.events import SealSource
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, internal
+from ckpt_engine.machines.events import SealSource
 from ckpt_engine.trainer.session import Sealing
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 
-from ckpt_engine.core.digest_host import warm_up
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.names import some
 from ckpt_engine.core.offers import by_transport
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.core.transports import GPU_MEMORY, transport_kinds
+from ckpt_engine.digest.host import warm_up
 from ckpt_engine.source.base import Source
 from ckpt_engine.source.finite import not_finite
 from ckpt_engine.trainer.session import Sealing

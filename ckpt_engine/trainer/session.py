@@ -1,6 +1,6 @@
 """The shell around the machine of a member that offers weights: streams, timers and tasks on one asyncio loop.
 
-It decides nothing: the machine does (core/machines/offering.py), which also says what kind of member this is.
+It decides nothing: the machine does (machines/offering.py), which also says what kind of member this is.
 Everything here runs on the loop of the thread that owns it. Nothing here touches weights: sealing is handed to whoever
 made the session.
 """
@@ -15,7 +15,8 @@ import grpc
 import grpc.aio
 
 from ckpt_engine.client import error_of, get_blob, manager_stub, open_channel, put_blob
-from ckpt_engine.core.machines.events import (
+from ckpt_engine.core.problems import CkptEngineError, aborted
+from ckpt_engine.machines.events import (
     ClosePeer,
     Done,
     Key,
@@ -37,8 +38,7 @@ from ckpt_engine.core.machines.events import (
     TrainerCommand,
     TrainerEvent,
 )
-from ckpt_engine.core.machines.offering import OfferingMachine
-from ckpt_engine.core.problems import CkptEngineError, aborted
+from ckpt_engine.machines.offering import OfferingMachine
 from ckpt_engine.shell.loop import Loop
 from ckpt_engine.shell.stream import MemberStream
 from ckpt_engine.shell.tasks import carry_out

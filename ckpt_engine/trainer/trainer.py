@@ -24,15 +24,15 @@ import torch
 
 from ckpt_engine.connection import checked_address
 from ckpt_engine.core.deadlines import NOTICE_SECONDS, Deadlines, check_seconds
-from ckpt_engine.core.machines.trainer import TrainerMachine
 from ckpt_engine.core.problems import CkptEngineError, deadline, invalid, precondition
+from ckpt_engine.host.facts import this_host
+from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.source.open import Publishable, open_source
 from ckpt_engine.trainer.background import Background
 from ckpt_engine.trainer.call import Progress
 from ckpt_engine.trainer.lineage import resolve_lineage
 from ckpt_engine.trainer.sealer import Sealer
-from ckpt_engine.transport.host import this_host
 from ckpt_engine.v1 import manager_pb2
 
 PAUSE_MODES: Mapping[str, manager_pb2.PauseMode] = {

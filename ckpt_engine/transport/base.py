@@ -31,12 +31,12 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, runtime_checka
 
 import torch
 
+from ckpt_engine.copy.prepared import PreparedCopy
 from ckpt_engine.core.transports import FILES, GPU_MEMORY, HOST_MEMORY
-from ckpt_engine.transport.prepared import PreparedCopy
 from ckpt_engine.v1.weights_pb2 import Region
 
 if TYPE_CHECKING:
-    from ckpt_engine.transport.cuda_memory import Run as AllocationRun
+    from ckpt_engine.transport.cuda_ipc.memory import Run as AllocationRun
 
 OPEN_SECONDS = 60.0
 """How long opening may take, if nobody says."""

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from ckpt_engine.copy.copying import TensorCopy
+from ckpt_engine.copy.prepared import PreparedCopy
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.problems import CkptEngineError, data_loss, deadline, error, unavailable
 from ckpt_engine.torch_dtypes import torch_dtype
@@ -30,9 +32,7 @@ from ckpt_engine.transport.base import (
     Ticket,
     source_of,
 )
-from ckpt_engine.transport.copying import TensorCopy
 from ckpt_engine.transport.mapped import check_destination, span_of
-from ckpt_engine.transport.prepared import PreparedCopy
 from ckpt_engine.v1.weights_pb2 import Region
 
 SLOT_BYTES = 16 << 20

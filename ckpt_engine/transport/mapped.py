@@ -16,17 +16,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ckpt_engine.copy.copying import TensorCopy
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.problems import invalid
-from ckpt_engine.torch_dtypes import torch_dtype
-from ckpt_engine.transport.base import Move
-from ckpt_engine.transport.copying import TensorCopy
-from ckpt_engine.transport.cuda_driver import (
+from ckpt_engine.cuda.driver import (
     HOST_REGISTER_PORTABLE,
     HOST_REGISTER_READ_ONLY,
     CudaDriverError,
     driver,
 )
+from ckpt_engine.torch_dtypes import torch_dtype
+from ckpt_engine.transport.base import Move
 from ckpt_engine.v1.weights_pb2 import Region
 
 log = logging.getLogger(__name__)

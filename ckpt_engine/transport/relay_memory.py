@@ -17,19 +17,18 @@ import logging
 import os
 import queue
 import socket
-import stat
 import struct
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 
+from ckpt_engine.copy.copying import TensorCopy
 from ckpt_engine.core.problems import data_loss, invalid, unavailable
+from ckpt_engine.host.relay_directory import DIRECTORY, directory_identity, relay_directory, socket_address
 from ckpt_engine.transport.base import Availability, Move
-from ckpt_engine.transport.copying import TensorCopy
 from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.mapped import MappedRegions, Mapping
 from ckpt_engine.v1.relay_pb2 import RelayMemoryLocator
@@ -41,8 +40,6 @@ NAME = "relay_memory"
 
 UNSTARTED = "no command starts a relay yet"
 
-DIRECTORY = "CKPT_ENGINE_RELAY_DIRECTORY"
-"""Environment variable of relays and workers: the directory of the sockets, as this process sees it."""
 
 QUESTION = struct.Struct("<B3xI16s")
 """Kind, slot, arena. A message of a reader."""
@@ -59,34 +56,6 @@ ASK_SECONDS = 10.0
 
 _KEPT = 64
 """Regions of an arena that stay mapped though no plan uses them: those of both slots, for the plan after the next."""
-
-
-def relay_directory() -> Path:
-    """Where relays of this host have their sockets, as this process sees it."""
-    told = os.environ.get(DIRECTORY)
-    if told:
-        return Path(told)
-    user = os.geteuid()
-    return Path("/run/ckpt-engine") if user == 0 else Path(f"/tmp/ckpt-engine-{user}")
-
-
-def directory_identity() -> str:
-    """What names that directory on this host, whatever its path is; empty if there is none."""
-    try:
-        status = os.stat(relay_directory())
-    except OSError:
-        return ""
-    return f"{status.st_dev}:{status.st_ino}" if stat.S_ISDIR(status.st_mode) else ""
-
-
-@contextlib.contextmanager
-def socket_address(name: str) -> Iterator[str]:
-    """An address for a socket of that directory: short enough for the kernel, however long the path is."""
-    folder = os.open(relay_directory(), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{folder}/{name}"
-    finally:
-        os.close(folder)
 
 
 def peer_user(connection: socket.socket) -> int:

@@ -23,10 +23,10 @@ from functools import cache, partial
 import torch
 
 from ckpt_engine.core.problems import CkptEngineError, data_loss, invalid, unavailable
+from ckpt_engine.host.room import memory_room
 from ckpt_engine.transport.base import OPEN_SECONDS, Availability, HostMemory, Memory
 from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.mapped import MappedRegions, Mapping
-from ckpt_engine.transport.room import memory_room
 from ckpt_engine.v1.weights_pb2 import Region, SharedMemoryLocator
 
 log = logging.getLogger(__name__)

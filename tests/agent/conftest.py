@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from ckpt_engine.agent import adapter
 from ckpt_engine.agent.launched import LaunchSettings
 from ckpt_engine.agent.session import AgentSettings
 from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines
+from ckpt_engine.engine import adapter
 from tests.agent.plain_manager import PlainManager
 from tests.agent.running_agent import QUICK, SECONDS, RunningAgent, Start
 

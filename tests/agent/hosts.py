@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 from ckpt_engine.agent.attached import AttachedEngine
 from ckpt_engine.agent.launched import LaunchedEngine
-from ckpt_engine.core.machines.events import EngineReady
+from ckpt_engine.machines.events import EngineReady
 from ckpt_engine.v1 import worker_pb2
 
 SECONDS = 60.0

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import grpc.aio
 from google.protobuf.message import Message
 
-from ckpt_engine.core.machines.wire import pack, unpack
+from ckpt_engine.machines.wire import pack, unpack
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
 
 SECONDS = 60.0

@@ -22,7 +22,9 @@ from pathlib import Path
 
 import httpx
 
-from ckpt_engine.agent.adapter import (
+from ckpt_engine.agent.http import engine_client
+from ckpt_engine.core.labels import version_label
+from ckpt_engine.engine.adapter import (
     AdapterAvailability,
     AdapterSettings,
     Capabilities,
@@ -31,13 +33,11 @@ from ckpt_engine.agent.adapter import (
     EngineInfo,
     LaunchPlan,
 )
-from ckpt_engine.agent.http import engine_client
-from ckpt_engine.core.labels import version_label
 from ckpt_engine.install.channel import WorkerChannel
-from ckpt_engine.install.directory import EngineDirectory
-from ckpt_engine.install.state import EnginePage
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.v1.worker_pb2 import WantOrder, WorkerInstalled, WorkerPrepared, WorkerReady, WorkerRequest
+from ckpt_engine.words.directory import EngineDirectory
+from ckpt_engine.words.state import EnginePage
 
 ROOT = Path(__file__).parents[2]
 

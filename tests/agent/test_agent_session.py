@@ -13,9 +13,9 @@ import pytest
 from ckpt_engine.agent.launched import LaunchSettings
 from ckpt_engine.agent.session import AgentSettings
 from ckpt_engine.core.deadlines import ENVIRONMENT
-from ckpt_engine.core.machines import events
-from ckpt_engine.core.machines.agent import AgentMachine
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.machines import events
+from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.agent.plain_manager import PlainManager
 from tests.agent.running_agent import (
@@ -290,8 +290,8 @@ async def test_a_directory_is_sealed_for_its_readers(manager: PlainManager, star
     from safetensors.torch import save_file
 
     from ckpt_engine.core.manifest import canonical
+    from ckpt_engine.host.facts import this_host
     from ckpt_engine.source.directory import directory_source
-    from ckpt_engine.transport.host import this_host
 
     save_file({"w": torch.arange(12.0)}, str(tmp_path / "model.safetensors"))
     source = directory_source(tmp_path, host=this_host())

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.agent import adapter, attached
+from ckpt_engine.agent import attached
 from ckpt_engine.agent.attached import AttachedEngine
 from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.install.directory import EngineDirectory
+from ckpt_engine.engine import adapter
+from ckpt_engine.words.directory import EngineDirectory
 from tests.agent.hosts import QUICK, SECONDS, Events, nobody_asks, running
 from tests.agent.small_engine import by_hand, environment
 from tests.ports import free_port

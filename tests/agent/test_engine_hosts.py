@@ -12,12 +12,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ckpt_engine.agent import adapter, ports
+from ckpt_engine.agent import ports
 from ckpt_engine.agent.engine import EngineFailedError, checked_advertise, told_url
 from ckpt_engine.agent.launched import LaunchedEngine, LaunchSettings, Restart
 from ckpt_engine.agent.logs import KEPT, new_log
 from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.engine import adapter
 from tests.agent.hosts import QUICK, SECONDS, Events, nobody_asks, running
 from tests.agent.small_engine import answers, by_hand, environment
 from tests.ports import free_port

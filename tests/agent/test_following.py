@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.agent import following
-from ckpt_engine.agent.adapter import LaunchPlan
 from ckpt_engine.agent.following import FollowingAgent
 from ckpt_engine.agent.link import LeaderLink
-from ckpt_engine.agent.node_plan import Place
 from ckpt_engine.agent.nodes import NodeSettings
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.engine.adapter import LaunchPlan
+from ckpt_engine.engine.node_plan import Place
 from ckpt_engine.install.channel import WorkerChannel
-from ckpt_engine.install.directory import EngineDirectory
 from ckpt_engine.v1 import worker_pb2
+from ckpt_engine.words.directory import EngineDirectory
 from tests.ports import free_port
 
 SECONDS = 60.0

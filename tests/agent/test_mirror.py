@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.agent.mirror import Mirror, MirrorError
-from ckpt_engine.install.state import EnginePage, WorkerSlot, verdict
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.words.state import EnginePage, WorkerSlot, verdict
 
 BOOT, OTHER = b"b" * 16, b"o" * 16
 
@@ -150,7 +150,7 @@ def test_far_words_die_with_the_agent_that_wrote_them(page: EnginePage, near: Wo
 import sys
 from pathlib import Path
 from ckpt_engine.agent.mirror import Mirror
-from ckpt_engine.install.state import EnginePage
+from ckpt_engine.words.state import EnginePage
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 identity = weights_pb2.Identity(lineage="run", version=1, root=bytes([1]) * 32)
 status = manager_pb2.WorkerStatus(rank=1, boot_id=b"b" * 16, state=manager_pb2.CLEAN, epoch=1, identity=identity)

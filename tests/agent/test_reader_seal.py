@@ -13,8 +13,8 @@ from ckpt_engine.agent import reader_seal
 from ckpt_engine.agent.reader_seal import digest_for_readers
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.host.facts import this_host
 from ckpt_engine.source.directory import directory_source
-from ckpt_engine.transport.host import this_host
 from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.v1 import weights_pb2
 

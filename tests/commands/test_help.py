@@ -10,11 +10,11 @@ from collections.abc import Callable
 import pytest
 from click.testing import Result
 
-from ckpt_engine.agent.adapter import ADAPTERS
 from ckpt_engine.cli import COMMANDS
 from ckpt_engine.commands import choices
 from ckpt_engine.core.sleeping import TAGS
 from ckpt_engine.core.transports import transport_kinds
+from ckpt_engine.engine.adapter import ADAPTERS
 from ckpt_engine.trainer.trainer import PAUSE_MODES
 from ckpt_engine.v1 import manager_pb2
 

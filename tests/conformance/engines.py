@@ -18,8 +18,8 @@ from typing import Any, ClassVar, NamedTuple
 import httpx
 import psutil
 
-from ckpt_engine.agent.adapter import Capabilities, load_adapter
-from ckpt_engine.install.gate import Gate
+from ckpt_engine.engine.adapter import Capabilities, load_adapter
+from ckpt_engine.words.gate import Gate
 from ckpt_engine_adapters.reference.gate import ReferenceGate
 from ckpt_engine_adapters.sglang.gate import SglangGate
 from ckpt_engine_adapters.vllm.gate import VllmGate

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.agent.adapter import ADAPTERS
-from ckpt_engine.agent.declarations import COMMAND, declared
+from ckpt_engine.engine.adapter import ADAPTERS
+from ckpt_engine.engine.declarations import COMMAND, declared
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines" / "README.md"
 

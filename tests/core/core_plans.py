@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from core_tables import Held, part
 
 from ckpt_engine.core.boxes import Box
 from ckpt_engine.core.plan import PlanRequest
 from ckpt_engine.core.publication import Publication
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.v1.weights_pb2 import WorkerPlan
+from tests.core.core_tables import Held, part
 
 Weights = dict[str, torch.Tensor]
 

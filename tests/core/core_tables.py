@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ckpt_engine.core.boxes import Box, whole
-from ckpt_engine.core.digest import digest_boxes
 from ckpt_engine.core.plan import PlanRequest, Plans
+from ckpt_engine.digest.boxes import digest_boxes
 from ckpt_engine.torch_dtypes import dtype_name
 from ckpt_engine.v1.weights_pb2 import (
     Digests,

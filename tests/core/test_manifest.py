@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from core_tables import everything, rows, table
 
 from ckpt_engine.core.boxes import Box, whole
 from ckpt_engine.core.manifest import RootHasher, blob_digest, canonical, manifest_of, root
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.publication import merge_tables
 from ckpt_engine.v1.weights_pb2 import Manifest, Problem, SourceTable, TensorSpec
+from tests.core.core_tables import everything, rows, table
 
 WEIGHTS = {
     "a.weight": torch.zeros(8, 6, dtype=torch.bfloat16),

@@ -9,19 +9,19 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from core_plans import Weights, carry_out, memory, some_weights
-from core_tables import HERE, THERE, Held, digests, everything, part, request, rows, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.core.boxes import Box, whole
-from ckpt_engine.core.digest import digest_box
 from ckpt_engine.core.manifest import root
 from ckpt_engine.core.plan import Plans, compile_plans
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.publication import merge_tables
 from ckpt_engine.core.sealed import check_replicas, expected_digests
+from ckpt_engine.digest.boxes import digest_box
 from ckpt_engine.v1.weights_pb2 import Digests, Gpu, GpuReach, Host, Problem
+from tests.core.core_plans import Weights, carry_out, memory, some_weights
+from tests.core.core_tables import HERE, THERE, Held, digests, everything, part, request, rows, table
 
 
 def check_everything(weights: Weights, held: Sequence[Held], needs: Sequence[Sequence[tuple[int, Box]]]) -> Plans:

@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from relay_records import in_one, part_of, recorded
 
 from ckpt_engine.core.boxes import Box, contains, intersect, overlap, tile, uncovered, whole
 from ckpt_engine.core.manifest import blob_digest, canonical
@@ -23,6 +22,7 @@ from ckpt_engine.core.relay_layout import (
     wanted_of,
 )
 from ckpt_engine.v1.weights_pb2 import Need, Problem, WorkerNeeds
+from tests.core.relay_records import in_one, part_of, recorded
 
 Needs = list[tuple[int, Box]]
 

@@ -6,13 +6,10 @@ import hashlib
 
 import numpy as np
 import pytest
-from core_plans import Weights, some_weights
-from core_tables import digests, everything, request, rows, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.core.boxes import Box, whole
-from ckpt_engine.core.digest import digest_box
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.plan import Plans, compile_plans
 from ckpt_engine.core.problems import CkptEngineError
@@ -26,7 +23,10 @@ from ckpt_engine.core.sealed_record import (
     record_of,
     seal_from_record,
 )
+from ckpt_engine.digest.boxes import digest_box
 from ckpt_engine.v1.weights_pb2 import Digests, Problem, SealedRecord
+from tests.core.core_plans import Weights, some_weights
+from tests.core.core_tables import digests, everything, request, rows, table
 
 SHAPES = {"a": (8, 6), "b": (4, 2), "c": (0, 3), "d": ()}
 

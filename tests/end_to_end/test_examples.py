@@ -15,12 +15,12 @@ import pytest
 import typer
 import yaml
 
-from ckpt_engine.agent.adapter import load_adapter
-from ckpt_engine.agent.node_plan import Place, node_plan_of
 from ckpt_engine.agent.nodes import NodeSettings
 from ckpt_engine.cli import app_for
 from ckpt_engine.commands.replica import EVICTED
-from ckpt_engine.install.gate import READY_ROUTE
+from ckpt_engine.engine.adapter import load_adapter
+from ckpt_engine.engine.node_plan import Place, node_plan_of
+from ckpt_engine.words.gate import READY_ROUTE
 from tests.cluster import Cluster, generate, running_cluster
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -42,12 +42,12 @@ def vllm_model(path: Path) -> tuple[Any, Any]:
 
 def main(path: Path, tied: bool) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "install"))
-    from install_world import Checkpoint, OneWorker
     from safetensors.torch import load_file
 
     from ckpt_engine_adapters.vllm import residency
     from ckpt_engine_adapters.vllm.target import VllmTarget
     from ckpt_engine_adapters.vllm.versions import is_deferred_attention_layer
+    from tests.install.install_world import Checkpoint, OneWorker
 
     class Cuda:
         """Says that it is CUDA."""

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ckpt_engine import Trainer
-from ckpt_engine.install.directory import EngineDirectory
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
+from ckpt_engine.words.directory import EngineDirectory
 from tests.cluster import Cluster, Replica, outcomes, running_cluster
 from tests.engines.serving import model_of, publish
 from tests.engines.vllm_server import (

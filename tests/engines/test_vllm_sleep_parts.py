@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_engine.install.attributes import LARGEST_BYTES, Attributes
+from ckpt_engine.engine.attributes import LARGEST_BYTES, Attributes
 from ckpt_engine_adapters.vllm import driver
 from ckpt_engine_adapters.vllm.sleeping import guard_sleep
 

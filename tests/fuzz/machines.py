@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.core.machines import events
-from ckpt_engine.core.machines.agent import AgentMachine
-from ckpt_engine.core.machines.manager import ManagerMachine
-from ckpt_engine.core.machines.trainer import TrainerMachine
-from ckpt_engine.core.machines.wire import unpack
+from ckpt_engine.machines import events
+from ckpt_engine.machines.agent.machine import AgentMachine
+from ckpt_engine.machines.manager.machine import ManagerMachine
+from ckpt_engine.machines.trainer.machine import TrainerMachine
+from ckpt_engine.machines.wire import unpack
 from ckpt_engine.v1 import manager_pb2, worker_pb2
 from tests.fuzz.seeds import COMMANDS, HOST, SAID
 

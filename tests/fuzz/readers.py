@@ -13,15 +13,12 @@ from typing import Any
 import torch
 
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.core.machines import events
 from ckpt_engine.core.manifest import canonical, root
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.sealed_record import read_record
-from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.install.installer import Installer
-from ckpt_engine.install.routes import route_of
-from ckpt_engine.install.state import EnginePage, verdict
-from ckpt_engine.install.target import ModuleTarget
+from ckpt_engine.machines import events
 from ckpt_engine.manager.addresses import split_address
 from ckpt_engine.manager.blobs import BlobStore, receive
 from ckpt_engine.manager.compiler import Compiler
@@ -32,6 +29,9 @@ from ckpt_engine.transport.cuda_ipc import CudaIpcTransport
 from ckpt_engine.transport.file import FileTransport
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.words.routes import route_of
+from ckpt_engine.words.state import EnginePage, verdict
 from ckpt_engine_adapters.reference.gate import ReferenceGate
 from tests.fuzz.seeds import HOST, TwoTensors, needs_seed, prepare_order, sealed_record, table
 

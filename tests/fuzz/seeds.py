@@ -9,8 +9,8 @@ import torch
 from google.protobuf.message import Message
 
 from ckpt_engine.core.manifest import blob_digest, canonical
-from ckpt_engine.install.record import record
-from ckpt_engine.install.target import ModuleTarget
+from ckpt_engine.engine.target import ModuleTarget
+from ckpt_engine.record.record import record
 from ckpt_engine.transport.file import file_region
 from ckpt_engine.transport.shared_memory import SharedArena
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2

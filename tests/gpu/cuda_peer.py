@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
+from ckpt_engine.copy.prepared import PreparedCopy
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.open import open_source
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import Move
 from ckpt_engine.transport.cuda_ipc import CudaIpcTransport, CudaRegions
-from ckpt_engine.transport.prepared import PreparedCopy
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Atom, Atoms, Problem, SourceTable
 from tests.source.reading import readable
@@ -306,7 +306,7 @@ class _Worker:
         return {name: _hash(tensor) for name, tensor in self.found.items()}
 
     def digests(self) -> list[int]:
-        from ckpt_engine.core.digest import digest_boxes
+        from ckpt_engine.digest.boxes import digest_boxes
 
         return digest_boxes([(tensor, [0] * tensor.dim()) for _, tensor in sorted(self.found.items())])
 

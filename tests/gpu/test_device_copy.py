@@ -8,10 +8,10 @@ import random
 import pytest
 import torch
 
+from ckpt_engine.copy import copy_kernel, device_work
+from ckpt_engine.copy.copying import TensorCopy
+from ckpt_engine.copy.device_copy import DeviceCopy
 from ckpt_engine.core.problems import CkptEngineError, deadline
-from ckpt_engine.transport import copy_kernel, device_work
-from ckpt_engine.transport.copying import TensorCopy
-from ckpt_engine.transport.device_copy import DeviceCopy
 
 pytestmark = pytest.mark.timeout(120)
 

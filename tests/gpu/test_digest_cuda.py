@@ -7,12 +7,12 @@ import random
 import pytest
 import torch
 
-from ckpt_engine.core import digest_cuda
-from ckpt_engine.core.digest import SEED, digest_box, digest_boxes
 from ckpt_engine.core.dtypes import ITEMSIZES
-from ckpt_engine.core.prepared_digests import prepare_digests
+from ckpt_engine.digest import cuda as digest_cuda
+from ckpt_engine.digest.boxes import SEED, digest_box, digest_boxes
+from ckpt_engine.digest.prepared import prepare_digests
 from ckpt_engine.torch_dtypes import torch_dtype
-from tests.core.test_digest import random_tensor
+from tests.digest.test_digest import random_tensor
 
 GPU = torch.device("cuda", 0)
 

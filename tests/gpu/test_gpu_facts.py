@@ -12,16 +12,16 @@ import torch
 
 from ckpt_engine.core.reach import Distance
 from ckpt_engine.core.topology import choose_transport
-from ckpt_engine.transport import nvml
-from ckpt_engine.transport.cuda_driver import driver
-from ckpt_engine.transport.gpus import used_gpus
-from ckpt_engine.transport.host import this_host
+from ckpt_engine.cuda.driver import driver
+from ckpt_engine.host import nvml
+from ckpt_engine.host.facts import this_host
+from ckpt_engine.host.gpus import used_gpus
 from ckpt_engine.v1.weights_pb2 import GpuReach, Host
 
 TELL = """
 import sys, torch
 torch.zeros(1, device="cuda")
-from ckpt_engine.transport.host import this_host
+from ckpt_engine.host.facts import this_host
 sys.stdout.buffer.write(this_host().SerializeToString())
 """
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from ckpt_engine.copy import copy_kernel
+from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.install import ready
-from ckpt_engine.install.target import ModuleTarget
-from ckpt_engine.transport import copy_kernel
 from ckpt_engine.v1 import manager_pb2
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "install"))
 
-from install_models import TensorParallel, assert_same, state
-from install_world import Checkpoint, OneWorker
+from tests.install.install_models import TensorParallel, assert_same, state
+from tests.install.install_world import Checkpoint, OneWorker
 
 pytestmark = pytest.mark.timeout(120)
 

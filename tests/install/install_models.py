@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ckpt_engine.install.target import ModuleTarget
+from ckpt_engine.engine.target import ModuleTarget
 
 Weights = Iterable[tuple[str, Tensor]]
 

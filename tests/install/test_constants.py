@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from install_models import TensorParallel
-from install_world import Checkpoint, OneWorker
 from torch import nn
 
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.install.constants import Constants
-from ckpt_engine.install.target import ModuleTarget
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.install.install_models import TensorParallel
+from tests.install.install_world import Checkpoint, OneWorker
 
 
 class Rotary(TensorParallel):

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from install_models import Plain, TensorParallel, assert_same, state
-from install_world import Checkpoint, OneWorker, random_tensor
 from torch import Tensor
 
+from ckpt_engine.copy.prepared import PreparedCopy
+from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.install.installer import Installer
-from ckpt_engine.install.target import ModuleTarget
 from ckpt_engine.transport.base import Availability, Move, OpenedRegions
-from ckpt_engine.transport.prepared import PreparedCopy
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from tests.install.install_models import Plain, TensorParallel, assert_same, state
+from tests.install.install_world import Checkpoint, OneWorker, random_tensor
 
 Code = weights_pb2.Problem
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from install_models import Plain
-from install_world import Checkpoint, OneWorker, random_tensor
 from torch import Tensor
 
-from ckpt_engine.install.target import ModuleTarget
+from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.v1 import weights_pb2
+from tests.install.install_models import Plain
+from tests.install.install_world import Checkpoint, OneWorker, random_tensor
 
 
 @pytest.mark.parametrize("number", [0, 255, 256, 511, 512, 599])

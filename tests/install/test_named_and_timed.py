@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from install_models import Plain, TensorParallel, target_of
-from install_world import Checkpoint, OneWorker, random_tensor
 from torch import Tensor
 
-from ckpt_engine.core import digest_host
+from ckpt_engine.digest import host as digest_host
+from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.install.ready import Ready
-from ckpt_engine.install.target import ModuleTarget
 from ckpt_engine.v1 import weights_pb2, worker_pb2
+from tests.install.install_models import Plain, TensorParallel, target_of
+from tests.install.install_world import Checkpoint, OneWorker, random_tensor
 
 LOADING = 0.05
 """Seconds that a loader takes here."""

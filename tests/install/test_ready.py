@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from install_models import TensorParallel
-from install_world import Checkpoint, OneWorker
 
-from ckpt_engine.core import digest_host, prepared_digests
+from ckpt_engine.copy.copying import TensorCopy
 from ckpt_engine.core.manifest import blob_digest
+from ckpt_engine.digest import host as digest_host
+from ckpt_engine.digest import prepared as prepared_digests
+from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.install import ready
-from ckpt_engine.install.target import ModuleTarget
-from ckpt_engine.transport.copying import TensorCopy
 from ckpt_engine.transport.mapped import MappedRegions
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from tests.install.install_models import TensorParallel
+from tests.install.install_world import Checkpoint, OneWorker
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from install_models import Plain, TensorParallel, assert_same, state
-from install_world import Checkpoint, OneWorker, random_tensor, randomly_cut, slices
 from torch import Tensor
 
 from ckpt_engine.core.boxes import Box, whole
-from ckpt_engine.install.target import ModuleTarget
+from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.install.install_models import Plain, TensorParallel, assert_same, state
+from tests.install.install_world import Checkpoint, OneWorker, random_tensor, randomly_cut, slices
 
 SAME_DIRECTORY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from install_world import Checkpoint, OneWorker, random_tensor
 from torch import Tensor, nn
 
-from ckpt_engine.install.target import ModuleTarget, StagedLayer, Weights
+from ckpt_engine.engine.target import ModuleTarget, StagedLayer, Weights
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.install.install_world import Checkpoint, OneWorker, random_tensor
 
 LAYERS, OUT, IN = 3, 6, 4
 

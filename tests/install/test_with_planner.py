@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from install_models import TensorParallel, assert_same, state
-from install_world import Checkpoint, OneWorker, slices
 
 from ckpt_engine.core.boxes import Box
-from ckpt_engine.core.digest import digest_boxes
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.offers import region_offered
 from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
 from ckpt_engine.core.publication import merge_tables
 from ckpt_engine.core.sealed import check_replicas, expected_digests
-from ckpt_engine.install.target import ModuleTarget
+from ckpt_engine.digest.boxes import digest_boxes
+from ckpt_engine.engine.target import ModuleTarget
+from ckpt_engine.host.facts import this_host
 from ckpt_engine.torch_dtypes import dtype_name
-from ckpt_engine.transport.host import this_host
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from tests.install.install_models import TensorParallel, assert_same, state
+from tests.install.install_world import Checkpoint, OneWorker, slices
 
 
 def tables(checkpoint: Checkpoint) -> list[weights_pb2.SourceTable]:

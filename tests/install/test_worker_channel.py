@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 import zmq
-from install_models import TensorParallel, assert_same, state
-from install_world import Checkpoint
 
 from ckpt_engine.core.manifest import blob_digest
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.install.channel import WorkerChannel
-from ckpt_engine.install.directory import EngineDirectory
-from ckpt_engine.install.record import record
-from ckpt_engine.install.state import EnginePage, verdict
-from ckpt_engine.install.target import ModuleTarget
 from ckpt_engine.install.worker import EngineWorker
+from ckpt_engine.record.record import record
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from ckpt_engine.words.directory import EngineDirectory
+from ckpt_engine.words.state import EnginePage, verdict
+from tests.install.install_models import TensorParallel, assert_same, state
+from tests.install.install_world import Checkpoint
 
 Request, Reply = worker_pb2.WorkerRequest, worker_pb2.AgentReply
 Behaviour = Callable[[Request, int], list[Reply | bytes]]

@@ -18,7 +18,7 @@ import grpc.aio
 import torch
 from google.protobuf.message import Message
 
-from ckpt_engine.core.digest import digest_boxes
+from ckpt_engine.digest.boxes import digest_boxes
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
 
 WAIT = 60.0

@@ -4,8 +4,10 @@ import pytest
 import torch
 from scripted_members import HOST, ScriptedTrainer, some_weights
 
-from ckpt_engine.core.digest import digest_boxes
-from ckpt_engine.core.machines.events import (
+from ckpt_engine.core.manifest import canonical, root
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.digest.boxes import digest_boxes
+from ckpt_engine.machines.events import (
     Combined,
     CombineSeals,
     Compiled,
@@ -16,8 +18,6 @@ from ckpt_engine.core.machines.events import (
     PlanWorker,
     Published,
 )
-from ckpt_engine.core.manifest import canonical, root
-from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.manager.blobs import BlobStore
 from ckpt_engine.manager.compiler import Compiler
 from ckpt_engine.v1 import manager_pb2, weights_pb2

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.core.machines.manager_state import State
-from ckpt_engine.core.machines.versions import EVERYBODY
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.versions import EVERYBODY
 from ckpt_engine.manager.ledger import APPLICATION_ID, SCHEMA_VERSION, Ledger, default_path
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.agent.channel import AgentChannel
-from ckpt_engine.install.directory import EngineDirectory
-from ckpt_engine.install.state import EnginePage
 from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.transport.shared_memory import SharedArena
 from ckpt_engine.v1 import weights_pb2, worker_pb2
+from ckpt_engine.words.directory import EngineDirectory
+from ckpt_engine.words.state import EnginePage
 
 STRANGER = 65534
 

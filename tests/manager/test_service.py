@@ -27,9 +27,9 @@ from scripted_members import (
     true,
 )
 
-from ckpt_engine.core.machines import events
-from ckpt_engine.core.machines.manager import ManagerMachine
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.machines import events
+from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.manager import shell
 from ckpt_engine.manager.addresses import is_loopback, join_address, split_address
 from ckpt_engine.manager.service import SERVICE, ManagerConfig, ManagerServer, running_manager

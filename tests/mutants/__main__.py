@@ -33,7 +33,7 @@ STORIES = "tests/simulation/test_simulation.py"
 
 def _about_machines() -> str:
     """Tests that drive the machines alone, the quickest first; with them a tenth of the simulation's stories."""
-    core = [path for path in sorted(ROOT.glob("tests/core/test_*.py")) if "core.machines" in path.read_text()]
+    core = sorted(ROOT.glob("tests/machines/test_*.py"))
     rules = [path for path in sorted(ROOT.glob("tests/simulation/test_*_rules.py")) if "_design_" not in path.name]
     # Those that take a rule out and look for a seed that notices come last.
     rules.sort(key=lambda path: "must_be_noticed" in path.read_text())
@@ -42,24 +42,24 @@ def _about_machines() -> str:
 
 
 def _gate(*names: str) -> str:
-    return " ".join(f"tests/engine_state/test_{name}.py" for name in names)
+    return " ".join(f"tests/words/test_{name}.py" for name in names)
 
 
 SELECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("ckpt_engine/install/gate.py", (_gate("gate", "waiting", "routes"), "tests/engine_state")),
-    ("ckpt_engine/install/routes.py", (_gate("routes"), "tests/engine_state")),
-    ("ckpt_engine/install/holding.py", (_gate("holding", "waiting"), "tests/engine_state")),
-    ("ckpt_engine/install/waiting.py", (_gate("waiting"), "tests/engine_state")),
-    ("ckpt_engine/install/reader.py", (_gate("state_page", "gate"), "tests/engine_state")),
-    ("ckpt_engine/install/state.py", (_gate("page_layout", "state_page"), "tests/engine_state", "tests/install")),
+    ("ckpt_engine/words/gate.py", (_gate("gate", "waiting", "routes"), "tests/words")),
+    ("ckpt_engine/words/routes.py", (_gate("routes"), "tests/words")),
+    ("ckpt_engine/words/holding.py", (_gate("holding", "waiting"), "tests/words")),
+    ("ckpt_engine/words/waiting.py", (_gate("waiting"), "tests/words")),
+    ("ckpt_engine/words/reader.py", (_gate("state_page", "gate"), "tests/words")),
+    ("ckpt_engine/words/state.py", (_gate("page_layout", "state_page"), "tests/words", "tests/install")),
     ("ckpt_engine/install/installer.py", ("tests/install",)),
     ("ckpt_engine/install/ready.py", ("tests/install",)),
     ("ckpt_engine/core/plan.py", ("tests/core", "tests/manager/test_compiler.py", "tests/install")),
     ("ckpt_engine/core/publication.py", ("tests/core", "tests/manager/test_compiler.py")),
     ("ckpt_engine/core/sealed_record.py", ("tests/core",)),
-    ("ckpt_engine/core/digest_host.py", ("tests/core",)),
-    ("ckpt_engine/core/digest_host_jobs.py", ("tests/core",)),
-    ("ckpt_engine/core/machines/", (_about_machines(), STORIES, "tests/manager", "tests/agent")),
+    ("ckpt_engine/digest/host.py", ("tests/digest",)),
+    ("ckpt_engine/digest/host_jobs.py", ("tests/digest",)),
+    ("ckpt_engine/machines/", (_about_machines(), STORIES, "tests/manager", "tests/agent")),
 )
 """Which files (all below a folder), and which tests are to notice: arguments of pytest, quick ones first.
 
@@ -89,7 +89,7 @@ def selection(file: str) -> tuple[str, ...]:
 def sources(*parts: str) -> dict[str, str]:
     """Every file in which mistakes are made, if its name contains one of `parts`, or there are none."""
     found = [ROOT / prefix for prefix, _ in SELECTIONS]
-    files = [each for path in found for each in (sorted(path.glob("*.py")) if path.is_dir() else [path])]
+    files = [each for path in found for each in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
     names = {str(path.relative_to(ROOT)): path for path in files if path.name not in NOT_MISTAKEN}
     return {name: path.read_text() for name, path in names.items() if not parts or any(part in name for part in parts)}
 

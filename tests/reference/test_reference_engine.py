@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ckpt_engine.agent.adapter import EngineCallError
+from ckpt_engine.engine.adapter import EngineCallError
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.reference.conftest import PADDED_VOCABULARY, TOKENS, Version
 from tests.reference.engine_process import CALL_SECONDS, EngineProcess, events, generate

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_engine.agent.adapter import load_adapter
+from ckpt_engine.engine.adapter import load_adapter
 from ckpt_engine.v1 import weights_pb2
 from ckpt_engine_adapters.reference.driver import launch_plan
 from ckpt_engine_adapters.reference.generation import Generation

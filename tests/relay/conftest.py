@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.transport.relay_memory import DIRECTORY
+from ckpt_engine.host.relay_directory import DIRECTORY
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.host.facts import this_host
 from ckpt_engine.relay.slots import Slots, Wish
 from ckpt_engine.transport.file import FileTransport
-from ckpt_engine.transport.host import this_host
 from ckpt_engine.transport.relay_memory import RelayMemoryTransport
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Identity, SealedRecord, SourceTable, WorkerNeeds

@@ -8,18 +8,18 @@ from pathlib import Path
 from torch import Tensor
 
 from ckpt_engine.core.boxes import Box
-from ckpt_engine.core.digest import digest_boxes
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.offers import region_offered
 from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
 from ckpt_engine.core.publication import join_sources, merge_tables
 from ckpt_engine.core.sealed import check_replicas, expected_digests
 from ckpt_engine.core.sealed_record import Recorded, finer_atoms, read_record, record_of, seal_from_record
+from ckpt_engine.digest.boxes import digest_boxes
+from ckpt_engine.engine.target import ModuleTarget
+from ckpt_engine.host.facts import this_host
 from ckpt_engine.install.installer import Installer
-from ckpt_engine.install.target import ModuleTarget
 from ckpt_engine.relay.slots import Wish
 from ckpt_engine.torch_dtypes import dtype_name
-from ckpt_engine.transport.host import this_host
 from ckpt_engine.transport.relay_memory import RelayMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Digests, Identity, SourceTable, WorkerNeeds
 from ckpt_engine.v1.worker_pb2 import InstallOrder, WorkerInstalled

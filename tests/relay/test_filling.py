@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpt_engine.core.digest import digest_box
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.sealed_record import Recorded
+from ckpt_engine.digest.boxes import digest_box
+from ckpt_engine.host.facts import this_host
 from ckpt_engine.relay import arena as relay_arena
 from ckpt_engine.relay import fill as relay_fill
 from ckpt_engine.relay.arena import Arena, free_huge_pages
@@ -21,7 +22,6 @@ from ckpt_engine.relay.fill import Filling
 from ckpt_engine.relay.slots import Held, Slots, Wish
 from ckpt_engine.source.directory import directory_source
 from ckpt_engine.transport.file import FileTransport
-from ckpt_engine.transport.host import this_host
 from ckpt_engine.transport.relay_memory import RelayMemoryTransport
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Atom, Atoms, Problem, SourceTable

@@ -9,15 +9,15 @@ from collections.abc import Iterator, Sequence
 import pytest
 from google.protobuf.message import DecodeError
 
-from ckpt_engine.core.machines.events import Done, Run
-from ckpt_engine.core.machines.relay import HeldVersion, RelayCommand, RelayFilling
-from ckpt_engine.core.machines.relay_tasks import CountSlot, FillSlot, ForgetSlot
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.problems import CkptEngineError, not_found
 from ckpt_engine.core.sealed_record import Recorded, read_record
+from ckpt_engine.host.facts import this_host
+from ckpt_engine.machines.events import Done, Run
+from ckpt_engine.machines.relay.machine import HeldVersion, RelayCommand, RelayFilling
+from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot
 from ckpt_engine.relay.slots import Slots
 from ckpt_engine.relay.work import RelayWork
-from ckpt_engine.transport.host import this_host
 from ckpt_engine.transport.relay_memory import RelayMemoryTransport
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled, RelayWithdrawn, WithdrawRelay

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from ckpt_engine.core.machines.events import (
+from ckpt_engine.core.problems import internal, unavailable
+from ckpt_engine.machines.events import (
     CancelTimer,
     Done,
     Key,
@@ -18,7 +19,6 @@ from ckpt_engine.core.machines.events import (
     Task,
     TimerFired,
 )
-from ckpt_engine.core.problems import internal, unavailable
 from ckpt_engine.shell.loop import Loop
 from ckpt_engine.shell.tasks import TaskFailedError, carry_out
 from ckpt_engine.v1 import weights_pb2

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ckpt_engine.core.machines import events
+from ckpt_engine.machines import events
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.ledgers import LedgerFaults
 from tests.simulation.members import AgentShell, MemberShell

@@ -13,13 +13,13 @@ import json
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ckpt_engine.core.machines import events
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, internal, invalid, precondition, unavailable
 from ckpt_engine.core.sleeping import AWAKE, TAGS
-from ckpt_engine.install import state
-from ckpt_engine.install.holding import Decision, Kind, decide
-from ckpt_engine.install.state import WorkerWord
+from ckpt_engine.machines import events
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from ckpt_engine.words import state
+from ckpt_engine.words.holding import Decision, Kind, decide
+from ckpt_engine.words.state import WorkerWord
 from tests.simulation.shell import Faults
 from tests.simulation.weights import SLICES, SourceGoneError, Truth
 from tests.simulation.world import BrokenPromiseError, Process, Signal, Steps, World
@@ -113,7 +113,7 @@ class Engine:
         return self._judged[1]
 
     def gate(self) -> Decision:
-        """What the gate does with a request now; the rule is that of install/holding.py."""
+        """What the gate does with a request now; the rule is that of words/holding.py."""
         mark = state.EngineMark(self.mark.own_weights, self.mark.sleeping)
         return decide([worker.word() for worker in self.workers], mark, self.hold, self.world.now)
 

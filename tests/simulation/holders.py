@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ckpt_engine.core.machines import events
-from ckpt_engine.core.machines.holder import HolderMachine
 from ckpt_engine.core.offers import holder_id
 from ckpt_engine.core.problems import invalid
+from ckpt_engine.machines import events
+from ckpt_engine.machines.holder.machine import HolderMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.members import HOST, Cluster, MemberShell
 from tests.simulation.weights import SLICES, HeldSource, ref_of

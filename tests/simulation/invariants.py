@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from ckpt_engine.core.machines import events
-from ckpt_engine.core.machines.agent_state import Operation
-from ckpt_engine.install.holding import Kind
+from ckpt_engine.machines import events
+from ckpt_engine.machines.agent.state import Operation
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.words.holding import Kind
 from tests.simulation.engine import CLEAN, DIRTY, Engine, Worker
 from tests.simulation.world import BrokenPromiseError
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.core.machines import events
-from ckpt_engine.core.machines.events import Call, Peer
-from ckpt_engine.core.machines.manager import ManagerMachine
-from ckpt_engine.core.machines.versions import Intended, Meant
 from ckpt_engine.core.problems import CkptEngineError, data_loss, invalid, precondition
+from ckpt_engine.machines import events
+from ckpt_engine.machines.events import Call, Peer
+from ckpt_engine.machines.manager.machine import ManagerMachine
+from ckpt_engine.machines.manager.versions import Intended, Meant
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.shell import Faults, Shell, Stream
 from tests.simulation.weights import SLICES, Blobs, Truth

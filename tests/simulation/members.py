@@ -8,13 +8,13 @@ from typing import Any
 from google.protobuf.message import Message as ProtobufMessage
 
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.core.machines import events
-from ckpt_engine.core.machines.agent import AgentMachine
-from ckpt_engine.core.machines.events import Peer, PeerLost
-from ckpt_engine.core.machines.trainer import TrainerMachine
 from ckpt_engine.core.problems import CkptEngineError, aborted, invalid, precondition, unavailable
-from ckpt_engine.install import state
+from ckpt_engine.machines import events
+from ckpt_engine.machines.agent.machine import AgentMachine
+from ckpt_engine.machines.events import Peer, PeerLost
+from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from ckpt_engine.words import state
 from tests.simulation.engine import Engine
 from tests.simulation.manager import ManagerShell
 from tests.simulation.shell import Faults, Shell, Stream

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.core.machines.agent import AgentMachine
-from ckpt_engine.core.machines.manager import ManagerMachine
-from ckpt_engine.core.machines.trainer import TrainerMachine
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.machines.agent.machine import AgentMachine
+from ckpt_engine.machines.manager.machine import ManagerMachine
+from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.chaos import Chaos
 from tests.simulation.engine import Engine

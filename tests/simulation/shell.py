@@ -1,6 +1,6 @@
 """What the three simulated shells share: timers, tasks, streams that lose, repeat and reorder.
 
-A shell keeps the promises of core/machines/events.py and nothing more. Its machine is a black box to it.
+A shell keeps the promises of machines/events.py and nothing more. Its machine is a black box to it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from google.protobuf.message import Message as ProtobufMessage
 
-from ckpt_engine.core.machines.events import Done, Key, Message, Peer, PeerLost
-from ckpt_engine.core.machines.wire import pack, unpack
 from ckpt_engine.core.problems import CkptEngineError, deadline, internal
+from ckpt_engine.machines.events import Done, Key, Message, Peer, PeerLost
+from ckpt_engine.machines.wire import pack, unpack
 from tests.simulation.world import Process, Steps, World
 
 EXCUSED = 3.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt_engine.core.machines import events
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.machines import events
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.engine import Engine
 from tests.simulation.members import AgentShell, TrainerShell

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.core.machines import events
+from ckpt_engine.machines import events
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.engine import Engine
 from tests.simulation.manager import ManagerShell

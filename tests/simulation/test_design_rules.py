@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.core.machines import agent_install, agent_ready, members, recovery, targets, update
-from ckpt_engine.core.machines.agent import AgentMachine
-from ckpt_engine.core.machines.agent_sleep import SleepingOrWaking
-from ckpt_engine.core.machines.agent_state import Replica as AgentReplica
-from ckpt_engine.core.machines.events import PeerLost, StampEngine
-from ckpt_engine.core.machines.trainer import TrainerMachine
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.install import state
+from ckpt_engine.machines.agent import install as agent_install
+from ckpt_engine.machines.agent import ready as agent_ready
+from ckpt_engine.machines.agent.machine import AgentMachine
+from ckpt_engine.machines.agent.sleep import SleepingOrWaking
+from ckpt_engine.machines.agent.state import Replica as AgentReplica
+from ckpt_engine.machines.events import PeerLost, StampEngine
+from ckpt_engine.machines.manager import members, recovery, targets, update
+from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from ckpt_engine.words import state
 from tests.simulation import world
 from tests.simulation.engine import CLEAN, DIRTY, NONE, Engine, Worker
 from tests.simulation.manager import Ledger

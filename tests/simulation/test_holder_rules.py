@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_engine.core.machines.update import Update
+from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.holders import HolderShell
 from tests.simulation.members import AgentShell

@@ -1,4 +1,4 @@
-"""The rules of core/machines/agent_label.py, taken out one by one: some seed must notice.
+"""The rules of machines/agent/label.py, taken out one by one: some seed must notice.
 
 A test's id is the rule.
 """
@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.core.machines import agent_install, agent_label
-from ckpt_engine.core.machines.agent import AgentMachine
-from ckpt_engine.core.machines.agent_state import Replica as AgentReplica
-from ckpt_engine.core.machines.events import WakeEngine
 from ckpt_engine.core.sleeping import KV_CACHE
+from ckpt_engine.machines.agent import install as agent_install
+from ckpt_engine.machines.agent import label as agent_label
+from ckpt_engine.machines.agent.machine import AgentMachine
+from ckpt_engine.machines.agent.state import Replica as AgentReplica
+from ckpt_engine.machines.events import WakeEngine
 from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
 from tests.simulation.scenario import Slant
 

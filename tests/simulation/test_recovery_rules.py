@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_engine.core.machines import events
-from ckpt_engine.core.machines.recovery import MOST_SKIPPED, Recovery
 from ckpt_engine.core.problems import not_found
+from ckpt_engine.machines import events
+from ckpt_engine.machines.manager.recovery import MOST_SKIPPED, Recovery
 from tests.simulation.manager import Ledger, ManagerShell
 from tests.simulation.story import NEW, Problem, Story, outcomes, refused
 

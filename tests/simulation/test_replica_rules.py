@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_engine.core.machines.agent import AgentMachine
-from ckpt_engine.core.machines.agent_state import Replica as AgentReplica
+from ckpt_engine.machines.agent.machine import AgentMachine
+from ckpt_engine.machines.agent.state import Replica as AgentReplica
 from ckpt_engine.v1 import manager_pb2, worker_pb2
 from tests.simulation.engine import Engine, Worker
 from tests.simulation.invariants import BrokenPromiseError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_engine.core.machines import events
+from ckpt_engine.machines import events
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.members import AgentShell, TrainerShell
 from tests.simulation.scenario import Group

@@ -65,7 +65,7 @@ def test_a_recipe_is_its_own_line() -> None:
 
 
 def test_a_failure_names_its_recipe_and_a_shorter_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpt_engine.core.machines.agent_install import Installing
+    from ckpt_engine.machines.agent.install import Installing
 
     monkeypatch.setattr(Installing, "_judge", lambda self, now: self._resume(now))
     for seed in range(40):

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.core.machines import agent_install, gather, targets, update
-from ckpt_engine.core.machines.agent import AgentMachine
-from ckpt_engine.core.machines.agent_state import Replica
-from ckpt_engine.core.machines.events import HoldRequests, TimerFired
-from ckpt_engine.core.machines.manager_state import State
-from ckpt_engine.core.machines.versions import Versions
+from ckpt_engine.machines.agent import install as agent_install
+from ckpt_engine.machines.agent.machine import AgentMachine
+from ckpt_engine.machines.agent.state import Replica
+from ckpt_engine.machines.events import HoldRequests, TimerFired
+from ckpt_engine.machines.manager import gather, targets, update
+from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.versions import Versions
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.simulation.engine import CLEAN, Engine, Worker
 from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.core.machines import events
-from ckpt_engine.core.machines.agent_sleep import SleepingOrWaking
 from ckpt_engine.core.problems import internal
 from ckpt_engine.core.sleeping import TAGS
+from ckpt_engine.machines import events
+from ckpt_engine.machines.agent.sleep import SleepingOrWaking
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.engine import CLEAN, NONE, Engine
 from tests.simulation.members import AgentShell

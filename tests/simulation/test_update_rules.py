@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_engine.core.machines import events
 from ckpt_engine.core.problems import internal
+from ckpt_engine.machines import events
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.members import TrainerShell
 from tests.simulation.scenario import Group

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.core.machines import update
-from ckpt_engine.core.machines.agent import AgentMachine
-from ckpt_engine.core.machines.manager_state import State
-from ckpt_engine.core.machines.versions import Versions
+from ckpt_engine.machines.agent.machine import AgentMachine
+from ckpt_engine.machines.manager import update
+from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.versions import Versions
 from ckpt_engine.v1 import weights_pb2
 from tests.simulation.holders import HolderShell
 from tests.simulation.manager import ManagerShell

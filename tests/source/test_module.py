@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_engine.core.digest import digest_box
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.digest.boxes import digest_box
 from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.open import open_source
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport

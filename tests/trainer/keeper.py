@@ -16,7 +16,15 @@ import torch
 from safetensors.torch import save_file
 from trainer_world import DEADLINES
 
-from ckpt_engine.core.machines.events import (
+from ckpt_engine.core.manifest import blob_digest, canonical, manifest_of
+from ckpt_engine.core.offers import holder_id
+from ckpt_engine.core.plan import compile_plans
+from ckpt_engine.core.problems import invalid
+from ckpt_engine.core.publication import join_sources
+from ckpt_engine.core.sealed import check_replicas
+from ckpt_engine.core.sealed_record import record_of
+from ckpt_engine.host.facts import this_host
+from ckpt_engine.machines.events import (
     HoldVersions,
     OfferedVersion,
     PublicationDecided,
@@ -25,17 +33,9 @@ from ckpt_engine.core.machines.events import (
     SessionEnded,
     SessionOpened,
 )
-from ckpt_engine.core.machines.holder import HolderMachine
-from ckpt_engine.core.manifest import blob_digest, canonical, manifest_of
-from ckpt_engine.core.offers import holder_id
-from ckpt_engine.core.plan import compile_plans
-from ckpt_engine.core.problems import invalid
-from ckpt_engine.core.publication import join_sources
-from ckpt_engine.core.sealed import check_replicas
-from ckpt_engine.core.sealed_record import record_of
+from ckpt_engine.machines.holder.machine import HolderMachine
 from ckpt_engine.source.directory import directory_source
 from ckpt_engine.trainer.session import OfferingSession, Sealing
-from ckpt_engine.transport.host import this_host
 from ckpt_engine.v1 import weights_pb2
 
 KIND = "keeper"

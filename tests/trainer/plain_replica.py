@@ -17,10 +17,10 @@ from typing import Any
 import grpc
 import torch
 
-from ckpt_engine.core.digest import digest_boxes
+from ckpt_engine.digest.boxes import digest_boxes
+from ckpt_engine.host.facts import this_host
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import Move
-from ckpt_engine.transport.host import this_host
 from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
 

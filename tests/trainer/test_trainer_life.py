@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 from ckpt_engine import CkptEngineError, Trainer
 from ckpt_engine.cli import app_for
-from ckpt_engine.core.machines.events import TimerFired, TrainerEvent
-from ckpt_engine.core.machines.trainer import TrainerMachine
+from ckpt_engine.machines.events import TimerFired, TrainerEvent
+from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.manager.service import running_manager
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.ports import free_address

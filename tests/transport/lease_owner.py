@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.transport.lease import BATCH, LeaseOffice
+from ckpt_engine.transport.cuda_ipc.lease import BATCH, LeaseOffice
 
 
 class Owner:

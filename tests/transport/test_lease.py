@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from lease_owner import Owner
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.transport.lease import Lease, fetch_descriptors
+from ckpt_engine.transport.cuda_ipc.lease import Lease, fetch_descriptors
 from ckpt_engine.v1.weights_pb2 import Problem
+from tests.transport.lease_owner import Owner
 
 WAIT_SECONDS = 60.0
 

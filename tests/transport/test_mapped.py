@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt_engine.transport.cuda_driver import library_problem
+from ckpt_engine.cuda.driver import library_problem
 from ckpt_engine.transport.shared_memory import SharedArena, SharedMemoryTransport
 
 

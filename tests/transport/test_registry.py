@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from ckpt_engine.transport.cuda_driver import library_problem
-from ckpt_engine.transport.host import this_host
+from ckpt_engine.cuda.driver import library_problem
+from ckpt_engine.host.facts import this_host
 from ckpt_engine.transport.registry import all_transports, transport_rows, worker_transports
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import httpx
 
-from ckpt_engine.agent.adapter import (
+from ckpt_engine.agent.http import engine_call, engine_client
+from ckpt_engine.engine.adapter import (
     AdapterAvailability,
     AdapterSettings,
     Capabilities,
@@ -24,8 +25,7 @@ from ckpt_engine.agent.adapter import (
     EngineInfo,
     LaunchPlan,
 )
-from ckpt_engine.agent.http import engine_call, engine_client
-from ckpt_engine.agent.node_plan import Place
+from ckpt_engine.engine.node_plan import Place
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.reference.versions import engine_version
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ckpt_engine.install.target import ModuleTarget
+from ckpt_engine.engine.target import ModuleTarget
 
 COLUMN_PARALLEL = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
 ROW_PARALLEL = frozenset({"o_proj", "down_proj"})

@@ -20,9 +20,9 @@ from typing import NoReturn
 import uvicorn
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
-from ckpt_engine.install.reader import StateReader
-from ckpt_engine.install.state import EnginePage
+from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.words.reader import StateReader
+from ckpt_engine.words.state import EnginePage
 from ckpt_engine_adapters.reference.engine import Engine
 from ckpt_engine_adapters.reference.far import serve_far
 from ckpt_engine_adapters.reference.gate import ReferenceGate

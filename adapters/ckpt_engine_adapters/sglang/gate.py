@@ -10,8 +10,8 @@ import json
 import os
 from typing import Any, ClassVar
 
-from ckpt_engine.install.gate import Application, Gate, Message, Receive, Scope, Send, answer_json
-from ckpt_engine.install.routes import listed
+from ckpt_engine.words.gate import Application, Gate, Message, Receive, Scope, Send, answer_json
+from ckpt_engine.words.routes import listed
 
 STATE_ROUTE = "/ckpt_engine/sglang"
 """Answers `{"paused": bool, "released": [tag, ...], "routes": [path, ...]}`, for the agent only."""

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine_adapters.sglang.command import (
     REFUSED,
     WORKERS_VARIABLE,

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckpt_engine.install.attributes import Attributes
-from ckpt_engine.install.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.engine.attributes import Attributes
 from ckpt_engine.install.worker import EngineWorker
+from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine_adapters.sglang.command import WORKERS_VARIABLE
 from ckpt_engine_adapters.sglang.order import Action, decode
 from ckpt_engine_adapters.sglang.ranks import worker_rank

@@ -22,8 +22,8 @@ from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from torch import Tensor, nn
 
 from ckpt_engine.core.problems import precondition
-from ckpt_engine.install.beside import kept_beside
-from ckpt_engine.install.target import StagedLayer, Weights
+from ckpt_engine.engine.beside import kept_beside
+from ckpt_engine.engine.target import StagedLayer, Weights
 from ckpt_engine_adapters.sglang.beside import Computed, made_while_loading
 from ckpt_engine_adapters.sglang.forms import materialized, noted_forms, same_form, storage_address
 from ckpt_engine_adapters.sglang.layout import Elsewhere

@@ -16,7 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_engine.agent.adapter import (
+from ckpt_engine.agent.http import engine_call, engine_client
+from ckpt_engine.core.labels import version_label
+from ckpt_engine.engine.adapter import (
     AdapterAvailability,
     AdapterSettings,
     Capabilities,
@@ -24,9 +26,7 @@ from ckpt_engine.agent.adapter import (
     EngineInfo,
     LaunchPlan,
 )
-from ckpt_engine.agent.http import engine_call, engine_client
-from ckpt_engine.agent.node_plan import Place
-from ckpt_engine.core.labels import version_label
+from ckpt_engine.engine.node_plan import Place
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, check_command, command_options, worker_count
 from ckpt_engine_adapters.vllm.gate import PAUSE_ROUTE

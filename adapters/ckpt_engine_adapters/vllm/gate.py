@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
-from ckpt_engine.install.gate import Gate, Receive, Scope, Send, answer_json
+from ckpt_engine.words.gate import Gate, Receive, Scope, Send, answer_json
 
 PAUSE_ROUTE = "/ckpt_engine/pause"
 """Takes `mode` and `clear_cache` as vLLM's `/pause` does. 404: this vLLM keeps its scheduler elsewhere."""

@@ -36,8 +36,8 @@ from vllm.model_executor.model_loader.reload.utils import (
 from vllm.platforms import current_platform
 
 from ckpt_engine.core.problems import precondition
-from ckpt_engine.install.beside import kept_beside
-from ckpt_engine.install.target import StagedLayer, Weights
+from ckpt_engine.engine.beside import kept_beside
+from ckpt_engine.engine.target import StagedLayer, Weights
 from ckpt_engine_adapters.vllm.layout import Elsewhere
 from ckpt_engine_adapters.vllm.residency import derives, is_processed
 from ckpt_engine_adapters.vllm.versions import is_deferred_attention_layer

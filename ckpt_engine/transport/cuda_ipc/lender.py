@@ -1,7 +1,8 @@
 """The owner's side: GPU memory of this process, lent to processes of its host.
 
 What can be shared is tried out by mapping it in another process, once for each GPU and kind of memory. Readers hold
-leases (transport/lease.py), so the owner knows when its memory is free again. Any thread; nothing here starts CUDA.
+leases (transport/cuda_ipc/lease.py), so the owner knows when its memory is free again. Any thread; nothing here starts
+CUDA.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import logging
 import os
 
 from ckpt_engine.core.problems import CkptEngineError, unavailable
+from ckpt_engine.cuda.driver import CudaDriverError, driver
 from ckpt_engine.transport.base import GpuMemory, Memory
-from ckpt_engine.transport.cuda_driver import CudaDriverError, driver
-from ckpt_engine.transport.cuda_memory import NOT_SHAREABLE, export_parts, region_of, unchanged
-from ckpt_engine.transport.cuda_probe import probe
-from ckpt_engine.transport.lease import LeaseOffice
+from ckpt_engine.transport.cuda_ipc.lease import LeaseOffice
+from ckpt_engine.transport.cuda_ipc.memory import NOT_SHAREABLE, export_parts, region_of, unchanged
+from ckpt_engine.transport.cuda_ipc.probe import probe
 from ckpt_engine.v1.weights_pb2 import CudaIpcLocator, Region
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,8 @@
 
 Each allocation is mapped once a process and device, however many tensors and plans read from it, and stays mapped from
 plan to plan. It is unmapped when no plan uses it, or when its owner withdraws it or dies, which a lease tells at once
-(transport/lease.py): also between updates, and without the engine's help. What was prepared then refuses to run.
+(transport/cuda_ipc/lease.py): also between updates, and without the engine's help. What was prepared then refuses to
+run.
 
 Everything is mapped for the device that reads, wherever the memory is, so tensors over it carry that device. The
 owner's GPU need not be visible here; GPUs are told apart by their UUIDs. A view is valid until its regions are closed.
@@ -18,18 +19,18 @@ from functools import partial
 
 import torch
 
+from ckpt_engine.copy.copying import TensorCopy
+from ckpt_engine.copy.prepared import PreparedCopy
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.problems import CkptEngineError, invalid, unavailable
+from ckpt_engine.cuda.arena import device_bytes
+from ckpt_engine.cuda.driver import CudaDriverError, driver, library_problem
+from ckpt_engine.host.processes import process_start_time
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import OPEN_SECONDS, Availability, Move
-from ckpt_engine.transport.copying import TensorCopy
-from ckpt_engine.transport.cuda_arena import device_bytes
-from ckpt_engine.transport.cuda_driver import CudaDriverError, driver, library_problem
-from ckpt_engine.transport.cuda_memory import NAME, Imported
-from ckpt_engine.transport.lease import Lease
+from ckpt_engine.transport.cuda_ipc.lease import Lease
+from ckpt_engine.transport.cuda_ipc.memory import NAME, Imported
 from ckpt_engine.transport.mapped import check_destination, span_of
-from ckpt_engine.transport.prepared import PreparedCopy
-from ckpt_engine.transport.processes import process_start_time
 from ckpt_engine.v1.weights_pb2 import CudaIpcLocator, Region
 
 log = logging.getLogger(__name__)

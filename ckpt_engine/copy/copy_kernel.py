@@ -1,0 +1,206 @@
+"""One Triton kernel that copies any number of blocks, rows and casts in one launch.
+
+A `CopyTable` is made once: a line for each program of the kernel, which says what it copies. It lies on the GPU, so an
+update is one launch and no Python for each tensor. Addresses may be of the same GPU, of a peer, or of pinned host
+memory. Needs triton, which torch brings along where it has CUDA; `problem()` says what is missing. Compiling takes
+some 0.2 s a variant, the first time on a host: a table does it when it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt_engine.copy.blocks import Block
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    _MISSING = f"triton cannot be imported: {error}"
+else:
+    _MISSING = ""
+
+PROGRAM_BYTES = 64 << 10
+"""What a program copies, at most."""
+
+_LANES = 2048
+_ROW_LIMIT = 1 << 30  # bytes; lanes within a row are counted in 32 bits
+_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_CAST = {torch.float32, torch.float16, torch.bfloat16}
+
+
+def problem() -> str:
+    """Why the kernel cannot be used; empty if it can."""
+    return _MISSING
+
+
+def can_cast(source: torch.dtype, destination: torch.dtype) -> bool:
+    """Whether the kernel casts so, rounding to nearest, ties to even, as torch does."""
+    return source in _CAST and destination in _CAST
+
+
+def warm_up(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
+    """Compiles what tables of tensors of these dtypes will need, as far as one can know: unless triton is missing."""
+    if problem():
+        return
+    for rows in (1, 2):
+        for alignment in (width for width in _BYTES if width >= min((dtype.itemsize for dtype in dtypes), default=16)):
+            CopyTable([Block(0, 0, alignment, rows, alignment, alignment)], device, alignment)
+        for dtype in dtypes:
+            if dtype != torch.float32 and can_cast(torch.float32, dtype):
+                for count in (1, 4):
+                    block = Block(0, 0, count * dtype.itemsize, rows, count * dtype.itemsize, count * 4)
+                    CopyTable([block], device, 1, (torch.float32, dtype))
+
+
+class CopyTable:
+    """Blocks of one kind, ready to be copied by launches of `device`'s current stream.
+
+    Of one dtype: all blocks have this `alignment`. cast: (source's dtype, destination's dtype). `bytes` are counted at
+    the destination. It does not keep the memory alive that it points to.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        device: torch.device,
+        alignment: int,
+        cast: tuple[torch.dtype, torch.dtype] | None = None,
+    ) -> None:
+        blocks = [part for block in blocks for part in (block.unrolled() if block.length > _ROW_LIMIT else (block,))]
+        self.rows = any(block.rows > 1 for block in blocks)
+        if cast is None:
+            self._source = self._destination = _BYTES[alignment]
+            self._per = alignment // self._source.itemsize
+        else:
+            self._source, self._destination = cast
+            self._per = 4 if all(_four_at_once(block, *cast) for block in blocks) else 1
+        lines = _lines(blocks, self.rows, self._source.itemsize * self._per, self._destination.itemsize * self._per)
+        self._sizes = lines[:, 2] * (self._destination.itemsize * self._per)
+        self.bytes = int(self._sizes.sum())
+        self._table = torch.from_numpy(lines).to(device)
+        self.launch(0, 0)
+
+    def segments(self, most_bytes: int) -> list[tuple[int, int, int]]:
+        """(first line, end, bytes) of consecutive parts, of about `most_bytes`."""
+        ends = np.cumsum(self._sizes)
+        found = []
+        first, before = 0, 0
+        while first < len(ends):
+            end = max(int(np.searchsorted(ends, before + most_bytes, side="right")), first + 1)
+            found.append((first, end, int(ends[end - 1]) - before))
+            first, before = end, int(ends[end - 1])
+        return found
+
+    def launch(self, first: int, end: int) -> None:
+        """Queues these lines. With none of them it compiles the kernel, unless that was done, and copies nothing."""
+        here, there = self._source.itemsize * self._per, self._destination.itemsize * self._per
+        _kernel()[(max(end - first, 1),)](
+            self._table,
+            first,
+            end,
+            SOURCE=_triton_dtype(self._source),
+            DESTINATION=_triton_dtype(self._destination),
+            SOURCE_BYTES=here,
+            DESTINATION_BYTES=there,
+            PER=self._per,
+            ROWS=self.rows,
+            LANES=_LANES,
+            PARTS=-(-_most_lanes(here, there) // _LANES),
+            num_warps=8,
+        )
+
+
+def _four_at_once(block: Block, source: torch.dtype, destination: torch.dtype) -> bool:
+    """Whether a cast can take four elements a lane: everything is a multiple of that."""
+    there = (block.destination, block.length, block.destination_pitch)
+    here = (block.source, block.source_pitch)
+    return not any(part % (4 * destination.itemsize) for part in there) and not any(
+        part % (4 * source.itemsize) for part in here
+    )
+
+
+def _lines(blocks: Sequence[Block], rows: bool, here: int, there: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The table. Runs: (destination, source, lanes). Rows: those of its first row, the first lane in that row, lanes
+    in a row, and both pitches in lanes. here, there: bytes of a lane at the source and at the destination."""
+    table = np.array([tuple(block) for block in blocks], np.int64).reshape(-1, 6)
+    table[:, 2] //= there
+    most = _most_lanes(here, there)
+    parts = -(-table[:, 2] * table[:, 3] // most)
+    owner = np.repeat(np.arange(len(table)), parts)
+    part = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
+    of = table[owner]
+    first = part * most
+    lanes = np.minimum(most, of[:, 2] * of[:, 3] - first)
+    if not rows:
+        return np.ascontiguousarray(np.stack([of[:, 0] + first * there, of[:, 1] + first * here, lanes], 1))
+    row, lane = np.divmod(first, of[:, 2])
+    addresses = of[:, 0] + row * of[:, 4], of[:, 1] + row * of[:, 5]
+    steps = lane, of[:, 2], of[:, 4] // there, of[:, 5] // here
+    return np.ascontiguousarray(np.stack([*addresses, lanes, *steps], 1))
+
+
+def _most_lanes(here: int, there: int) -> int:
+    return PROGRAM_BYTES // max(here, there)
+
+
+@cache
+def _triton_dtype(dtype: torch.dtype) -> Any:
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+@cache
+def _kernel() -> Any:
+    # A launch must never compile anything, whatever its bounds are.
+    return triton.jit(_copy_lines, do_not_specialize=["first_line", "end_line"])
+
+
+def _copy_lines(  # type: ignore[no-untyped-def]
+    table,
+    first_line,
+    end_line,
+    SOURCE: tl.constexpr,  # noqa: N803
+    DESTINATION: tl.constexpr,  # noqa: N803
+    SOURCE_BYTES: tl.constexpr,  # noqa: N803
+    DESTINATION_BYTES: tl.constexpr,  # noqa: N803
+    PER: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    LANES: tl.constexpr,  # noqa: N803
+    PARTS: tl.constexpr,  # noqa: N803
+):
+    """Program p copies line `first_line + p`: LANES lanes at a time, of PER elements each."""
+    line = first_line + tl.program_id(0).to(tl.int64)
+    entry = table + line * (7 if ROWS else 3)
+    destination = tl.load(entry).to(tl.pointer_type(DESTINATION))
+    source = tl.load(entry + 1).to(tl.pointer_type(SOURCE))
+    destination = tl.multiple_of(destination, DESTINATION_BYTES)
+    source = tl.multiple_of(source, SOURCE_BYTES)
+    lanes = tl.where(line < end_line, tl.load(entry + 2), 0).to(tl.int32)
+    element = tl.arange(0, PER)[None, :]
+    if ROWS:
+        # Narrow, since a 64-bit division costs as much as the copy.
+        lane_of_first = tl.load(entry + 3).to(tl.int32)
+        in_a_row = tl.load(entry + 4).to(tl.int32)
+        destination_pitch = tl.load(entry + 5)
+        source_pitch = tl.load(entry + 6)
+    for part in range(PARTS):
+        lane = part * LANES + tl.arange(0, LANES)[:, None]
+        if ROWS:
+            position = lane_of_first + lane
+            row = position // in_a_row
+            within = position - row * in_a_row
+            there = row * destination_pitch + within
+            here = row * source_pitch + within
+        else:
+            there = lane
+            here = lane
+        inside = (lane < lanes) & (element < PER)
+        values = tl.load(source + here * PER + element, mask=inside, eviction_policy="evict_first")
+        tl.store(
+            destination + there * PER + element, values.to(DESTINATION), mask=inside, eviction_policy="evict_first"
+        )

@@ -1,0 +1,62 @@
+"""Copies many tensors into many others: on a CPU as host_copy.py does, to a GPU as device_copy.py does.
+
+Runs in the reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from ckpt_engine.copy.host_copy import HostRun, Pair, batches_of, host_work
+from ckpt_engine.copy.prepared import PreparedCopy
+
+
+class TensorCopy:
+    """PreparedCopy of pairs. Elements of one dtype are copied as integers, so that every bit pattern arrives unchanged;
+    other dtypes are cast as torch does it.
+
+    What is on a CPU on both sides is copied by several threads, what goes to a GPU by `DeviceCopy`, and what comes from
+    one by the calling thread. keep: what has to live as long as this copy, such as the mappings behind sources.
+    """
+
+    def __init__(self, pairs: Iterable[Pair], keep: object = None, notes: Iterable[str] = ()) -> None:
+        near: list[Pair] = []
+        far: list[Pair] = []
+        device: list[Pair] = []
+        for destination, source in pairs:
+            if destination.device.type == "cuda":
+                device.append((destination, source))
+            elif destination.device.type == source.device.type == "cpu":
+                near.append((destination, source))
+            elif destination.numel():
+                far.append((destination.detach(), source.detach()))
+        self._near = host_work(near)
+        self._far = batches_of(far)
+        self._device = _device_copy(device) if device else None
+        self._keep = keep
+        self.bytes = sum(batch.bytes for batch in (*self._near, *self._far))
+        self.notes = tuple(notes)
+        if self._device is not None:
+            self.bytes += self._device.bytes
+            self.notes += self._device.notes
+
+    def run(self, on_bytes: Callable[[int], None] | None = None) -> int:
+        """Writes every destination; see PreparedCopy. `on_bytes` runs in the calling thread, between its batches."""
+        with torch.inference_mode():
+            if self._device is not None:
+                self._device.run(on_bytes)
+            for batch in self._far:
+                batch.copy()
+                if on_bytes is not None:
+                    on_bytes(batch.bytes)
+            HostRun(self._near).finish(on_bytes)
+        return self.bytes
+
+
+def _device_copy(pairs: Sequence[Pair]) -> PreparedCopy:
+    # Imported here: it loads Triton, which only a process that copies to a GPU needs.
+    from ckpt_engine.copy.device_copy import DeviceCopy
+
+    return DeviceCopy(pairs)

@@ -1,0 +1,148 @@
+"""Copies into GPU memory: prepared once, replayed in few launches, waited for by events.
+
+A copy runs on a stream of its own, after what the current stream was given, and nothing synchronises the device: the
+thread looks at events, tells progress and keeps the deadline in between. Only a few segments are on their way at a
+time, so that a copy can be stopped. Reader's side, one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+
+import torch
+
+from ckpt_engine.copy import copy_kernel
+from ckpt_engine.copy.device_work import DeviceWork, Pair, Segment
+from ckpt_engine.copy.staging import StagedFeed
+from ckpt_engine.core.problems import internal
+
+log = logging.getLogger(__name__)
+
+IN_FLIGHT = 3
+"""Segments queued at a time: the next one is there when one ends."""
+
+DRAIN_SECONDS = 10.0
+"""How long a copy that was stopped waits for what is on its way. Such work takes milliseconds unless a GPU hangs."""
+
+_POLL_SECONDS = 20e-6
+_TELL_SECONDS = 2e-3
+
+
+class DeviceCopy:
+    """PreparedCopy of pairs (destination, source) whose destinations are on GPUs.
+
+    Sources: on the same GPU, on a peer GPU that this one can reach, in pinned or in pageable host memory. Any strides.
+    Elements of one dtype arrive bit by bit, others are cast as torch casts. launches: kernels an update;
+    engine_copies: copies by the GPU's copy engines. notes: what is slower than it could be, and why.
+    """
+
+    def __init__(self, pairs: Iterable[Pair]) -> None:
+        groups: dict[torch.device, tuple[list[Pair], list[Pair]]] = defaultdict(lambda: ([], []))
+        for whole_destination, whole_source in pairs:
+            destination, source = whole_destination.detach(), whole_source.detach()
+            if destination.numel():
+                pageable = source.device.type == "cpu" and not source.is_pinned()
+                groups[destination.device][pageable].append((destination, source))
+        self._parts = [_Part(device, *group) for device, group in groups.items()]
+        self.bytes = sum(part.bytes for part in self._parts)
+        self.launches = sum(part.launches for part in self._parts)
+        self.engine_copies = sum(part.engine_copies for part in self._parts)
+        self.notes: tuple[str, ...] = ()
+        if self._parts and copy_kernel.problem():
+            self.notes = (f"copies are made one by one: {copy_kernel.problem()}",)
+
+    def run(self, on_bytes: Callable[[int], None] | None = None) -> int:
+        """Writes every destination; see PreparedCopy. `on_bytes` is also called with 0 while nothing arrives."""
+        with torch.inference_mode():
+            for part in self._parts:
+                part.run(on_bytes)
+        return self.bytes
+
+
+class _Part:
+    """What goes to one GPU."""
+
+    def __init__(self, device: torch.device, direct: list[Pair], pageable: list[Pair]) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream(device)
+            self._work = DeviceWork(direct, device)
+            self._feed = StagedFeed(pageable, device) if pageable else None
+            # Tables were copied, and kernels loaded, on the current stream.
+            torch.cuda.current_stream(device).synchronize()
+        made = (self._work,) if self._feed is None else (self._work, self._feed)
+        self.bytes = sum(work.bytes for work in made)
+        self.launches = sum(work.launches for work in made)
+        self.engine_copies = sum(work.engine_copies for work in made)
+
+    def run(self, on_bytes: Callable[[int], None] | None) -> None:
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                flight = _Flight(self._stream, on_bytes)
+                try:
+                    for segment in self._work.segments:
+                        flight.queue(segment)
+                    if self._feed is not None:
+                        self._feed.run(flight)
+                    flight.wait(0)
+                except BaseException:
+                    flight.drain()
+                    raise
+
+
+class _Flight:
+    """Segments on their way on one stream; see staging.Flight."""
+
+    def __init__(self, stream: torch.cuda.Stream, on_bytes: Callable[[int], None] | None) -> None:
+        self._stream = stream
+        self._on_bytes = on_bytes
+        self._flying: deque[tuple[torch.cuda.Event, int]] = deque()
+        self._queued = self._arrived = 0
+        self._told = time.monotonic()
+
+    def queue(self, segment: Segment) -> int:
+        self.wait(IN_FLIGHT - 1)
+        segment.queue(self._stream.cuda_stream)
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        self._flying.append((event, segment.bytes))
+        self._queued += 1
+        return self._queued
+
+    def arrived(self) -> int:
+        size = 0
+        while self._flying and self._flying[0][0].query():
+            size += self._flying.popleft()[1]
+            self._arrived += 1
+        now = time.monotonic()
+        if self._on_bytes is not None and (size or now > self._told + _TELL_SECONDS):
+            self._told = now
+            self._on_bytes(size)
+        return self._arrived
+
+    def pause(self) -> None:
+        time.sleep(_POLL_SECONDS)
+
+    def wait(self, most: int) -> None:
+        """Until at most so many segments are on their way."""
+        self.arrived()
+        while len(self._flying) > most:
+            self.pause()
+            self.arrived()
+
+    def drain(self) -> None:
+        """Waits until nothing is on its way: memory may be freed after it. Raises INTERNAL if the GPU does not end."""
+        stop_at = time.monotonic() + DRAIN_SECONDS
+        try:
+            event = torch.cuda.Event()
+            event.record(self._stream)
+            while not event.query():
+                if time.monotonic() > stop_at:
+                    raise internal(f"a copy that was stopped still runs on its GPU after {DRAIN_SECONDS:g} s")
+                self.pause()
+        except RuntimeError:
+            log.exception("ckpt-engine: this process's GPU is broken; nothing is on its way any more")

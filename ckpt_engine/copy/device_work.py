@@ -1,0 +1,162 @@
+"""Copies to one GPU, from memory that this GPU can reach, sorted by who does them best and made ready to be queued.
+
+It decides by where the bytes lie (this GPU, a peer GPU, pinned host memory) and how. On one GPU everything is done by
+the kernel, in as few launches as tables: the copy engines would pause between hundreds of tensors. Across NVLink and
+PCIe the engines reach the link's speed without a multiprocessor, so long runs are theirs; small tensors and rows, such
+as a row-parallel worker's slices, are the kernel's. What neither can do is left to torch.
+
+It queues and does not wait; `DeviceCopy` does. Reader's side, one thread.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from ckpt_engine.copy import copy_kernel
+from ckpt_engine.copy.blocks import Block, aligned, blocks_of, cut, merged
+from ckpt_engine.cuda.driver import CudaDriverError, driver
+from ckpt_engine.cuda.elsewhere import lies_elsewhere
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Place(Enum):
+    """Where the bytes of a source lie, as seen from the destination's GPU."""
+
+    SAME = "the same GPU"
+    PEER = "a peer GPU"
+    HOST = "pinned host memory"
+
+
+ENGINE_BYTES = {Place.SAME: 1 << 62, Place.PEER: 1 << 20, Place.HOST: 64 << 10}
+"""From which length on a run is given to a copy engine: where a launch costs less than the kernel would lose."""
+
+SEGMENT_BYTES = {Place.SAME: 4 << 30, Place.PEER: 512 << 20, Place.HOST: 128 << 20}
+"""What is queued at once: a few milliseconds of work, after which a run can be stopped."""
+
+
+class Segment(NamedTuple):
+    """`queue(stream)` queues work of `bytes` on a stream, by its handle; it is also torch's current stream."""
+
+    bytes: int
+    queue: Callable[[int], None]
+
+
+class DeviceWork:
+    """Pairs (destination, source) with all destinations on `device` and sources that it can reach.
+
+    segments: all of the work. launches: kernels (ours and torch's) an update; engine_copies: by copy engines.
+    Keeps the sources' tensors. A CPU `device` is served by the kernel's interpreter, for tests.
+    """
+
+    def __init__(self, pairs: Iterable[Pair], device: torch.device) -> None:
+        self._device = device
+        self._kernel = not copy_kernel.problem()
+        self._keep: list[Pair] = []
+        self._same: dict[Place, list[Block]] = defaultdict(list)
+        self._casts: dict[tuple[Place, torch.dtype, torch.dtype], list[Block]] = defaultdict(list)
+        self._others: list[Pair] = []
+        self.segments: list[Segment] = []
+        self.launches = self.engine_copies = 0
+        for destination, source in pairs:
+            if destination.numel():
+                self._sort(destination, source)
+        for place, blocks in self._same.items():
+            self._add_blocks(place, blocks)
+        for (place, *cast), blocks in self._casts.items():
+            table = copy_kernel.CopyTable(blocks, device, 1, (cast[0], cast[1]))
+            self._add_table(place, table)
+        self._add_others()
+        self.bytes = sum(segment.bytes for segment in self.segments)
+
+    def _sort(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        if source.device.type == "cuda" and source.device.index != self._device.index:
+            # Memory of this process on another GPU. Torch knows whether this one may touch it; a transport maps what it
+            # reads for the GPU that reads, so such tensors carry the destination's device.
+            self._others.append((destination, source))
+            return
+        place = self._place(source)
+        blocks = blocks_of(destination, source)
+        cast = (source.dtype, destination.dtype)
+        if blocks is None or not (self._kernel or all(block.rows == 1 for block in blocks)):
+            self._others.append((destination, source))
+        elif cast[0] == cast[1]:
+            self._same[place] += blocks
+        elif self._kernel and copy_kernel.can_cast(*cast):
+            self._casts[(place, *cast)] += blocks
+        else:
+            self._others.append((destination, source))
+        self._keep.append((destination, source))
+
+    def _place(self, source: torch.Tensor) -> Place:
+        if self._device.type == "cpu":
+            return Place.SAME
+        if source.device.type == "cpu":
+            return Place.HOST
+        if lies_elsewhere(source.data_ptr()):
+            return Place.PEER
+        try:
+            # The driver knows best: a mapping of a peer's memory is labelled as the device that mapped it.
+            found = driver().device_of(source.data_ptr())
+        except CudaDriverError:
+            found = source.device.index
+        return Place.SAME if found == self._device.index else Place.PEER
+
+    def _add_blocks(self, place: Place, blocks: Sequence[Block]) -> None:
+        tables: dict[tuple[int, bool], list[Block]] = defaultdict(list)
+        runs: list[Block] = []
+        small: list[Block] = []
+        for block in blocks:
+            if block.rows == 1 and (block.length >= ENGINE_BYTES[place] or not self._kernel):
+                runs += cut(block, SEGMENT_BYTES[place])
+            else:
+                small.append(block)
+        # Only what the kernel copies is merged: an engine refuses a run over two allocations that happen to touch.
+        for block in merged(small):
+            for part in aligned(block):
+                tables[part.alignment, part.rows > 1].append(part)
+        self.engine_copies += len(runs)
+        batch: list[Block] = []
+        size = 0
+        for run in runs:
+            batch.append(run)
+            size += run.length
+            if size >= SEGMENT_BYTES[place] or run is runs[-1]:
+                self.segments.append(Segment(size, partial(_queue_runs, batch)))
+                batch, size = [], 0
+        for (alignment, _), parts in tables.items():
+            self._add_table(place, copy_kernel.CopyTable(parts, self._device, alignment))
+
+    def _add_table(self, place: Place, table: copy_kernel.CopyTable) -> None:
+        for first, end, size in table.segments(SEGMENT_BYTES[place]):
+            self.segments.append(Segment(size, partial(_queue_lines, table, first, end)))
+            self.launches += 1
+
+    def _add_others(self) -> None:
+        groups: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Pair]] = defaultdict(list)
+        for destination, source in self._others:
+            groups[source.device, source.dtype, destination.dtype].append((destination, source))
+        for pairs in groups.values():
+            self.segments.append(Segment(sum(pair[0].nbytes for pair in pairs), partial(_queue_torch, pairs)))
+            self.launches += len(pairs)
+
+
+def _queue_runs(runs: Sequence[Block], stream: int) -> None:
+    copy = driver().copy_async
+    for run in runs:
+        copy(run.destination, run.source, run.length, stream)
+
+
+def _queue_lines(table: copy_kernel.CopyTable, first: int, end: int, _stream: int) -> None:
+    table.launch(first, end)
+
+
+def _queue_torch(pairs: Sequence[Pair], _stream: int) -> None:
+    for destination, source in pairs:
+        destination.copy_(source, non_blocking=True)

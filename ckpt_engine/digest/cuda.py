@@ -1,0 +1,251 @@
+"""Digests of boxes on one GPU, all in a few launches; equal to the bit to those of digest/host.py.
+
+Tables are made once for a set of boxes and kept; a run only launches. What the kernel cannot take as it lies is copied
+to contiguous memory of the same GPU at each run. Needs Triton; `missing` says why it cannot be used.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from ckpt_engine.core.problems import deadline
+from ckpt_engine.digest.cuda_tiles import ALIGNMENT, BLOCK_BYTES, FIELDS, NotTileableError, Strided, Table, TileTable
+from ckpt_engine.digest.host import digest_host_boxes
+
+log = logging.getLogger(__name__)
+
+Box = tuple[torch.Tensor, tuple[int, ...], torch.dtype]
+"""View, first global coordinate of each axis, and the dtype that it is digested as."""
+
+HANG_SECONDS = 120.0
+"""How long a digest may take. It takes milliseconds, and what was queued on the stream before it is waited for, too."""
+
+_POLL_SECONDS = 20e-6
+_ROWS = 8
+_STAGES = 1
+_WARPS = 4
+_MASK = (1 << 64) - 1
+
+
+class _Kind(NamedTuple):
+    """What a kernel loads: see digest/cuda_kernel.py."""
+
+    number: int
+    unit: torch.dtype
+
+
+_BYTES = _Kind(0, torch.uint8)
+_LANES = _Kind(1, torch.uint16)
+_CASTS = {torch.bfloat16: _Kind(2, torch.float32), torch.float16: _Kind(3, torch.float32)}
+
+
+@cache
+def missing() -> str:
+    """Why the kernel cannot be used in this process; empty if it can."""
+    try:
+        import ckpt_engine.digest.cuda_kernel  # noqa: F401
+    except Exception as error:
+        return f"Triton cannot be imported ({type(error).__name__}: {error})"
+    return ""
+
+
+class CudaDigests:
+    """Boxes of one device, made ready. Keeps the views, and tables of about 1/2000 of their size.
+
+    Making one compiles the kernel, which takes seconds the first time. Used from one thread at a time; several
+    instances may be used at once.
+    """
+
+    def __init__(self, boxes: Sequence[Box], seed: int) -> None:
+        """boxes: on one device, at least one. Raises whatever Triton or CUDA raises, having launched nothing else."""
+        self._device = boxes[0][0].device
+        self._boxes = list(boxes)
+        self.bytes = sum(view.nbytes for view, _, _ in boxes)
+        self._sums = torch.zeros(len(boxes), dtype=torch.int64, device=self._device)
+        on_gpu = self._device.type == "cuda"  # the interpreter of Triton runs on a CPU
+        self._found = torch.zeros(len(boxes), dtype=torch.int64, pin_memory=on_gpu)
+        self._done = torch.cuda.Event() if on_gpu else None
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._launches: list[_Launch] = []
+        self._on_host: list[int] = []
+        self._seed = seed
+        self._running = threading.Lock()
+        with torch.inference_mode(), self._guard():
+            self._make(seed)
+
+    @property
+    def launches(self) -> int:
+        """Kernels of ours that one run launches; copies and clearing the sums not counted."""
+        return len(self._launches)
+
+    def launch(self) -> None:
+        """Enqueues everything on the device's current stream. `collect` must follow, before another `launch`."""
+        with torch.inference_mode(), self._guard():
+            for scratch, view in self._copies:
+                scratch.copy_(view)
+            self._sums.zero_()
+            for launch in self._launches:
+                launch.run(self._sums)
+            self._found.copy_(self._sums, non_blocking=True)
+            if self._done is not None:
+                self._done.record()
+
+    def collect(self) -> list[int]:
+        """Waits for what was launched, and no more; the digests, in order. Raises DEADLINE_EXCEEDED if a GPU hangs."""
+        self._wait()
+        found = [each & _MASK for each in self._found.tolist()]
+        for place in self._on_host:
+            view, start, served = self._boxes[place]
+            found[place] = digest_host_boxes([(view.to(device="cpu", dtype=served), start)], self._seed)[0]
+        return found
+
+    def run(self) -> list[int]:
+        """Launches and collects. May be called from several threads, which then take turns."""
+        with self._running:
+            self.launch()
+            return self.collect()
+
+    def _wait(self) -> None:
+        stop_at = time.monotonic() + HANG_SECONDS
+        while self._done is not None and not self._done.query():
+            if time.monotonic() > stop_at:
+                raise deadline(
+                    f"digests on {self._device} did not arrive within {HANG_SECONDS:g} s: the GPU hangs, or what was "
+                    "queued on it before takes longer"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def forget(self) -> bool:
+        """Lets the views go, if tables alone are enough to run; who keeps this must know where the boxes lie."""
+        if self._copies or self._on_host:
+            return False
+        self._boxes.clear()
+        return True
+
+    def _guard(self) -> AbstractContextManager[object]:
+        """Triton launches on the current device."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def _make(self, seed: int) -> None:
+        # All addresses count from one tensor of our own: see `origin` in the kernel.
+        origin = torch.empty(ALIGNMENT, dtype=torch.uint8, device=self._device)
+        tables: dict[_Kind, TileTable] = {}
+        copied: list[str] = []
+        for place, (view, start, served) in enumerate(self._boxes):
+            why = _add(tables, view, start, served, place, seed, origin)
+            if why:
+                copied.append(why)
+                self._copy_first(tables, place, seed, origin)
+        for kind, table in tables.items():
+            tiles = table.tiles()
+            factors = torch.from_numpy(tiles.factors.view("int64")).to(self._device)
+            for work, wide in ((tiles.aligned, True), (tiles.unaligned, False)):
+                if len(work):
+                    self._launches.append(_Launch(kind, wide, 0, work, factors, origin))
+            for lanes, work in tiles.flat.items():
+                self._launches.append(_Launch(kind, False, lanes, work, factors, origin))
+        if copied:
+            log.warning(
+                "%d of %d boxes are copied before each digest, %d on %s (%d bytes) and %d to the host: %s",
+                *(len(copied), len(self._boxes), len(self._copies), self._device),
+                *(sum(scratch.nbytes for scratch, _ in self._copies), len(self._on_host)),
+                "; ".join(dict.fromkeys(copied[:3])),
+            )
+
+    def _copy_first(self, tables: dict[_Kind, TileTable], place: int, seed: int, origin: torch.Tensor) -> None:
+        """Puts a copy of a box to the tables; or, if there is no room for it or even that cannot be digested here, the
+        box itself to those for the host."""
+        view, start, served = self._boxes[place]
+        try:
+            scratch = torch.empty(view.shape, dtype=served, device=self._device)
+        except torch.OutOfMemoryError:
+            self._on_host.append(place)
+            return
+        if _add(tables, scratch, start, served, place, seed, origin):
+            self._on_host.append(place)
+        else:
+            self._copies.append((scratch, view))
+
+
+class _Launch:
+    """One launch of the kernel, with its table on the device. Compiles when made."""
+
+    def __init__(
+        self, kind: _Kind, wide: bool, flat: int, work: Table, factors: torch.Tensor, origin: torch.Tensor
+    ) -> None:
+        """flat: lanes of an element, if the table is of flat tiles."""
+        self._kind = kind
+        self._vector = ALIGNMENT // kind.unit.itemsize if wide else 1
+        self._flat = flat
+        self._work = torch.from_numpy(work.view("int64")).to(factors.device)
+        self._factors = factors
+        self._origin = origin.view(kind.unit)
+        nothing = torch.zeros(FIELDS, dtype=torch.int64, device=factors.device)
+        self._start(nothing, 1, torch.zeros(1, dtype=torch.int64, device=factors.device))
+
+    def run(self, sums: torch.Tensor) -> None:
+        self._start(self._work, len(self._work), sums)
+
+    def _start(self, work: torch.Tensor, programs: int, sums: torch.Tensor) -> None:
+        from ckpt_engine.digest.cuda_kernel import digest_flat, digest_tiles
+
+        block = BLOCK_BYTES // self._kind.unit.itemsize
+        tables = work, self._origin, self._factors, sums
+        if self._flat:
+            digest_flat[(programs,)](
+                *tables, BLOCK=block, KIND=self._kind.number, LANES_OF_ELEMENT=self._flat, num_warps=_WARPS
+            )
+            return
+        digest_tiles[(programs,)](
+            *tables,
+            BLOCK=block,
+            ROWS=_ROWS,
+            KIND=self._kind.number,
+            VECTOR=self._vector,
+            STAGES=_STAGES,
+            num_warps=_WARPS,
+        )
+
+
+def _kind(view: torch.Tensor, served: torch.dtype) -> _Kind | None:
+    """What to load of a view; None if it has to be copied, or cast by torch, first."""
+    if view.is_conj() or view.is_neg():
+        return None
+    if view.dtype == served:
+        return _BYTES if view.itemsize == 1 else _LANES
+    return _CASTS.get(served) if view.dtype == torch.float32 else None
+
+
+def _strided(view: torch.Tensor, start: tuple[int, ...], kind: _Kind) -> Strided:
+    lanes = view.itemsize // kind.unit.itemsize
+    return Strided(view.data_ptr(), tuple(view.shape), tuple(view.stride()), start, lanes)
+
+
+def _add(
+    tables: dict[_Kind, TileTable],
+    view: torch.Tensor,
+    start: tuple[int, ...],
+    served: torch.dtype,
+    place: int,
+    seed: int,
+    origin: torch.Tensor,
+) -> str:
+    """Puts a box to the table of its kind, or says why that cannot be."""
+    kind = _kind(view, served)
+    if kind is None:
+        return f"{view.dtype} digested as {served}"
+    if kind not in tables:
+        tables[kind] = TileTable(seed, kind.unit.itemsize, origin.data_ptr())
+    try:
+        tables[kind].add(_strided(view, start, kind), place)
+    except NotTileableError as error:
+        return str(error)
+    return ""

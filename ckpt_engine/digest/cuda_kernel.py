@@ -1,0 +1,109 @@
+"""The Triton kernel of the digest. Importing this needs Triton; digest/cuda.py launches it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ckpt_engine.digest.factors import INDEX_STEP, MIX_1, MIX_2
+
+BYTES = tl.constexpr(0)
+LANES = tl.constexpr(1)
+AS_BFLOAT16 = tl.constexpr(2)
+AS_FLOAT16 = tl.constexpr(3)
+
+# The numbers of digest/factors.py.
+_INDEX_STEP = tl.constexpr(INDEX_STEP)
+_MIX_1 = tl.constexpr(MIX_1)
+_MIX_2 = tl.constexpr(MIX_2)
+
+
+@triton.jit
+def _lanes(pointers, inside, KIND: tl.constexpr):  # noqa: N803
+    """Lanes as 64-bit numbers, zero where not inside."""
+    if KIND == AS_BFLOAT16:
+        # In integers, since Triton's interpreter does not round. 0x7FFF is what torch makes of a NaN on a GPU.
+        bits = tl.load(pointers, mask=inside, other=0.0).to(tl.uint32, bitcast=True)
+        value = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFF, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+    elif KIND == AS_FLOAT16:
+        value = tl.load(pointers, mask=inside, other=0.0).to(tl.float16).to(tl.uint16, bitcast=True)
+    else:
+        value = tl.load(pointers, mask=inside, other=0)
+    return value.to(tl.uint64)
+
+
+@triton.jit
+def digest_tiles(
+    work,
+    origin,
+    factors,
+    sums,
+    BLOCK: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    KIND: tl.constexpr,  # noqa: N803
+    VECTOR: tl.constexpr,  # noqa: N803
+    STAGES: tl.constexpr,  # noqa: N803
+):
+    """One program a tile of digest/cuda_tiles.py. work, factors, sums: int64; unsigned numbers, modulo 2^64.
+
+    origin: a pointer to what is loaded, which addresses in `work` count from: the compiler must know that it is aligned
+    to make loads of 16 bytes. VECTOR: 1, or units of 16 bytes if addresses, steps and widths are multiples of it.
+    ROWS rows are loaded at a time, STAGES such loads are on their way at once. Integer addition is associative, so the
+    order in which programs add to `sums` does not matter.
+    """
+    entry = work + tl.program_id(0).to(tl.int64) * 8
+    first = origin + tl.load(entry) // VECTOR * VECTOR
+    step = tl.load(entry + 1) // VECTOR * VECTOR
+    outer = factors + tl.load(entry + 2)
+    inner = factors + tl.load(entry + 3)
+    rows = tl.load(entry + 4).to(tl.int32)
+    width = tl.load(entry + 5).to(tl.int32) // VECTOR * VECTOR
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    together = tl.arange(0, ROWS)
+    pointers = first + together.to(tl.int64)[:, None] * step + columns[None, :]
+    sum_of_column = tl.zeros([BLOCK], dtype=tl.uint64)
+    whole = rows // ROWS * ROWS
+    for row in tl.range(0, whole, ROWS, num_stages=STAGES):
+        lanes = _lanes(pointers + row * step, inside[None, :], KIND)
+        sum_of_column += tl.sum(lanes * tl.load(outer + row + together).to(tl.uint64)[:, None], axis=0)
+    for row in range(whole, rows):
+        sum_of_column += _lanes(first + row * step + columns, inside, KIND) * tl.load(outer + row).to(tl.uint64)
+    sum_of_column *= tl.load(inner + columns, mask=inside, other=0).to(tl.uint64)
+    total = tl.sum(sum_of_column, axis=0).to(tl.int64) * tl.load(entry + 6)
+    tl.atomic_add(sums + tl.load(entry + 7), total, sem="relaxed")
+
+
+@triton.jit
+def digest_flat(
+    work,
+    origin,
+    factors,
+    sums,
+    BLOCK: tl.constexpr,  # noqa: N803
+    KIND: tl.constexpr,  # noqa: N803
+    LANES_OF_ELEMENT: tl.constexpr,  # noqa: N803
+):
+    """As `digest_tiles`, one program a flat tile: factors are computed, not loaded, since each is needed once."""
+    entry = work + tl.program_id(0).to(tl.int64) * 8
+    first = origin + tl.load(entry)
+    start = tl.load(entry + 3).to(tl.uint64)
+    rows = tl.load(entry + 4).to(tl.int32)
+    width = tl.load(entry + 5).to(tl.int32)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    # A Python number of more than 64 bits would not be a number of the kernel.
+    stride: tl.constexpr = (BLOCK // LANES_OF_ELEMENT) * _INDEX_STEP % (1 << 64)
+    hashed = start + (columns // LANES_OF_ELEMENT).to(tl.uint64) * _INDEX_STEP
+    pointers = first + columns
+    sum_of_column = tl.zeros([BLOCK], dtype=tl.uint64)
+    for _ in tl.range(0, rows):
+        x = (hashed ^ (hashed >> 30)) * _MIX_1
+        x = (x ^ (x >> 27)) * _MIX_2
+        x = (x ^ (x >> 31)) | 1
+        sum_of_column += _lanes(pointers, inside, KIND) * x
+        hashed += stride
+        pointers += BLOCK
+    sum_of_column *= tl.load(factors + tl.load(entry + 2) + columns % LANES_OF_ELEMENT).to(tl.uint64)
+    total = tl.sum(sum_of_column, axis=0).to(tl.int64) * tl.load(entry + 6)
+    tl.atomic_add(sums + tl.load(entry + 7), total, sem="relaxed")

@@ -1,0 +1,191 @@
+"""Digests of boxes in the memory of this host, by the formula of digest/factors.py.
+
+Boxes become jobs (digest/host_jobs.py) for a kernel that Numba compiles (digest/host_kernel.py). Threads
+share the jobs out, outside of the interpreter's lock. Where Numba is missing numpy digests, at a tenth of the speed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ckpt_engine.core.problems import invalid, precondition
+from ckpt_engine.digest.factors import MASK, SEED, Words, hashed, words
+from ckpt_engine.torch_dtypes import dtype_name
+
+if TYPE_CHECKING:
+    from ckpt_engine.digest.host_kernel import Kernel
+
+log = logging.getLogger(__name__)
+
+HostBox = tuple[torch.Tensor, Sequence[int]]
+"""View, first global coordinate of each axis."""
+
+_SHARE_BYTES = 1 << 20  # at least, of what a thread takes at once
+_SHARES = 4  # for each thread
+_NUMPY_LANES = 1 << 17  # whose 64-bit products exist at one time
+
+
+def digest_host_boxes(boxes: Sequence[HostBox], seed: int = SEED) -> list[int]:
+    """As `digest_boxes`, of boxes in the host's memory and as they are."""
+    return HostDigests(boxes, seed).run()
+
+
+def copy_and_digest(copies: Sequence[tuple[torch.Tensor, torch.Tensor, Sequence[int]]], seed: int = SEED) -> list[int]:
+    """Copies, and returns the digests of what was written, in one pass over memory.
+
+    copies: destination; source, of the same shape and dtype; first global coordinates. All in this host's memory,
+    destinations and sources not overlapping. On as many threads as `digest_boxes`. Raises INVALID_ARGUMENT, having
+    copied nothing, for what does not fit together.
+    """
+    for destination, source, _ in copies:
+        if destination.shape != source.shape or destination.dtype != source.dtype:
+            raise invalid(
+                f"{source.dtype} {list(source.shape)} cannot be copied to {destination.dtype} "
+                f"{list(destination.shape)} and digested: both must have one shape and dtype"
+            )
+    boxes = [(destination, start) for destination, _, start in copies]
+    return HostDigests(boxes, seed, [source for _, source, _ in copies]).run()
+
+
+def warm_up() -> str:
+    """Loads or compiles what digests of host memory need: a second or two in a process's first call, then nothing.
+    Returns why they come from numpy, slowly; empty if they do not. Any thread. Never raises."""
+    return _loaded()[1]
+
+
+def _kernel() -> Kernel | None:
+    return _loaded()[0]
+
+
+@cache
+def _loaded() -> tuple[Kernel | None, str]:
+    """The kernel, or why there is none in this process, which is in the log once."""
+    try:
+        from ckpt_engine.digest.host_kernel import compiled
+
+        return compiled(), ""
+    except Exception as error:  # not installed, not made for this numpy, a processor that LLVM does not know
+        why = f"Numba cannot be used ({type(error).__name__}: {error})".partition("\n")[0]
+        log.warning("digests of host memory come from numpy, at a tenth of the speed: %s", why)
+        return None, why
+
+
+def checked_box(view: torch.Tensor, start: Sequence[int], served: torch.dtype | None = None) -> torch.Tensor:
+    """The plain tensor to digest. Raises INVALID_ARGUMENT for an unsupported dtype or a start that does not fit."""
+    if view.dim() != len(start):
+        raise invalid(f"a box of shape {list(view.shape)} cannot start at {list(start)}; give one entry an axis")
+    dtype_name(view.dtype)
+    if served is not None:
+        dtype_name(served)
+    if type(view) is not torch.Tensor:
+        view = view.as_subclass(torch.Tensor)
+    return view.detach()
+
+
+class HostDigests:
+    """Boxes of this host's memory, made ready. Keeps the views. Used from any thread."""
+
+    def __init__(
+        self, boxes: Sequence[HostBox], seed: int = SEED, sources: Sequence[torch.Tensor] | None = None
+    ) -> None:
+        """sources: of each box, what a run copies to it first. A lazily conjugated or negated view is worked out here,
+        once. Raises as `digest_box`, and INVALID_ARGUMENT for what is not strided memory of this host."""
+        self._seed = seed
+        self._boxes = [(_plain(view, start), tuple(start)) for view, start in boxes]
+        plain = [_plain(source, start) for source, (_, start) in zip(sources or (), boxes, strict=False)]
+        self._sources: list[torch.Tensor | None] = [*plain] or [None] * len(boxes)
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._kernel = _kernel()
+        if self._kernel is None:
+            self._copies = [(view, source) for (view, _), source in zip(self._boxes, plain, strict=False)]
+            return
+        from ckpt_engine.digest.host_jobs import jobs_of, joined, lie_alike
+
+        layouts = []
+        for index, ((view, start), source) in enumerate(zip(self._boxes, self._sources, strict=True)):
+            shape, strides = tuple(view.shape), view.stride()
+            other = None if source is None else source.stride()
+            if source is not None and not lie_alike(shape, strides, source.stride(), view.itemsize):
+                self._copies.append((view, source))
+                self._sources[index] = other = None
+            layouts.append(jobs_of(shape, strides, other, start, view.itemsize, seed))
+        self._jobs, self._of_job, self._ends = joined(layouts)
+
+    def run(self) -> list[int]:
+        """The digests as the bytes are now, in order. Raises FAILED_PRECONDITION if a tensor's memory was freed."""
+        for view, source in self._copies:
+            view.copy_(source)
+        if self._kernel is None:
+            return [_by_numpy(view, start, self._seed) for view, start in self._boxes]
+        jobs = self._jobs.copy()
+        jobs[:, 0] += _addresses([view for view, _ in self._boxes])[self._of_job]
+        jobs[:, 1] += _addresses(self._sources)[self._of_job]
+        found = np.empty(len(jobs), dtype=np.uint64)
+        _share_out(self._kernel, jobs, found, self._ends)
+        digests = np.zeros(len(self._boxes), dtype=np.uint64)
+        np.add.at(digests, self._of_job, found)
+        return [int(each) for each in digests]
+
+
+def _share_out(kernel: Kernel, jobs: Words, found: Words, ends: Words) -> None:
+    """Runs the kernel on as many threads as torch would use. ends: bytes of all jobs up to each."""
+    threads = torch.get_num_threads()
+    shares = min(_SHARES * threads, int(ends[-1]) // _SHARE_BYTES) if len(ends) else 0
+    if threads == 1 or shares < 2:
+        kernel(jobs, found)
+        return
+    cuts = np.searchsorted(ends, np.arange(1, shares) * (int(ends[-1]) / shares)).tolist()
+    parts = [slice(first, last) for first, last in pairwise([0, *cuts, len(jobs)])]
+    for _ in _pool(os.getpid(), threads).map(lambda part: kernel(jobs[part], found[part]), parts):
+        pass
+
+
+@cache
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """process: threads do not survive a fork."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="ckpt-engine-digest")
+
+
+def _plain(view: torch.Tensor, start: Sequence[int]) -> torch.Tensor:
+    view = checked_box(view, start)
+    if view.device.type != "cpu" or view.layout is not torch.strided:
+        raise invalid(f"a {view.layout} tensor on {view.device} is not strided memory of this host")
+    return view.resolve_conj().resolve_neg()
+
+
+def _addresses(views: Sequence[torch.Tensor | None]) -> Words:
+    addresses = [0 if view is None else view.data_ptr() for view in views]
+    for view, address in zip(views, addresses, strict=True):
+        if view is not None and not address and view.numel():
+            raise precondition(f"the memory of a tensor of shape {list(view.shape)} was freed: publish again")
+    return np.array(addresses, dtype=np.uint64)
+
+
+def _by_numpy(view: torch.Tensor, start: tuple[int, ...], seed: int) -> int:
+    """The formula, axis by axis."""
+    signed, unsigned = (torch.uint8, np.uint8) if view.itemsize == 1 else (torch.int16, np.uint16)
+    lanes: npt.NDArray[Any] = view.unsqueeze(-1).view(signed).numpy().view(unsigned)
+    axes = zip((*range(1, view.dim() + 1), 0), (*start, 0), lanes.shape, strict=True)
+    return _contracted(lanes, [words(hashed(seed, axis, first), length) for axis, first, length in axes])
+
+
+def _contracted(lanes: npt.NDArray[Any], factors: Sequence[Words]) -> int:
+    """The sum of lanes times the factor of each of their axes, modulo 2^64."""
+    if lanes.size > _NUMPY_LANES:
+        axis = int(np.argmax(lanes.shape))
+        halves = zip(np.array_split(lanes, 2, axis), np.array_split(factors[axis], 2), strict=True)
+        return sum(_contracted(half, [*factors[:axis], its, *factors[axis + 1 :]]) for half, its in halves) & MASK
+    sums = lanes.astype(np.uint64)
+    for each in reversed(factors):
+        sums = sums @ each
+    return int(sums)

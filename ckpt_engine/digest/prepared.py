@@ -1,0 +1,182 @@
+"""Digests of the same boxes, again and again: everything that can be done once is done once.
+
+Boxes may lie on a CPU and on any number of GPUs. Those on a GPU are digested there (digest/cuda.py) where Triton
+is at hand, and on the host, after a copy, where it is not, which is said in the log once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from functools import cache
+
+import torch
+
+from ckpt_engine.core.problems import invalid
+from ckpt_engine.digest import cuda as digest_cuda
+from ckpt_engine.digest.factors import SEED
+from ckpt_engine.digest.host import HostDigests, checked_box, digest_host_boxes
+
+log = logging.getLogger(__name__)
+
+Served = Sequence[torch.dtype | None] | None
+"""Of each box, the dtype that it is digested as; None: its own."""
+
+_KEPT = 8
+_HOST_BYTES = 256 << 20  # of casts and of copies from a GPU that exist at one time
+
+
+class PreparedDigests:
+    """Boxes, checked and made ready. Keeps the views. Used from one thread at a time."""
+
+    def __init__(self, boxes: Sequence[digest_cuda.Box], seed: int) -> None:
+        self._boxes = list(boxes)
+        self._seed = seed
+        self._converted: list[int] = []  # at each run, before the host digests them
+        self._cuda: list[tuple[list[int], digest_cuda.CudaDigests]] = []
+        self._found: list[tuple[list[int], list[int]]] = []
+        as_they_are: list[int] = []
+        on_device: dict[torch.device, list[int]] = {}
+        for index, (view, _, served) in enumerate(self._boxes):
+            if view.device.type == "cuda":
+                on_device.setdefault(view.device, []).append(index)
+            elif view.dtype != served or view.is_conj() or view.is_neg():
+                self._converted.append(index)
+            else:
+                as_they_are.append(index)
+        self._host = as_they_are, HostDigests([self._boxes[index][:2] for index in as_they_are], seed)
+        for device, indices in on_device.items():
+            made = _on_gpu(device, [self._boxes[index] for index in indices], seed)
+            if made is None:
+                self._converted += indices
+            else:
+                self._cuda.append((indices, made))
+
+    @property
+    def bytes(self) -> int:
+        """What one run reads."""
+        return sum(view.nbytes for view, _, _ in self._boxes)
+
+    @property
+    def launches(self) -> int:
+        """Kernels that one run launches; 0 if all is done on the host."""
+        return sum(digests.launches for _, digests in self._cuda)
+
+    def launch(self) -> None:
+        """Enqueues the work of GPUs, each on its current stream, and does that of the host."""
+        for _, digests in self._cuda:
+            digests.launch()
+        converted = _of_host([self._boxes[index] for index in self._converted], self._seed)
+        indices, of_host = self._host
+        self._found = [(indices, of_host.run()), (self._converted, converted)]
+
+    def collect(self) -> list[int]:
+        """The digests of the bytes as they were when launched, in order. Waits for its own work, not for a device."""
+        found = [0] * len(self._boxes)
+        parts = [(indices, digests.collect()) for indices, digests in self._cuda]
+        for indices, values in [*parts, *self._found]:
+            for index, value in zip(indices, values, strict=True):
+                found[index] = value
+        return found
+
+    def run(self) -> list[int]:
+        """The digests as the bytes are now, in order."""
+        self.launch()
+        return self.collect()
+
+
+def prepare_digests(
+    boxes: Sequence[tuple[torch.Tensor, Sequence[int]]], seed: int = SEED, served: Served = None
+) -> PreparedDigests:
+    """Makes boxes ready, on the calling thread; the first one of a process, or on a GPU, compiles, which
+    takes seconds.
+
+    boxes: as in `digest_boxes`. served: digests are of `view.to(dtype)`, rounded to nearest even as torch does; of a
+    NaN, any that is a NaN, so weights with NaN may differ between a GPU and a CPU. Raises INVALID_ARGUMENT as
+    `digest_box`.
+    """
+    return PreparedDigests(_checked(boxes, served), seed)
+
+
+def digest_anywhere(
+    boxes: Sequence[tuple[torch.Tensor, Sequence[int]]], seed: int = SEED, served: Served = None
+) -> list[int]:
+    """As `digest_boxes`, for boxes some of which lie on a GPU or are cast. The tables of the last few sets of boxes are
+    kept, by where the boxes lie; they keep no tensor alive."""
+    checked = _checked(boxes, served)
+    digests = [0] * len(checked)
+    of_device: dict[torch.device, list[int]] = {}
+    for index, (view, _, _) in enumerate(checked):
+        of_device.setdefault(view.device, []).append(index)
+    for device, indices in of_device.items():
+        part = [checked[index] for index in indices]
+        found = _kept(device, part, seed) if device.type == "cuda" else None
+        values = _of_host(part, seed) if found is None else found.run()
+        for index, value in zip(indices, values, strict=True):
+            digests[index] = value
+    return digests
+
+
+def _checked(boxes: Sequence[tuple[torch.Tensor, Sequence[int]]], served: Served) -> list[digest_cuda.Box]:
+    dtypes = [None] * len(boxes) if served is None else served
+    if len(dtypes) != len(boxes):
+        raise invalid(f"{len(dtypes)} dtypes for {len(boxes)} boxes; give one, or None, for each")
+    checked = []
+    for (view, start), dtype in zip(boxes, dtypes, strict=True):
+        plain = checked_box(view, tuple(start), dtype)
+        checked.append((plain, tuple(start), plain.dtype if dtype is None else dtype))
+    return checked
+
+
+def _on_gpu(device: torch.device, boxes: Sequence[digest_cuda.Box], seed: int) -> digest_cuda.CudaDigests | None:
+    """None, with the reason in the log once, if they have to be digested on the host."""
+    why = digest_cuda.missing()
+    if not why:
+        try:
+            return digest_cuda.CudaDigests(boxes, seed)
+        except Exception as error:  # a compiler that is not there, memory that is not: slower, not wrong
+            why = f"{type(error).__name__}: {error}"
+    _warn(str(device), why.partition("\n")[0])
+    return None
+
+
+@cache
+def _warn(device: str, why: str) -> None:
+    log.warning("digests of %s are worked out on the host, at a fraction of the speed: %s", device, why)
+
+
+_lock = threading.Lock()
+_prepared: OrderedDict[Hashable, digest_cuda.CudaDigests] = OrderedDict()
+
+
+def _kept(device: torch.device, boxes: Sequence[digest_cuda.Box], seed: int) -> digest_cuda.CudaDigests | None:
+    key = (device, seed, *((v.data_ptr(), v.shape, v.stride(), v.dtype, start, served) for v, start, served in boxes))
+    with _lock:
+        found = _prepared.get(key)
+        if found is not None:
+            _prepared.move_to_end(key)
+            return found
+    made = _on_gpu(device, boxes, seed)
+    if made is not None and made.forget():
+        with _lock:
+            _prepared[key] = made
+            while len(_prepared) > _KEPT:
+                _prepared.popitem(last=False)
+    return made
+
+
+def _of_host(boxes: Sequence[digest_cuda.Box], seed: int) -> list[int]:
+    """Casts, and copies of what lies on a GPU, are made for some boxes at a time."""
+    digests: list[int] = []
+    waiting: list[tuple[torch.Tensor, tuple[int, ...]]] = []
+    size = 0
+    for view, start, served in boxes:
+        there = view.to(device="cpu", dtype=served)
+        size += there.nbytes if there is not view else 0
+        waiting.append((there, start))
+        if size > _HOST_BYTES:
+            digests += digest_host_boxes(waiting, seed)
+            waiting, size = [], 0
+    return digests + digest_host_boxes(waiting, seed)

@@ -1,0 +1,78 @@
+"""What each adapter declares of its engine, side by side, for docs/engines/README.md.
+
+Decides the wording of the table and nothing else. Importing adapters does not import engines, so it needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckpt_engine.core.pausing import mode_name
+from ckpt_engine.engine.adapter import ADAPTERS, Capabilities, load_adapter
+from ckpt_engine.v1 import manager_pb2
+
+COMMAND = "ckpt-engine engines --markdown"
+
+_INTRODUCTION = f"""\
+# Engines
+
+What each adapter declares of its engine. The conformance suite (`tests/conformance`) holds each engine to its column:
+what is declared must work, and what is not is refused in words before anything is paused.
+
+`{COMMAND}` writes this page from `CAPABILITIES` in each driver, and a test fails when it is out of date. \
+Do not edit it.
+"""
+
+_MODES = {
+    manager_pb2.KEEP: "requests go on with new weights, caches recomputed",
+    manager_pb2.ABORT: "requests end early with what they have",
+    manager_pb2.WAIT: "requests finish with old weights first",
+    manager_pb2.IN_PLACE: "requests go on with new weights over old caches",
+}
+
+
+def declared() -> dict[str, Capabilities]:
+    """Engine kind to what its adapter declares, by name. Raises UnknownAdapterError if one cannot be imported."""
+    return {kind: load_adapter(kind).CAPABILITIES for kind in sorted(ADAPTERS)}
+
+
+def markdown(engines: Mapping[str, Capabilities]) -> str:
+    """The whole page: a column for each engine, then what is to be known of each in sentences."""
+    rows = [[(what, said) for what, said in facts(of)] for of in engines.values()]
+    lines = [_row("", *engines), "|" + "---|" * (1 + len(engines))]
+    lines += [_row(each[0][0], *(said for _, said in each)) for each in zip(*rows, strict=True)]
+    sections = [_INTRODUCTION, "\n".join(lines) + "\n", *(_section(kind, of) for kind, of in engines.items())]
+    return "\n".join(sections)
+
+
+def facts(of: Capabilities) -> list[tuple[str, str]]:
+    """What is asked of every engine, and what is said of this one; backquotes around what is typed."""
+    said = [("tested versions", "; ".join(of.versions))]
+    said += [(f"pause mode `{mode_name(mode)}`: {what}", _paused_in(of, mode)) for mode, what in _MODES.items()]
+    said += [
+        ("sleep level 1: weights to the host", _sleeps(of, 1)),
+        ("sleep level 2: weights discarded", _sleeps(of, 2)),
+        ("memory that can be woken by itself", ", ".join(f"`{tag}`" for tag in sorted(of.wake_tags))),
+        ("layouts of workers", ", ".join(of.layouts)),
+    ]
+    return [(what, text or "none") for what, text in said]
+
+
+def _paused_in(of: Capabilities, mode: manager_pb2.PauseMode) -> str:
+    if mode not in of.pause_modes:
+        return "refused"
+    return "yes, the default" if mode == of.default_pause_mode else "yes"
+
+
+def _sleeps(of: Capabilities, level: int) -> str:
+    return "yes" if level in of.sleep_levels else "refused"
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _section(kind: str, of: Capabilities) -> str:
+    lines = [f"## {kind}", "", *(f"- {note}" for note in of.notes)]
+    lines += ["", "Limits:", "", *(f"- {each}" for each in of.cannot)] if of.cannot else []
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,37 @@
+"""What an adapter offers if its engine can span nodes: the command of one node's part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckpt_engine.engine.adapter import LaunchPlan, load_adapter
+
+
+@dataclass(frozen=True)
+class Place:
+    """One part of an engine that spans nodes, for an adapter's `node_plan`.
+
+    rank: of the node, 0 leads. address, port: where the engine's own parts meet; port is free on node 0.
+    """
+
+    nodes: int
+    rank: int
+    address: str
+    port: int
+
+
+class NodePlan(Protocol):
+    """What an adapter offers as `node_plan` if its engine can span nodes."""
+
+    def __call__(self, arguments: tuple[str, ...], port: int, model: str, place: Place) -> LaunchPlan:
+        """As `launch_plan`, for one node's part. port: of the HTTP server, which only node 0 has; else 0."""
+        ...
+
+
+def node_plan_of(kind: str) -> NodePlan:
+    """Raises ValueError if engines of this kind cannot be driven on several nodes."""
+    found: NodePlan | None = getattr(load_adapter(kind), "node_plan", None)
+    if found is None:
+        raise ValueError(f"--nodes: an engine of kind {kind} on several nodes cannot be driven yet; start it on one")
+    return found

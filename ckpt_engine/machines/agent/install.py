@@ -1,0 +1,399 @@
+"""One install in one replica: pause, let the workers install, look at their state words, resume, say what became of it.
+
+It needs nothing of the manager once the plans are fetched. Every worker is ready before its engine pauses, or wakes
+for it (ready.py). Up to the moment in which a worker may have written (fetching an order counts as that), every
+failure leads back: resume, old version, OLD_SERVING. After it only the state words count: all workers clean with the
+new version is NEW_SERVING; anything else stays closed, QUARANTINED. Every step has a deadline, and a part of the whole
+is kept back for resuming.
+
+The gate keeps requests from before the engine is asked to pause (some take new requests in while they pause) until it
+has resumed, or until the deadline of the whole. After a quarantine nobody waits: what was kept is refused.
+
+Around an engine that sleeps (core/sleeping.py, `update_steps`) its weights are woken first, and its caches once the
+words are whole, on every way out. What cannot be woken stays marked, so the gate stays closed, QUARANTINED; what was
+woken is not put to sleep again. From the moment that weights are awake the mark says that the rest shall follow, so
+the agent, or the one after it, goes on with that as soon as some install has brought whole weights.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, cast
+
+from ckpt_engine.core.sleeping import AWAKE, KV_CACHE, WEIGHTS, Sleeping, Step
+from ckpt_engine.machines.agent.account import Account
+from ckpt_engine.machines.agent.label import RETRY_SECONDS, LabellingOperation
+from ckpt_engine.machines.agent.ready import Readying, steps_around
+from ckpt_engine.machines.agent.state import Order, Replica, acknowledged
+from ckpt_engine.machines.events import (
+    Done,
+    FetchBlobs,
+    InstallEngine,
+    PauseEngine,
+    ReadWords,
+    ResumeEngine,
+    WakeEngine,
+    Words,
+)
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+
+Problem = weights_pb2.Problem
+
+
+class Installing(LabellingOperation):
+    """Ends with a ReplicaOutcome in `replica.last_outcome`."""
+
+    kind: ClassVar[str] = "install"
+
+    def __init__(self, replica: Replica, install: manager_pb2.Install) -> None:
+        super().__init__(replica, install.fence)
+        self.install = install
+        self._account = Account()
+        self._readying = Readying(replica, install)
+        self._blobs: dict[bytes, bytes] = {}
+        self._problem: Problem | None = None
+        self._before = replica.words
+        self._steps: tuple[Step, ...] = ()
+        self._marking = replica.sleeping
+        self._going_back = self._giving_orders = self._holding = False
+        self._end = self._reserve = 0.0
+
+    # -- steps
+
+    def start(self, now: float) -> None:
+        """Looks at the workers first: what they hold now is what going back means."""
+        self._account.begin(now)
+        self._end = now + self.install.deadline_seconds
+        self._reserve = min(self.replica.deadlines.resume, self.install.deadline_seconds / 4)
+        self.run("before", ReadWords())
+
+    def done(self, step: str, done: Done, now: float) -> None:
+        """Takes the step after the one that ended."""
+        if step in ("before", "not ready", "judge", "after"):
+            self.replica.take_words(
+                cast(Words, done.result)
+                if done.problem is None
+                else Words((), False, f"the page of state words cannot be read: {done.problem.message}", None)
+            )
+        match step:
+            case "before":
+                self._before = self.replica.words
+                self._fetch(now)
+            case "fetch":
+                self._fetched(done, now)
+            case "ready":
+                self._all_ready(self._readying.ended(done, self._left(now)), now)
+            case "not ready":
+                self._conclude_untouched(now)
+            case "hold":
+                self._held(now)
+            case "wake":
+                self._woken(done, now)
+            case "wake marked":
+                self._wake_marked(done, now)
+            case "pause":
+                self._paused(done, now)
+            case "install":
+                self._installed(done, now)
+            case "judge":
+                self._judge(now)
+            case "stamp":
+                if self.labelled(done, now):
+                    self._resume(now)
+                else:
+                    self.set_timer("retry", RETRY_SECONDS)
+            case "rouse":
+                self._roused(done, now)
+            case "rouse marked":
+                self._rouse_marked(done, now)
+            case "resume":
+                self._resumed(done, now)
+            case "let in":
+                # If it could not be written, the next look finds that requests wait for nothing.
+                self._holding, self.replica.holding = False, done.problem is not None
+                self.run("after", ReadWords())
+            case "after":
+                self._conclude_serving(now)
+            case "close":
+                self._conclude(manager_pb2.QUARANTINED, now)
+
+    def timer(self, step: str, now: float) -> None:
+        """The engine refused its label, to wake its caches or to resume a moment ago."""
+        self._resume(now)
+
+    def _fetch(self, now: float) -> None:
+        steps = steps_around(self.replica, self.install, self._left(now))
+        if isinstance(steps, Problem):
+            self._fail(steps)
+        if self._going_back or isinstance(steps, Problem):
+            self._conclude_untouched(now)
+            return
+        self._steps = steps
+        refs = {ref.digest: ref for worker in self.install.workers for ref in (worker.plan, worker.expected)}
+        self._refs = list(refs.values())
+        seconds = min(self.replica.deadlines.blobs, self._left(now))
+        self.run("fetch", FetchBlobs(tuple(self._refs), seconds))
+
+    def _fetched(self, done: Done, now: float) -> None:
+        if done.problem is not None:
+            self._fail(done.problem)
+        elif self._left(now) <= 0:
+            self._fail(self._issue(Problem.DEADLINE_EXCEEDED, "fetching the plan took all the time there was"))
+        if self._going_back:
+            self._conclude_untouched(now)
+            return
+        contents = cast(tuple[bytes, ...], done.result)
+        self._blobs = {ref.digest: data for ref, data in zip(self._refs, contents, strict=True)}
+        if self._readying.unready():
+            self._enter(manager_pb2.READY, now)
+            self.run("ready", self._readying.begin(self._left(now)))
+        else:
+            self._all_ready(None, now)
+
+    def _all_ready(self, problem: Problem | None, now: float) -> None:
+        """Or not, and then nothing was paused, and no worker has begun to write: the replica is left as it was."""
+        if problem is not None:
+            self._fail(problem)
+        if self._going_back:
+            self.run("not ready", ReadWords())
+        else:
+            self._holding = True
+            self.run("hold", self.replica.hold(self.fence.epoch, self._end - now))
+
+    def _held(self, now: float) -> None:
+        """Also if it could not be written: then requests are refused, and nothing worse."""
+        self._enter(manager_pb2.QUIESCE, now)
+        if self._going_back:
+            self.run("judge", ReadWords())
+        elif Step.WAKE_WEIGHTS in self._steps:
+            self.run("wake", WakeEngine((WEIGHTS,), self._left(now)))
+        else:
+            self._pause(now)
+
+    def _woken(self, done: Done, now: float) -> None:
+        if done.problem is not None:
+            self._fail(done.problem)
+            self._quarantine(f"the memory of its weights cannot be taken back: {done.problem.message}", now)
+            return
+        sleeping = self.replica.sleeping
+        self._mark("wake marked", Sleeping(sleeping.level, sleeping.tags - {WEIGHTS}, rousing=True))
+
+    def _wake_marked(self, done: Done, now: float) -> None:
+        self._take_mark(done)
+        if self._left(now) <= 0:
+            self._fail(self._issue(Problem.DEADLINE_EXCEEDED, "waking the engine took all the time there was"))
+        if self._going_back:
+            self.run("judge", ReadWords())
+        else:
+            self._pause(now)
+
+    def _pause(self, now: float) -> None:
+        """Also an engine that slept: some compute again as soon as they are awake. Its caches are gone in any mode."""
+        mode = manager_pb2.PAUSE_MODE_UNSPECIFIED if self.replica.sleeping else self.install.pause_mode
+        self._account.pause_started = now
+        self.replica.paused = None
+        self.run("pause", PauseEngine(mode, min(self.replica.deadlines.quiesce, self._left(now))))
+
+    def _paused(self, done: Done, now: float) -> None:
+        if done.problem is not None:
+            self._fail(done.problem)
+        else:
+            self.replica.paused = True
+            if self._left(now) <= 0:
+                self._fail(self._issue(Problem.DEADLINE_EXCEEDED, "pausing the engine took all the time there was"))
+        if self._going_back:
+            self.run("judge", ReadWords())
+            return
+        self._enter(manager_pb2.TRANSFER, now)
+        self._giving_orders = True
+        self.run("install", InstallEngine(self.fence.epoch, self._left(now)))
+
+    def _installed(self, done: Done, now: float) -> None:
+        self._giving_orders = False
+        if done.problem is None:
+            self.replica.settled = True  # every worker has come back from whatever it did before
+        for rank in sorted(self._account.reports):
+            report = self._account.reports[rank].report
+            if report.HasField("problem"):
+                self._fail(report.problem)
+        if done.problem is not None:
+            self._fail(done.problem)
+        self._enter(manager_pb2.VERIFY, now)
+        self.run("judge", ReadWords())
+
+    def _judge(self, now: float) -> None:
+        """The state words decide, whatever engine and workers said."""
+        if self._all_new():
+            self._enter(manager_pb2.RESUME, now)
+            self._resume(now)
+        elif self.replica.untouched() and self.replica.words.open:
+            self._fail(self._issue(Problem.INTERNAL, "the engine ended its install, but no worker has installed"))
+            self._enter(manager_pb2.RESUME, now)
+            self._resume(now)
+        else:
+            self._quarantine(self.replica.closed_reason(), now)
+
+    def _all_new(self) -> bool:
+        return self.replica.all_hold(self.install.identity, self.fence.epoch)
+
+    def _resume(self, now: float) -> None:
+        """Label, caches, resume; called again until each has been done or there is no time left.
+
+        The label comes first, since some engines compute as soon as they are awake. An engine that does not take it is
+        resumed all the same: then the outcome says so.
+        """
+        left = self._end - now
+        if left <= 0:
+            self._quarantine("the engine could not be resumed in time; it is asked again", now)
+        elif self.label(self._reserve, left):
+            return
+        elif self.replica.sleeping:
+            self.replica.paused = None  # some engines resume by being woken
+            self.run("rouse", WakeEngine((KV_CACHE,), left))
+        else:
+            self.run("resume", ResumeEngine(min(self.replica.deadlines.resume, left)))
+
+    def _roused(self, done: Done, now: float) -> None:
+        if done.problem is None:
+            self._mark("rouse marked", AWAKE)
+        else:
+            self._again(f"the engine does not wake its caches: {done.problem.message}", now)
+
+    def _rouse_marked(self, done: Done, now: float) -> None:
+        self._take_mark(done)
+        if done.problem is None:
+            self._resume(now)
+        else:
+            self._quarantine(self.replica.closed_reason(), now)
+
+    def _resumed(self, done: Done, now: float) -> None:
+        if done.problem is not None:
+            self._again(f"the engine does not resume: {done.problem.message}", now)
+            return
+        self.replica.paused = False
+        self._account.pause_ended = now
+        self.run("let in", self.replica.hold(0, 0.0))
+
+    def _again(self, reason: str, now: float) -> None:
+        if self._end - now > RETRY_SECONDS:
+            self.set_timer("retry", RETRY_SECONDS)
+        else:
+            self._quarantine(f"{reason}; it is asked again", now)
+
+    # -- what comes from outside
+
+    def repeated(self, now: float) -> None:
+        """Tells that the command has arrived."""
+        self._tell_progress()
+
+    def overtaken(self, reason: str, now: float) -> None:
+        """Goes back if no worker has fetched its order yet; the running step still ends by itself."""
+        ordered = any(order.epoch == self.fence.epoch for order in self.replica.orders.values())
+        if not ordered and not self._account.reports and not self._going_back:
+            self._fail(self._issue(Problem.ABORTED, f"abandoned: {reason}"))
+            self._giving_orders = False
+
+    def asked(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
+        """Orders go out only while the engine installs, so a worker that comes late does nothing."""
+        match request.WhichOneof("body"):
+            case "want_prepare" | "ready":
+                return self._readying.asked(request, self._blobs, self._left(now))
+            case "want_install":
+                return self._order(request, now)
+            case "progress" if request.progress.fence == self.fence:
+                self._account.take_progress(request.rank, request.progress)
+                self._tell_progress()
+                return acknowledged()
+            case "installed" if request.installed.fence == self.fence:
+                self._account.reports[request.rank] = request.installed
+                return acknowledged()
+        return None
+
+    def _order(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
+        worker = next((worker for worker in self.install.workers if worker.rank == request.rank), None)
+        if worker is None or not self._giving_orders or request.rank in self._account.reports or self._left(now) <= 0:
+            return None
+        self.replica.orders[request.rank] = Order(request.boot_id, self.fence.epoch)
+        return worker_pb2.AgentReply(
+            install=worker_pb2.InstallOrder(
+                fence=self.fence,
+                identity=self.install.identity,
+                plan=self._blobs[worker.plan.digest],
+                expected=self._blobs[worker.expected.digest],
+                deadline_seconds=self._left(now),
+            )
+        )
+
+    def engine_exited(self, reason: str, now: float) -> None:
+        """Workers and weights are gone with it, and the page."""
+        self._holding = False
+        self._fail(self._issue(Problem.UNAVAILABLE, f"the engine ended during the install: {reason}"))
+        self._quarantine(reason, now)
+
+    # -- the end
+
+    def _conclude_untouched(self, now: float) -> None:
+        """Nothing was paused and nothing touched."""
+        replica = self.replica
+        if replica.engine is not None and replica.words.open and replica.untouched() and not replica.sleeping:
+            self._conclude(manager_pb2.OLD_SERVING, now)
+        else:
+            self._quarantine(replica.closed_reason(), now)
+
+    def _conclude_serving(self, now: float) -> None:
+        """The engine was resumed; its workers have been looked at once more."""
+        if self._all_new():
+            self._conclude(manager_pb2.NEW_SERVING, now)
+        elif self.replica.words.open and self.replica.untouched():
+            self._fail(self._issue(Problem.INTERNAL, "the workers hold another version than the one installed"))
+            self._conclude(manager_pb2.OLD_SERVING, now)
+        else:
+            self._quarantine(self.replica.closed_reason(), now)
+
+    def _quarantine(self, reason: str, now: float) -> None:
+        self._fail(self._issue(Problem.INTERNAL, f"closed: {reason}"))
+        if self._holding:
+            self.run("close", self.replica.hold(self.fence.epoch, 0.0, closed=self.replica.words.open))
+        else:
+            self._conclude(manager_pb2.QUARANTINED, now)
+
+    def _conclude(self, outcome: manager_pb2.Outcome, now: float) -> None:
+        replica = self.replica
+        problem = None if outcome == manager_pb2.NEW_SERVING else self._problem
+        held = self._before.identity, replica.words.identity
+        answer = self._account.outcome(replica.name, self.fence, outcome, problem, held, now)
+        if outcome != manager_pb2.QUARANTINED:
+            answer.label_problem = replica.label_problem()
+        replica.last_outcome = answer
+        replica.end()
+
+    # -- small things
+
+    def _left(self, now: float) -> float:
+        """Seconds for steps that may write; what is kept back for resuming is not among them."""
+        return self._end - self._reserve - now
+
+    def _fail(self, problem: Problem) -> None:
+        """From now on only the state words lead to the new version. The first reason is kept."""
+        self._going_back = True
+        if self._problem is None:
+            self._problem = problem
+
+    def _mark(self, step: str, sleeping: Sleeping) -> None:
+        self._marking = sleeping
+        self.run(step, self.replica.mark(sleeping))
+
+    def _take_mark(self, done: Done) -> None:
+        if done.problem is None:
+            self.replica.sleeping = self._marking
+        else:
+            self._fail(done.problem)
+
+    def _issue(self, code: weights_pb2.Problem.Code, message: str) -> Problem:
+        return self.replica.problem(code, message)
+
+    def _enter(self, stage: manager_pb2.Stage, now: float) -> None:
+        self._account.enter(stage, now)
+        self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        self.replica.session.send(self._account.progress(self.fence))

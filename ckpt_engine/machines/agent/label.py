@@ -1,0 +1,80 @@
+"""Telling an engine which version it serves, for the engine's own responses: its label.
+
+Weights are whole whatever the label says; what a wrong label costs is that tokens of one version are called another's.
+So an engine is told before it computes with other weights, more than once if it does not take it, and if it still does
+not, it computes with a label that is reported as untrusted, and is told again later.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, cast
+
+from ckpt_engine.machines.agent.state import Operation, Replica
+from ckpt_engine.machines.events import Done, ReadWords, StampEngine, Words
+from ckpt_engine.v1 import weights_pb2
+
+ATTEMPTS = 3
+"""How often an operation tells the engine its version before it goes on with a label that nobody trusts."""
+
+RETRY_SECONDS = 0.2
+"""Before an engine that refused something is asked again."""
+
+
+class LabellingOperation(Operation):
+    """An operation that tells the engine its version before it lets it compute. The base of all of them."""
+
+    def __init__(self, replica: Replica, fence: weights_pb2.Fence) -> None:
+        super().__init__(replica, fence)
+        self._attempts = 0
+        self._label: weights_pb2.Identity | None = None
+
+    def label(self, reserve: float, left: float) -> bool:
+        """Starts a `stamp` if the engine may call its tokens by another version than its workers hold.
+
+        False: it does not, or it was tried often enough. All attempts together take about half of `reserve` seconds,
+        which are kept back for resuming; `left` is what there is of them.
+        """
+        wanted = self.replica.words.identity
+        if wanted is None or wanted == self.replica.labelled or self._attempts == ATTEMPTS:
+            return False
+        if self._attempts and left < reserve / 2:
+            return False
+        seconds = reserve / 8 if self._attempts else reserve / 4
+        self._attempts += 1
+        self._label, self.replica.labelled = wanted, None
+        self.run("stamp", StampEngine(wanted, min(seconds, left / 2)))
+        return True
+
+    def labelled(self, done: Done, now: float) -> bool:
+        """Takes what became of a `stamp`. Whether there is nothing more to wait for."""
+        if done.problem is None:
+            self.replica.labelled, self.replica.label_reason = self._label, ""
+            return True
+        self.replica.label_reason = done.problem.message
+        self.replica.label_again = now + self.replica.deadlines.resume
+        return self._attempts == ATTEMPTS
+
+
+class Stamping(LabellingOperation):
+    """The engine computes, and may call its tokens by a wrong version: tells it, once."""
+
+    kind: ClassVar[str] = "stamp"
+
+    def start(self, now: float) -> None:
+        """Looks first: what began this may have been read before the last install."""
+        self.run("look", ReadWords())
+
+    def done(self, step: str, done: Done, now: float) -> None:
+        """Looked, or told."""
+        if step == "stamp":
+            self.labelled(done, now)
+        elif done.problem is None:
+            self.replica.take_words(cast(Words, done.result))
+            reserve = self.replica.deadlines.resume
+            if self.label(reserve, reserve):
+                return
+        self.replica.end()
+
+    def engine_exited(self, reason: str, now: float) -> None:
+        """Nobody is left to be told."""
+        self.replica.end()

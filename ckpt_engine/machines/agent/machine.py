@@ -1,0 +1,387 @@
+"""The agent's machine: one replica, its engine and its workers.
+
+Decides which command is obeyed (fences), runs one operation on the engine at a time, answers repetitions as before,
+tells the manager what the state words say, and resumes an engine that has no reason to be paused. It believes the
+workers' state words over everything that the engine or the manager says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.sleeping import AWAKE
+from ckpt_engine.machines.agent.install import Installing
+from ckpt_engine.machines.agent.label import Stamping
+from ckpt_engine.machines.agent.operations import Preparing, Resuming
+from ckpt_engine.machines.agent.sleep import SleepingOrWaking
+from ckpt_engine.machines.agent.state import NO_WORDS, Operation, Replica, acknowledged, no_order
+from ckpt_engine.machines.deciding import commands_of
+from ckpt_engine.machines.events import (
+    AgentCommand,
+    AgentEvent,
+    Done,
+    EngineExited,
+    EngineReady,
+    Key,
+    Message,
+    PeerLost,
+    PutBlobs,
+    ReadWords,
+    Reply,
+    Run,
+    SealDirectory,
+    SealResult,
+    SetTimer,
+    Start,
+    Stop,
+    TimerFired,
+    Words,
+    WorkerAsked,
+)
+from ckpt_engine.machines.session import Session
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+
+LOOK: Key = ("words",)
+MARK: Key = ("mark",)
+OUTCOME: Key = ("outcome",)
+
+
+class AgentMachine:
+    """One agent process.
+
+    name: of the replica. session_id: of this process. agent_epoch: from the engine's directory. transports: available
+    on this host. Engine and workers may live longer than the agent: a new one starts from what they say.
+
+    A command that comes during an operation is left unanswered (the manager repeats it). One with a later install fence
+    also turns an install back which no worker has begun. A fill fence (preparing, sealing files) does not: it says
+    nothing about installs, and is compared with fill fences only.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        session_id: str,
+        agent_epoch: int,
+        mode: manager_pb2.Mode,
+        host: weights_pb2.Host,
+        transports: tuple[str, ...],
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        self._session_id = session_id
+        self._agent_epoch = agent_epoch
+        self._host = host
+        self._transports = transports
+        self._deadlines = deadlines or Deadlines()
+        self._out: list[AgentCommand] = []
+        self.replica = Replica(name, mode, self._deadlines, self._out)
+        self._session = Session(self._deadlines, self._out.append, self._dial, self._hello, self._beat)
+        self.replica.session = self._session
+        self._highest = 0  # install fence
+        self._filled = 0  # fill fence
+        self._answers: dict[str, manager_pb2.Prepared | manager_pb2.SleepWakeDone] = {}
+        self._outcome_received = True
+        self._seals: dict[tuple[int, bytes], tuple[manager_pb2.SealForReaders, manager_pb2.Sealed | None]] = {}
+        self._looking = False
+        self._told: object = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether an operation on the engine goes on; a shell that shuts down in good order waits for its end."""
+        return self.replica.operation is not None
+
+    @property
+    def closed_reason(self) -> str:
+        """Why the replica is not serving; empty if it is."""
+        return self.replica.closed_reason()
+
+    def handle(self, event: AgentEvent, now: float) -> list[AgentCommand]:
+        """Takes one event and says what is to be done."""
+        return commands_of(self._out, lambda: self._take(event, now))
+
+    def _take(self, event: AgentEvent, now: float) -> None:
+        match event:
+            case Message(peer, body):
+                if self._session.heard(peer, now):
+                    self._message(body, now)
+            case PeerLost(peer, reason, code):
+                self._session.lost(peer, reason, now, code)
+            case TimerFired(key):
+                self._timer(key, now)
+            case Done():
+                self._done(event, now)
+            case WorkerAsked(request, asked):
+                self._out.append(Reply(request, self._asked(asked, now)))
+            case EngineReady():
+                self._engine_ready(event, now)
+            case EngineExited(reason):
+                self._engine_exited(reason, now)
+            case Start():
+                self._session.start(now)
+                self._out.append(SetTimer(LOOK, self._deadlines.words))
+            case Stop(reason):
+                self._session.stop(reason)
+        while self.replica.ended:
+            self._ended(self.replica.ended.pop(0), now)
+        self._tell_changes()
+
+    # -- session
+
+    def _dial(self, now: float) -> None:
+        """Needs are stored before the hello that refers to them: the manager may have been restarted."""
+        needs = tuple(self.replica.needs[rank] for rank in sorted(self.replica.prepared))
+        if needs:
+            self._out.append(Run(("put",), PutBlobs(needs, self._deadlines.blobs)))
+        else:
+            self._session.open(now)
+
+    def _hello(self) -> manager_pb2.ReplicaHello:
+        replica = self.replica
+        return manager_pb2.ReplicaHello(
+            cluster=self._session.cluster,
+            name=replica.name,
+            session_id=self._session_id,
+            agent_epoch=self._agent_epoch,
+            engine=None if replica.engine is None else replica.engine.engine,
+            mode=replica.mode,
+            host=self._host,
+            workers=replica.words.workers,
+            transports=self._transports,
+            prepared=[replica.prepared[rank] for rank in sorted(replica.prepared)],
+            last_outcome=replica.last_outcome,
+            asleep=replica.asleep,
+            epoch=max(self._highest, self._filled),
+        )
+
+    def _beat(self, sequence: int) -> manager_pb2.ReplicaHeartbeat:
+        replica = self.replica
+        return manager_pb2.ReplicaHeartbeat(
+            sequence=sequence,
+            workers=replica.words.workers,
+            serving=replica.serving(),
+            asleep=replica.asleep,
+            closed_reason=replica.closed_reason(),
+            label_problem=replica.label_problem(),
+        )
+
+    def _tell_changes(self) -> None:
+        """What changed is told at once: a late replica need not wait for a heartbeat to be brought up."""
+        replica = self.replica
+        words, label = replica.words.workers, replica.label_problem()
+        state = (words, replica.serving(), replica.asleep, replica.engine is None, label)
+        if state != self._told and self._session.welcomed:
+            self._told = state
+            self._session.beat_now()
+
+    # -- messages
+
+    def _message(self, body: object, now: float) -> None:
+        match body:
+            case manager_pb2.Welcome():
+                if self._session.welcome(body):
+                    self._highest = max(self._highest, body.fence.epoch)
+                    self._told = None
+                    self._send_outcome()
+            case manager_pb2.Refused():
+                self._session.refused(body.problem, now)
+            case manager_pb2.Prepare():
+                if self._fills(body.fence):
+                    self._command("prepare", body.fence, lambda: Preparing(self.replica, body), now)
+            case manager_pb2.Install():
+                if self._installs(body.fence, now):
+                    self._command("install", body.fence, lambda: Installing(self.replica, body), now)
+            case manager_pb2.SleepWake():
+                if self._installs(body.fence, now):
+                    self._command("sleep", body.fence, lambda: SleepingOrWaking(self.replica, body), now)
+            case manager_pb2.Abandon():
+                operation = self.replica.operation
+                if operation is not None and operation.fence == body.fence:
+                    operation.overtaken(body.reason, now)
+            case manager_pb2.OutcomeReceived():
+                outcome = self.replica.last_outcome
+                if outcome is not None and outcome.fence == body.fence:
+                    self._outcome_received = True
+            case manager_pb2.SealForReaders():
+                self._seal(body)
+
+    def _fills(self, fence: weights_pb2.Fence) -> bool:
+        """Whether a fill fence is obeyed."""
+        if fence.cluster != self._session.cluster or fence.epoch < self._filled:
+            return False
+        self._filled = fence.epoch
+        return True
+
+    def _installs(self, fence: weights_pb2.Fence, now: float) -> bool:
+        """Whether an install fence is obeyed; a later one turns back what can still be turned back."""
+        if fence.cluster != self._session.cluster or fence.epoch < self._highest:
+            return False
+        operation = self.replica.operation
+        if operation is None:
+            self._highest = fence.epoch
+        elif fence.epoch > operation.fence.epoch:
+            operation.overtaken(f"the manager went on to epoch {fence.epoch}", now)
+        return True
+
+    def _command(self, kind: str, fence: weights_pb2.Fence, make: Callable[[], Operation], now: float) -> None:
+        """Begins the operation that a command asks for, or answers a repetition, or leaves it unanswered."""
+        operation = self.replica.operation
+        if operation is not None:
+            if operation.kind == kind and operation.fence == fence:
+                operation.repeated(now)
+            return
+        outcome, answer = self.replica.last_outcome, self._answers.get(kind)
+        if kind == "install" and outcome is not None and outcome.fence == fence:
+            self._outcome_received = False
+            self._send_outcome()
+        elif answer is not None and answer.fence == fence:
+            self._session.send(answer)
+        else:
+            self.replica.begin(make(), now)
+
+    def _ended(self, operation: Operation, now: float) -> None:
+        """Tells what became of an operation, until it is known that it arrived."""
+        if isinstance(operation, Installing):
+            self._outcome_received = False
+            self._send_outcome()
+        elif isinstance(operation, (Preparing, SleepingOrWaking)) and operation.answer is not None:
+            self._answers[operation.kind] = operation.answer
+            self._session.send(operation.answer)
+        if not isinstance(operation, Resuming | Stamping):  # what was refused waits for a look: others want a turn
+            self._reconcile(now)
+
+    def _send_outcome(self) -> None:
+        if self.replica.last_outcome is not None and not self._outcome_received:
+            self._session.send(self.replica.last_outcome)
+            self._out.append(SetTimer(OUTCOME, self._deadlines.resend))
+
+    # -- the engine and its workers
+
+    def _engine_ready(self, event: EngineReady, now: float) -> None:
+        if self.replica.engine is not None:
+            self._engine_exited("it was started again", now)
+        self.replica.engine = event
+        self.replica.engine_reason = ""
+        self.replica.labelled, self.replica.label_reason, self.replica.label_again = None, "", now
+        # Also an engine that runs may still have a pause before it, which an earlier agent asked for. But that agent
+        # gave no orders yet: those go out only after a pause has been answered.
+        self.replica.paused = True if event.paused else None
+        self.replica.settled = event.paused is False
+        if self.replica.mode == manager_pb2.COLOCATED:
+            self.replica.settled = True  # no agent gives a colocated engine install orders
+        self.replica.sleeping = AWAKE if event.asleep is False else event.marked
+        self.replica.holding = event.holding
+        self._out.append(Run(MARK, self.replica.mark(self.replica.sleeping)))
+        self._session.hello_again()
+        self._look()
+
+    def _engine_exited(self, reason: str, now: float) -> None:
+        replica = self.replica
+        replica.engine = None
+        replica.engine_reason = reason
+        replica.words = NO_WORDS
+        replica.paused = None
+        replica.sleeping = AWAKE
+        replica.holding = False
+        replica.orders.clear()
+        replica.prepared.clear()
+        replica.needs.clear()
+        replica.ready.clear()
+        if replica.operation is not None:
+            replica.operation.engine_exited(reason, now)
+
+    def _look(self) -> None:
+        if not self._looking:
+            self._looking = True
+            self._out.append(Run(LOOK, ReadWords()))
+
+    def _reconcile(self, now: float) -> None:
+        """An engine whose workers are whole, and none of which may begin to write, has no reason to be paused, to be
+        half asleep if it is to be awake, or to have requests wait. And it is to name its version as the workers do."""
+        replica = self.replica
+        if replica.operation is not None or replica.engine is None:
+            return
+        if (
+            (replica.paused is not False or replica.sleeping or replica.holding)
+            and not replica.asleep
+            and replica.words.open
+            and not replica.orders
+        ):
+            replica.begin(Resuming(replica, weights_pb2.Fence()), now)
+        elif replica.mislabelled and now >= replica.label_again:
+            replica.begin(Stamping(replica, weights_pb2.Fence()), now)
+
+    def _asked(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
+        replica = self.replica
+        kind = request.WhichOneof("body")
+        if kind == "installed":
+            replica.settle_order(request.rank, request.boot_id, request.installed.fence.epoch)
+        reply = None if replica.operation is None else replica.operation.asked(request, now)
+        if reply is not None:
+            return reply
+        return no_order(replica) if kind in ("want_prepare", "want_install") else acknowledged()
+
+    # -- timers and tasks
+
+    def _timer(self, key: Key, now: float) -> None:
+        if self._session.timer(key, now):
+            return
+        match key:
+            case ("words",):
+                if self.replica.engine is not None:
+                    self._look()
+                self._out.append(SetTimer(LOOK, self._deadlines.words))
+            case ("outcome",):
+                self._send_outcome()
+            case ("operation", number, str() as step):
+                operation = self.replica.operation
+                if operation is not None and operation.number == number:
+                    operation.timer(step, now)
+
+    def _done(self, done: Done, now: float) -> None:
+        match done.key:
+            case ("words",):
+                self._looking = False
+                if done.problem is None and self.replica.engine is not None:
+                    self.replica.take_words(cast(Words, done.result))
+                    self._reconcile(now)
+            case ("put",):
+                if done.problem is None:
+                    self._session.open(now)
+                else:
+                    self._session.failed(done.problem.message, now)
+            case ("operation", number, str() as step):
+                operation = self.replica.operation
+                if operation is not None and operation.number == number:
+                    operation.done(step, done, now)
+            case ("seal", int() as epoch, str() as table):
+                self._sealed((epoch, bytes.fromhex(table)), done)
+
+    # -- sealing a directory for its readers
+
+    def _seal(self, seal: manager_pb2.SealForReaders) -> None:
+        if not self._fills(seal.fence):
+            return
+        key = (seal.fence.epoch, seal.table.digest)
+        if key in self._seals:
+            answer = self._seals[key][1]
+            if answer is not None:
+                self._session.send(answer)
+            return
+        self._seals = {other: value for other, value in self._seals.items() if other[0] == seal.fence.epoch}
+        self._seals[key] = (seal, None)
+        task = SealDirectory(seal.table, seal.atoms, seal.deadline_seconds)
+        self._out.append(Run(("seal", seal.fence.epoch, seal.table.digest.hex()), task))
+
+    def _sealed(self, key: tuple[int, bytes], done: Done) -> None:
+        if key not in self._seals:
+            return  # of an update before this one
+        seal = self._seals[key][0]
+        answer = manager_pb2.Sealed(fence=seal.fence, atoms=seal.atoms, problem=done.problem)
+        if done.problem is None:
+            sealed = cast(SealResult, done.result)
+            answer.digests.CopyFrom(sealed.digests)
+            answer.copy_seconds = sealed.copy_seconds
+            answer.digest_seconds = sealed.digest_seconds
+        self._seals[key] = (seal, answer)
+        self._session.send(answer)

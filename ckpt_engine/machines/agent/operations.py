@@ -1,0 +1,237 @@
+"""The agent's smaller operations: recording a loader, and resuming what needs not be paused."""
+
+from __future__ import annotations
+
+from typing import ClassVar, cast
+
+from ckpt_engine.core.sleeping import AWAKE
+from ckpt_engine.machines.agent.label import RETRY_SECONDS, LabellingOperation
+from ckpt_engine.machines.agent.state import Operation, Replica, acknowledged
+from ckpt_engine.machines.events import (
+    Done,
+    FetchBlobs,
+    InstallEngine,
+    PauseEngine,
+    PrepareEngine,
+    PutBlobs,
+    ReadWords,
+    ResumeEngine,
+    WakeEngine,
+    Words,
+)
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+
+Problem = weights_pb2.Problem
+
+
+class Preparing(Operation):
+    """Every worker records its loader against a manifest. Touches no weight and pauses nothing.
+
+    Ends with a Prepared in `answer`. Workers that have recorded this manifest already are not asked again.
+    """
+
+    kind: ClassVar[str] = "prepare"
+
+    def __init__(self, replica: Replica, prepare: manager_pb2.Prepare) -> None:
+        super().__init__(replica, prepare.fence)
+        self.answer: manager_pb2.Prepared | None = None
+        self._prepare = prepare
+        self._manifest = b""
+        self._giving_orders = False
+        self._recorded: dict[int, tuple[bytes, worker_pb2.WorkerPrepared]] = {}
+
+    def start(self, now: float) -> None:
+        """Looks which workers there are now."""
+        self._end = now + self._prepare.deadline_seconds
+        self.run("look", ReadWords())
+
+    def done(self, step: str, done: Done, now: float) -> None:
+        """Takes the step after the one that ended."""
+        if done.problem is not None and step != "engine":
+            self._answer(problem=done.problem)
+            return
+        match step:
+            case "look":
+                self.replica.take_words(cast(Words, done.result))
+                self._look(now)
+            case "fetch":
+                (self._manifest,) = cast(tuple[bytes, ...], done.result)
+                self._giving_orders = True
+                self.run("engine", PrepareEngine(max(0.001, self._end - now)))
+            case "engine":
+                self._giving_orders = False
+                self._recorded_by_all(done, now)
+            case "put":
+                self._stored(cast(tuple[manager_pb2.BlobRef, ...], done.result))
+
+    def asked(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
+        """Hands out the manifest, takes needs."""
+        match request.WhichOneof("body"):
+            case "want_prepare" if self._giving_orders:
+                return worker_pb2.AgentReply(
+                    prepare=worker_pb2.PrepareOrder(
+                        fence=self.fence, manifest=self._manifest, deadline_seconds=self._end - now
+                    )
+                )
+            case "prepared" if request.prepared.fence == self.fence:
+                self._recorded[request.rank] = (request.boot_id, request.prepared)
+                return acknowledged()
+        return None
+
+    def engine_exited(self, reason: str, now: float) -> None:
+        """There is nothing to record with."""
+        self._answer(self.replica.problem(Problem.UNAVAILABLE, f"the engine ended: {reason}"))
+
+    def _look(self, now: float) -> None:
+        replica = self.replica
+        if replica.engine is None:
+            self._answer(replica.problem(Problem.UNAVAILABLE, f"no engine: {replica.engine_reason}"))
+            return
+        boots = {status.rank: status.boot_id for status in replica.words.workers}
+        ranks = range(replica.engine.world_size)
+        known = all(
+            rank in boots
+            and rank in replica.prepared
+            and replica.prepared[rank].boot_id == boots[rank]
+            and replica.prepared[rank].manifest_digest == self._prepare.manifest.digest
+            for rank in ranks
+        )
+        if known:
+            # Their needs are stored again: the manager that asks may have been restarted without them.
+            self._recorded = {}
+            self.run("put", PutBlobs(tuple(replica.needs[rank] for rank in ranks), self._seconds(now)))
+        else:
+            self.run("fetch", FetchBlobs((self._prepare.manifest,), self._seconds(now)))
+
+    def _recorded_by_all(self, done: Done, now: float) -> None:
+        engine = self.replica.engine
+        assert engine is not None
+        problems = [self._recorded[rank][1] for rank in sorted(self._recorded)]
+        first = next((prepared.problem for prepared in problems if prepared.HasField("problem")), None)
+        missing = [rank for rank in range(engine.world_size) if rank not in self._recorded]
+        unknown = sorted(rank for rank in self._recorded if rank >= engine.world_size)
+        if first is not None:
+            named = weights_pb2.Problem()
+            named.CopyFrom(first)
+            named.replica = self.replica.name
+            self._answer(named)
+        elif unknown:
+            said = f"the engine says that it has {engine.world_size} workers, but workers {unknown} recorded its loader"
+            self._answer(self.replica.problem(Problem.INTERNAL, said))
+        elif missing and done.problem is not None:
+            self._answer(done.problem)
+        elif missing:
+            self._answer(
+                self.replica.problem(
+                    Problem.INTERNAL, f"the engine says that it recorded its loader, but workers {missing} told nothing"
+                )
+            )
+        else:
+            needs = tuple(self._recorded[rank][1].needs for rank in range(engine.world_size))
+            self.run("put", PutBlobs(needs, self._seconds(now)))
+
+    def _stored(self, refs: tuple[manager_pb2.BlobRef, ...]) -> None:
+        for rank, (boot_id, recorded) in self._recorded.items():
+            self.replica.prepared[rank] = manager_pb2.PreparedWorker(
+                rank=rank,
+                needs=refs[rank],
+                host=recorded.host,
+                boot_id=boot_id,
+                manifest_digest=self._prepare.manifest.digest,
+            )
+            self.replica.needs[rank] = recorded.needs
+        self._answer()
+
+    def _answer(self, problem: Problem | None = None) -> None:
+        self.answer = manager_pb2.Prepared(
+            fence=self.fence,
+            manifest_digest=self._prepare.manifest.digest,
+            workers=[]
+            if problem is not None
+            else [self.replica.prepared[rank] for rank in sorted(self.replica.prepared)],
+            problem=problem,
+        )
+        self.replica.end()
+
+    def _seconds(self, now: float) -> float:
+        return max(0.001, min(self.replica.deadlines.blobs, self._end - now))
+
+
+class Resuming(LabellingOperation):
+    """The engine is, or may be, paused or half asleep although its workers are whole, or its gate keeps requests for an
+    update that is over: resume it, and let them in. Asks again at the next look.
+
+    If an earlier agent may have given out orders, the workers are called to an install first for which there is no
+    order: an engine calls its workers for one thing after the other, so none of them acts on an old order afterwards.
+    """
+
+    kind: ClassVar[str] = "resume"
+
+    def start(self, now: float) -> None:
+        """Looks once more: what began this may have been read before the last install."""
+        self.run("look", ReadWords())
+
+    def done(self, step: str, done: Done, now: float) -> None:
+        """Goes on if that is still right; then it runs, or it is tried again later."""
+        replica = self.replica
+        quiesce = replica.deadlines.quiesce
+        if step == "stamp":
+            if self.labelled(done, now):
+                self._resume()
+            else:
+                self.set_timer("retry", RETRY_SECONDS)
+            return
+        if done.problem is None:
+            match step:
+                case "look":
+                    replica.take_words(cast(Words, done.result))
+                    if not replica.words.open or replica.orders:
+                        replica.end()
+                    elif replica.settled:
+                        self._resume()
+                    else:
+                        self.run("pause", PauseEngine(manager_pb2.PAUSE_MODE_UNSPECIFIED, quiesce))
+                    return
+                case "pause":
+                    replica.paused = True
+                    self.run("settle", InstallEngine(0, quiesce))
+                    return
+                case "settle":
+                    replica.settled = True
+                    self.run("look", ReadWords())
+                    return
+                case "rouse":
+                    self.run("mark", replica.mark(AWAKE))
+                    return
+                case "mark":
+                    replica.sleeping = AWAKE
+                    self._resume()
+                    return
+                case "resume":
+                    replica.paused = False
+                    if replica.holding:
+                        self.run("let in", replica.hold(0, 0.0))
+                        return
+                case "let in":
+                    replica.holding = False
+        replica.end()
+
+    def timer(self, step: str, now: float) -> None:
+        """The engine refused its label a moment ago."""
+        self._resume()
+
+    def _resume(self) -> None:
+        """Label, caches, resume: as after an install."""
+        replica = self.replica
+        reserve = replica.deadlines.resume
+        if self.label(reserve, reserve):
+            return
+        if replica.sleeping:
+            replica.paused = None  # some engines resume by being woken
+            self.run("rouse", WakeEngine(tuple(replica.sleeping.tags), reserve))
+        else:
+            self.run("resume", ResumeEngine(reserve))
+
+    def engine_exited(self, reason: str, now: float) -> None:
+        """Nothing left to resume."""
+        self.replica.end()

@@ -1,0 +1,112 @@
+"""What has to be so before an engine pauses: the install fits the engine, and every worker is ready for its plan.
+
+A worker that is ready has opened, mapped, pinned and compiled all that its plan needs, while the engine went on. What
+each has ready it tells itself; who is known to be ready is not asked again, since to some engines even a question is a
+short pause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckpt_engine.core.pausing import check_pause_mode
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.sleeping import Step, update_steps
+from ckpt_engine.machines.agent.state import ReadyWorker, Replica, acknowledged
+from ckpt_engine.machines.events import Done, PrepareEngine
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+
+Problem = weights_pb2.Problem
+
+
+def steps_around(replica: Replica, install: manager_pb2.Install, left: float) -> tuple[Step, ...] | Problem:
+    """What an install does around an engine that may sleep, or why it cannot begin. left: seconds for it."""
+    engine = replica.engine
+    if engine is None:
+        return replica.problem(Problem.UNAVAILABLE, f"no engine to install into: {replica.engine_reason}")
+    try:
+        # The manager asks this too, but of the engine that was there when the update began.
+        check_pause_mode(replica.name, engine.engine, install.pause_mode)
+        steps = update_steps(replica.mode, replica.sleeping)
+    except CkptEngineError as error:
+        return replica.problem(error.problem.code, error.problem.message)
+    ranks = sorted(worker.rank for worker in install.workers)
+    if ranks != list(range(engine.world_size)):
+        return replica.problem(
+            Problem.FAILED_PRECONDITION,
+            f"the plan is for workers {ranks}, but the engine has workers 0 to {engine.world_size - 1}",
+        )
+    if left <= 0:
+        return replica.problem(Problem.DEADLINE_EXCEEDED, "the agent was late: there was no time left to begin")
+    return steps
+
+
+class Readying:
+    """The workers of one install on their way to being ready."""
+
+    def __init__(self, replica: Replica, install: manager_pb2.Install) -> None:
+        self._replica = replica
+        self._fence = install.fence
+        self._plans = {worker.rank: worker.plan.digest for worker in install.workers}
+        self._problems: dict[int, Problem] = {}
+        self._giving = False
+
+    def unready(self) -> list[int]:
+        """The workers of which nobody knows that they are ready."""
+        boots = {status.rank: status.boot_id for status in self._replica.words.workers}
+        known = self._replica.ready
+        return [
+            rank
+            for rank, plan in sorted(self._plans.items())
+            if rank not in known or known[rank].boot_id != boots.get(rank) or plan not in known[rank].plans
+        ]
+
+    def begin(self, seconds: float) -> PrepareEngine:
+        """The task that has the engine call its workers; from now on each that asks gets its order."""
+        self._giving = True
+        return PrepareEngine(seconds)
+
+    def asked(
+        self, request: worker_pb2.WorkerRequest, blobs: Mapping[bytes, bytes], seconds: float
+    ) -> worker_pb2.AgentReply | None:
+        """Hands out orders, takes answers. None: a worker asks for something else. seconds: that are left."""
+        match request.WhichOneof("body"):
+            case "want_prepare" if self._giving and seconds > 0 and request.rank in self._plans:
+                self._replica.ready.pop(request.rank, None)  # it may let go of something, and its answer may not come
+                return worker_pb2.AgentReply(
+                    ready=worker_pb2.ReadyOrder(
+                        fence=self._fence,
+                        plan=blobs[self._plans[request.rank]],
+                        deadline_seconds=seconds,
+                        asleep=bool(self._replica.sleeping),
+                    )
+                )
+            case "ready" if request.ready.fence == self._fence:
+                answer = request.ready
+                self._replica.ready[request.rank] = ReadyWorker(request.boot_id, frozenset(answer.plans))
+                if answer.HasField("problem"):
+                    self._problems[request.rank] = answer.problem
+                return acknowledged()
+        return None
+
+    def ended(self, done: Done, left: float) -> Problem | None:
+        """The engine says that its workers were asked, or that they were not. Why the install cannot go on.
+
+        left: seconds for it.
+        """
+        self._giving = False
+        if self._problems:
+            named = Problem()
+            named.CopyFrom(self._problems[min(self._problems)])
+            named.replica = self._replica.name
+            return named
+        missing = self.unready()
+        if missing and done.problem is not None:
+            return done.problem
+        if missing:
+            said = f"the engine says that it made its workers ready, but workers {missing} are not"
+            return self._replica.problem(Problem.INTERNAL, said)
+        if left <= 0:
+            said = "getting the workers ready took all the time there was"
+            return self._replica.problem(Problem.DEADLINE_EXCEEDED, said)
+        return None

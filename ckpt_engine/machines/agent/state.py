@@ -1,0 +1,250 @@
+"""What an agent knows of its replica, and what one operation on the engine is.
+
+The engine is asked one thing at a time, so there is at most one operation: preparing, installing, resuming, or going
+to sleep and waking. Sealing a directory for readers asks nothing of the engine and runs beside them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.sleeping import AWAKE, Sleeping
+from ckpt_engine.machines.events import (
+    AgentCommand,
+    AgentTask,
+    Done,
+    EngineReady,
+    HoldRequests,
+    MarkEngine,
+    Run,
+    SetTimer,
+    Words,
+)
+from ckpt_engine.machines.session import Session
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+
+CLEAN = manager_pb2.CLEAN
+DIRTY = manager_pb2.DIRTY
+NO_WORDS = Words((), False, "no worker has started", None)
+
+
+@dataclass
+class Order:
+    """An install order that a worker has fetched and not yet accounted for. It may begin to write at any time."""
+
+    boot_id: bytes
+    epoch: int
+
+
+@dataclass(frozen=True)
+class ReadyWorker:
+    """What a worker says that it keeps ready. plans: their digests."""
+
+    boot_id: bytes
+    plans: frozenset[bytes]
+
+
+@dataclass
+class Replica:
+    """One replica as its agent sees it.
+
+    engine: None while there is none; then `engine_reason` says why. words: the workers' state, as last read.
+    paused: None: unknown, since a call that would tell had no answer. sleeping: as marked in the engine's page, and so
+    what the gate believes. holding: its page says that requests wait for the end of an update, or are refused since
+    the engine has not resumed after one. orders: by worker rank, see Order.
+    settled: False: an agent before this one may have given out orders that no worker has accounted for.
+    prepared, needs: what the workers last recorded, and the blobs of it, by rank. ready: which plans
+    they keep ready.
+    labelled: what the engine has agreed to call its tokens by; None: nobody knows. label_reason: why it did not agree
+    when it was told last; label_again: when it is told again while nothing else goes on.
+    """
+
+    name: str
+    mode: manager_pb2.Mode
+    deadlines: Deadlines
+    out: list[AgentCommand]
+    session: Session = field(init=False)
+    engine: EngineReady | None = None
+    engine_reason: str = "the engine has not started"
+    words: Words = NO_WORDS
+    paused: bool | None = None
+    sleeping: Sleeping = AWAKE
+    holding: bool = False
+    orders: dict[int, Order] = field(default_factory=dict)
+    settled: bool = False
+    prepared: dict[int, manager_pb2.PreparedWorker] = field(default_factory=dict)
+    needs: dict[int, bytes] = field(default_factory=dict)
+    ready: dict[int, ReadyWorker] = field(default_factory=dict)
+    last_outcome: manager_pb2.ReplicaOutcome | None = None
+    labelled: weights_pb2.Identity | None = None
+    label_reason: str = ""
+    label_again: float = 0.0
+    operation: Operation | None = None
+    operations: int = 0
+    ended: list[Operation] = field(default_factory=list)
+
+    def begin(self, operation: Operation, now: float) -> None:
+        """Starts an operation; there must be none."""
+        assert self.operation is None
+        self.operations += 1
+        operation.number = self.operations
+        self.operation = operation
+        operation.start(now)
+
+    def end(self) -> None:
+        """The operation is over. What its tasks and timers still bring is ignored."""
+        if self.operation is not None:
+            self.ended.append(self.operation)
+        self.operation = None
+
+    def take_words(self, words: Words) -> None:
+        """Keeps what the page says, and strikes out orders that can no longer begin to write."""
+        self.words = words
+        by_rank = {status.rank: status for status in words.workers}
+        for rank, order in list(self.orders.items()):
+            status = by_rank.get(rank)
+            gone = status is None or status.boot_id != order.boot_id
+            if gone or (status is not None and status.state == CLEAN and status.epoch == order.epoch):
+                del self.orders[rank]
+
+    def settle_order(self, rank: int, boot_id: bytes, epoch: int) -> None:
+        """A worker has told what became of an order, so it will not act on it any more."""
+        order = self.orders.get(rank)
+        if order is not None and order.boot_id == boot_id and order.epoch <= epoch:
+            del self.orders[rank]
+
+    def all_hold(self, identity: weights_pb2.Identity, epoch: int) -> bool:
+        """Whether every worker of the engine says that it holds this version since this epoch."""
+        statuses, engine = self.words.workers, self.engine
+        return (
+            self.words.open
+            and engine is not None
+            and len(statuses) == engine.world_size
+            and all(
+                status.state == CLEAN and status.epoch == epoch and status.identity == identity for status in statuses
+            )
+        )
+
+    def untouched(self) -> bool:
+        """Whether no worker holds half of a version or may begin to write."""
+        return self.settled and not self.orders and all(status.state != DIRTY for status in self.words.workers)
+
+    @property
+    def asleep(self) -> bool:
+        """What the manager is told: that nobody may bring it up without being asked to."""
+        return self.sleeping.resting
+
+    def mark(self, sleeping: Sleeping) -> MarkEngine:
+        """The task that writes a mark; `sleeping` is set once it is done, or before it if that is the careful side."""
+        return MarkEngine(self.mode == manager_pb2.COLOCATED, sleeping)
+
+    def hold(self, epoch: int, left: float, closed: bool = False) -> HoldRequests:
+        """The task that has requests wait, or not; `holding` is cleared once letting them in is done."""
+        self.holding = True
+        return HoldRequests(epoch, left, closed)
+
+    def serving(self) -> bool:
+        """Whether requests are answered now."""
+        return self.engine is not None and self.words.open and self.paused is False and not self.sleeping
+
+    def closed_reason(self) -> str:
+        """Why it is not serving; empty if it is."""
+        if self.engine is None:
+            return self.engine_reason
+        if self.sleeping and (self.asleep or self.words.open):
+            return self.sleeping.describe()
+        if not self.words.open:
+            return self.words.reason
+        if self.orders:
+            return f"worker {min(self.orders)} has not told what became of its install order"
+        if not self.settled:
+            return "an install that an earlier agent began may still go on"
+        if self.paused is not False:
+            return "paused"
+        return ""
+
+    @property
+    def mislabelled(self) -> bool:
+        """Whether the engine would, or may, call its tokens by another version than its workers hold."""
+        return self.engine is not None and self.words.identity not in (None, self.labelled)
+
+    def label_problem(self) -> str:
+        """Why tokens made now may be called by another version than that of their weights; empty: they are not."""
+        held = self.words.identity
+        if held is None or not self.mislabelled or not self.serving():
+            return ""
+        reason = self.label_reason or "it has not been told yet"
+        return (
+            f"do not trust the version that the engine itself names: it holds version {held.version} of "
+            f"{held.lineage}, and whether it calls its tokens so is unknown ({reason})"
+        )
+
+    def problem(self, code: weights_pb2.Problem.Code, message: str) -> weights_pb2.Problem:
+        """A problem of this replica."""
+        return weights_pb2.Problem(code=code, message=message, replica=self.name)
+
+
+class Operation(ABC):
+    """Something that takes several steps with the engine. The base of all of them."""
+
+    kind: ClassVar[str] = ""
+
+    def __init__(self, replica: Replica, fence: weights_pb2.Fence) -> None:
+        self.replica = replica
+        self.fence = fence
+        self.number = 0
+
+    def run(self, step: str, task: AgentTask) -> None:
+        """Starts a task; its end comes back to `done` under this step."""
+        self.replica.out.append(Run(("operation", self.number, step), task))
+
+    def set_timer(self, step: str, seconds: float) -> None:
+        """Its end comes back to `timer` under this step, if the operation still goes on."""
+        self.replica.out.append(SetTimer(("operation", self.number, step), seconds))
+
+    @abstractmethod
+    def start(self, now: float) -> None:
+        """Takes the first step."""
+
+    @abstractmethod
+    def done(self, step: str, done: Done, now: float) -> None:
+        """A task of this operation ended."""
+
+    @abstractmethod
+    def engine_exited(self, reason: str, now: float) -> None:
+        """There is no engine any more: end."""
+
+    def timer(self, step: str, now: float) -> None:
+        """A timer of this operation fired."""
+        return
+
+    def repeated(self, now: float) -> None:
+        """The command that began it came again; it will be answered at the end."""
+        return
+
+    def overtaken(self, reason: str, now: float) -> None:
+        """The manager wants something else by now: go back if that is possible."""
+        return
+
+    def asked(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
+        """A worker asks. None: this operation has nothing for it."""
+        return None
+
+
+def acknowledged() -> worker_pb2.AgentReply:
+    """The worker's message has arrived."""
+    return worker_pb2.AgentReply(acknowledged=worker_pb2.Acknowledged())
+
+
+def no_order(replica: Replica) -> worker_pb2.AgentReply:
+    """For a worker that asks for an order when there is none."""
+    message = "no such order now: its update is over, or none was asked for"
+    return refusal(replica.problem(weights_pb2.Problem.ABORTED, message))
+
+
+def refusal(problem: weights_pb2.Problem) -> worker_pb2.AgentReply:
+    """The worker shall do nothing."""
+    return worker_pb2.AgentReply(refused=problem)

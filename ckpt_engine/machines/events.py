@@ -1,0 +1,399 @@
+"""What goes into the three machines and what comes out of them.
+
+A machine decides; a shell does. The whole shell is one loop, on one thread::
+
+    for command in machine.handle(event, now):
+        perform(command)
+
+`now` is monotonic seconds, data like any other. `handle` never blocks and never raises on what the network brings;
+commands are performed in their order, and none of them waits: `Send` queues, `Run` starts. Everything here is frozen;
+protobuf messages inside belong to the receiver's side only for reading.
+
+What a shell promises
+- Peers: one name (`peer`) for one stream. A stream that ends, for whatever reason, gives one `PeerLost`, except after
+  `ClosePeer`, where it may be left out. A name is never used again.
+- Timers: `SetTimer` replaces the timer with that key, `CancelTimer` of an unknown key is fine, and a timer that was
+  cancelled or replaced never fires.
+- Tasks: each `Run` is answered by exactly one `Done` with its key, at the latest `task.seconds` after the command,
+  with `problem` DEADLINE_EXCEEDED and `answered=False` if the work has not ended by then. Tasks run beside each other.
+- Calls: a call gets any number of `EmitEvent` and then one `FinishCall`; after `CallCancelled` it may get more of
+  them, which the shell drops.
+
+A machine that raises all the same has a defect, and gives none of that event's commands (`deciding`). Nobody knows what
+it believes then, so it gets no further event: shell/README.md says what follows, for all machines alike.
+
+What tasks there are, and what each results in, is in tasks.py; its names can be taken from here too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NewType, TypeAlias
+
+from google.protobuf.message import Message as ProtobufMessage
+
+# isort: off
+from ckpt_engine.machines.tasks import (
+    AgentTask as AgentTask,
+    Combined as Combined,
+    CombineSeals as CombineSeals,
+    Compiled as Compiled,
+    CompilePlans as CompilePlans,
+    DiscardEngine as DiscardEngine,
+    EngineTask as EngineTask,
+    FetchBlobs as FetchBlobs,
+    HeldOffer as HeldOffer,
+    HoldRequests as HoldRequests,
+    InstallEngine as InstallEngine,
+    Joined as Joined,
+    JoinSources as JoinSources,
+    ManagerTask as ManagerTask,
+    MarkEngine as MarkEngine,
+    MergeTables as MergeTables,
+    PauseEngine as PauseEngine,
+    PlanWorker as PlanWorker,
+    PrepareEngine as PrepareEngine,
+    Published as Published,
+    PutBlobs as PutBlobs,
+    ReadWords as ReadWords,
+    RecordIntent as RecordIntent,
+    RecordOutcome as RecordOutcome,
+    ResumeEngine as ResumeEngine,
+    SealDirectory as SealDirectory,
+    SealResult as SealResult,
+    SealSource as SealSource,
+    SleepEngine as SleepEngine,
+    SourceOffer as SourceOffer,
+    SpendEpoch as SpendEpoch,
+    StampEngine as StampEngine,
+    Task as Task,
+    TrainerTask as TrainerTask,
+    WakeEngine as WakeEngine,
+    Words as Words,
+    WorkerKey as WorkerKey,
+)
+
+# isort: on
+from ckpt_engine.core.sleeping import AWAKE, Sleeping
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+
+Key: TypeAlias = tuple[str | int, ...]
+"""Names a timer or a task of one machine; opaque to the shell."""
+
+Peer = NewType("Peer", str)
+"""Names one stream. The manager's shell makes them; an agent's or trainer's machine makes its own (`OpenStream`)."""
+
+Call = NewType("Call", str)
+"""Names one UpdateWeights, Sleep or Wake call at the manager; made by the shell, never used again."""
+
+
+# --------------------------------------------------------------------------------------- events of all machines
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message came over a stream. `body` is the sub-message that was set in the envelope (see wire.unpack)."""
+
+    peer: Peer
+    body: ProtobufMessage
+
+
+@dataclass(frozen=True)
+class PeerLost:
+    """A stream ended, could not be opened, or broke. `reason` is for people; code: of the status that it ended with."""
+
+    peer: Peer
+    reason: str
+    code: weights_pb2.Problem.Code = weights_pb2.Problem.UNAVAILABLE
+
+
+@dataclass(frozen=True)
+class TimerFired:
+    key: Key
+
+
+@dataclass(frozen=True)
+class Done:
+    """A task ended. Exactly one of `result` and `problem` is set, except for tasks without a result.
+
+    answered: False: nobody knows whether it happened, or whether it still goes on (an engine call that timed out).
+    """
+
+    key: Key
+    result: object = None
+    problem: weights_pb2.Problem | None = None
+    answered: bool = True
+
+
+# -------------------------------------------------------------------------------------- commands of all machines
+
+
+@dataclass(frozen=True)
+class Send:
+    """Queue a message on a stream; dropped if the stream is gone. wire.pack puts `body` into its envelope."""
+
+    peer: Peer
+    body: ProtobufMessage
+
+
+@dataclass(frozen=True)
+class ClosePeer:
+    """End a stream after what was queued on it. The machine has forgotten it already.
+
+    problem: only at the manager: send it as Refused before the end.
+    """
+
+    peer: Peer
+    problem: weights_pb2.Problem | None = None
+
+
+@dataclass(frozen=True)
+class SetTimer:
+    key: Key
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CancelTimer:
+    key: Key
+
+
+@dataclass(frozen=True)
+class Run:
+    """Start a task; its end is a `Done` with the same key."""
+
+    key: Key
+    task: Task
+
+
+# ------------------------------------------------------------------------------------------------- the manager
+
+
+@dataclass(frozen=True)
+class UpdateCall:
+    """A trainer rank called UpdateWeights."""
+
+    call: Call
+    request: manager_pb2.UpdateWeightsRequest
+
+
+@dataclass(frozen=True)
+class SleepCall:
+    call: Call
+    request: manager_pb2.SleepRequest
+
+
+@dataclass(frozen=True)
+class WakeCall:
+    call: Call
+    request: manager_pb2.WakeRequest
+
+
+OperatorRequest: TypeAlias = (
+    manager_pb2.RetryReplicaRequest | manager_pb2.EvictReplicaRequest | manager_pb2.EvictTrainerRequest
+)
+OperatorResponse: TypeAlias = (
+    manager_pb2.RetryReplicaResponse | manager_pb2.EvictReplicaResponse | manager_pb2.EvictTrainerResponse
+)
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    call: Call
+    request: OperatorRequest
+
+
+@dataclass(frozen=True)
+class CallCancelled:
+    """The caller went away (or its own deadline passed) before `FinishCall`."""
+
+    call: Call
+
+
+ManagerEvent: TypeAlias = (
+    Message | PeerLost | TimerFired | Done | UpdateCall | SleepCall | WakeCall | OperatorCall | CallCancelled
+)
+
+
+@dataclass(frozen=True)
+class EmitEvent:
+    """Send one event to an UpdateWeights caller."""
+
+    call: Call
+    event: manager_pb2.UpdateEvent
+
+
+@dataclass(frozen=True)
+class FinishCall:
+    """End a call: with `problem` as its status, or well. `response` is set for Sleep and Wake that end well."""
+
+    call: Call
+    problem: weights_pb2.Problem | None = None
+    response: manager_pb2.SleepResponse | manager_pb2.WakeResponse | OperatorResponse | None = None
+
+
+ManagerCommand: TypeAlias = Send | ClosePeer | SetTimer | CancelTimer | Run | EmitEvent | FinishCall
+
+
+# ------------------------------------------------------------------------- what agents and trainers have in common
+
+
+@dataclass(frozen=True)
+class Start:
+    """The first event: connect to the manager, and stay connected."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The last event: say goodbye. The shell ends once the commands are performed and queues are empty."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class OpenStream:
+    """Dial the manager and open a session stream under this name. `Send` may follow at once; failure is `PeerLost`."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True)
+class SessionOpened:
+    """The manager welcomed this member (again). For the shell to know that calls make sense now."""
+
+    cluster: str
+
+
+@dataclass(frozen=True)
+class SessionEnded:
+    """The session was lost, refused or stopped. For the log, and for who waits on it.
+
+    final: nothing will be tried again; a trainer's waiting calls fail with the problem, an agent's process ends.
+    evicted: an operator took it out, so nobody shall start it again either.
+    patience: seconds for which a name that somebody else holds is asked for again; 0: it is not that.
+    """
+
+    problem: weights_pb2.Problem
+    final: bool
+    evicted: bool = False
+    patience: float = 0.0
+
+
+# --------------------------------------------------------------------------------------------------- the agent
+
+
+@dataclass(frozen=True)
+class WorkerAsked:
+    """A request of a worker; a repeated one may come again (the channel answers most of these by itself).
+
+    request: names the request for `Reply`; made by the shell.
+    """
+
+    request: int
+    body: worker_pb2.WorkerRequest
+
+
+@dataclass(frozen=True)
+class EngineReady:
+    """The engine answers and the adapter can drive it. Comes again after each restart.
+
+    world_size: how many workers must be clean for the engine to serve.
+    paused, asleep: as the engine says; None: it does not say, so it may be. marked: what its page says; it counts
+        unless the engine says that it is awake (some call an engine asleep that is only paused).
+    holding: its page says that requests wait, or are refused, for the sake of an update.
+    sleep_levels: those that the engine knows.
+    """
+
+    engine: manager_pb2.Engine
+    world_size: int
+    paused: bool | None
+    asleep: bool | None
+    marked: Sleeping = AWAKE
+    holding: bool = False
+    sleep_levels: frozenset[int] = frozenset({1, 2})
+
+
+@dataclass(frozen=True)
+class EngineExited:
+    """The engine's process ended, or does not answer its health route for good. Its workers hold nothing."""
+
+    reason: str
+
+
+AgentEvent: TypeAlias = Message | PeerLost | TimerFired | Done | Start | Stop | WorkerAsked | EngineReady | EngineExited
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Answer a worker's request; the channel fills `sequence` in. None: no answer, the worker will ask again."""
+
+    request: int
+    reply: worker_pb2.AgentReply | None
+
+
+AgentCommand: TypeAlias = (
+    Send | ClosePeer | SetTimer | CancelTimer | Run | OpenStream | SessionOpened | SessionEnded | Reply
+)
+
+
+# -------------------------------------------------------------------------- members that offer weights: the trainer
+
+
+@dataclass(frozen=True)
+class PublishTable:
+    """The trainer has a (new) table to publish: a serialised SourceTable. Answered by `PublicationDecided`."""
+
+    table: bytes
+
+
+@dataclass(frozen=True)
+class OfferedVersion:
+    """Weights that a member offers. table: a serialised SourceTable. record: a serialised SealedRecord; empty, as the
+    identity is None, for weights that are not sealed yet."""
+
+    table: bytes
+    record: bytes = b""
+    identity: weights_pb2.Identity | None = None
+
+
+@dataclass(frozen=True)
+class HoldVersions:
+    """A holder holds these versions now, and no others. Answered by `PublicationDecided` once all are noted."""
+
+    versions: tuple[OfferedVersion, ...]
+
+
+TrainerEvent: TypeAlias = Message | PeerLost | TimerFired | Done | Start | Stop | PublishTable | HoldVersions
+
+
+@dataclass(frozen=True)
+class PublicationDecided:
+    """The manager accepted this rank's table (all ranks' tables agree), or refused it. One of both is set.
+
+    Comes again after each reconnect; a problem may be lifted by a later table of any rank. For a holder the manifest is
+    empty, and a problem may still come when what it holds is looked at.
+    """
+
+    manifest: manager_pb2.BlobRef | None
+    problem: weights_pb2.Problem | None
+
+
+@dataclass(frozen=True)
+class Released:
+    """No reader reads the weights of this epoch any more."""
+
+    epoch: int
+
+
+TrainerCommand: TypeAlias = (
+    Send
+    | ClosePeer
+    | SetTimer
+    | CancelTimer
+    | Run
+    | OpenStream
+    | SessionOpened
+    | SessionEnded
+    | PublicationDecided
+    | Released
+)

@@ -1,0 +1,33 @@
+"""The machine of a member that holds versions which were sealed, and is no trainer rank: a relay, a directory's keeper.
+
+What it is called is data: the manager treats all kinds alike. Everything that it decides is in `offering`.
+"""
+
+from __future__ import annotations
+
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.machines.offering import Kind, OfferingMachine, Told
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+
+class HolderMachine(OfferingMachine):
+    """One holder. kind, name: what it is, and which one of its kind. session_id: of this process; survives reconnects.
+
+    Its tables have no rank, and the id that `offers.holder_id` gives.
+    """
+
+    def __init__(
+        self, kind: str, name: str, session_id: str, host: weights_pb2.Host, deadlines: Deadlines | None = None
+    ) -> None:
+        def hello(told: Told) -> manager_pb2.HolderHello:
+            return manager_pb2.HolderHello(
+                cluster=told.cluster,
+                kind=kind,
+                name=name,
+                session_id=session_id,
+                host=host,
+                epoch=told.epoch,
+                held=told.held,
+            )
+
+        super().__init__(Kind("HolderSession", manager_pb2.HolderMessage, hello, hello), deadlines)

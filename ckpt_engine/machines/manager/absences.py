@@ -1,0 +1,119 @@
+"""Members of one update that are not connected: how long each is waited for, and what is said of those that stay away.
+
+A rank that is lost during the update gets a lease to come back. So does a replica, counted from when it was heard last,
+also if that was before the update began; but never more than half of the time that the update has left. A replica is
+back when its agent is connected and has found the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ckpt_engine.core.problems import CkptEngineError, unavailable
+from ckpt_engine.machines.manager.members import Holder, Member, Replica, absence
+from ckpt_engine.machines.manager.order import Order
+from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.targets import Targets
+from ckpt_engine.machines.manager.versions import describe
+
+
+class Absences:
+    """Of one order. timer, cancel: set and forget a timer of the update, by its step."""
+
+    def __init__(
+        self,
+        state: State,
+        order: Order,
+        targets: Targets,
+        timer: Callable[[str, float], None],
+        cancel: Callable[[str], None],
+    ) -> None:
+        self._state = state
+        self._order = order
+        self._targets = targets
+        self._timer = timer
+        self._cancel = cancel
+        self._overdue: set[str] = set()  # replicas for which nobody waits any more
+
+    def concern(self, member: Member) -> bool:
+        """Whether it takes part in the update."""
+        if isinstance(member, Replica):
+            return member.name in self._order.replicas
+        sources = self._order.published.sources
+        if isinstance(member, Holder):
+            return any(source.source == member.source for source in sources)
+        read = self._order.late is None or any(source.rank == member.rank for source in sources)
+        return member.lineage == self._order.lineage and read
+
+    def lost(self, member: Member, now: float) -> None:
+        """Its stream has ended just now: it gets some time to come back."""
+        if isinstance(member, Replica):
+            self._wait_for(member, self._patience(member, now))
+        else:
+            self._timer(absence(member), self._state.deadlines.lease)
+
+    def back(self, member: Member) -> None:
+        """It is connected again."""
+        if not isinstance(member, Replica) or member.engine is not None:
+            self._cancel(absence(member))
+        if isinstance(member, Replica) and member.engine is not None:
+            self._targets.awaited.discard(member.name)
+            self._overdue.discard(member.name)
+
+    def not_back(self, step: str) -> Member | None:
+        """Who has stayed away until the timer of this step fired."""
+        ranks = self._state.members.ranks(self._order.lineage).values()
+        replicas = (self._state.members.replicas.get(name) for name in self._order.replicas)
+        holders = self._state.members.holders.values()
+        members: tuple[Member | None, ...] = (*ranks, *holders, *replicas)
+        found = (member for member in members if member is not None and absence(member) == step)
+        away = next((member for member in found if not _is_there(member)), None)
+        if isinstance(away, Replica):
+            self._overdue.add(away.name)
+        return away
+
+    def begin(self, names: Iterable[str], now: float) -> None:
+        """Of these replicas: waits for those that may come back, leaves out those that have been away for too long."""
+        for name in names:
+            replica = self._state.members.replicas.get(name)
+            if replica is None:
+                self._targets.leave_out(name, unavailable("it is not registered any more", replica=name).problem)
+            elif replica.peer is None or (name in self._targets.awaited and replica.engine is None):
+                patience = self._patience(replica, now)
+                if patience > 0 and name not in self._overdue:
+                    self._wait_for(replica, patience)
+                else:
+                    self._targets.leave_out(name, not_there(replica, now).problem)
+
+    def leave_out(self, replica: Replica, now: float) -> None:
+        """It did not come back in time, or will not. Nothing if it has an outcome already."""
+        if replica.name not in self._targets.outcomes:
+            problem = not_there(replica, now).problem
+            if replica.name in self._targets.told:
+                problem.message = f"it was lost while installing: {problem.message}"
+            self._targets.leave_out(replica.name, problem)
+
+    def _wait_for(self, replica: Replica, seconds: float) -> None:
+        self._targets.awaited.add(replica.name)
+        self._timer(absence(replica), seconds)
+
+    def _patience(self, replica: Replica, now: float) -> float:
+        """For how long it may still come back; not positive: no more."""
+        return min(replica.heard + self._state.deadlines.lease - now, (self._order.end - now) / 2)
+
+
+def _is_there(member: Member) -> bool:
+    return member.peer is not None and (not isinstance(member, Replica) or member.engine is not None)
+
+
+def not_there(replica: Replica, now: float) -> CkptEngineError:
+    """What is said of a registered replica whose agent is not connected, or has not found its engine again."""
+    if replica.peer is not None:
+        return unavailable("its agent is connected, and has not found its engine yet", replica=replica.name)
+    identity = replica.identity()
+    holds = f"its engine may still serve {describe(identity)}" if identity is not None else "it held no version then"
+    return unavailable(
+        f"its agent is not connected and was heard last {now - replica.heard:.1f} s ago; {holds}. Start its agent "
+        f"again, or forget it with `ckpt-engine replica evict {replica.name}`",
+        replica=replica.name,
+    )

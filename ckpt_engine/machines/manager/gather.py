@@ -1,0 +1,188 @@
+"""The ranks' calls of one lineage's update, from the first to the last.
+
+Decides which calls belong together, when all are there, which version they mean and which replicas it is for. Changes
+nothing: what comes out is an Order, a Problem, or the wish to wait. Whose turn it is, is decided in `gathers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ckpt_engine.core.deadlines import check_seconds
+from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invalid, precondition
+from ckpt_engine.machines.events import Call
+from ckpt_engine.machines.manager.naming import ranks_named
+from ckpt_engine.machines.manager.order import Order
+from ckpt_engine.machines.manager.publications import Publications
+from ckpt_engine.machines.manager.selection import min_replicas_of, replicas_for
+from ckpt_engine.machines.manager.state import State
+from ckpt_engine.v1 import manager_pb2
+
+MOST_NAMED = 8
+"""Versions that the ranks ask for, if each asks for another one."""
+
+
+@dataclass
+class Gather:
+    """Calls of one lineage. end: by when the update must have reported, for the most impatient caller."""
+
+    state: State
+    publications: Publications
+    lineage: str
+    started: float
+    end: float = float("inf")
+    calls: dict[int, Call] = field(default_factory=dict)
+    requests: dict[int, manager_pb2.UpdateWeightsRequest] = field(default_factory=dict)
+
+    def join(self, call: Call, request: manager_pb2.UpdateWeightsRequest, now: float) -> None:
+        """Takes a rank's call in. Raises ABORTED (for this call alone) if it cannot be part of this update."""
+        rank = request.rank
+        if request.timeout_seconds:
+            check_seconds("a timeout", request.timeout_seconds)
+        if rank in self.calls:
+            raise aborted(f"rank {rank} of lineage {self.lineage!r} has called already", ranks=(rank,))
+        trainer = self.state.members.trainers.get((self.lineage, rank))
+        if trainer is not None and request.session_id and trainer.session_id != request.session_id:
+            raise aborted(
+                f"rank {rank} of lineage {self.lineage!r} is another process on host {trainer.host.name!r}",
+                ranks=(rank,),
+            )
+        self.calls[rank] = call
+        self.requests[rank] = request
+        self.end = min(self.end, now + (request.timeout_seconds or self.state.deadlines.update))
+
+    def seconds(self, now: float) -> float:
+        """How long it may go on: all calls must be there in time, and then its turn must come in the callers' time."""
+        begun_by = self.end - self.state.deadlines.report
+        return (begun_by if self.complete() else min(self.started + self.state.deadlines.gather, begun_by)) - now
+
+    def leave(self, rank: int) -> None:
+        """A rank's call was cancelled; it may call again."""
+        del self.calls[rank]
+        del self.requests[rank]
+
+    def describe(self) -> str:
+        """What is going on, for who must wait for it."""
+        return f"gathering ranks of lineage {self.lineage!r}: {'; '.join(self._missing()) or 'all are there'}"
+
+    def known(self) -> bool:
+        """Whether any rank has ever said hello and not left."""
+        return any(lineage == self.lineage for lineage, _ in self.state.members.trainers)
+
+    def connected(self) -> bool:
+        """Whether any rank has a session now."""
+        return any(trainer.peer is not None for trainer in self.state.members.ranks(self.lineage).values())
+
+    def nobody(self) -> CkptEngineError:
+        """The refusal of a call for a lineage that nobody could update."""
+        return precondition(
+            f"no rank of lineage {self.lineage!r} has a session with this manager: a rank calls once it was welcomed, "
+            "under the lineage that it said hello with",
+            ranks=sorted(self.calls),
+        )
+
+    def complete(self) -> bool:
+        """Whether every rank has a session, has published and has called, and the tables are merged or refused."""
+        ranks = self.state.members.ranks(self.lineage)
+        if not ranks or len(self.calls) < next(iter(ranks.values())).world_size:
+            return False
+        publication = self.publications.get(self.lineage)
+        return (publication.published or publication.problem) is not None and not self._missing_ranks()
+
+    def order(self, now: float) -> Order | None:
+        """What the ranks want, once all are there; None: wait. Raises CkptEngineError if it must be refused."""
+        self._check_agreement()
+        if not self.complete():
+            return None
+        publication = self.publications.get(self.lineage)
+        if publication.problem is not None:
+            raise CkptEngineError(publication.problem)
+        assert publication.published is not None
+        request = self.requests[min(self.requests)]
+        return Order(
+            lineage=self.lineage,
+            version=self._version(),
+            published=publication.published,
+            replicas=replicas_for(self.state, request, now),
+            calls=self.calls,
+            pause_mode=request.pause_mode,
+            min_replicas=min_replicas_of(request),
+            selection=frozenset(request.replicas) or None,
+            end=self.end,
+            before=self.state.versions.highest.get(self.lineage),
+        )
+
+    def overdue(self) -> CkptEngineError:
+        """The refusal when ranks did not come in time; names them."""
+        if self.complete():
+            return deadline(
+                f"the turn of lineage {self.lineage!r} did not come in its callers' time: others went first"
+            )
+        missing = self._missing()
+        reason = "; ".join(missing) if missing else "the tables of its ranks are still being merged"
+        return precondition(
+            f"the update of lineage {self.lineage!r} cannot begin: {reason}", ranks=self._missing_ranks()
+        )
+
+    def _missing(self) -> list[str]:
+        """What is missing of which ranks."""
+        ranks = self.state.members.ranks(self.lineage)
+        if not ranks:
+            return ["no rank has a session"]
+        absent, unpublished, silent = [], [], []
+        for rank in self._missing_ranks():
+            trainer = ranks.get(rank)
+            if trainer is None or trainer.peer is None:
+                absent.append(rank)
+            elif trainer.table is None:
+                unpublished.append(rank)
+            else:
+                silent.append(rank)
+        return [
+            f"{ranks_named(found)} {'has' if len(found) == 1 else 'have'} {what}"
+            for found, what in (
+                (absent, "no session"),
+                (unpublished, "not published"),
+                (silent, "not called update_weights"),
+            )
+            if found
+        ]
+
+    def _missing_ranks(self) -> Sequence[int]:
+        ranks = self.state.members.ranks(self.lineage)
+        world_size = next(iter(ranks.values())).world_size if ranks else 0
+        return [
+            rank
+            for rank in range(world_size)
+            if rank not in ranks or ranks[rank].peer is None or ranks[rank].table is None or rank not in self.calls
+        ]
+
+    def _check_agreement(self) -> None:
+        """All ranks must ask for the same; else nobody knows what was meant."""
+        versions = {rank: self._meant(request) for rank, request in self.requests.items()}
+        if len(set(versions.values())) > 1:
+            asking: dict[int, list[int]] = {}
+            for rank in sorted(versions):
+                asking.setdefault(versions[rank], []).append(rank)
+            said = ", ".join(f"{ranks_named(asking[version])}: {version}" for version in sorted(asking)[:MOST_NAMED])
+            raise invalid(f"the ranks ask for different versions: {said}", ranks=sorted(versions))
+        wishes = {
+            rank: (request.pause_mode, min_replicas_of(request), tuple(sorted(request.replicas)))
+            for rank, request in self.requests.items()
+        }
+        if len(set(wishes.values())) > 1:
+            raise invalid("the ranks differ in pause mode, replicas or min_replicas", ranks=sorted(wishes))
+
+    def _meant(self, request: manager_pb2.UpdateWeightsRequest) -> int:
+        """The version that a request means: its own, or the lineage's next. A new lineage begins with 0."""
+        if request.HasField("version"):
+            return request.version
+        return self.state.versions.next_number(self.lineage)
+
+    def _version(self) -> int:
+        version = self._meant(self.requests[min(self.requests)])
+        if version < 0:
+            raise invalid(f"version {version} is negative")
+        self.state.versions.check_rises(self.lineage, version)
+        return version

@@ -1,0 +1,386 @@
+"""The manager's machine: who is there, and one thing at a time for all of them.
+
+Decides who may join, which call begins an update, and what waits for what:
+- One update runs at a time. Meanwhile the ranks of other lineages gather, side by side, and take turns (`gathers`);
+  another call of the lineage that is being updated is ABORTED, naming the update.
+- Sleep and Wake run alone too; an update that was gathered meanwhile waits for their end.
+- When nothing else can be done, late replicas are brought up, one after the other. An update whose turn has come cuts
+  that short: before its install begins at once, afterwards when the replica's outcome has come.
+- A manager that was restarted waits a moment before its first update, so that all members can dial in again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.problems import CkptEngineError, aborted, unavailable
+from ckpt_engine.machines.deciding import commands_of
+from ckpt_engine.machines.events import (
+    Call,
+    CallCancelled,
+    ClosePeer,
+    Done,
+    Key,
+    ManagerCommand,
+    ManagerEvent,
+    Message,
+    OperatorCall,
+    Peer,
+    PeerLost,
+    SleepCall,
+    TimerFired,
+    UpdateCall,
+    WakeCall,
+)
+from ckpt_engine.machines.manager.catch_up import CATCH_UP, CatchUp
+from ckpt_engine.machines.manager.forgetting import Forgetting
+from ckpt_engine.machines.manager.gathers import Gathers
+from ckpt_engine.machines.manager.holdings import Holdings
+from ckpt_engine.machines.manager.members import Hello, Holder, Member, Replica, Trainer
+from ckpt_engine.machines.manager.operators import operate
+from ckpt_engine.machines.manager.order import Order
+from ckpt_engine.machines.manager.publications import Publications
+from ckpt_engine.machines.manager.recovery import Recovery
+from ckpt_engine.machines.manager.sleepers import Sleepers
+from ckpt_engine.machines.manager.state import SPEND, State
+from ckpt_engine.machines.manager.status import blobs_in_use, status_of
+from ckpt_engine.machines.manager.update import Update
+from ckpt_engine.machines.manager.versions import Intended, Meant
+from ckpt_engine.machines.manager.watching import Watched, watched
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+SETTLE: Key = ("settle",)
+
+
+class ManagerMachine:
+    """Decides everything that the manager does.
+
+    cluster, epoch: from the ledger, as are intents, the last one of each lineage (Ledger.last_intents), meant, the last
+    update that was for each replica (Ledger.meant), and highest, each lineage's highest number (Ledger.highest).
+    """
+
+    def __init__(
+        self,
+        cluster: str,
+        epoch: int,
+        intents: Sequence[Intended] = (),
+        deadlines: Deadlines | None = None,
+        software_version: str = "",
+        meant: Mapping[str, Meant] | None = None,
+        highest: Sequence[weights_pb2.Identity] = (),
+    ) -> None:
+        self._deadlines = deadlines or Deadlines()
+        self._software_version = software_version
+        self._state = State.from_ledger(cluster, epoch, intents, self._deadlines, meant, highest)
+        self._members = self._state.members
+        self._publications = Publications(self._state)
+        self._holdings = Holdings(self._state)
+        self._catch_up = CatchUp(self._state, self._publications, self._holdings)
+        self._recovery = Recovery(self._state)
+        self._forgetting = Forgetting(self._state)
+        self._gathers = Gathers(self._state, self._publications)
+        self._update: Update | None = None
+        self._sleepers: Sleepers | None = None
+        self._restarted = epoch > 0
+        self._settled = False
+        self._begun = False
+
+    def handle(self, event: ManagerEvent, now: float) -> list[ManagerCommand]:
+        """Takes one event and says what is to be done."""
+        return commands_of(self._state.out, lambda: self._take(event, now))
+
+    def _take(self, event: ManagerEvent, now: float) -> None:
+        if not self._begun:
+            self._begin()
+        match event:
+            case Message(peer, body):
+                self._message(peer, body, now)
+            case PeerLost(peer):
+                self._lost(peer, now)
+            case TimerFired(key):
+                self._timer(key, now)
+            case Done():
+                self._done(event, now)
+            case UpdateCall(call, request):
+                self._update_call(call, request, now)
+            case SleepCall() | WakeCall():
+                self._sleep_call(event, now)
+            case OperatorCall():
+                self._operator_call(event, now)
+            case CallCancelled(call):
+                self._cancelled(call, now)
+        if not _is_beat(event):
+            self._next(now)
+
+    def status(self) -> manager_pb2.GetStatusResponse:
+        """What GetStatus answers."""
+        warnings, holdings = self._recovery.warnings(), self.blobs_in_use()
+        return status_of(self._state, self._phase(), self._software_version, warnings, holdings)
+
+    def watched(self) -> Watched:
+        """What WatchReplicas tells."""
+        return watched(self._state, self._update, self._settled or not self._restarted)
+
+    def blobs_in_use(self) -> dict[str, list[manager_pb2.BlobRef]]:
+        """Blobs that must stay, by what needs them; for BlobStore.pin. Owners that are not named need nothing."""
+        return blobs_in_use(self._state, self._publications, self._holdings, self._update)
+
+    def _phase(self) -> str:
+        running = self._update or self._sleepers or self._gathers
+        return running.describe() or "idle"
+
+    # -- members
+
+    def _message(self, peer: Peer, body: object, now: float) -> None:
+        member = self._members.by_peer.get(peer)
+        if member is not None:
+            member.heard = now
+        match body:
+            case manager_pb2.TrainerHello() | manager_pb2.HolderHello() | manager_pb2.ReplicaHello():
+                self._hello(peer, body, now)
+            case _ if member is None:
+                return  # of a stream that was refused or replaced
+            case manager_pb2.Goodbye():
+                self._goodbye(member, None, now)
+            case manager_pb2.Heartbeat():
+                self._state.send(member, body)
+            case manager_pb2.Publish() if isinstance(member, Trainer):
+                member.table = body.table
+                self._publications.offered(member)
+                if self._update is not None:
+                    self._update.member_back(member, now)
+            case manager_pb2.ReplicaHeartbeat() if isinstance(member, Replica):
+                member.workers = tuple(body.workers)
+                if self._recovery.learn_epochs(member) and self._update is not None:
+                    self._update.outrun()
+                member.serving, member.asleep = body.serving, body.asleep
+                member.closed_reason, member.label_problem = body.closed_reason, body.label_problem
+                self._state.send(member, manager_pb2.Heartbeat(sequence=body.sequence))
+            case manager_pb2.ReplicaOutcome() if isinstance(member, Replica):
+                self._outcome(member, body, now)
+            case manager_pb2.SleepWakeDone() if isinstance(member, Replica):
+                if self._sleepers is not None:
+                    self._sleepers.answer(member, body)
+            case _:
+                if self._update is not None:
+                    self._update.message(member, body, now)
+
+    def _outcome(self, replica: Replica, outcome: manager_pb2.ReplicaOutcome, now: float) -> None:
+        if outcome.fence.cluster != self._members.cluster:
+            return
+        last = replica.last_outcome
+        if last is None or last.fence.epoch <= outcome.fence.epoch:
+            replica.last_outcome = outcome
+        if self._update is not None:
+            self._update.message(replica, outcome, now)
+        self._state.send(replica, manager_pb2.OutcomeReceived(fence=outcome.fence))
+
+    def _hello(self, peer: Peer, hello: Hello, now: float) -> None:
+        try:
+            self._members.check_speaker(peer, hello)
+            self._recovery.check(hello)
+            session = self._session_of(self._members.known(hello))
+            member, before = self._members.hello(peer, hello, now)
+        except CkptEngineError as error:
+            self._lost(peer, now)  # if the stream spoke for somebody, it does no more
+            self._state.out.append(ClosePeer(peer, error.problem))
+            return
+        if before is not None and before != peer:
+            self._state.cancel_timer(("lease", before))
+            self._state.out.append(ClosePeer(before, aborted("another stream speaks for this member now").problem))
+        if self._recovery.learn(hello) and self._update is not None:
+            self._update.outrun()
+        self._state.send(
+            member,
+            manager_pb2.Welcome(
+                fence=self._state.fence(self._state.installs),
+                lease_seconds=self._deadlines.lease,
+                heartbeat_seconds=self._deadlines.heartbeat,
+            ),
+        )
+        self._state.set_timer(("lease", peer), self._deadlines.lease)
+        if not isinstance(member, Replica):
+            self._forgetting.back(member)
+            if self._update is not None and session not in ("", member.session_id):
+                self._update.member_gone(member, now)
+        if isinstance(member, Trainer):
+            self._publications.offered(member)
+        elif isinstance(member, Holder):
+            self._holdings.told(member)
+        if self._update is not None:
+            self._update.member_back(member, now)
+        if self._sleepers is not None:
+            self._sleepers.send_missing(now)
+
+    def _session_of(self, member: Member | None) -> str:
+        return "" if member is None else member.session_id
+
+    def _goodbye(self, member: Member, problem: weights_pb2.Problem | None, now: float) -> None:
+        peer = member.peer
+        if peer is not None:
+            self._state.cancel_timer(("lease", peer))
+            self._state.out.append(ClosePeer(peer, problem))
+        self._members.forget(member)
+        member.peer = None
+        self._gone(member, now)
+        if self._update is not None:
+            self._update.member_gone(member, now)
+        self._publications.prune()
+        self._forgetting.prune()
+
+    def _lost(self, peer: Peer, now: float) -> None:
+        member = self._members.lose(peer)
+        if member is None:
+            return
+        self._state.cancel_timer(("lease", peer))
+        self._gone(member, now)
+        if not isinstance(member, Replica):
+            self._forgetting.lost(member)
+        if self._update is not None:
+            self._update.member_lost(member, now)
+
+    def _gone(self, member: Member, now: float) -> None:
+        if self._sleepers is not None and isinstance(member, Replica):
+            self._sleepers.lost(member.name)
+
+    def _lease(self, peer: Peer, now: float) -> None:
+        member = self._members.by_peer.get(peer)
+        if member is None:
+            return
+        silence = now - member.heard
+        if silence < self._deadlines.lease:
+            self._state.set_timer(("lease", peer), self._deadlines.lease - silence)
+        else:
+            message = f"nothing was heard from it for {silence:.1f} s"
+            self._state.out.append(ClosePeer(peer, unavailable(message).problem))
+            self._lost(peer, now)
+
+    # -- calls
+
+    def _update_call(self, call: Call, request: manager_pb2.UpdateWeightsRequest, now: float) -> None:
+        try:
+            running = self._update
+            if running is not None and running.order.late is None and running.order.lineage == request.lineage:
+                raise aborted(f"another update runs: {running.describe()}")
+            self._gathers.join(call, request, now)
+        except CkptEngineError as error:
+            self._state.finish(call, error.problem)
+
+    def _sleep_call(self, event: SleepCall | WakeCall, now: float) -> None:
+        try:
+            if self._update is not None and self._update.order.late is not None:
+                self._cut_short("a call to sleep or wake came", now)
+            busy = self._update or self._sleepers or (self._gathers if self._gathers.next() is not None else None)
+            if busy is not None:
+                raise aborted(f"replicas are in use: {busy.describe()}")
+            self._state.check_ledger()
+            self._sleepers = Sleepers(self._state, event, now)
+        except CkptEngineError as error:
+            self._state.finish(event.call, error.problem)
+
+    def _operator_call(self, event: OperatorCall, now: float) -> None:
+        finish, evicted, problem = operate(self._state, self._catch_up, event)
+        self._state.out.append(finish)
+        for member in evicted:
+            self._goodbye(member, problem, now)
+
+    def _cancelled(self, call: Call, now: float) -> None:
+        if self._sleepers is not None and self._sleepers.call == call:
+            self._sleepers.call = None
+        self._gathers.cancelled(call)
+        if self._update is not None:
+            for rank in [rank for rank, other in self._update.order.calls.items() if other == call]:
+                self._update.caller_left(rank)
+
+    # -- what comes next
+
+    def _begin(self) -> None:
+        self._begun = True
+        self._state.spend_ahead()
+        if self._restarted:
+            self._state.set_timer(SETTLE, self._deadlines.reconnect_most + self._deadlines.heartbeat)
+        else:
+            self._settled = True
+
+    def _next(self, now: float) -> None:
+        """Begins what can begin. Called after every event."""
+        if self._sleepers is not None and self._sleepers.over:
+            self._sleepers = None
+        if self._sleepers is not None:
+            self._sleepers.start(now)
+        self._gathers.look(self._settled, now)
+        lineage = self._gathers.next()
+        if lineage is not None and self._update is not None:
+            self._cut_short(f"an update of lineage {lineage!r} came", now)
+        if self._update is not None or self._sleepers is not None or not self._state.epoch_ready():
+            return
+        if lineage is not None:
+            self._start(self._gathers.begin(lineage), now)
+        elif self._settled and self._state.ledger_problem is None:
+            order = self._catch_up.order(now)
+            if order is not None:
+                self._start(order, now)
+
+    def _start(self, order: Order, now: float) -> None:
+        self._update = Update(self._state, order, self._over)
+        self._update.start(now)
+
+    def _over(self) -> None:
+        self._update = None
+
+    def _cut_short(self, reason: str, now: float) -> None:
+        update = self._update
+        if update is not None and update.order.late is not None and not update.cut:
+            self._catch_up.cut_short(update.order.replicas[0])
+            update.cut_short(reason, now)
+
+    # -- timers and tasks
+
+    def _timer(self, key: Key, now: float) -> None:
+        match key:
+            case ("lease", str() as peer):
+                self._lease(Peer(peer), now)
+            case ("update", int() as epoch, str() as step):
+                if self._update is not None and self._update.fence.epoch == epoch:
+                    self._update.timer(step, now)
+            case ("sleepers", int() as epoch, str() as step):
+                if self._sleepers is not None and self._sleepers.fence.epoch == epoch:
+                    self._sleepers.timer(step, now)
+            case ("gather", str() as step, str() as lineage):
+                self._gathers.timer(step, lineage, now)
+            case ("forget", str() as name, int() as rank):
+                for due in self._forgetting.due(name, rank):
+                    self._goodbye(due, None, now)
+            case ("join", str() as lineage):
+                self._holdings.again(lineage)
+            case ("settle",):
+                self._settled = True
+            case ("spend again",):
+                self._state.spend_ahead()
+            case _:
+                assert key == CATCH_UP  # nothing but another look
+
+    def _done(self, done: Done, now: float) -> None:
+        match done.key:
+            case ("update", int() as epoch, str() as step):
+                if self._update is not None and self._update.fence.epoch == epoch:
+                    self._update.done(step, done, now)
+                    if step == "intent":
+                        self._state.spend_ahead()
+                        for trainer in self._forgetting.taken_over():
+                            self._goodbye(trainer, None, now)
+                        self._forgetting.prune()
+            case ("merge", str() as lineage, int() as number):
+                self._publications.merged(lineage, number, done)
+            case ("join", str() as lineage, int() as number):
+                self._holdings.ended(lineage, number, done)
+            case ("spend",):
+                self._state.spend_ended(done.problem)
+            case _:
+                assert done.key == SPEND
+
+
+def _is_beat(event: ManagerEvent) -> bool:
+    """Trainers' heartbeats are nearly all events of a large run, and begin nothing."""
+    return isinstance(event, Message) and isinstance(event.body, manager_pb2.Heartbeat)

@@ -1,0 +1,379 @@
+"""Who is there: trainer ranks, holders and replicas, and which stream speaks for each of them.
+
+Decides which hello is accepted. A member that lost its stream is remembered until it says goodbye or is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
+
+from ckpt_engine.core.names import LINEAGE_BYTES
+from ckpt_engine.core.offers import holder_id
+from ckpt_engine.core.problems import aborted, invalid, not_found, precondition
+from ckpt_engine.machines.events import Peer, SourceOffer
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+MemberT = TypeVar("MemberT", "Trainer", "Holder", "Replica")
+KeyT = TypeVar("KeyT", str, tuple[str, int])
+
+MOST_HELD = 64
+"""Versions that one holder may hold, far more than fit into a host."""
+
+MOST_RANKS = 1 << 16
+"""Far more than any run has: who is missing is looked at rank by rank, so a number that cannot be must not be taken."""
+
+
+@dataclass
+class Trainer:
+    """One trainer rank. peer: None while its session is lost."""
+
+    lineage: str
+    rank: int
+    world_size: int
+    session_id: str
+    host: weights_pb2.Host
+    peer: Peer | None
+    heard: float
+    table: manager_pb2.BlobRef | None = None
+
+
+@dataclass
+class Holder:
+    """Who holds sealed versions and is no trainer rank. kind: for people. source: the id of what it offers. peer: None
+    while its session is lost."""
+
+    kind: str
+    name: str
+    session_id: str
+    host: weights_pb2.Host
+    peer: Peer | None
+    heard: float
+    held: tuple[manager_pb2.Held, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """No other holder and no rank has it."""
+        return holder_id(self.kind, self.name)
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """Why a replica's engine could not take a version. workers: their boot ids. manifest: what it can never load,
+    whoever publishes it; empty: another try may work."""
+
+    problem: weights_pb2.Problem
+    workers: tuple[bytes, ...]
+    manifest: bytes = b""
+
+
+@dataclass
+class Replica:
+    """One rollout replica, as its agent tells. peer: None while its session is lost.
+
+    engine: None until the agent has one that answers. prepared: what its workers last recorded, by rank. unfit: why it
+    could not take the version that it was asked to take last; None if it could.
+    """
+
+    name: str
+    session_id: str
+    agent_epoch: int
+    mode: manager_pb2.Mode
+    host: weights_pb2.Host
+    peer: Peer | None
+    heard: float
+    engine: manager_pb2.Engine | None = None
+    transports: tuple[str, ...] = ()
+    workers: tuple[manager_pb2.WorkerStatus, ...] = ()
+    prepared: dict[int, manager_pb2.PreparedWorker] = field(default_factory=dict)
+    serving: bool = False
+    asleep: bool = False
+    closed_reason: str = ""
+    label_problem: str = ""
+    last_outcome: manager_pb2.ReplicaOutcome | None = None
+    unfit: Unfit | None = None
+
+    @property
+    def receives(self) -> bool:
+        """Whether updates bring it weights."""
+        return self.mode != manager_pb2.COLOCATED
+
+    def identity(self) -> weights_pb2.Identity | None:
+        """What all its workers hold, None if they do not agree."""
+        first = self.workers[0].identity if self.workers else None
+        if first is not None and self.holds(first):
+            return first
+        return None
+
+    def holds(self, identity: weights_pb2.Identity) -> bool:
+        """Whether all its workers say that they hold it."""
+        return bool(self.workers) and all(
+            worker.state == manager_pb2.CLEAN and worker.identity == identity for worker in self.workers
+        )
+
+    def boot_ids(self) -> tuple[bytes, ...]:
+        """Of its workers, by rank."""
+        return tuple(worker.boot_id for worker in sorted(self.workers, key=lambda worker: worker.rank))
+
+    def prepared_for(self, manifest_digest: bytes) -> list[manager_pb2.PreparedWorker] | None:
+        """What its present workers recorded for a manifest, by rank; None if one has not."""
+        found = []
+        for worker in sorted(self.workers, key=lambda worker: worker.rank):
+            prepared = self.prepared.get(worker.rank)
+            if (
+                prepared is None
+                or not worker.boot_id
+                or prepared.boot_id != worker.boot_id
+                or prepared.manifest_digest != manifest_digest
+            ):
+                return None
+            found.append(prepared)
+        return found or None
+
+    def why_unfit(self) -> weights_pb2.Problem | None:
+        """Why its present workers could not take a version; None if nothing is known against them."""
+        same = self.unfit is not None and self.unfit.workers == self.boot_ids()
+        return self.unfit.problem if same and self.unfit is not None else None
+
+    def never_loads(self, manifest_digest: bytes) -> Unfit | None:
+        """What is known against loading a manifest into its present workers, now or ever."""
+        if self.why_unfit() is None or self.unfit is None or self.unfit.manifest != manifest_digest:
+            return None
+        return self.unfit
+
+
+Member: TypeAlias = Trainer | Holder | Replica
+Hello: TypeAlias = manager_pb2.TrainerHello | manager_pb2.HolderHello | manager_pb2.ReplicaHello
+
+
+def absence(member: Member) -> str:
+    """The step of an update that ends waiting for a lost member."""
+    if isinstance(member, Trainer):
+        return f"lost rank {member.rank}"
+    return f"lost {member.source}" if isinstance(member, Holder) else f"lost replica {member.name}"
+
+
+@dataclass
+class Members:
+    """All of them. cluster: this manager's ledger; whoever served another one is refused."""
+
+    cluster: str
+    trainers: dict[tuple[str, int], Trainer] = field(default_factory=dict)
+    replicas: dict[str, Replica] = field(default_factory=dict)
+    holders: dict[str, Holder] = field(default_factory=dict)  # by the id of what they offer
+    by_peer: dict[Peer, Member] = field(default_factory=dict)
+
+    def ranks(self, lineage: str) -> dict[int, Trainer]:
+        """The known ranks of a lineage, by rank."""
+        found = (trainer for trainer in self.trainers.values() if trainer.lineage == lineage)
+        return {trainer.rank: trainer for trainer in sorted(found, key=lambda trainer: trainer.rank)}
+
+    def source(self, lineage: str, offer: SourceOffer) -> Trainer | Holder | None:
+        """Whose source it is, if it is connected and still offers this table."""
+        if offer.rank is None:
+            holder = self.holders.get(offer.source)
+            offers = holder is not None and any(held.table == offer.table for held in holder.held)
+            return holder if holder is not None and holder.peer is not None and offers else None
+        trainer = self.trainers.get((lineage, offer.rank))
+        if trainer is None or trainer.peer is None or trainer.table != offer.table:
+            return None
+        return trainer
+
+    def connected_holders(self) -> list[Holder]:
+        """Those that have a session, by the id of what they offer."""
+        return [self.holders[source] for source in sorted(self.holders) if self.holders[source].peer is not None]
+
+    def replica(self, name: str) -> Replica:
+        """By its name. Raises NOT_FOUND, naming those that there are."""
+        found = self.replicas.get(name)
+        if found is None:
+            known = ", ".join(sorted(self.replicas)) or "none is known"
+            raise not_found(f"there is no replica {name!r} ({known})", replica=name)
+        return found
+
+    def receivers(self) -> list[Replica]:
+        """Connected replicas that updates bring weights, by name."""
+        names = sorted(self.replicas)
+        return [self.replicas[name] for name in names if self.replicas[name].receives and self.replicas[name].peer]
+
+    def lose(self, peer: Peer) -> Member | None:
+        """The member that this stream spoke for, now without one; None if the stream spoke for nobody."""
+        member = self.by_peer.pop(peer, None)
+        if member is not None:
+            member.peer = None
+            if isinstance(member, Replica):
+                member.serving = False
+                member.closed_reason = "its agent is not connected"
+        return member
+
+    def forget(self, member: Member) -> None:
+        """It said goodbye."""
+        if member.peer is not None:
+            self.by_peer.pop(member.peer, None)
+        if isinstance(member, Trainer):
+            self.trainers.pop((member.lineage, member.rank), None)
+        elif isinstance(member, Holder):
+            self.holders.pop(member.source, None)
+        else:
+            self.replicas.pop(member.name, None)
+
+    def check_speaker(self, peer: Peer, hello: Hello) -> None:
+        """Raises INVALID_ARGUMENT if this stream speaks for another member already."""
+        speaks = self.by_peer.get(peer)
+        if speaks is not None and speaker(speaks) != speaker(hello):
+            raise invalid(f"one session speaks for one member: this one for {speaker(speaks)}, not {speaker(hello)}")
+
+    # -- hellos: all return the member and the stream that it spoke over before, or raise CkptEngineError
+
+    def hello(self, peer: Peer, hello: Hello, now: float) -> tuple[Member, Peer | None]:
+        """Takes a member of any kind in. Raises as the kind's own does."""
+        self._check_cluster(hello.cluster)
+        if isinstance(hello, manager_pb2.TrainerHello):
+            return self.trainer_hello(peer, hello, now)
+        if isinstance(hello, manager_pb2.HolderHello):
+            return self.holder_hello(peer, hello, now)
+        return self.replica_hello(peer, hello, now)
+
+    def known(self, hello: Hello) -> Member | None:
+        """Who said hello under this name before."""
+        if isinstance(hello, manager_pb2.TrainerHello):
+            return self.trainers.get((hello.lineage, hello.rank))
+        if isinstance(hello, manager_pb2.HolderHello):
+            return self.holders.get(holder_id(hello.kind, hello.name))
+        return self.replicas.get(hello.name)
+
+    def holder_hello(self, peer: Peer, hello: manager_pb2.HolderHello, now: float) -> tuple[Holder, Peer | None]:
+        """Takes a holder in. Raises ABORTED if another process is connected under its name, and INVALID_ARGUMENT for a
+        hello that does not fit."""
+        if not hello.kind or " " in hello.kind or hello.kind == "rank" or not hello.name:
+            raise invalid(f"a holder needs a kind of one word, not 'rank', and a name: {hello.kind!r}, {hello.name!r}")
+        if len(hello.held) > MOST_HELD:
+            raise invalid(f"a holder holds at most {MOST_HELD} versions, not {len(hello.held)}")
+        holder = Holder(hello.kind, hello.name, hello.session_id, hello.host, peer, now, tuple(hello.held))
+        old = self.holders.get(holder.source)
+        if old is not None and old.peer is not None and old.session_id != hello.session_id:
+            raise aborted(
+                f"{holder.source} is connected from host {old.host.name!r} as another process: give this one another "
+                "name, or stop that one first"
+            )
+        return holder, self._speaks(peer, holder, None if old is None else old.peer, self.holders, holder.source)
+
+    def _speaks(
+        self, peer: Peer, member: MemberT, before: Peer | None, members: dict[KeyT, MemberT], key: KeyT
+    ) -> Peer | None:
+        """From now on a stream speaks for a member, and the one before does no more, which is returned."""
+        if before is not None:
+            self.by_peer.pop(before, None)
+        members[key] = member
+        self.by_peer[peer] = member
+        return before
+
+    def trainer_hello(self, peer: Peer, hello: manager_pb2.TrainerHello, now: float) -> tuple[Trainer, Peer | None]:
+        """Takes a rank in. Raises ABORTED if another process is connected as this rank, and INVALID_ARGUMENT or
+        FAILED_PRECONDITION for a hello that does not fit."""
+        if not hello.lineage or len(hello.lineage.encode()) > LINEAGE_BYTES:
+            raise invalid(f"a lineage's name has 1 to {LINEAGE_BYTES} bytes, {hello.lineage!r} has not")
+        if hello.world_size > MOST_RANKS:
+            raise invalid(f"a lineage has at most {MOST_RANKS} ranks, not {hello.world_size}")
+        if not hello.rank < hello.world_size:
+            raise invalid(f"there is no rank {hello.rank} among {hello.world_size} ranks")
+        known = self.ranks(hello.lineage)
+        old = known.get(hello.rank)
+        if old is not None and old.peer is not None and old.session_id != hello.session_id:
+            raise aborted(
+                f"rank {hello.rank} of lineage {hello.lineage!r} is connected from host {old.host.name!r} as another "
+                f"process: stop that one first, or give this run a lineage of its own",
+                ranks=(hello.rank,),
+            )
+        for other in known.values():
+            if other.world_size == hello.world_size or other.rank == hello.rank:
+                continue
+            if other.peer is not None:
+                raise invalid(
+                    f"rank {hello.rank} says that lineage {hello.lineage!r} has {hello.world_size} ranks, "
+                    f"rank {other.rank} said {other.world_size}",
+                    ranks=(hello.rank, other.rank),
+                )
+            self.forget(other)
+        trainer = Trainer(
+            hello.lineage, hello.rank, hello.world_size, hello.session_id, hello.host, peer, now, _table(hello)
+        )
+        if old is not None and old.session_id == hello.session_id and trainer.table is None:
+            trainer.table = old.table
+        before = None if old is None else old.peer
+        return trainer, self._speaks(peer, trainer, before, self.trainers, (hello.lineage, hello.rank))
+
+    def replica_hello(self, peer: Peer, hello: manager_pb2.ReplicaHello, now: float) -> tuple[Replica, Peer | None]:
+        """Takes a replica in. Raises ABORTED if its agent was overtaken or the name is taken, INVALID_ARGUMENT or
+        FAILED_PRECONDITION for a hello that does not fit."""
+        if not hello.name:
+            raise invalid("a replica needs a name")
+        old = self.replicas.get(hello.name)
+        if old is not None and old.session_id != hello.session_id:
+            self._check_agent(old, hello)
+        replica = Replica(hello.name, hello.session_id, hello.agent_epoch, hello.mode, hello.host, peer, now)
+        if hello.HasField("engine"):
+            replica.engine = hello.engine
+        replica.transports = tuple(hello.transports)
+        replica.workers = tuple(hello.workers)
+        replica.prepared = {prepared.rank: prepared for prepared in hello.prepared}
+        replica.asleep = hello.asleep
+        replica.closed_reason = "its agent has just connected"
+        before = None
+        if old is not None:
+            before, replica.last_outcome, replica.unfit = old.peer, old.last_outcome, old.unfit
+            if before == peer:
+                replica.serving, replica.closed_reason = old.serving, old.closed_reason
+                replica.label_problem = old.label_problem
+        if hello.HasField("last_outcome"):
+            replica.last_outcome = hello.last_outcome
+        return replica, self._speaks(peer, replica, before, self.replicas, hello.name)
+
+    def _check_cluster(self, cluster: str) -> None:
+        if cluster and cluster != self.cluster:
+            raise precondition(
+                f"it served cluster {cluster}, this manager is of cluster {self.cluster} (another ledger): "
+                "it goes on as it is and asks again. To have it back at once, give this manager that cluster "
+                f"(`ckpt-engine serve --cluster {cluster}` with a fresh ledger, if that of the cluster is lost), or "
+                "restart it to have it join this one"
+            )
+
+    def _check_agent(self, old: Replica, hello: manager_pb2.ReplicaHello) -> None:
+        same_engine = _same_engine(old, hello)
+        if same_engine and hello.agent_epoch < old.agent_epoch:
+            raise aborted(
+                f"agent {hello.agent_epoch} of replica {hello.name!r} was overtaken by agent {old.agent_epoch}",
+                replica=hello.name,
+            )
+        if old.peer is not None and (not same_engine or hello.agent_epoch == old.agent_epoch):
+            raise aborted(
+                f"a replica named {hello.name!r} is connected from host {old.host.name!r} with another engine: "
+                "give this one another name, or stop that one first",
+                replica=hello.name,
+            )
+
+
+def speaker(member: Member | Hello) -> str:
+    """How a member is named to people."""
+    if isinstance(member, Trainer | manager_pb2.TrainerHello):
+        return f"rank {member.rank} of lineage {member.lineage!r}"
+    if isinstance(member, Holder | manager_pb2.HolderHello):
+        return holder_id(member.kind, member.name)
+    return f"replica {member.name!r}"
+
+
+def _table(hello: manager_pb2.TrainerHello) -> manager_pb2.BlobRef | None:
+    return hello.table if hello.HasField("table") else None
+
+
+def _same_engine(old: Replica, hello: manager_pb2.ReplicaHello) -> bool:
+    """By the workers' boot ids, which no two engines share; engines without workers by their address."""
+    there = _boots(old.workers) & _boots(hello.workers)
+    if there or (_boots(old.workers) and _boots(hello.workers)):
+        return bool(there)
+    return old.host.boot_id == hello.host.boot_id and old.engine == (hello.engine if hello.HasField("engine") else None)
+
+
+def _boots(workers: Iterable[manager_pb2.WorkerStatus]) -> set[bytes]:
+    return {worker.boot_id for worker in workers if worker.boot_id}

@@ -1,0 +1,38 @@
+"""What an update is to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckpt_engine.machines.events import Call, Published
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+
+@dataclass
+class Order:
+    """What an update is to do. end: monotonic seconds by which it must have reported.
+
+    replicas: those it is for, by name. min_replicas: how many of them suffice; None: it is carried out for one too, but
+    is ok only with all. selection: the caller's wish, None for all. late: a replica is brought to this version, which
+    was sealed before; None: the version is sealed now, and its root is not known yet. record: the sealed record of that
+    version, if the sources need digest no more than what is finer. before: the lineage's version before this one, if
+    one is known.
+    """
+
+    lineage: str
+    version: int
+    published: Published
+    replicas: tuple[str, ...]
+    calls: dict[int, Call]  # by trainer rank
+    pause_mode: manager_pb2.PauseMode
+    min_replicas: int | None
+    selection: frozenset[str] | None
+    end: float
+    late: weights_pb2.Identity | None = None
+    record: manager_pb2.BlobRef | None = None
+    before: weights_pb2.Identity | None = None
+
+    @property
+    def least(self) -> int:
+        """With fewer replicas that can be updated it is refused."""
+        return 1 if self.min_replicas is None else self.min_replicas

@@ -1,0 +1,87 @@
+"""What trainer ranks publish, and whether the tables of a lineage's ranks fit together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import cast
+
+from ckpt_engine.machines.events import Done, MergeTables, Published
+from ckpt_engine.machines.manager.members import Trainer
+from ckpt_engine.machines.manager.state import State
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+
+@dataclass
+class Publication:
+    """Of one lineage. tables: digests by rank of what `published` or `problem` is about, or of what is merged now."""
+
+    tables: tuple[bytes, ...] = ()
+    number: int = 0
+    merging: bool = False
+    published: Published | None = None
+    problem: weights_pb2.Problem | None = None
+
+
+@dataclass
+class Publications:
+    """Of all lineages."""
+
+    state: State
+    lineages: dict[str, Publication] = field(default_factory=dict)
+    merges: int = 0
+
+    def get(self, lineage: str) -> Publication:
+        """What is known of a lineage, if its ranks' tables are still those that were merged."""
+        known = self.lineages.get(lineage)
+        tables = self._tables(lineage)
+        if known is None or tables is None or known.tables != tuple(table.digest for table in tables):
+            return Publication()
+        return known
+
+    def offered(self, trainer: Trainer) -> None:
+        """A rank has published (again): merge when all have, and tell what came of it."""
+        tables = self._tables(trainer.lineage)
+        if tables is None:
+            return
+        known = self.lineages.setdefault(trainer.lineage, Publication())
+        digests = tuple(table.digest for table in tables)
+        if known.tables == digests and (known.merging or known.published is not None):
+            if known.published is not None:
+                self._accept(trainer, known.published)
+            return
+        self.merges += 1
+        self.lineages[trainer.lineage] = Publication(digests, self.merges, merging=True)
+        task = MergeTables(trainer.lineage, tables, self.state.deadlines.merge)
+        self.state.run(("merge", trainer.lineage, self.merges), task)
+
+    def merged(self, lineage: str, number: int, done: Done) -> None:
+        """A merge ended: tell every rank."""
+        known = self.lineages.get(lineage)
+        if known is None or known.number != number:
+            return
+        known.merging = False
+        known.problem = done.problem
+        known.published = cast(Published, done.result) if done.problem is None else None
+        for trainer in self.state.members.ranks(lineage).values():
+            if known.published is not None:
+                self._accept(trainer, known.published)
+            else:
+                self.state.send(trainer, manager_pb2.Refused(problem=known.problem))
+
+    def prune(self) -> None:
+        """Forgets lineages of which no rank is left."""
+        alive = {lineage for lineage, _ in self.state.members.trainers}
+        for lineage in [lineage for lineage in self.lineages if lineage not in alive]:
+            del self.lineages[lineage]
+
+    def _accept(self, trainer: Trainer, published: Published) -> None:
+        self.state.send(trainer, manager_pb2.PublicationAccepted(table=trainer.table, manifest=published.manifest))
+
+    def _tables(self, lineage: str) -> tuple[manager_pb2.BlobRef, ...] | None:
+        """By rank, once every rank has published."""
+        ranks = self.state.members.ranks(lineage)
+        if not ranks:
+            return None
+        world_size = next(iter(ranks.values())).world_size
+        tables = [trainer.table for trainer in ranks.values() if trainer.table is not None]
+        return tuple(tables) if len(tables) == world_size else None

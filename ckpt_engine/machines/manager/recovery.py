@@ -1,0 +1,137 @@
+"""What a manager does about a ledger that is not what it should be, and what it says about that.
+
+- Rolled back (an old copy was put back), or lost and made anew under the old cluster's id: members have seen higher
+  epochs and versions than it knows. The manager goes on above them, so that no epoch is given out twice to anybody.
+- Lost, with another cluster's id now: members of the old cluster are refused, stay as they are and ask again. Only an
+  operator knows whether the old ledger is gone, so it is said who they are and what brings them back.
+- Members that have seen far higher epochs than any ledger could have forgotten: they are not believed and not let in,
+  since one wrong hello would spend all epochs, for ever and for everybody. They stay as they are and ask again.
+- Not to be written: nothing is begun that would need it, and no replica is touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ckpt_engine.core.problems import unavailable
+from ckpt_engine.machines.manager.members import Hello, Replica, speaker
+from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.versions import describe
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+MOST_SKIPPED = 1 << 32
+"""Epochs that a ledger is believed to have forgotten: what an update a second spends in 136 years. A ledger that was
+lost and made anew under its cluster's id has forgotten all of them."""
+
+NAMED = 8
+"""Clusters, and members of each, that are named at most: names come from outside."""
+
+
+@dataclass
+class Recovery:
+    """strangers: by their cluster, members that were refused since they belong to it. unbelieved: by their names, the
+    epochs of members that cannot be."""
+
+    state: State
+    rolled_back: str = ""
+    strangers: dict[str, list[str]] = field(default_factory=dict)
+    unbelieved: dict[str, int] = field(default_factory=dict)
+
+    def check(self, hello: Hello) -> None:
+        """Raises UNAVAILABLE for an epoch that is not believed; remembers members of other clusters."""
+        highest, name = self._highest(hello), speaker(hello)
+        if not self._believed(highest, name):
+            raise unavailable(
+                f"{name} has seen epoch {highest}, this manager's ledger knows of {self.state.epoch}: no ledger is so "
+                f"far behind (more than {MOST_SKIPPED}), so one of the two is wrong. It is not let in, goes on as it "
+                "is and asks again: start it anew (a replica with its engine), or give this manager the right ledger",
+                replica=hello.name if isinstance(hello, manager_pb2.ReplicaHello) else "",
+            )
+        cluster = self.state.members.cluster
+        if hello.cluster and hello.cluster != cluster and len(self.strangers) < NAMED:
+            names = self.strangers.setdefault(hello.cluster, [])
+            if name not in names and len(names) < NAMED:
+                names.append(name)
+
+    def learn(self, hello: Hello) -> bool:
+        """Takes over what an accepted member knows and the ledger does not. Whether epochs had to be skipped.
+
+        Workers' words count whatever cluster their epochs are of: an engine that is moved here must not be given lower
+        ones. Versions count only if the member served this cluster: others may use the same name for another lineage.
+        """
+        state, highest = self.state, self._highest(hello)
+        ours = hello.cluster == state.members.cluster
+        skipped = highest > state.epoch
+        if skipped:
+            if ours:
+                self.rolled_back = (
+                    f"the ledger was rolled back: {speaker(hello)} has seen epoch {highest}, the ledger only "
+                    f"{state.epoch}; it goes on above that"
+                )
+            self._skip(highest)
+        if ours and isinstance(hello, manager_pb2.ReplicaHello):
+            for worker in hello.workers:
+                if worker.state == manager_pb2.CLEAN:
+                    self._learn_version(hello.name, worker)
+        if ours and isinstance(hello, manager_pb2.HolderHello):
+            for held in hello.held:
+                self._take_number(held.identity, speaker(hello))
+        return skipped
+
+    def learn_epochs(self, replica: Replica) -> bool:
+        """The same from a heartbeat: an agent may say hello before its engine is there. Whether epochs were skipped."""
+        highest = max((worker.epoch for worker in replica.workers), default=0)
+        skipped = highest > self.state.epoch and self._believed(highest, f"replica {replica.name!r}")
+        if skipped:
+            self._skip(highest)
+        return skipped
+
+    def _believed(self, epoch: int, name: str) -> bool:
+        if epoch <= self.state.epoch + MOST_SKIPPED:
+            self.unbelieved.pop(name, None)
+            return True
+        if name in self.unbelieved or len(self.unbelieved) < NAMED:
+            self.unbelieved[name] = epoch
+        return False
+
+    def _skip(self, epoch: int) -> None:
+        self.state.epoch = epoch
+        self.state.spend_ahead()
+
+    def warnings(self) -> list[str]:
+        """For the status: sentences that say what is wrong and what helps."""
+        said = (
+            [] if self.state.ledger_problem is None else [f"no update can begin: {self.state.ledger_problem.message}"]
+        )
+        if self.rolled_back:
+            said.append(self.rolled_back)
+        for name, epoch in self.unbelieved.items():
+            said.append(
+                f"{name}: not believed, since it has seen epoch {epoch} and this manager's ledger knows of "
+                f"{self.state.epoch} only. Start it anew (a replica with its engine), or give this manager the right "
+                "ledger"
+            )
+        for cluster, names in self.strangers.items():
+            said.append(
+                f"{', '.join(names)}: refused, since it served cluster {cluster} and this manager's ledger is of "
+                f"cluster {self.state.members.cluster}. If that cluster's ledger is lost, restart the manager with "
+                f"`ckpt-engine serve --cluster {cluster}` and a fresh ledger: all of them then come back by themselves"
+            )
+        return said
+
+    def _learn_version(self, name: str, worker: manager_pb2.WorkerStatus) -> None:
+        self._take_number(worker.identity, "a replica")
+        self.state.versions.learn(name, worker.identity, worker.epoch)
+
+    def _take_number(self, identity: weights_pb2.Identity, name: str) -> None:
+        if self.state.versions.take_number(identity):
+            self.rolled_back = f"the ledger was rolled back: {name} holds {describe(identity)}, which it lacks"
+
+    def _highest(self, hello: Hello) -> int:
+        ours = hello.cluster == self.state.members.cluster
+        seen = [hello.epoch if ours else 0]
+        if isinstance(hello, manager_pb2.ReplicaHello):
+            seen += [worker.epoch for worker in hello.workers]
+            if hello.HasField("last_outcome") and hello.last_outcome.fence.cluster == self.state.members.cluster:
+                seen.append(hello.last_outcome.fence.epoch)
+        return max(seen)

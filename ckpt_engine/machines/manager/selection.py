@@ -1,0 +1,49 @@
+"""Which replicas an update is for: those that its caller names, or all that are registered and receive weights.
+
+Also those whose agents are not connected: their engines may serve an older version, so a report must not leave them
+out. Who said goodbye or was evicted is not registered any more.
+"""
+
+from __future__ import annotations
+
+from ckpt_engine.core.pausing import check_pause_mode
+from ckpt_engine.core.problems import precondition
+from ckpt_engine.machines.manager.absences import not_there
+from ckpt_engine.machines.manager.state import State
+from ckpt_engine.v1 import manager_pb2
+
+
+def min_replicas_of(request: manager_pb2.UpdateWeightsRequest) -> int | None:
+    """How many replicas suffice; None: the caller has not said."""
+    return request.min_replicas if request.HasField("min_replicas") else None
+
+
+def replicas_for(state: State, request: manager_pb2.UpdateWeightsRequest, now: float) -> tuple[str, ...]:
+    """Their names, in order.
+
+    Raises NOT_FOUND for a name that nobody has, INVALID_ARGUMENT for a pause mode that one of those that are connected
+    does not have, and FAILED_PRECONDITION for a replica that receives no weights or if too few are connected, or have
+    been so a moment ago.
+    """
+    members = state.members
+    for name in request.replicas:
+        if not members.replica(name).receives:
+            raise precondition(
+                f"replica {name!r} is colocated: it sleeps and wakes, but receives no weights", replica=name
+            )
+    receiving = (name for name, replica in members.replicas.items() if replica.receives)
+    found = [members.replicas[name] for name in sorted(set(request.replicas) or receiving)]
+    least = min_replicas_of(request)
+    least = 1 if least is None else least
+    away = [each for each in found if each.peer is None and now - each.heard >= state.deadlines.lease]
+    if len(found) - len(away) < least:
+        why = "; ".join(f"{each.name}: {not_there(each, now).problem.message}" for each in away)
+        raise precondition(
+            f"{len(found) - len(away)} replicas that receive weights are connected, {least} are required; "
+            + (why or "start some with `ckpt-engine replica`"),
+            replica=away[0].name if away else "",
+        )
+    for replica in found:
+        if replica.peer is not None and replica.engine is not None:
+            check_pause_mode(replica.name, replica.engine, request.pause_mode)
+    return tuple(replica.name for replica in found)

@@ -1,0 +1,115 @@
+"""One Sleep or Wake call: every replica that it names is told, and its answer waited for.
+
+It waits for an epoch first, which the ledger may still be making durable: the call before may have taken the last one.
+"""
+
+from __future__ import annotations
+
+from ckpt_engine.core.deadlines import check_seconds
+from ckpt_engine.core.problems import deadline, unavailable
+from ckpt_engine.machines.events import Call, FinishCall, SleepCall, WakeCall
+from ckpt_engine.machines.manager.members import Replica
+from ckpt_engine.machines.manager.state import State
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+
+class Sleepers:
+    """Runs one call. Raises at construction: NOT_FOUND for a replica that nobody knows, INVALID_ARGUMENT for a timeout
+    that nobody can wait."""
+
+    def __init__(self, state: State, event: SleepCall | WakeCall, now: float) -> None:
+        request = event.request
+        for name in request.replicas:
+            state.members.replica(name)
+        if request.timeout_seconds:
+            check_seconds("a timeout", request.timeout_seconds)
+        self.state = state
+        self.call: Call | None = event.call
+        self.wake = isinstance(event, WakeCall)
+        self.fence = weights_pb2.Fence()
+        self.over = False
+        self._names = sorted(set(request.replicas)) or sorted(state.members.replicas)
+        self._results: dict[str, manager_pb2.SleepWakeResult] = {}
+        self._seconds = request.timeout_seconds or state.deadlines.sleep_wake
+        self._end = now + self._seconds
+        self._level = event.request.level if isinstance(event, SleepCall) else 0
+        self._tags = tuple(event.request.tags) if isinstance(event, WakeCall) else ()
+
+    def describe(self) -> str:
+        """What runs, for who must wait for it."""
+        return f"{'waking' if self.wake else 'putting to sleep'} {', '.join(self._names)}"
+
+    def start(self, now: float) -> None:
+        """Tells all replicas, if there is an epoch by now; does nothing if it has done so, or nobody waits any more."""
+        if self.fence.epoch or self.over:
+            return
+        if self.call is None:
+            self.over = True
+            return
+        if self.state.epoch_ready():
+            self.fence = self.state.next_sleep()
+        self.state.set_timer(("sleepers", self.fence.epoch, "end"), self._end - now)
+        if not self.fence.epoch:
+            return
+        self.state.set_timer(("sleepers", self.fence.epoch, "resend"), self.state.deadlines.resend)
+        for name in self._names:
+            replica = self.state.members.replicas.get(name)
+            if replica is None or replica.peer is None:
+                self._result(name, unavailable("it is not connected", replica=name).problem)
+        self.send_missing(now)
+        self._when_done()
+
+    def send_missing(self, now: float) -> None:
+        """Tells, again, whoever has not answered."""
+        if not self.fence.epoch:
+            return
+        for name in self._names:
+            replica = self.state.members.replicas.get(name)
+            if name not in self._results and replica is not None:
+                command = manager_pb2.SleepWake(
+                    fence=self.fence,
+                    wake=self.wake,
+                    level=self._level,
+                    tags=self._tags,
+                    deadline_seconds=max(0.001, self._end - now - self._seconds / 10),
+                )
+                self.state.send(replica, command)
+
+    def answer(self, replica: Replica, body: manager_pb2.SleepWakeDone) -> None:
+        """A replica has done it, or cannot."""
+        if body.fence == self.fence and replica.name in self._names and replica.name not in self._results:
+            self._result(replica.name, body.problem if body.HasField("problem") else None)
+            self._when_done()
+
+    def lost(self, name: str) -> None:
+        """A replica's agent was lost; nobody knows what became of it."""
+        if name in self._names and name not in self._results:
+            self._result(name, unavailable("its agent was lost", replica=name).problem)
+            self._when_done()
+
+    def timer(self, step: str, now: float) -> None:
+        """Time to tell again, or to end."""
+        if step == "resend":
+            self.state.set_timer(("sleepers", self.fence.epoch, "resend"), self.state.deadlines.resend)
+            self.send_missing(now)
+            return
+        for name in self._names:
+            if name not in self._results:
+                self._result(name, deadline(f"no answer within {self._seconds:g} s", replica=name).problem)
+        self._when_done()
+
+    def _result(self, name: str, problem: weights_pb2.Problem | None) -> None:
+        self._results[name] = manager_pb2.SleepWakeResult(replica=name, problem=problem)
+
+    def _when_done(self) -> None:
+        if self.over or len(self._results) < len(self._names):
+            return
+        self.over = True
+        self.state.cancel_timer(("sleepers", self.fence.epoch, "end"))
+        self.state.cancel_timer(("sleepers", self.fence.epoch, "resend"))
+        if self.call is not None:
+            results = [self._results[name] for name in self._names]
+            response = (
+                manager_pb2.WakeResponse(results=results) if self.wake else manager_pb2.SleepResponse(results=results)
+            )
+            self.state.out.append(FinishCall(self.call, response=response))

@@ -1,0 +1,166 @@
+"""What the parts of the manager's machine share: members, epochs, the order of versions, and the way out.
+
+There are two kinds of fences, and no command carries both. A *fill* fence is for preparing and sealing: it is given out
+when an update begins. An *install* fence is for installing and sleeping: that of an update is given out with its
+intent, the durable decision, and not before. So sealing the next version may overlap the installs of this one, and
+neither makes the other one old. Both take their epochs from one count, so an epoch names one fence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from google.protobuf.message import Message as ProtobufMessage
+
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.problems import precondition
+from ckpt_engine.machines.events import (
+    Call,
+    CancelTimer,
+    EmitEvent,
+    FinishCall,
+    Key,
+    ManagerCommand,
+    ManagerTask,
+    Run,
+    Send,
+    SetTimer,
+    SpendEpoch,
+)
+from ckpt_engine.machines.manager.members import Member, Members
+from ckpt_engine.machines.manager.versions import Intended, Meant, Versions
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+SPEND: Key = ("spend",)
+SPEND_AGAIN: Key = ("spend again",)
+SHORTEST_SECONDS = 0.001
+SPENT_AHEAD = 2
+"""Epochs that are made durable at once: those of an update's two fences."""
+
+
+@dataclass
+class State:
+    """Shared by the manager's parts; each changes only what it is about.
+
+    epoch: the last one that was given out, of either kind. installs: the last one of an install that may have begun.
+    spent: up to which the ledger will never give one out again; some are spent ahead, so that an update need not wait
+    for the disk. spending: up to which they are being spent, 0 if they are not. versions: who is to hold what.
+    ledger_problem: why the ledger could not be written when that was tried last; None if it could.
+    """
+
+    members: Members
+    deadlines: Deadlines
+    out: list[ManagerCommand]
+    epoch: int
+    installs: int
+    spent: int
+    versions: Versions = field(default_factory=Versions)
+    spending: int = 0
+    ledger_problem: weights_pb2.Problem | None = None
+
+    @classmethod
+    def from_ledger(
+        cls,
+        cluster: str,
+        epoch: int,
+        intents: Sequence[Intended],
+        deadlines: Deadlines,
+        meant: Mapping[str, Meant] | None = None,
+        highest: Sequence[weights_pb2.Identity] = (),
+    ) -> State:
+        """As a manager begins."""
+        state = cls(Members(cluster), deadlines, [], epoch, epoch, epoch)
+        state.versions = Versions.from_ledger(epoch, intents, meant or {}, highest)
+        return state
+
+    # -- epochs
+
+    def spend_ahead(self) -> None:
+        """Has the next epochs made durable, if that is not done."""
+        if self.spent <= self.epoch and not self.spending:
+            self.spending = self.epoch + SPENT_AHEAD
+            self.run(SPEND, SpendEpoch(self.spending, self.deadlines.ledger))
+
+    def spend_ended(self, problem: weights_pb2.Problem | None) -> None:
+        """The ledger has written, or could not: then it is tried again in a moment."""
+        if problem is None:
+            self.spent, self.ledger_problem = max(self.spent, self.spending), None
+        else:
+            self.ledger_problem = problem
+            self.set_timer(SPEND_AGAIN, self.deadlines.resend)
+        self.spending = 0
+        if problem is None:
+            self.spend_ahead()  # epochs may have been skipped meanwhile
+
+    def epoch_ready(self) -> bool:
+        """Whether `next_fill` or `next_sleep` may be called."""
+        return self.spent > self.epoch
+
+    def check_ledger(self) -> None:
+        """Raises FAILED_PRECONDITION while the ledger cannot be written: what is begun now could not be recorded."""
+        if self.ledger_problem is not None:
+            raise precondition(
+                "the ledger cannot be written, so nothing is begun and no replica was touched: "
+                + self.ledger_problem.message
+            )
+
+    def next_fill(self) -> weights_pb2.Fence:
+        """A fill fence above all fences before it."""
+        assert self.epoch_ready()
+        self.epoch += 1
+        self.spend_ahead()
+        return self.fence(self.epoch)
+
+    def next_sleep(self) -> weights_pb2.Fence:
+        """The install fence of a sleep or wake, which has no intent: above all fences before it."""
+        self.installs = self.next_fill().epoch
+        return self.fence(self.installs)
+
+    def next_install(self) -> weights_pb2.Fence:
+        """The install fence of the intent that is recorded next, above all fences before it. Recording it spends it."""
+        self.epoch += 1
+        return self.fence(self.epoch)
+
+    def intent_ended(self, fence: weights_pb2.Fence) -> None:
+        """It is on the disk, and its epoch with it."""
+        self.spent, self.installs = max(self.spent, fence.epoch), fence.epoch
+
+    def fence(self, epoch: int) -> weights_pb2.Fence:
+        """One of this cluster."""
+        return weights_pb2.Fence(cluster=self.members.cluster, epoch=epoch)
+
+    # -- the way out
+
+    def send(self, member: Member, body: ProtobufMessage) -> None:
+        """Dropped if the member is not connected; what must arrive is sent again by its owner."""
+        if member.peer is not None:
+            self.out.append(Send(member.peer, body))
+
+    def send_to(self, name: str, body: ProtobufMessage) -> bool:
+        """The same for a replica by its name; dropped if nobody knows it. Whether it was connected."""
+        replica = self.members.replicas.get(name)
+        if replica is None or replica.peer is None:
+            return False
+        self.send(replica, body)
+        return True
+
+    def run(self, key: Key, task: ManagerTask) -> None:
+        """Starts a task."""
+        self.out.append(Run(key, task))
+
+    def set_timer(self, key: Key, seconds: float) -> None:
+        """Sets or replaces a timer. Never for no time: in floats, the moment that it waits for might not have come."""
+        self.out.append(SetTimer(key, max(SHORTEST_SECONDS, seconds)))
+
+    def cancel_timer(self, key: Key) -> None:
+        """Forgets a timer."""
+        self.out.append(CancelTimer(key))
+
+    def emit(self, call: Call, event: manager_pb2.UpdateEvent) -> None:
+        """Tells a caller of UpdateWeights something."""
+        self.out.append(EmitEvent(call, event))
+
+    def finish(self, call: Call, problem: weights_pb2.Problem | None = None) -> None:
+        """Ends a call."""
+        self.out.append(FinishCall(call, problem))

@@ -1,0 +1,109 @@
+"""What GetStatus answers: members as they were heard of last. And which blobs must stay for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ckpt_engine.machines.manager.holdings import Holdings
+from ckpt_engine.machines.manager.members import Replica
+from ckpt_engine.machines.manager.publications import Publications
+from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.update import Update
+from ckpt_engine.v1 import manager_pb2
+
+REPLICA_STATES = ("serving", "asleep", "closed", "disconnected")
+
+
+def replica_state(replica: manager_pb2.ReplicaStatus) -> str:
+    """The one word for a replica: the first of disconnected, asleep, serving, closed that is true."""
+    if not replica.connected:
+        return "disconnected"
+    if replica.asleep:
+        return "asleep"
+    return "serving" if replica.serving else "closed"
+
+
+def status_of(
+    state: State,
+    phase: str,
+    software_version: str,
+    warnings: Sequence[str],
+    holdings: Mapping[str, Sequence[manager_pb2.BlobRef]],
+) -> manager_pb2.GetStatusResponse:
+    """All members by name, the last sealed version, what goes on, what is kept for whom, and what an operator should
+    know of."""
+    newest = state.versions.newest()
+    answer = manager_pb2.GetStatusResponse(
+        fence=state.fence(state.epoch),
+        phase=phase,
+        latest=None if newest is None else newest.identity,
+        software_version=software_version,
+        warnings=warnings,
+    )
+    for key in sorted(state.members.trainers):
+        trainer = state.members.trainers[key]
+        answer.trainers.add(
+            lineage=trainer.lineage,
+            rank=trainer.rank,
+            world_size=trainer.world_size,
+            connected=trainer.peer is not None,
+            published=trainer.table is not None,
+            description=trainer.host.name,
+        )
+    for source in sorted(state.members.holders):
+        holder = state.members.holders[source]
+        answer.holders.add(
+            kind=holder.kind,
+            name=holder.name,
+            connected=holder.peer is not None,
+            held=[held.identity for held in holder.held],
+            description=holder.host.name,
+        )
+    for owner in sorted(holdings):
+        if size := sum({ref.digest: ref.size for ref in holdings[owner]}.values()):
+            answer.holdings.add(owner=owner, bytes=size)
+    for name in sorted(state.members.replicas):
+        answer.replicas.append(_replica(state.members.replicas[name]))
+    return answer
+
+
+def blobs_in_use(
+    state: State, publications: Publications, holdings: Holdings, update: Update | None
+) -> dict[str, list[manager_pb2.BlobRef]]:
+    """Blobs that must stay, by what needs them."""
+    used = holdings.blobs()
+    for lineage, publication in publications.lineages.items():
+        if publication.published is not None:
+            used.setdefault(f"lineage {lineage!r}", []).append(publication.published.manifest)
+    for trainer in state.members.trainers.values():
+        if trainer.table is not None:
+            used.setdefault(f"lineage {trainer.lineage!r}", []).append(trainer.table)
+    for replica in state.members.replicas.values():
+        used[f"replica {replica.name!r}"] = [prepared.needs for prepared in replica.prepared.values()]
+    for lineage, latest in state.versions.latest.items():
+        if latest.record is not None:
+            used.setdefault(f"lineage {lineage!r}", []).append(latest.record)
+        if latest.published is not None:
+            tables = [source.table for source in latest.published.sources]
+            used.setdefault(f"lineage {lineage!r}", []).extend([latest.published.manifest, *tables])
+    if update is not None:
+        used["the update that runs"] = update.blobs()
+    return used
+
+
+def _replica(replica: Replica) -> manager_pb2.ReplicaStatus:
+    return manager_pb2.ReplicaStatus(
+        name=replica.name,
+        engine=replica.engine,
+        mode=replica.mode,
+        connected=replica.peer is not None,
+        serving=replica.serving,
+        asleep=replica.asleep,
+        closed_reason=replica.closed_reason,
+        label_problem=replica.label_problem,
+        workers=replica.workers,
+        identity=replica.identity(),
+        last_outcome=replica.last_outcome,
+        host=replica.host,
+        unfit=replica.why_unfit(),
+    )

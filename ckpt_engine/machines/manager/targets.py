@@ -1,0 +1,188 @@
+"""The replicas of one update: prepared or left out first, then told to install, and in the end each with an outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckpt_engine.core.problems import precondition
+from ckpt_engine.machines.events import Combined, Compiled, PlanWorker
+from ckpt_engine.machines.manager.members import Replica, Unfit
+from ckpt_engine.machines.manager.order import Order
+from ckpt_engine.machines.manager.report import already_there, left_out
+from ckpt_engine.machines.manager.state import State
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+Problem = weights_pb2.Problem
+
+HEALTH = frozenset({Problem.UNAVAILABLE, Problem.DEADLINE_EXCEEDED, Problem.ABORTED, Problem.INTERNAL})
+"""Problems of a prepare that concern a replica's health. All others say that it is unfit: its engine cannot load what
+is published. If no replica can, it is what is published that is wrong, and the update is refused."""
+
+
+class Targets:
+    """outcomes: by name; grows until every replica has one. awaited: those that are to come back before they are asked
+    for anything. told: those that were told to install.
+
+    They are prepared under the fill fence and told to install under the install fence (`decided`), which all outcomes
+    carry in the end.
+    """
+
+    def __init__(self, state: State, order: Order, fill: weights_pb2.Fence) -> None:
+        self._state = state
+        self._order = order
+        self._fill = fill
+        self._fence = weights_pb2.Fence()
+        self._prepared: dict[str, list[manager_pb2.PreparedWorker]] = {}
+        self._unfit: dict[str, Unfit] = {}
+        self.told: set[str] = set()
+        self.outcomes: dict[str, manager_pb2.ReplicaOutcome] = {}
+        self.awaited: set[str] = set()
+
+    def blobs(self) -> list[manager_pb2.BlobRef]:
+        """Their workers' needs."""
+        return [prepared.needs for workers in self._prepared.values() for prepared in workers]
+
+    # -- preparing
+
+    def unprepared(self) -> list[str]:
+        """Those that are neither prepared nor left out."""
+        return [name for name in self._order.replicas if name not in self._prepared and name not in self.outcomes]
+
+    def prepared(self) -> list[str]:
+        """Those that are prepared, and so can be installed into."""
+        return sorted(self._prepared)
+
+    def prepare(self, seconds: float) -> None:
+        """Asks, again, every connected replica whose workers have not answered about this manifest before."""
+        manifest = self._order.published.manifest
+        for name in self.unprepared():
+            replica = self._state.members.replicas.get(name)
+            known = None if replica is None else replica.prepared_for(manifest.digest)
+            never = None if replica is None else replica.never_loads(manifest.digest)
+            if known is not None:
+                self._prepared[name] = known
+            elif never is not None:
+                self._leave_out_unfit(name, never)
+            elif name not in self.awaited:
+                command = manager_pb2.Prepare(fence=self._fill, manifest=manifest, deadline_seconds=seconds)
+                self._state.send_to(name, command)
+
+    def take_prepared(self, replica: Replica, body: manager_pb2.Prepared) -> None:
+        """Takes an answer."""
+        if replica.name not in self.unprepared():
+            return
+        if not body.HasField("problem"):
+            self._prepared[replica.name] = sorted(body.workers, key=lambda worker: worker.rank)
+            replica.prepared = {worker.rank: worker for worker in body.workers}
+        elif body.problem.code in HEALTH:
+            self.leave_out(replica.name, body.problem)
+        else:
+            manifest = self._order.published.manifest.digest if body.problem.code == Problem.INVALID_ARGUMENT else b""
+            self._leave_out_unfit(replica.name, Unfit(body.problem, replica.boot_ids(), manifest))
+
+    def prepare_again(self) -> None:
+        """What they recorded is not stored here: it went to a manager before this one. They store it once more."""
+        for name in self.prepared():
+            replica = self._state.members.replicas.get(name)
+            if replica is not None:
+                replica.prepared.clear()
+        self._prepared.clear()
+
+    def take_unplanned(self, problems: Mapping[str, Problem]) -> None:
+        """For these no plan can be made. Other sources may be within their reach, so they are asked again."""
+        for name, problem in problems.items():
+            replica = self._state.members.replicas.get(name)
+            self._leave_out_unfit(name, Unfit(problem, () if replica is None else replica.boot_ids()))
+
+    def too_few(self) -> Problem | None:
+        """Why the update is refused, if those that are prepared are not enough.
+
+        If none is, and some are unfit, what is published is to blame: then the first tensor's name goes with it.
+        """
+        able, least = len(self._prepared), self._order.least
+        if able >= least and (able or not self._unfit):
+            return None
+        why = self._why_left_out()
+        if able or not self._unfit:
+            return precondition(f"{able} replicas can be updated, {least} are required ({why})").problem
+        name = min(self._unfit)
+        problem = Problem()
+        problem.CopyFrom(self._unfit[name].problem)
+        problem.message = f"no replica can take what lineage {self._order.lineage!r} publishes ({why})"
+        problem.replica = name
+        return problem
+
+    def remember_unfit(self) -> None:
+        """For the status, and so that what can never work is not asked for again."""
+        for name in self._order.replicas:
+            replica = self._state.members.replicas.get(name)
+            if replica is not None and (name in self._unfit or name in self._prepared):
+                replica.unfit = self._unfit.get(name)
+
+    def _why_left_out(self) -> str:
+        """Names those that are, with the reason; those that have the same one together."""
+        names: dict[str, list[str]] = {}
+        for name in sorted(self.outcomes):
+            names.setdefault(self.outcomes[name].problem.message, []).append(name)
+        return "; ".join(f"{', '.join(those)}: {message}" for message, those in names.items())
+
+    def workers(self) -> tuple[PlanWorker, ...]:
+        """Of the prepared ones, for the planner."""
+        return tuple(
+            PlanWorker((name, worker.rank), worker.needs, worker.host, self._state.members.replicas[name].transports)
+            for name in self.prepared()
+            for worker in self._prepared[name]
+        )
+
+    # -- installing
+
+    def decided(self, fence: weights_pb2.Fence, identity: weights_pb2.Identity) -> None:
+        """The install fence is given out. Those that serve this very version already are left alone."""
+        self._fence = fence
+        for outcome in self.outcomes.values():
+            outcome.fence.CopyFrom(fence)
+        for name in self.prepared():
+            replica = self._state.members.replicas.get(name)
+            if replica is not None and replica.holds(identity) and replica.serving:
+                self.outcomes[name] = already_there(name, self._fence, identity)
+
+    def waiting_for(self) -> list[str]:
+        """Those that are prepared and have no outcome."""
+        return [name for name in self.prepared() if name not in self.outcomes]
+
+    def install(self, identity: weights_pb2.Identity, compiled: Compiled, combined: Combined, seconds: float) -> None:
+        """Tells, again, everybody who has no outcome."""
+        for name in self.waiting_for():
+            if name in self.awaited:
+                continue
+            command = manager_pb2.Install(
+                fence=self._fence, identity=identity, pause_mode=self._order.pause_mode, deadline_seconds=seconds
+            )
+            for worker in self._prepared[name]:
+                key = (name, worker.rank)
+                command.workers.add(rank=worker.rank, plan=compiled.plans[key], expected=combined.expected[key])
+            if self._state.send_to(name, command):
+                self.told.add(name)
+
+    def abandon(self, reason: str) -> None:
+        """Asks everybody who has no outcome to go back, if no byte was written."""
+        for name in self.waiting_for():
+            self._state.send_to(name, manager_pb2.Abandon(fence=self._fence, reason=reason))
+
+    def take_outcome(self, outcome: manager_pb2.ReplicaOutcome, name: str) -> None:
+        """A replica says what became of it."""
+        if name in self.waiting_for():
+            self.outcomes[name] = outcome
+
+    def leave_out(self, name: str, problem: Problem) -> None:
+        """Ends the update for one replica that gave no outcome, and tells the callers."""
+        replica = self._state.members.replicas.get(name)
+        self.outcomes[name] = left_out(name, replica, self._fence, problem, told=name in self.told)
+        self._prepared.pop(name, None)
+        for call in self._order.calls.values():
+            progress = manager_pb2.UpdateProgress(replica=name, message=f"left out: {problem.message}")
+            self._state.emit(call, manager_pb2.UpdateEvent(progress=progress))
+
+    def _leave_out_unfit(self, name: str, unfit: Unfit) -> None:
+        self._unfit[name] = unfit
+        self.leave_out(name, unfit.problem)

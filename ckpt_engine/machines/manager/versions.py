@@ -1,0 +1,200 @@
+"""Which numbers each lineage has used, which version it sealed last, and which replica is to hold which of them.
+
+A number never goes down and never gets another root, also when the manager was restarted in between: the ledger keeps
+each lineage's highest number apart from its last intent, and members tell of numbers that the ledger lost.
+
+A replica belongs to the lineage whose update was for it last: one that named it, or one for all. It is to hold that
+lineage's last version, if that is for it too. So runs that share no replica do not meet, one that takes a replica over
+has it from then on, and a replica that came after its lineage chose others waits for an update that is for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckpt_engine.core.problems import precondition
+from ckpt_engine.machines.events import Published, RecordIntent
+from ckpt_engine.machines.manager.order import Order
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+HIGHEST_VERSION = (1 << 63) - 1
+"""What the wire and the state words hold."""
+
+EVERYBODY = ""
+"""In place of a replica's name: all that receive weights."""
+
+Meant = tuple[int, str]
+"""The epoch of an update, and its lineage."""
+
+
+@dataclass(frozen=True)
+class Intended:
+    """An intent as the ledger has it. selection: the replicas that the version is for; none: all."""
+
+    epoch: int
+    identity: weights_pb2.Identity
+    selection: tuple[str, ...] = ()
+
+
+@dataclass
+class Latest:
+    """The last version of a lineage that was sealed and meant for installing.
+
+    epoch: the highest that anybody may have installed it with, late replicas aside. published: where its bytes lie;
+    None after a restart of the manager, until its ranks have published again. selection: the replicas that it is for;
+    None: all that receive weights. record: its SealedRecord, a blob; None: nobody has one. sealed_since: its ranks were
+    told to seal another version since, so what they hold now must be hashed again before it is called this one.
+    """
+
+    identity: weights_pb2.Identity
+    epoch: int
+    published: Published | None = None
+    selection: frozenset[str] | None = None
+    record: manager_pb2.BlobRef | None = None
+    sealed_since: bool = False
+
+
+@dataclass
+class Versions:
+    """meant: by replica, the last update that was for it; EVERYBODY: the last one for all. ledger_epoch: what the
+    ledger knew of when the manager began. highest: of each lineage the version with the highest number, which need not
+    be its latest one."""
+
+    ledger_epoch: int = 0
+    latest: dict[str, Latest] = field(default_factory=dict)
+    meant: dict[str, Meant] = field(default_factory=dict)
+    highest: dict[str, weights_pb2.Identity] = field(default_factory=dict)
+
+    @classmethod
+    def from_ledger(
+        cls,
+        epoch: int,
+        intents: Sequence[Intended],
+        meant: Mapping[str, Meant],
+        highest: Sequence[weights_pb2.Identity] = (),
+    ) -> Versions:
+        """As a manager begins. intents: the last one of each lineage. highest: of each lineage, at least as high."""
+        latest = {
+            intent.identity.lineage: Latest(intent.identity, intent.epoch, None, frozenset(intent.selection) or None)
+            for intent in intents
+        }
+        versions = cls(epoch, latest, dict(meant))
+        for identity in (*(intent.identity for intent in intents), *highest):
+            versions.take_number(identity)
+        return versions
+
+    # -- numbers
+
+    def take_number(self, identity: weights_pb2.Identity) -> bool:
+        """Its number is used. Whether it is above all that the lineage has used before."""
+        known = self.highest.get(identity.lineage)
+        if known is not None and identity.version <= known.version:
+            return False
+        self.highest[identity.lineage] = identity
+        return True
+
+    def next_number(self, lineage: str) -> int:
+        """For an update that names none: a new lineage begins with 0. Raises FAILED_PRECONDITION if none is left."""
+        known = self.highest.get(lineage)
+        if known is not None and known.version >= HIGHEST_VERSION:
+            raise precondition(f"no number is left above {describe(known)}: start a new lineage")
+        return 0 if known is None else known.version + 1
+
+    def check_rises(self, lineage: str, version: int) -> None:
+        """Raises FAILED_PRECONDITION for a number below the lineage's highest."""
+        known = self.highest.get(lineage)
+        if known is not None and version < known.version:
+            raise precondition(
+                f"version {version} goes backwards: {describe(known)} was installed before. To go back, start "
+                'a new lineage: Trainer(..., lineage="NAME"), or `ckpt-engine update --lineage NAME`'
+            )
+
+    def check_number(self, identity: weights_pb2.Identity, late: weights_pb2.Identity | None) -> None:
+        """Whether weights are the version that they say they are, now that their root is known. late: what a replica
+        is to be brought to; None: they are to be the lineage's next version, or the last one once more.
+
+        Raises FAILED_PRECONDITION for a number that went down, or that has another root.
+        """
+        if late is None:
+            self.check_rises(identity.lineage, identity.version)
+        known = late or self.highest.get(identity.lineage)
+        if known is not None and known.version == identity.version and known != identity:
+            raise precondition(
+                f"the weights are not those of {describe(known)}: their root is {identity.root.hex()[:12]}; "
+                "take a higher version, or start a new lineage"
+            )
+
+    # -- who is to hold what
+
+    def intent(self, epoch: int, identity: weights_pb2.Identity, order: Order, seconds: float) -> RecordIntent:
+        """What the ledger is to know. A late replica gets what it was meant to have, so nothing is meant anew."""
+        late = order.late is not None
+        whole = self.selection(identity, frozenset() if late else order.selection)
+        meant = () if late else tuple(sorted(order.selection or (EVERYBODY,)))
+        return RecordIntent(epoch, identity, seconds, tuple(sorted(whole or ())), meant)
+
+    def begin(
+        self, identity: weights_pb2.Identity, epoch: int, order: Order, record: manager_pb2.BlobRef | None
+    ) -> None:
+        """A version is about to be installed into those that its update is for; or a late replica is to get it, for
+        which all of it was hashed again if there is a record now."""
+        latest = self.latest.get(identity.lineage)
+        if order.late is None:
+            whole = self.selection(identity, order.selection)
+            self.latest[identity.lineage] = Latest(identity, epoch, order.published, whole, record)
+            self.meant |= dict.fromkeys(order.selection or (EVERYBODY,), (epoch, identity.lineage))
+        elif latest is not None and latest.identity == identity:
+            latest.record = latest.record or record
+
+    def sealed_anew(self, lineage: str) -> None:
+        """The ranks of a lineage are told to seal what they have now."""
+        if lineage in self.latest:
+            self.latest[lineage].sealed_since = True
+
+    def selection(self, identity: weights_pb2.Identity, selection: frozenset[str] | None) -> frozenset[str] | None:
+        """Whom a version is for, if it is asked for once more for these: for all that it was ever asked for."""
+        known = self.latest.get(identity.lineage)
+        if known is None or known.identity != identity:
+            return selection
+        return None if selection is None or known.selection is None else known.selection | selection
+
+    def learn(self, name: str, identity: weights_pb2.Identity, epoch: int) -> None:
+        """A replica holds what the ledger does not know of. It tells of that replica, and of nobody else."""
+        lineage = identity.lineage
+        known = self.latest.get(lineage)
+        if epoch <= self.ledger_epoch or (known is not None and epoch < known.epoch):
+            return
+        if known is None:
+            self.latest[lineage] = Latest(identity, epoch, None, frozenset((name,)))
+        else:
+            selection = None if known.selection is None else known.selection | {name}
+            if known.identity == identity:
+                self.latest[lineage] = replace(known, epoch=epoch, selection=selection)
+            else:
+                self.latest[lineage] = Latest(identity, epoch, None, selection)
+        if self._meant_for(name)[0] < epoch:
+            self.meant[name] = epoch, lineage
+
+    def of(self, name: str) -> Latest | None:
+        """What a replica is to hold; None: nothing, until an update is for it."""
+        latest = self.latest.get(self._meant_for(name)[1])
+        if latest is None or (latest.selection is not None and name not in latest.selection):
+            return None
+        return latest
+
+    def newest(self) -> Latest | None:
+        """Of all lineages."""
+        return max(self.latest.values(), key=lambda latest: latest.epoch, default=None)
+
+    def lineages(self) -> set[str]:
+        """Those that some replica belongs to, or one that comes for the first time would."""
+        return {self._meant_for(name)[1] for name in (*self.meant, EVERYBODY)}
+
+    def _meant_for(self, name: str) -> Meant:
+        return max(self.meant.get(name, (0, "")), self.meant.get(EVERYBODY, (0, "")))
+
+
+def describe(identity: weights_pb2.Identity) -> str:
+    """A version for people."""
+    return f"version {identity.version} of lineage {identity.lineage!r} (root {identity.root.hex()[:12]})"

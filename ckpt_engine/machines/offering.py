@@ -1,0 +1,252 @@
+"""A member that offers weights: a trainer rank, or whoever holds versions that were sealed.
+
+What all kinds share is written here: connecting, storing what the hello refers to, telling what is offered until the
+manager has decided, sealing in the order of fill fences, answering repetitions, leaving. What differs is data: the
+hello, and what tells a change (`Kind`). It decides nothing about weights: its shell seals and digests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from google.protobuf.message import Message as ProtobufMessage
+
+from ckpt_engine.core.deadlines import Deadlines, bounded
+from ckpt_engine.machines.deciding import commands_of
+from ckpt_engine.machines.events import (
+    CancelTimer,
+    Done,
+    HoldVersions,
+    Key,
+    Message,
+    OfferedVersion,
+    PeerLost,
+    PublicationDecided,
+    PublishTable,
+    PutBlobs,
+    Released,
+    Run,
+    SealResult,
+    SealSource,
+    SetTimer,
+    Start,
+    Stop,
+    TimerFired,
+    TrainerCommand,
+    TrainerEvent,
+)
+from ckpt_engine.machines.session import Session
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+REPUBLISH: Key = ("publish",)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a hello says of a member's state. cluster: that it last served. epoch: the highest fill fence that it has
+    obeyed. held: what it offers, as stored with the manager."""
+
+    cluster: str
+    epoch: int
+    held: Sequence[manager_pb2.Held]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What differs from kind to kind. session: the call of the service. message: the envelope of what it says. hello:
+    makes the first message. changed: makes what tells, on the open stream, that it offers something else now."""
+
+    session: str
+    message: type[ProtobufMessage]
+    hello: Callable[[Told], ProtobufMessage]
+    changed: Callable[[Told], ProtobufMessage]
+
+
+class OfferingMachine:
+    """One process of some kind.
+
+    A Seal with the fence of the last one is answered as before, whatever became of the first answer. What it offers is
+    stored again before every hello, since the manager may have been restarted without its blobs.
+    """
+
+    def __init__(self, kind: Kind, deadlines: Deadlines | None = None) -> None:
+        self.kind = kind
+        self._deadlines = deadlines or Deadlines()
+        self._out: list[TrainerCommand] = []
+        self._session = Session(self._deadlines, self._out.append, self._dial, self._hello, self._beat)
+        self._offered: tuple[OfferedVersion, ...] | None = None  # None: nothing yet
+        self._held: tuple[manager_pb2.Held, ...] | None = None  # the same as stored; None: not stored
+        self._puts = 0
+        self._waiting: set[bytes] = set()  # tables that the manager has not decided on
+        self._decided = False
+        self._epoch = 0
+        self._sealing = manager_pb2.Seal()
+        self._sealed: manager_pb2.Sealed | None = None
+
+    def handle(self, event: TrainerEvent, now: float) -> list[TrainerCommand]:
+        """Takes one event and says what is to be done."""
+        return commands_of(self._out, lambda: self._take(event, now))
+
+    def _take(self, event: TrainerEvent, now: float) -> None:
+        match event:
+            case Message(peer, body):
+                if self._session.heard(peer, now):
+                    self._message(body, now)
+            case PeerLost(peer, reason, code):
+                self._session.lost(peer, reason, now, code)
+            case TimerFired(key):
+                if not self._session.timer(key, now) and key == REPUBLISH:
+                    self._publish()
+            case Done(("put", int() as number), result, problem):
+                if number == self._puts:
+                    self._stored(result, problem, now)
+            case Done(("seal", int() as epoch), result, problem):
+                self._seal_done(epoch, result, problem)
+            case PublishTable(table):
+                self._offer((OfferedVersion(table),))
+            case HoldVersions(versions):
+                self._offer(versions)
+            case Start():
+                self._session.start(now)
+            case Stop(reason):
+                self._session.stop(reason)
+
+    def _offer(self, offered: tuple[OfferedVersion, ...]) -> None:
+        self._offered, self._held, self._decided = offered, None, False
+        if self._session.welcomed:
+            self._put()
+        elif self._session.peer is None and self._puts:
+            self._put()  # a dial that waits for what was offered before this
+
+    # -- session
+
+    def _dial(self, now: float) -> None:
+        if self._offered is None:
+            self._session.open(now)
+        else:
+            self._put()
+
+    def _put(self) -> None:
+        assert self._offered is not None
+        self._puts += 1
+        blobs = tuple(blob for version in self._offered for blob in (version.table, version.record) if blob)
+        self._out.append(Run(("put", self._puts), PutBlobs(blobs, self._deadlines.blobs)))
+
+    def _stored(self, result: object, problem: weights_pb2.Problem | None, now: float) -> None:
+        if problem is not None:
+            if self._session.peer is None:
+                self._session.failed(problem.message, now)
+            else:
+                self._out.append(SetTimer(REPUBLISH, self._deadlines.resend))
+            return
+        assert self._offered is not None
+        refs = iter(cast(tuple[manager_pb2.BlobRef, ...], result))
+        self._held = tuple(
+            manager_pb2.Held(identity=version.identity, table=next(refs), record=next(refs) if version.record else None)
+            for version in self._offered
+        )
+        self._undecided()
+        if self._session.peer is None:
+            self._session.open(now)
+        else:
+            self._publish()
+
+    def _undecided(self) -> None:
+        """The manager is to decide on all that is offered."""
+        self._waiting = {held.table.digest for held in self._held or ()}
+        self._decided = False
+
+    def _told(self) -> Told:
+        return Told(self._session.cluster, self._epoch, self._held or ())
+
+    def _hello(self) -> ProtobufMessage:
+        return self.kind.hello(self._told())
+
+    def _beat(self, sequence: int) -> manager_pb2.Heartbeat:
+        return manager_pb2.Heartbeat(sequence=sequence)
+
+    # -- messages
+
+    def _message(self, body: object, now: float) -> None:
+        match body:
+            case manager_pb2.Welcome():
+                if self._session.welcome(body):
+                    self._undecided()
+                    if self._offered is not None and self._held is None:
+                        self._put()
+                    elif self._held is not None:
+                        self._out.append(SetTimer(REPUBLISH, self._deadlines.resend))
+            case manager_pb2.Refused():
+                # Before the welcome, or when another session took over, the session is refused; else what is offered.
+                if not self._session.welcomed or body.problem.code in (
+                    weights_pb2.Problem.ABORTED,
+                    weights_pb2.Problem.UNAVAILABLE,
+                ):
+                    self._session.refused(body.problem, now)
+                elif body.problem.code == weights_pb2.Problem.NOT_FOUND and self._offered is not None:
+                    # The manager that it was stored with is not the one that took the hello.
+                    self._held, self._decided = None, False
+                    self._out.append(SetTimer(REPUBLISH, self._deadlines.resend))
+                else:
+                    self._decide(PublicationDecided(None, body.problem))
+            case manager_pb2.PublicationAccepted():
+                if any(held.table == body.table for held in self._held or ()):
+                    self._waiting.discard(body.table.digest)
+                    if not self._waiting:
+                        self._decide(PublicationDecided(body.manifest, None))
+            case manager_pb2.Seal():
+                self._seal(body)
+            case manager_pb2.Release():
+                if body.fence.cluster == self._session.cluster:
+                    self._out.append(Released(body.fence.epoch))
+
+    def _publish(self) -> None:
+        """Tells what is offered until the manager has decided; it may be waiting for other ranks' tables."""
+        if self._decided or not self._session.welcomed:
+            return
+        if self._held is None:
+            if self._offered is not None:
+                self._put()
+            return
+        self._session.send(self.kind.changed(self._told()))
+        if self._held:
+            self._out.append(SetTimer(REPUBLISH, self._deadlines.resend))
+        else:
+            self._decided = True  # there is nothing to decide on
+
+    def _decide(self, decision: PublicationDecided) -> None:
+        if not self._decided:
+            self._out.append(CancelTimer(REPUBLISH))
+        self._decided = True
+        self._out.append(decision)
+
+    # -- sealing
+
+    def _seal(self, seal: manager_pb2.Seal) -> None:
+        if seal.fence.cluster != self._session.cluster or seal.fence.epoch < self._epoch:
+            return
+        if seal.fence.epoch == self._epoch:
+            if self._sealed is not None:
+                self._session.send(self._sealed)
+            return
+        self._epoch = seal.fence.epoch
+        self._sealed = None
+        self._sealing = seal
+        task = SealSource(seal.fence.epoch, seal.version, seal.atoms, seal.keep, bounded(seal.deadline_seconds))
+        self._out.append(Run(("seal", self._epoch), task))
+
+    def _seal_done(self, epoch: int, result: object, problem: weights_pb2.Problem | None) -> None:
+        if epoch != self._epoch:
+            return  # overtaken by a later update
+        answer = manager_pb2.Sealed(fence=self._sealing.fence, atoms=self._sealing.atoms)
+        if problem is not None:
+            answer.problem.CopyFrom(problem)
+        else:
+            sealed = cast(SealResult, result)
+            answer.digests.CopyFrom(sealed.digests)
+            answer.copy_seconds = sealed.copy_seconds
+            answer.digest_seconds = sealed.digest_seconds
+        self._sealed = answer
+        self._session.send(answer)

@@ -1,0 +1,246 @@
+"""A member's way to the manager: dial, say hello, keep the lease, dial again.
+
+Used by the agent's and the trainer's machine, which say what a hello contains and what must be stored first. Decides
+when a manager counts as lost; what that means for weights is decided elsewhere, and mostly it means nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from google.protobuf.message import Message as ProtobufMessage
+
+from ckpt_engine.core.deadlines import Deadlines, bounded
+from ckpt_engine.machines.events import (
+    CancelTimer,
+    ClosePeer,
+    Key,
+    OpenStream,
+    Peer,
+    Send,
+    SessionEnded,
+    SessionOpened,
+    SetTimer,
+)
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+RECONNECT: Key = ("session", "reconnect")
+BEAT: Key = ("session", "beat")
+
+PATIENCE = 1.25
+"""Leases to wait for a member's name that somebody else holds: if that one is dead, its lease is over by then."""
+
+DENIED = frozenset(
+    {weights_pb2.Problem.INVALID_ARGUMENT, weights_pb2.Problem.UNAUTHENTICATED, weights_pb2.Problem.PERMISSION_DENIED}
+)
+"""Refusals that no second attempt mends."""
+
+SessionCommand = Send | ClosePeer | SetTimer | CancelTimer | OpenStream | SessionOpened | SessionEnded
+
+
+class Session:
+    """One member's session, through any number of streams.
+
+    emit: takes commands. dial: called when a connection is due; answers with `open` once everything that the hello
+    refers to is stored, or with `failed`. hello and beat make the messages when they are sent.
+    """
+
+    def __init__(
+        self,
+        deadlines: Deadlines,
+        emit: Callable[[SessionCommand], None],
+        dial: Callable[[float], None],
+        hello: Callable[[], ProtobufMessage],
+        beat: Callable[[int], ProtobufMessage],
+    ) -> None:
+        self._deadlines = deadlines
+        self._emit = emit
+        self._dial = dial
+        self._hello = hello
+        self._beat = beat
+        self._streams = 0
+        self._failures = 0
+        self._sequence = 0
+        self._heard = 0.0
+        self._taken_since: float | None = None
+        self._lease = deadlines.lease
+        self._heartbeat = deadlines.heartbeat
+        self.peer: Peer | None = None
+        self.welcomed = False
+        self._hello_changed = False
+        self.ended = False
+        self.cluster = ""
+
+    def start(self, now: float) -> None:
+        """Connects for the first time."""
+        self._dial(now)
+
+    def open(self, now: float) -> None:
+        """Everything that the hello refers to is stored: open a stream and say it."""
+        if self.ended or self.peer is not None:
+            return
+        self._streams += 1
+        self.peer = Peer(f"manager-{self._streams}")
+        self.welcomed = False
+        self._hello_changed = False
+        self._heard = now
+        self._emit(OpenStream(self.peer))
+        self._emit(Send(self.peer, self._hello()))
+        self._emit(SetTimer(BEAT, self._deadlines.resend))
+
+    def send(self, body: ProtobufMessage) -> None:
+        """Sends if there is a welcomed stream; what must arrive is sent again by its owner."""
+        if self.peer is not None and self.welcomed:
+            self._emit(Send(self.peer, body))
+
+    def beat_now(self) -> None:
+        """Sends a heartbeat out of turn."""
+        self._sequence += 1
+        self.send(self._beat(self._sequence))
+
+    def hello_again(self) -> None:
+        """Tells on the open stream what has changed in the hello; the manager takes it as a repetition.
+
+        Before the welcome it waits for that: a manager that has not answered the first hello reads no second one.
+        """
+        self._hello_changed = not self.welcomed
+        if self.welcomed:
+            self.send(self._hello())
+
+    def heard(self, peer: Peer, now: float) -> bool:
+        """Whether a message came over the current stream; any message keeps the lease."""
+        if peer != self.peer:
+            return False
+        self._heard = now
+        return True
+
+    def welcome(self, welcome: manager_pb2.Welcome) -> bool:
+        """Whether this is the first welcome on this stream."""
+        first = not self.welcomed
+        self.welcomed = True
+        self._taken_since = None
+        self._failures = 0
+        self._lease = bounded(welcome.lease_seconds or self._deadlines.lease)
+        self._heartbeat = bounded(welcome.heartbeat_seconds or self._deadlines.heartbeat)
+        self.cluster = welcome.fence.cluster
+        if first:
+            self._emit(SetTimer(BEAT, self._heartbeat))
+            self._emit(SessionOpened(self.cluster))
+            if self._hello_changed:
+                self.hello_again()
+        return first
+
+    def refused(self, problem: weights_pb2.Problem, now: float) -> None:
+        """The manager does not want this session.
+
+        An unavailable manager is asked again. So is one that took somebody else for this member before it welcomed
+        this one (that may be a dead process whose lease still runs), and one of another cluster: what is served goes on
+        being served until an operator has put the right manager there, or has given it back its grants. Anything else
+        is final; what is refused to a welcomed member in this state of the system is an operator's having taken it out.
+        """
+        welcomed = self.welcomed
+        self._close()
+        taken = problem.code == weights_pb2.Problem.ABORTED and not welcomed
+        if taken and self._taken_since is None:
+            self._taken_since = now
+        patient = taken and self._taken_since is not None and now - self._taken_since < PATIENCE * self._lease
+        state = problem.code == weights_pb2.Problem.FAILED_PRECONDITION
+        elsewhere = state and not welcomed
+        if problem.code == weights_pb2.Problem.UNAVAILABLE or patient or elsewhere or self._lost_its_grants(problem):
+            self.failed(problem.message, now, problem.code, PATIENCE * self._lease if patient else 0.0)
+        else:
+            self.end(problem, evicted=state and welcomed)
+
+    def not_stored(self, problem: weights_pb2.Problem, now: float) -> None:
+        """What the hello refers to could not be stored with the manager."""
+        self._failed_with(problem, now)
+
+    def _failed_with(self, problem: weights_pb2.Problem, now: float) -> None:
+        denied = problem.code in DENIED
+        if denied and not self.cluster:
+            self.end(problem)
+        else:
+            self.failed(problem.message, now, problem.code if denied else weights_pb2.Problem.UNAVAILABLE)
+
+    def _lost_its_grants(self, problem: weights_pb2.Problem) -> bool:
+        """Whether a manager has welcomed this member before and knows it no more, as one with other tokens does."""
+        grants = (weights_pb2.Problem.UNAUTHENTICATED, weights_pb2.Problem.PERMISSION_DENIED)
+        return bool(self.cluster) and problem.code in grants
+
+    def lost(
+        self,
+        peer: Peer,
+        reason: str,
+        now: float,
+        code: weights_pb2.Problem.Code = weights_pb2.Problem.UNAVAILABLE,
+    ) -> bool:
+        """Whether the stream that ended was the current one; then it is dialled again, unless no manager has ever
+        welcomed this member and this one never will."""
+        if peer != self.peer:
+            return False
+        self.peer = None
+        self.welcomed = False
+        self._failed_with(weights_pb2.Problem(code=code, message=reason), now)
+        return True
+
+    def failed(
+        self,
+        reason: str,
+        now: float,
+        code: weights_pb2.Problem.Code = weights_pb2.Problem.UNAVAILABLE,
+        patience: float = 0.0,
+    ) -> None:
+        """The manager was lost, not reached, or does not want this session now: try again a little later each time."""
+        if self.ended:
+            return
+        self._emit(CancelTimer(BEAT))
+        first, most = self._deadlines.reconnect_first, self._deadlines.reconnect_most
+        wait = min(most, first * 2 ** min(self._failures, 16))
+        self._failures += 1
+        self._emit(SetTimer(RECONNECT, wait))
+        self._emit(SessionEnded(weights_pb2.Problem(code=code, message=reason), final=False, patience=patience))
+
+    def end(self, problem: weights_pb2.Problem, evicted: bool = False) -> None:
+        """No further attempt."""
+        self.ended = True
+        self._close()
+        self._emit(CancelTimer(BEAT))
+        self._emit(CancelTimer(RECONNECT))
+        self._emit(SessionEnded(problem, final=True, evicted=evicted))
+
+    def stop(self, reason: str) -> None:
+        """Says goodbye and ends; also before the welcome, since the manager may have taken the hello in already."""
+        if self.peer is not None:
+            self._emit(Send(self.peer, manager_pb2.Goodbye(reason=reason)))
+        self.end(weights_pb2.Problem(code=weights_pb2.Problem.ABORTED, message=f"stopped: {reason}"))
+
+    def timer(self, key: Key, now: float) -> bool:
+        """Whether the timer was the session's."""
+        if key == RECONNECT:
+            if not self.ended and self.peer is None:
+                self._dial(now)
+        elif key == BEAT:
+            self._tick(now)
+        else:
+            return False
+        return True
+
+    def _tick(self, now: float) -> None:
+        if self.peer is None:
+            return
+        silence = now - self._heard
+        if silence >= self._lease:
+            self._close()
+            self.failed(f"nothing was heard from it for {silence:.1f} s", now)
+        elif self.welcomed:
+            self.beat_now()
+            self._emit(SetTimer(BEAT, self._heartbeat))
+        else:
+            self._emit(Send(self.peer, self._hello()))
+            self._emit(SetTimer(BEAT, self._deadlines.resend))
+
+    def _close(self) -> None:
+        if self.peer is not None:
+            self._emit(ClosePeer(self.peer))
+        self.peer = None
+        self.welcomed = False

@@ -1,0 +1,287 @@
+"""Whether a recording accounts for every byte of a model: loaded, filled, derived or constant.
+
+Knows the model's tensors by where they lie in which storage, so tied weights count once and views of a tensor are
+told apart. Integers only once a tensor's layout has been read.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from ckpt_engine.core.boxes import Box, intersect, whole
+from ckpt_engine.core.problems import CkptEngineError, invalid
+from ckpt_engine.record.recording import Fill, TensorLayout
+from ckpt_engine.record.views import Block, Digit, Undecodable, View, blocks, view_of
+from ckpt_engine.v1 import weights_pb2
+
+_Row = weights_pb2.Accounted
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Names the storage of a tensor for as long as it lives; equal only for tensors that share memory."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # opaque tensors, such as oneDNN's, have none
+        return -id(tensor)
+
+
+class Place(NamedTuple):
+    """Where a tensor lies."""
+
+    key: int
+    offset: int
+    layout: TensorLayout
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Place:
+        key = storage_key(tensor)
+        return cls(key, int(tensor.storage_offset()) if key > 0 else 0, TensorLayout.of(tensor))
+
+
+def remainder(box: Box, covers: Iterable[Box]) -> list[Box]:
+    """The parts of ``box`` that none of ``covers`` covers, disjoint."""
+    left = [box] if box.volume else []
+    for cover in covers:
+        if not left:
+            break
+        left = [part for each in left for part in _without(each, cover)]
+    return left
+
+
+def _without(box: Box, cover: Box) -> list[Box]:
+    common = intersect(box, cover)
+    if common is None or not common.volume:
+        return [box]
+    parts = []
+    start, stop = list(box.start), list(box.stop)
+    for axis in range(len(start)):
+        if start[axis] < common.start[axis]:
+            parts.append(Box(tuple(start), (*stop[:axis], common.start[axis], *stop[axis + 1 :])))
+            start[axis] = common.start[axis]
+        if common.stop[axis] < stop[axis]:
+            parts.append(Box((*start[:axis], common.stop[axis], *start[axis + 1 :]), tuple(stop)))
+            stop[axis] = common.stop[axis]
+    return parts
+
+
+@dataclass(slots=True)
+class Owner:
+    """A tensor of the model that no other one contains, and what the loader did to it, in boxes of its axes."""
+
+    name: str
+    layout: TensorLayout
+    offset: int  # of its first element in its storage, elements
+    digits: tuple[Digit, ...]
+    end: int  # behind its last element, elements from the start of its storage
+    loaded: list[tuple[Box, str]] = field(default_factory=list)  # with the checkpoint name
+    filled: list[tuple[Box, bool | int | float]] = field(default_factory=list)
+    aliases: list[str] = field(default_factory=list)  # names of tensors that lie within it
+
+    def boxes(self, view: View) -> list[Box]:
+        """The boxes of this tensor that a view of its storage shows; raises Undecodable if it shows others."""
+        found: list[Block] = blocks(view._replace(offset=view.offset - self.offset), self.digits)
+        return [Box(block.start, block.stop) for block in found]
+
+    @property
+    def bytes(self) -> int:
+        return whole(self.layout.shape).volume * self.layout.dtype.itemsize
+
+
+class Owners:
+    """The tensors of a model, found by storage and position."""
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raises INVALID_ARGUMENT if a name occurs twice."""
+        self.places: dict[str, Place] = {}
+        self.by_name: dict[str, Owner] = {}
+        self._by_storage: dict[int, list[Owner]] = {}
+        self._alive: list[torch.Tensor] = []  # a storage's key may be used again once it is freed
+        groups: dict[int, list[str]] = {}
+        for name, tensor in tensors:
+            if name in self.places:
+                raise invalid(f"the model names two tensors {name!r}", tensors=[name])
+            self.places[name] = Place.of(tensor)
+            self._alive.append(tensor.detach())
+            groups.setdefault(self.places[name].key, []).append(name)
+        for key, names in groups.items():
+            self._by_storage[key] = self._owners(names)
+
+    def _owners(self, names: list[str]) -> list[Owner]:
+        found: list[Owner] = []
+        for name in sorted(names, key=lambda name: -whole(self.places[name].layout.shape).volume):
+            owner = _owner(name, self.places[name])
+            for other in found if owner.end > owner.offset else []:
+                if other.layout.dtype == owner.layout.dtype and _shows(other, owner):
+                    other.aliases.append(name)
+                    break
+            else:
+                found.append(owner)
+                self.by_name[name] = owner
+        return sorted(found, key=lambda owner: owner.offset)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._by_storage
+
+    def sharing(self, tensor: torch.Tensor) -> list[Owner]:
+        """The tensors of the model that what ``tensor`` shows may belong to."""
+        try:
+            found = self.find(tensor)
+        except Undecodable:
+            found = None
+        return self._by_storage.get(storage_key(tensor), []) if found is None else [found[0]]
+
+    def find(self, tensor: torch.Tensor) -> tuple[Owner, list[Box]] | None:
+        """The tensor of the model that ``tensor`` is a view of, and its boxes; None if there is none.
+
+        Raises Undecodable if it is a view of one, but not of a few boxes.
+        """
+        owners = self._by_storage.get(storage_key(tensor), [])
+        view = view_of(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+        end = _end(tensor.shape, tensor.stride(), view.offset)
+        problem: Undecodable | None = None
+        for owner in reversed(owners[: bisect_right(owners, view.offset, key=lambda owner: owner.offset)]):
+            if owner.end >= end and owner.layout.dtype == tensor.dtype:
+                try:
+                    return owner, owner.boxes(view)
+                except Undecodable as error:
+                    problem = error
+        if problem is not None:
+            raise problem
+        return None
+
+
+def _owner(name: str, place: Place) -> Owner:
+    shape, stride = place.layout.shape, place.layout.stride
+    digits = tuple(map(Digit, shape, stride))
+    return Owner(name, place.layout, place.offset, digits, _end(shape, stride, place.offset))
+
+
+def _end(shape: Sequence[int], stride: Sequence[int], offset: int) -> int:
+    if 0 in shape:
+        return offset
+    return offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def _shows(owner: Owner, other: Owner) -> bool:
+    if other.offset < owner.offset or other.end > owner.end:
+        return False
+    try:
+        return bool(owner.boxes(view_of(other.layout.shape, other.layout.stride, other.offset)))
+    except Undecodable:
+        return False
+
+
+def account(
+    owners: Owners,
+    derived: Mapping[str, str],
+    constant: Mapping[str, str],
+    manifest_names: Iterable[str],
+) -> tuple[list[weights_pb2.Accounted], list[Fill]]:
+    """One row for every tensor of the model, and the fills that copies leave to do.
+
+    Raises INVALID_ARGUMENT naming each tensor of which bytes come from nowhere.
+    """
+    rows: list[weights_pb2.Accounted] = []
+    fills: list[Fill] = []
+    missing: list[tuple[Owner, list[Box]]] = []
+    for owner in owners.by_name.values():
+        names = [owner.name, *owner.aliases]
+        everything = whole(owner.layout.shape)
+        unloaded = remainder(everything, [box for box, _ in owner.loaded])
+        left = remainder_of_all(unloaded, [box for box, _ in owner.filled])
+        reason: tuple[weights_pb2.Accounted.Kind, str] | None = None
+        for declared, kind in ((derived, _Row.DERIVED), (constant, _Row.CONSTANT)):
+            reason = reason or next(((kind, declared[name]) for name in names if name in declared), None)
+        if not left:
+            fills += _fills(owner, unloaded)
+            rows.append(_Row(name=owner.name, kind=_Row.FILLED if unloaded else _Row.LOADED, bytes=owner.bytes))
+        elif reason is not None and not owner.loaded and not owner.filled:
+            rows.append(_Row(name=owner.name, kind=reason[0], bytes=owner.bytes, note=reason[1]))
+        else:
+            missing.append((owner, left))
+            continue
+        for name in owner.aliases:
+            rows.append(_Row(name=name, kind=rows[-1].kind, bytes=0, note=f"shares memory with {owner.name}"))
+    if missing:
+        raise _incomplete(missing, owners, set(manifest_names))
+    return rows, fills
+
+
+def remainder_of_all(boxes: Iterable[Box], covers: Sequence[Box]) -> list[Box]:
+    """The parts of disjoint ``boxes`` that none of ``covers`` covers."""
+    return [part for box in boxes for part in remainder(box, covers)]
+
+
+def _fills(owner: Owner, unloaded: list[Box]) -> list[Fill]:
+    """What fills leave in the parts that nothing loads: where they overlap, the last one counts."""
+    fills = []
+    left = unloaded
+    for box, value in reversed(owner.filled):
+        for part in left:
+            common = intersect(part, box)
+            if common is not None and common.volume:
+                fills.append(Fill(owner.name, common, value))
+        left = remainder_of_all(left, [box])
+    return fills
+
+
+def _incomplete(missing: list[tuple[Owner, list[Box]]], owners: Owners, published: set[str]) -> CkptEngineError:
+    siblings: dict[str, list[Owner]] = {}
+    for owner in owners.by_name.values():
+        siblings.setdefault(_pattern(owner.name), []).append(owner)
+    sentences = []
+    for owner, left in missing[:16]:
+        size = owner.layout.dtype.itemsize
+        text = f"{owner.name}: {sum(box.volume for box in left) * size} of {owner.bytes} bytes come from nowhere"
+        names = sorted({name for _, name in owner.loaded})
+        if names:
+            text += f" (the rest from {', '.join(names[:4])})"
+        guesses = _guesses(owner, left, siblings[_pattern(owner.name)], published)
+        if guesses:
+            text += f"; is {' or '.join(guesses[:3])} missing?"
+        sentences.append(text)
+    more = f"; and {len(missing) - 16} more tensors" if len(missing) > 16 else ""
+    return invalid(
+        "the published tensors do not fill this model: "
+        + "; ".join(sentences)
+        + more
+        + ". Publish what is missing, or let the engine's adapter declare what needs no weights",
+        tensors=[owner.name for owner, _ in missing[:16]],
+    )
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+def _guesses(owner: Owner, left: list[Box], siblings: list[Owner], published: set[str]) -> list[str]:
+    """Checkpoint names that would fill what is left: those that filled the same place of the same tensor elsewhere."""
+    numbers = re.findall(r"\d+", owner.name)
+    found: list[str] = []
+    for other in siblings:
+        own = re.findall(r"\d+", other.name)
+        for box, name in other.loaded:
+            if all(intersect(box, part) is None for part in left):
+                continue
+            guess = _renumbered(name, own, numbers)
+            if guess not in published and guess not in found:
+                found.append(guess)
+    if not found and owner.name not in published and not owner.loaded:
+        found.append(owner.name)
+    return found
+
+
+def _renumbered(name: str, old: list[str], new: list[str]) -> str:
+    """``name`` with its first numbers, as far as they are ``old`` ones, replaced: layers.1.x to layers.0.x."""
+    parts = re.split(r"(\d+)", name)
+    for index, (before, after) in enumerate(zip(old, new, strict=True)):
+        place = 2 * index + 1
+        if place < len(parts) and parts[place] == before:
+            parts[place] = after
+    return "".join(parts)

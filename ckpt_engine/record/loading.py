@@ -1,0 +1,114 @@
+"""Runs the engine's own loader on real values and sees to it that it writes what it must.
+
+Only for what a recording could not turn into copies (`Handover`). The loader is given whole checkpoint tensors one at a
+time, so a few of them are in memory at once; the caller has verified each before it is handed over. Every write to the
+model is watched: a loader that leaves out a part of what it wrote when it was recorded fails the install, since the
+worker is DIRTY by then and stays so.
+
+Runs on the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ckpt_engine.core.problems import CkptEngineError, internal
+from ckpt_engine.engine.target import LoadTarget, Weights
+from ckpt_engine.record.coverage import Owners, Place, remainder_of_all, storage_key
+from ckpt_engine.record.origins import is_composite, written_by
+from ckpt_engine.record.recording import Handover
+from ckpt_engine.record.views import Undecodable
+
+
+def load(handover: Handover, target: LoadTarget, weights: Weights, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Hands `weights` to the target's loader, which writes to `tensors` (the model's, by name, as they lie now).
+
+    weights: what it raises comes out of here, also if the loader swallows it.
+    Raises CkptEngineError: INTERNAL if the loader raises, does not take every tensor, does not write all of the
+    handover's boxes, or replaces a tensor instead of writing to it.
+    """
+    watched = {name: tensors[name].detach() for name in handover.owners}
+    owners = Owners(watched.items())
+    watch = _Watch(owners)
+    guarded = _Guarded(weights)
+    inference = torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in watched.values())
+    try:
+        with torch.no_grad(), torch.inference_mode(inference), watch:
+            target.load_weights(guarded.hand_out())
+    except CkptEngineError:
+        raise
+    except Exception as error:
+        if guarded.error is None:
+            text = f"{type(error).__name__}: {error}"
+            raise internal(
+                f"the engine's loader failed on weights that it computes on: {text}", [guarded.last]
+            ) from error
+    if guarded.error is not None:
+        raise guarded.error
+    if not guarded.exhausted:
+        raise internal(f"the engine's loader stopped after {guarded.last} this time", [guarded.last])
+    now = dict(target.named_tensors())
+    for name, boxes in handover.owners.items():
+        if name not in now or Place.of(now[name]) != owners.places[name]:
+            raise internal(f"the engine's loader replaced the model's tensor {name} this time", [name])
+        left = remainder_of_all(boxes, watch.boxes(name))
+        if left:
+            raise internal(f"the engine's loader wrote only a part of the model's tensor {name} this time", [name])
+
+
+class _Guarded:
+    """An iterator over weights that remembers how far it came, and what it raised."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self.last = ""
+        self.exhausted = False
+        self.error: Exception | None = None
+
+    def hand_out(self) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            weights = iter(self._weights)
+            while True:
+                with _disable_current_modes():  # reading and hashing is nothing to watch
+                    item = next(weights, None)
+                if item is None:
+                    break
+                self.last = item[0]
+                yield item
+        except Exception as error:
+            self.error = error
+            raise
+        self.exhausted = True
+
+
+class _Watch(TorchDispatchMode):
+    """Notes which boxes of the model are written to."""
+
+    def __init__(self, owners: Owners) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._owners = owners
+
+    def boxes(self, name: str) -> list[Any]:
+        return [box for box, _ in self._owners.by_name[name].loaded]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        result = func(*args, **kwargs)
+        for tensor in written_by(func, args, kwargs):
+            if storage_key(tensor) in self._owners:
+                try:
+                    found = self._owners.find(tensor)
+                except Undecodable:
+                    continue  # not counted; what is written in no other way is missed, and refused
+                if found is not None:
+                    found[0].loaded += ((box, "") for box in found[1])
+        return result

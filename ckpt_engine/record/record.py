@@ -1,0 +1,227 @@
+"""Learns what a worker needs by running the engine's own weight loader once, on tensors that have no memory.
+
+The loader gets one torch meta tensor for every checkpoint tensor. Whatever views it takes of them share the tensor's
+(empty) storage, so when a view ends in a ``copy_``, its offset, sizes and strides tell the box that it shows. The
+copy itself is not done: the model is left as it was. Clones and copies to another device are followed, since loaders
+do ``weight.t().contiguous()``. Fills of the model's tensors (padding) are noted.
+
+What a loader computes on values (arithmetic, casts, ``cat``, ``.item()``) cannot be replayed as copies. The checkpoint
+tensors concerned are needed whole, and are handed to the engine's own loader at every install (`handovers.py`); the
+bytes that it must write count as loaded all the same, so what is missing is found here and not in the middle of an
+install. Handing only some tensors over is rehearsed, and if the loader then writes other things, it gets all of them.
+
+Decides: what each copy means, and whether the loader accounts for every byte. Does not decide where bytes come from.
+What replaces parameters, or cannot be followed without values, raises NotRecordable.
+
+A tensor that is loaded twice to the same place is allowed: both needs are recorded, and as each is verified against
+the same place after installing, the update succeeds only if both have equal content.
+
+Runs on the engine's thread. Takes some ten microseconds a tensor operation; no weight is read or written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ckpt_engine.core.boxes import Box, whole
+from ckpt_engine.core.manifest import blob_digest, canonical
+from ckpt_engine.core.names import some
+from ckpt_engine.core.problems import CkptEngineError, invalid
+from ckpt_engine.engine.target import LoadTarget
+from ckpt_engine.record.coverage import Owners, Place, account, remainder_of_all
+from ckpt_engine.record.handovers import everything, handovers, owner_names, written
+from ckpt_engine.record.origins import NotRecordable
+from ckpt_engine.record.recorder import Recorder
+from ckpt_engine.record.recording import Copy, Fill, Handover, NeedBox, Recording, TensorLayout, handed
+from ckpt_engine.torch_dtypes import torch_dtype
+from ckpt_engine.v1 import weights_pb2
+
+__all__ = ["NotRecordable", "record"]
+
+
+def record(
+    manifest: weights_pb2.Manifest, target: LoadTarget, stop_at: float = float("inf"), digest: bytes = b""
+) -> Recording:
+    """Runs the target's loader over ``manifest``.
+
+    digest: of the manifest's blob; computed if it is not given.
+    stop_at: time.monotonic() after which no further tensor is handed to the loader.
+
+    Raises CkptEngineError: NotRecordable; INVALID_ARGUMENT for a tensor that the model does not take, a tensor of the
+    model that is not accounted for, a dtype that differs, or an exception of the loader; DEADLINE_EXCEEDED.
+    """
+    with target.recording(), torch.no_grad():
+        inference = torch.is_inference_mode_enabled() or any(
+            tensor.is_inference() for _, tensor in target.named_tensors()
+        )
+        with torch.inference_mode(inference):  # tensors that were made in it can only be written to in it
+            run = _run(manifest, target, stop_at)
+            found = _handovers(run, manifest, target, stop_at)
+    return _recording(manifest, digest or blob_digest(canonical(manifest)), run, found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What one run of the loader over the whole manifest showed. elsewhere: tensors that other workers load."""
+
+    recorder: Recorder
+    owners: Owners
+    accounted: list[weights_pb2.Accounted]
+    fills: list[Fill]
+    elsewhere: list[int]
+
+
+def _run(manifest: weights_pb2.Manifest, target: LoadTarget, stop_at: float) -> _Run:
+    """A loader that decides on values gets one stand-in for all of them, then, if that fails, the other."""
+    for answer in (False, True):
+        owners = Owners(target.named_tensors())
+        recorder = Recorder(manifest, owners, stop_at, answer)
+        try:
+            _load(recorder, owners, target)
+            elsewhere = _check_used(recorder, target, manifest)
+            names = [spec.name for spec in manifest.tensors]
+            accounted, fills = account(owners, target.derived(), target.constant(), names)
+            return _Run(recorder, owners, accounted, fills, elsewhere)
+        except CkptEngineError:
+            if answer or not recorder.decided:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _load(recorder: Recorder, owners: Owners, target: LoadTarget) -> None:
+    try:
+        with recorder:
+            target.load_weights(recorder.hand_out())
+    except CkptEngineError:
+        if recorder.problem is None:
+            raise
+    except Exception as error:
+        # A bug of the loader and a tensor that it rightly refuses look alike; both are answered with its own words.
+        recorder.problem = recorder.problem or _loader_failed(recorder, error)
+    if recorder.problem is not None:  # also when the loader has swallowed it
+        raise recorder.problem
+    casts = [cast[1:] for cast in recorder.casts if cast[0] not in recorder.computed and not recorder.decided]
+    if casts:
+        raise _other_dtypes(casts)
+    _check_unchanged(owners, target)
+
+
+def _handovers(run: _Run, manifest: weights_pb2.Manifest, target: LoadTarget, stop_at: float) -> list[Handover]:
+    """What is handed over, rehearsed: a loader that is given less than everything may do other things."""
+    found = handovers(run.recorder, run.owners)
+    for handover in found:
+        if not handover.everything and not _rehearsed(handover, manifest, target, stop_at):
+            why = "the loader does other things when it is given only some of the tensors"
+            return [everything(run.recorder, run.owners, why)]
+    return found
+
+
+def _rehearsed(handover: Handover, manifest: weights_pb2.Manifest, target: LoadTarget, stop_at: float) -> bool:
+    owners = Owners(target.named_tensors())
+    recorder = Recorder(manifest, owners, stop_at, only=handover.tensors)
+    try:
+        _load(recorder, owners, target)
+    except CkptEngineError as error:
+        if error.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED:
+            raise
+        return False
+    if set(owner_names(recorder, owners)) != handover.owners.keys() or recorder.decided:
+        return False
+    return all(_same_boxes(written(owners, name), boxes) for name, boxes in handover.owners.items())
+
+
+def _same_boxes(some: Collection[Box], others: Collection[Box]) -> bool:
+    return not remainder_of_all(some, list(others)) and not remainder_of_all(others, list(some))
+
+
+def _recording(manifest: weights_pb2.Manifest, digest: bytes, run: _Run, found: list[Handover]) -> Recording:
+    """Needs are those of plain copies, then one for each tensor that is handed over."""
+    why = {name: reason for handover in found for name, reason in handover.why.items()}
+    fills = tuple(fill for fill in run.fills if fill.tensor not in why)
+    needs: dict[NeedBox, int] = {}
+    copies = []
+    for copy in run.recorder.copies:
+        if copy.tensor not in why:
+            need = needs.setdefault(run.recorder.needs[copy.need], len(needs))
+            copies.append(Copy(need, copy.tensor, copy.offset, copy.stride))
+    written_to = {copy.tensor for copy in copies} | {fill.tensor for fill in fills} | why.keys()
+    layouts = {name: run.owners.by_name[name].layout for name in sorted(written_to)}
+    for index in (index for handover in found for index in handover.tensors):
+        spec = manifest.tensors[index]
+        layout = TensorLayout.of(torch.empty(tuple(spec.shape), dtype=torch_dtype(spec.dtype), device="meta"))
+        need = needs.setdefault(NeedBox(index, whole(layout.shape)), len(needs))
+        copies.append(Copy(need, handed(spec.name), 0, layout.stride))
+        layouts[handed(spec.name)] = layout
+    for row in run.accounted:
+        if row.name in why:
+            row.note = f"by the engine's own loader, from whole tensors: {why[row.name]}"
+    message = weights_pb2.WorkerNeeds(manifest_digest=digest, accounted=run.accounted, elsewhere=run.elsewhere)
+    for each in needs:
+        message.needs.add(tensor=each.tensor, start=each.box.start, stop=each.box.stop)
+    needs_bytes = canonical(message)
+    return Recording(
+        manifest=manifest,
+        manifest_digest=digest,
+        needs=tuple(needs),
+        copies=tuple(copies),
+        fills=fills,
+        handovers=tuple(found),
+        accounted=tuple(run.accounted),
+        layouts=layouts,
+        needs_bytes=needs_bytes,
+        needs_digest=blob_digest(needs_bytes),
+    )
+
+
+def _loader_failed(recorder: Recorder, error: Exception) -> CkptEngineError:
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    name = recorder.suspect(text)
+    about = f"loading {name} {recorder.shape_of(name)}" if name else "loading the weights"
+    if "meta tensor" in text or "incompatible tensor type" in text or "meta device" in text:
+        return NotRecordable(f"{about}: the loader uses values or replaces a parameter's memory ({text})", name)
+    return invalid(f"{about}: the engine's loader says {text}", tensors=[name] if name else [])
+
+
+def _check_unchanged(owners: Owners, target: LoadTarget) -> None:
+    """A loader that assigns (``parameter.data = weight``) would have to be run at every update."""
+    now = dict(target.named_tensors())
+    for name, place in owners.places.items():
+        if name not in now:
+            raise NotRecordable(f"the loader removed the model's tensor {name}", name)
+        if Place.of(now[name]) != place:
+            raise NotRecordable(f"the loader replaced the model's tensor {name} instead of writing to it", name)
+    added = sorted(now.keys() - owners.places.keys())
+    if added:
+        raise NotRecordable(f"the loader added the tensor {added[0]} to the model", added[0])
+
+
+def _other_dtypes(casts: Sequence[tuple[str, str, str]]) -> CkptEngineError:
+    """casts: of each tensor its name, what is published and what the model keeps."""
+    pairs: dict[tuple[str, str], list[str]] = {}
+    for name, have, want in casts:
+        pairs.setdefault((have, want), []).append(name)
+    said = [f"{have}, and the model keeps {want}: {some(names)}" for (have, want), names in sorted(pairs.items())]
+    wanted = " or ".join(sorted({f'"{want}"' for _, want in pairs}))
+    return invalid(
+        f"{len(casts)} tensor{'' if len(casts) == 1 else 's'} published in other dtypes than the model's: "
+        f"{'; '.join(said)}. Publish with dtype={wanted}",
+        tensors=[name for name, _, _ in casts],
+    )
+
+
+def _check_used(recorder: Recorder, target: LoadTarget, manifest: weights_pb2.Manifest) -> list[int]:
+    """The tensors that other workers of this engine load; raises INVALID_ARGUMENT for those that nobody takes."""
+    unused = {index for index in range(len(manifest.tensors)) if index not in recorder.used}
+    elsewhere = {index for index in unused if target.elsewhere(manifest.tensors[index].name) is not None}
+    unknown = [manifest.tensors[index].name for index in sorted(unused - elsewhere)]
+    unknown = [name for name in unknown if target.ignored(name) is None]
+    if unknown:
+        more = f" and {len(unknown) - 16} more" if len(unknown) > 16 else ""
+        raise invalid(
+            f"the model takes no tensor {', '.join(unknown[:16])}{more}; publish the names of this model's checkpoint",
+            tensors=unknown[:16],
+        )
+    return sorted(elsewhere)

@@ -1,0 +1,263 @@
+"""The gate: ASGI middleware in an engine's API server that lets a request in only while the weights are whole.
+
+It reads the engine's page at every request: the workers' state words, and what the agent says of the engine (asleep,
+weights of its own, an update that goes on, its own lease if it keeps one). While an update goes on it keeps requests
+and lets them in afterwards, in their order. It does not stop requests that are already inside; the engine's pause does.
+It keeps the engine's control routes for the agent, which knows the token in the engine's directory.
+
+An adapter subclasses it with the routes of its engine. Any framework that takes ``Class(app)`` can use it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import math
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, ClassVar
+from urllib.parse import parse_qs
+
+from ckpt_engine.install.counts import GateCounts
+from ckpt_engine.words.directory import TOKEN_HEADER, EngineDirectory
+from ckpt_engine.words.holding import Decision, Kind
+from ckpt_engine.words.reader import StateReader
+from ckpt_engine.words.routes import Access, Routes, listed
+from ckpt_engine.words.state import EnginePage, Verdict
+from ckpt_engine.words.waiting import WaitingRoom
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+ADMITTED_VERSION_HEADER = b"x-ckpt-engine-admitted-version"
+ADMITTED_ROOT_HEADER = b"x-ckpt-engine-admitted-root"
+"""What the workers held when the request was let in. Its tokens may be of a later version: a request that waits, or
+whose body comes slowly, is computed with what is there then. Only the body can say which version made them."""
+
+INFO_ROUTE = "/ckpt_engine/info"
+READY_ROUTE = "/ckpt_engine/ready"
+"""For load balancers and probes, from anywhere: 200 while requests are let in or kept, 503 with the reason while they
+would be refused. With `?strict=1` it is 200 only while they are let in."""
+ROUTES_ROUTE = "/ckpt_engine/routes"
+"""Every route of the engine with its class, for the agent only."""
+
+_TOKEN_HEADER = TOKEN_HEADER.encode()
+
+
+class Gate:
+    """Lets requests in while all workers are clean with one root and the engine is awake, keeps them during an update,
+    and answers 503 otherwise. Tells with each answer under which version its request was let in. An engine that is
+    marked as having weights of its own is open while it is awake, and names none.
+
+    Raises at construction (so that the server does not start) when the engine's directory cannot be opened, or its
+    token is none. How routes are written is said in routes.py; one in none of the three sets is refused without the
+    token, like a control route.
+    """
+
+    open_routes: ClassVar[frozenset[str]] = frozenset({"/health"})
+    """Routes that say nothing of the weights, answered in any state."""
+
+    generation_routes: ClassVar[frozenset[str]] = frozenset()
+    """Routes that generate or say something of the weights, answered while these are whole."""
+
+    control_routes: ClassVar[frozenset[str]] = frozenset()
+    """Routes that change the engine or what it computes with: refused without the token."""
+
+    def __init__(self, app: Application) -> None:
+        directory = EngineDirectory.from_environment()
+        if directory is None:
+            directory = EngineDirectory.create()
+            print(f"ckpt-engine: engine directory {directory.path}", flush=True)
+        self._app = app
+        self._directory = directory
+        self._token = directory.token().encode()
+        self._page = EnginePage(directory.page)
+        self._state = StateReader(self._page)
+        self._room = WaitingRoom(self._state)
+        self._waiting = self._room.queue
+        self._counts = GateCounts(directory.path)
+        self._routes = Routes(self.open_routes, self.generation_routes, self.control_routes | {"/ckpt_engine/"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets a request through or answers it. Runs on the API server's event loop."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] not in ("http", "websocket"):
+            raise ValueError(f"the gate lets through HTTP and WebSockets, not {scope['type']!r}")
+        route, access = self._routes.of_request(scope)
+        if access is Access.GATED:
+            decision = self._state.decision()
+            if decision.kind is Kind.ADMIT and self._waiting.empty:
+                await self._let_in(decision, scope, receive, send)
+            else:
+                await self._keep(decision, scope, receive, send)
+        elif access is Access.OPEN:
+            await self.open(route, scope, receive, send)
+        elif route == INFO_ROUTE:
+            await self._information(scope, send)
+        elif route == READY_ROUTE:
+            await self._ready(scope, send)
+        elif not self._has_token(scope):
+            await _refuse(scope, send, 403, _agents_only(route, access), f"{access.value}_route")
+        elif route == ROUTES_ROUTE:
+            await answer_json(
+                send, 200, {each: self._routes.of(each).value for each in listed(scope.get("app", self._app))}
+            )
+        else:
+            await self.control(route, scope, receive, send)
+
+    async def open(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """A route that answers in any state. The engine answers; route: as for `control`."""
+        await self._app(scope, receive, send)
+
+    async def control(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """A control route, called with the token. The engine answers; adapters may have routes of their own here.
+
+        route: the path without the root path that the server may have been given.
+        """
+        await self._app(scope, receive, send)
+
+    async def _let_in(self, decision: Decision, scope: Scope, receive: Receive, send: Send) -> None:
+        state = decision.verdict
+        await self._app(scope, receive, send if state.identity is None else _with_version(send, state))
+
+    async def _keep(self, decision: Decision, scope: Scope, receive: Receive, send: Send) -> None:
+        """Until its turn comes, or there is nothing to wait for. A WebSocket is refused: it is a client's to dial."""
+        if scope["type"] == "websocket":
+            await self._refuse(decision, scope, send)
+            return
+        answer = self._waiting.arrive(decision, _announced(scope), self._state.clock(), self._state.limits)
+        if isinstance(answer, Decision):
+            await self._refuse(answer, scope, send)
+            return
+        self._counts.waits()
+        try:
+            held = await self._room.wait(answer, receive)
+        finally:
+            self._counts.waited(self._state.clock() - answer.arrived)
+        try:
+            if held.decision is None:
+                return  # the client has gone
+            if held.decision.kind is Kind.ADMIT:
+                await self._let_in(held.decision, scope, held.receive(receive), send)
+            else:
+                await self._refuse(held.decision, scope, send)
+        finally:
+            held.close()
+
+    async def _refuse(self, decision: Decision, scope: Scope, send: Send, asked: bool = False) -> None:
+        """asked: by a probe, which is no request for tokens."""
+        if not asked:
+            self._counts.refused(decision.reason)
+        left = math.ceil(decision.until - self._state.clock())
+        detail = f"this replica does not serve now: {decision.detail}"
+        await _refuse(scope, send, 503, detail, decision.reason, left if left > 0 else None)
+
+    def _has_token(self, scope: Scope) -> bool:
+        given = next((value for name, value in scope["headers"] if name == _TOKEN_HEADER), b"")
+        return hmac.compare_digest(given, self._token)
+
+    async def _ready(self, scope: Scope, send: Send) -> None:
+        decision = self._state.decision()
+        strict = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("strict", ["0"])[-1]
+        limits, state = self._state.limits, decision.verdict
+        keeps = decision.kind is Kind.HOLD and limits.seconds > 0 and not self._waiting.full(limits)
+        if decision.kind is Kind.ADMIT:
+            version = state.identity.version if state.identity else None
+            body = {"ready": True, "open": True, "version": version}
+            await answer_json(send if state.identity is None else _with_version(send, state), 200, body)
+        elif keeps and strict in ("", "0", "false"):
+            await answer_json(send, 200, {"ready": True, "open": False, "version": None})
+        else:
+            await self._refuse(decision, scope, send, asked=True)
+
+    async def _information(self, scope: Scope, send: Send) -> None:
+        client = scope.get("client")
+        if client is not None and not _is_loopback(client[0]):
+            await _refuse(scope, send, 403, f"{INFO_ROUTE} answers on this host only", "not_local")
+            return
+        mark = self._page.marked()
+        decision = self._state.decision()
+        state = decision.verdict
+        body = {
+            "directory": str(self._directory.path),
+            "world_size": self._page.world_size(),
+            "open": decision.kind is Kind.ADMIT,
+            "held": len(self._waiting),
+            "own_weights": mark.own_weights,
+            "asleep": sorted(mark.sleeping.tags),
+            "reason": decision.detail,
+            "version": state.identity.version if state.identity else None,
+            "lineage": state.identity.lineage if state.identity else None,
+            "root": state.identity.root.hex() if state.identity else None,
+        }
+        await answer_json(send, 200, body)
+
+
+def _with_version(send: Send, state: Verdict) -> Send:
+    assert state.identity is not None
+    headers = [
+        (ADMITTED_VERSION_HEADER, str(state.identity.version).encode()),
+        (ADMITTED_ROOT_HEADER, state.identity.root.hex().encode()),
+    ]
+
+    async def send_with_version(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), *headers]
+        await send(message)
+
+    return send_with_version
+
+
+def _agents_only(route: str, access: Access) -> str:
+    if access is Access.CONTROL:
+        return f"{route} is for this replica's agent only"
+    return (
+        f"{route} is no route that this replica's gate knows. It may be one that changes the engine, so it is for the "
+        "replica's agent only, until the gate's class for this engine says what it does"
+    )
+
+
+def _announced(scope: Scope) -> int:
+    """Bytes of the body as the client says; 0: it does not."""
+    said = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    return int(said) if said.isdigit() else 0
+
+
+async def _refuse(
+    scope: Scope, send: Send, status: int, detail: str, reason: str, retry_after: int | None = None
+) -> None:
+    """reason: the same for programs."""
+    if scope["type"] == "websocket":
+        code = {403: 1008, 503: 1013}[status]  # policy violation; try again later
+        await send({"type": "websocket.close", "code": code, "reason": detail[:120]})
+        return
+    title = {403: "Forbidden", 503: "Service Unavailable"}[status]
+    problem = {"type": "about:blank", "title": title, "status": status, "detail": detail, "reason": reason}
+    body = json.dumps(problem).encode()
+    headers = [] if retry_after is None else [(b"retry-after", str(retry_after).encode())]
+    await _answer(send, status, b"application/problem+json", body, headers)
+
+
+async def answer_json(send: Send, status: int, body: object) -> None:
+    """A whole answer."""
+    await _answer(send, status, b"application/json", json.dumps(body).encode(), [])
+
+
+async def _answer(
+    send: Send, status: int, content_type: bytes, body: bytes, headers: list[tuple[bytes, bytes]]
+) -> None:
+    standard = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": standard + headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,48 @@
+"""Reads an engine's page for whoever must know at every request: the gate, and the reference engine at every step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ckpt_engine.words.holding import Decision, decide
+from ckpt_engine.words.state import EnginePage, Hold, HoldLimits, Verdict
+
+_LIVENESS_SECONDS = 0.05
+
+
+class StateReader:
+    """Decides at the cost of comparing a few hundred bytes while nothing changes.
+
+    Whether workers live is asked of the kernel at most every 50 ms. clock: monotonic seconds, the same for all
+    processes of the host. Used on the API server's event loop.
+    """
+
+    def __init__(self, page: EnginePage, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.hold = Hold()
+        self.limits = HoldLimits()
+        self._page = page
+        self._raw = b""
+        self._again = 0.0
+        self._decision: Decision | None = None
+
+    def decision(self) -> Decision:
+        """What `decide` says of the page as it is now."""
+        now = self.clock()
+        raw = self._page.raw()
+        decision = self._decision
+        if decision is None or now >= self._again or raw != self._raw:
+            self._raw = raw
+            self.hold, self.limits = self._page.held()
+            self._decision = decision = decide(
+                self._page.read(), self._page.marked(), self.hold, now, self._page.alone(now)
+            )
+            self._again = now + _LIVENESS_SECONDS
+            if now < decision.until:
+                self._again = min(self._again, decision.until)
+        return decision
+
+    def verdict(self) -> Verdict:
+        """Whether the weights are whole; an update that goes on plays no part."""
+        return self.decision().verdict

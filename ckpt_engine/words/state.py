@@ -1,0 +1,339 @@
+"""The shared page of state words: what each worker of one engine holds.
+
+This module decides how a state word is laid out, written without ever being read torn, and judged
+(:func:`verdict`). It does not decide when a worker is dirty or clean; the installer does.
+
+The page is a file that the workers, the gate in the API server and the agent map. Slot ``rank`` belongs to the
+worker of that rank alone, and the engine's mark and lease to the agent, so there is one writer a place. A word carries
+a checksum: a reader that meets a word being written reads again, and a word left half-written by a killed worker reads
+as dirty.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_engine.core.names import LINEAGE_BYTES as LINEAGE_BYTES
+from ckpt_engine.core.sleeping import AWAKE, KV_CACHE, WEIGHTS, Sleeping
+from ckpt_engine.host.processes import process_start_time
+from ckpt_engine.host.reserve import reserve
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+NONE = manager_pb2.NONE
+DIRTY = manager_pb2.DIRTY
+CLEAN = manager_pb2.CLEAN
+
+MAX_WORKERS = 1024
+
+_MAGIC = b"CKPTPAGE"
+_HEADER = struct.Struct("<8sII")  # magic, layout version, workers
+_LAYOUT = 2
+_HEADER_BYTES = 256
+_SLOT_BYTES = 256
+_WORD = struct.Struct("<16sIQIQq32sH120s")  # boot id, pid, start time, state, epoch, version, root, lineage
+_CHECK = struct.Struct("<I")
+_MARK = struct.Struct("<BBBB")  # flags, sleep level, tags that are given up, zero
+_MARK_OFFSET = 64
+_HOLD = struct.Struct("<QdBdIQ")  # epoch, until, closed; seconds, requests, bytes
+_HOLD_OFFSET = 128
+_OWN_WEIGHTS, _ROUSING = 1, 2
+_LEASE = struct.Struct("<d")  # until when the agent counts as there, on this host's monotonic clock; 0: for ever
+_LEASE_OFFSET = 192
+_TAG_BITS = {WEIGHTS: 1, KV_CACHE: 2}
+_PAGE_BYTES = _HEADER_BYTES + MAX_WORKERS * _SLOT_BYTES
+_READS_BEFORE_TORN = 100
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerWord:
+    """What one worker's slot says. ``identity`` is set only when ``state`` is CLEAN."""
+
+    rank: int
+    boot_id: bytes
+    pid: int
+    alive: bool
+    state: manager_pb2.WorkerState
+    epoch: int
+    identity: weights_pb2.Identity | None
+
+    def status(self) -> manager_pb2.WorkerStatus:
+        """The same as a message for the manager; a dead worker holds nothing."""
+        state = self.state if self.alive else NONE
+        identity = self.identity if self.alive else None
+        return manager_pb2.WorkerStatus(
+            rank=self.rank, boot_id=self.boot_id, pid=self.pid, state=state, epoch=self.epoch, identity=identity
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMark:
+    """What the agent says of the engine as a whole; it outlives the agent.
+
+    own_weights: it serves weights that it loaded itself and that no update touches (mode colocated).
+    """
+
+    own_weights: bool = False
+    sleeping: Sleeping = AWAKE
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What the agent says of an update that goes on; it outlives the agent.
+
+    epoch: of the update; 0: there is none. until: monotonic seconds of this host; when its time is over. closed: the
+    update is over, and the engine does not compute although its weights are whole.
+    """
+
+    epoch: int = 0
+    until: float = 0.0
+    closed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HoldLimits:
+    """How long the gate keeps a request during an update, in seconds (0: not at all), and of all together how many,
+    and how many bytes of bodies."""
+
+    seconds: float = 30.0
+    requests: int = 4096
+    bytes: int = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether an engine may answer requests, why not, and which version it would answer with (None: its own)."""
+
+    open: bool
+    reason: str
+    identity: weights_pb2.Identity | None
+
+
+def admission(words: Sequence[WorkerWord], mark: EngineMark, alone: bool = False) -> Verdict:
+    """What the gate decides: as `verdict`, and closed while any of the engine's memory is given up. Pure.
+
+    alone: its agent promised to be there, and is not; see `EnginePage.alone`.
+    """
+    if alone:
+        return Verdict(False, "its agent is gone, or stands still, and was told to --close-when-alone", None)
+    if mark.sleeping:
+        return Verdict(False, f"it is {mark.sleeping.describe()}", None)
+    return verdict(words, mark.own_weights)
+
+
+def verdict(words: Sequence[WorkerWord], own_weights: bool = False) -> Verdict:
+    """Whether the weights are whole: there is a worker, and all of them are alive and clean with one identity. Pure.
+
+    own_weights: the engine's own ones are, as long as no worker is dead or half updated.
+    """
+    if own_weights:
+        for word in words:
+            if word.boot_id and not word.alive:
+                return Verdict(False, f"worker {word.rank} (pid {word.pid}) is dead", None)
+            if word.state == DIRTY:
+                return Verdict(False, f"worker {word.rank} was updated, although its weights are its own", None)
+        return Verdict(True, "", None)
+    if not words:
+        return Verdict(False, "no worker has started", None)
+    for word in words:
+        if not word.boot_id:
+            return Verdict(False, f"worker {word.rank} has not started", None)
+        if not word.alive:
+            return Verdict(False, f"worker {word.rank} (pid {word.pid}) is dead", None)
+        if word.state == NONE:
+            return Verdict(False, f"worker {word.rank} holds no weights yet", None)
+        if word.state != CLEAN or word.identity is None:
+            return Verdict(False, f"worker {word.rank} is being updated (epoch {word.epoch})", None)
+    first = words[0].identity
+    for word in words[1:]:
+        if word.identity != first:
+            return Verdict(False, f"worker {word.rank} holds another version than worker {words[0].rank}", None)
+    return Verdict(True, "", first)
+
+
+class WorkerSlot:
+    """The writing end of one worker's state word. Used by that worker's process only, from any one thread; of a worker
+    on another host, by the agent that leads."""
+
+    def __init__(self, page: EnginePage, rank: int, boot_id: bytes) -> None:
+        self._page = page
+        self.rank = rank
+        self.boot_id = boot_id
+        self._pid = os.getpid()
+        self._start_time = process_start_time(self._pid)
+        self.state: manager_pb2.WorkerState = NONE
+        self.epoch = 0
+        self.identity: weights_pb2.Identity | None = None
+        self.none()
+
+    def none(self) -> None:
+        """The worker holds no version of ours: it has just started, or its weights were discarded."""
+        self._write(NONE, self.epoch, None)
+
+    def dirty(self, epoch: int) -> None:
+        """An install of ``epoch`` is about to write its first byte."""
+        self._write(DIRTY, epoch, None)
+
+    def clean(self, epoch: int, identity: weights_pb2.Identity) -> None:
+        """Every byte of ``identity`` has been installed and verified by ``epoch``.
+
+        Raises:
+            ValueError: the lineage is too long or the root is not 32 bytes; the slot stays as it was.
+        """
+        self._write(CLEAN, epoch, identity)
+
+    def gone(self) -> None:
+        """For who writes of a worker on another host of which nothing is heard: it reads as dead, holding nothing."""
+        self._write(NONE, self.epoch, None, start_time=0)
+
+    def _write(
+        self,
+        state: manager_pb2.WorkerState,
+        epoch: int,
+        identity: weights_pb2.Identity | None,
+        start_time: int | None = None,
+    ) -> None:
+        start_time = self._start_time if start_time is None else start_time
+        lineage, version, root = b"", 0, b""
+        if identity is not None:
+            lineage, version, root = identity.lineage.encode(), identity.version, identity.root
+            if len(lineage) > LINEAGE_BYTES:
+                raise ValueError(f"lineage {identity.lineage!r} is longer than {LINEAGE_BYTES} bytes")
+            if len(root) != 32:
+                raise ValueError(f"a root is 32 bytes, not {len(root)}")
+        word = _WORD.pack(self.boot_id, self._pid, start_time, state, epoch, version, root, len(lineage), lineage)
+        self._page.write_slot(self.rank, word)
+        self.state, self.epoch, self.identity = state, epoch, identity
+
+
+class EnginePage:
+    """One engine's page, mapped. Any process of the host may read; workers write through :class:`WorkerSlot`."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens the page at ``path``, making it if it is not there: a page of zeros says that no worker started.
+
+        Raises:
+            CkptEngineError: there is no room for it.
+        """
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            reserve(descriptor, path, _PAGE_BYTES)
+            self._map = mmap.mmap(descriptor, _PAGE_BYTES)
+        finally:
+            os.close(descriptor)
+        self.path = path
+
+    def close(self) -> None:
+        """Unmaps the page. The file stays."""
+        self._map.close()
+
+    def claim(self, rank: int, world_size: int) -> WorkerSlot:
+        """Makes the calling process the worker of ``rank``, with a new boot id and holding nothing.
+
+        Raises:
+            ValueError: the rank is outside the world, or another worker claimed with another world size.
+        """
+        if not 0 <= rank < world_size <= MAX_WORKERS:
+            raise ValueError(f"rank {rank} of {world_size} workers does not fit a page of {MAX_WORKERS} slots")
+        known = self.world_size()
+        if known not in (0, world_size):
+            raise ValueError(f"worker {rank} says there are {world_size} workers, others said {known}")
+        slot = WorkerSlot(self, rank, os.urandom(16))
+        self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, _LAYOUT, world_size)
+        return slot
+
+    def world_size(self) -> int:
+        """How many workers the engine has; 0 as long as none has claimed its slot."""
+        magic, layout, workers = _HEADER.unpack_from(self._map, 0)
+        if magic == bytes(8):
+            return 0
+        if magic != _MAGIC or layout != _LAYOUT or workers > MAX_WORKERS:
+            raise ValueError(f"{self.path} is not a page of state words of layout {_LAYOUT}")
+        return int(workers)
+
+    def mark(self, mark: EngineMark) -> None:
+        """Writes the engine's mark, four bytes. The agent's alone; the gate sees it at its next request."""
+        sleeping = mark.sleeping
+        flags = _OWN_WEIGHTS * mark.own_weights | _ROUSING * sleeping.rousing
+        tags = sum(_TAG_BITS[tag] for tag in sleeping.tags)
+        self._map[_MARK_OFFSET : _MARK_OFFSET + _MARK.size] = _MARK.pack(flags, sleeping.level, tags, 0)
+
+    def marked(self) -> EngineMark:
+        """The engine's mark; a page without one says awake, and weights that updates bring."""
+        flags, level, bits, _ = _MARK.unpack_from(self._map, _MARK_OFFSET)
+        tags = frozenset(tag for tag, bit in _TAG_BITS.items() if bits & bit)
+        sleeping = Sleeping(level, tags, bool(flags & _ROUSING)) if tags else AWAKE
+        return EngineMark(bool(flags & _OWN_WEIGHTS), sleeping)
+
+    def lease(self, until: float) -> None:
+        """Says until when the engine's agent counts as there. The agent's alone.
+
+        until: seconds of `time.monotonic`, which processes of one host share; 0: for ever, also when it has died.
+        """
+        self._map[_LEASE_OFFSET : _LEASE_OFFSET + _LEASE.size] = _LEASE.pack(until)
+
+    def alone(self, now: float) -> bool:
+        """Whether the agent's lease is over; never if it has none. now: seconds of `time.monotonic`."""
+        (until,) = _LEASE.unpack_from(self._map, _LEASE_OFFSET)
+        return bool(until) and now > until
+
+    def hold(self, hold: Hold, limits: HoldLimits) -> None:
+        """Writes what the gate shall do with requests during an update. The agent's alone, like the mark."""
+        words = (hold.epoch, hold.until, hold.closed, limits.seconds, limits.requests, limits.bytes)
+        record = _HOLD.pack(*words)
+        record += _CHECK.pack(zlib.crc32(record))
+        self._map[_HOLD_OFFSET : _HOLD_OFFSET + len(record)] = record
+
+    def held(self) -> tuple[Hold, HoldLimits]:
+        """What was written last; no update and the usual limits if that is nothing, or was left half-written."""
+        for _ in range(_READS_BEFORE_TORN):
+            record = self._map[_HOLD_OFFSET : _HOLD_OFFSET + _HOLD.size + _CHECK.size]
+            if zlib.crc32(record[: _HOLD.size]) == _CHECK.unpack(record[_HOLD.size :])[0]:
+                epoch, until, closed, *limits = _HOLD.unpack(record[: _HOLD.size])
+                return Hold(epoch, until, bool(closed)), HoldLimits(*limits)
+            if not any(record):
+                break
+        return Hold(), HoldLimits()
+
+    def raw(self) -> bytes:
+        """The used part of the page as it is, possibly torn: equal bytes mean that nothing changed."""
+        return self._map[: _HEADER_BYTES + self.world_size() * _SLOT_BYTES]
+
+    def write_slot(self, rank: int, word: bytes) -> None:
+        """Stores a packed word and its checksum, for :class:`WorkerSlot`."""
+        start = _HEADER_BYTES + rank * _SLOT_BYTES
+        self._map[start : start + len(word) + _CHECK.size] = word + _CHECK.pack(zlib.crc32(word))
+
+    def read(self) -> list[WorkerWord]:
+        """Every worker's word, by rank. A slot that was never claimed has an empty boot id."""
+        return [self._read_slot(rank) for rank in range(self.world_size())]
+
+    def _read_slot(self, rank: int) -> WorkerWord:
+        start = _HEADER_BYTES + rank * _SLOT_BYTES
+        for attempt in range(_READS_BEFORE_TORN):
+            slot = self._map[start : start + _WORD.size + _CHECK.size]
+            word = slot[: _WORD.size]
+            if zlib.crc32(word) == _CHECK.unpack(slot[_WORD.size :])[0]:
+                return _unpack(rank, word)
+            if not any(slot):
+                return WorkerWord(rank, b"", 0, False, NONE, 0, None)
+            if attempt > 10:
+                time.sleep(0.0001)  # the writer has lost its processor in the middle of a copy of 200 bytes
+        torn = _unpack(rank, word)
+        return WorkerWord(rank, torn.boot_id, torn.pid, torn.alive, DIRTY, torn.epoch, None)
+
+
+def _unpack(rank: int, word: bytes) -> WorkerWord:
+    boot_id, pid, start_time, state, epoch, version, root, lineage_size, lineage = _WORD.unpack(word)
+    identity = None
+    if state == CLEAN:
+        name = lineage[:lineage_size].decode(errors="replace")
+        identity = weights_pb2.Identity(lineage=name, version=version, root=root)
+    alive = process_start_time(pid) == start_time
+    return WorkerWord(rank, boot_id, pid, alive, state, epoch, identity)

@@ -1,0 +1,130 @@
+"""The requests that a gate keeps while an install runs: their bodies, their clients, and whose turn it is.
+
+One task looks at the page every few milliseconds while anybody waits; nothing runs while nobody does. Everything is
+used on the API server's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from ckpt_engine.words.holding import Decision, Queue, Ticket
+from ckpt_engine.words.reader import StateReader
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+
+POLL_SECONDS = 0.005
+
+
+class Held:
+    """A request whose wait is over. receive: for the application; it gets what was read meanwhile, and then the rest.
+
+    decision: None: the client has gone.
+    """
+
+    def __init__(self, decision: Decision | None, body: list[Message], reading: asyncio.Future[Message] | None) -> None:
+        self.decision = decision
+        self._body = body
+        self._reading = reading
+
+    def receive(self, after: Receive) -> Receive:
+        async def receive() -> Message:
+            if self._body:
+                return self._body.pop(0)
+            reading, self._reading = self._reading, None
+            return await (after() if reading is None else reading)
+
+        return receive
+
+    def close(self) -> None:
+        """Nobody asks for the rest any more."""
+        self._body.clear()
+        if self._reading is not None:
+            self._reading.cancel()
+
+
+class _Body:
+    """What of a request's body has come while it waits. reading: the next message, not yet looked at."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.messages: list[Message] = []
+        self.size = 0
+        self._receive = receive
+        self.reading: asyncio.Future[Message] = asyncio.ensure_future(receive())
+
+    async def next(self) -> Message:
+        """The next message. Cancelling this call loses none: `reading` goes on."""
+        await asyncio.wait((self.reading,))
+        message = self.reading.result()
+        if message["type"] == "http.request":
+            self.messages.append(message)
+            self.size += len(message.get("body", b""))
+            self.reading = asyncio.ensure_future(self._receive())
+        return message
+
+
+class WaitingRoom:
+    """See the module."""
+
+    def __init__(self, state: StateReader) -> None:
+        self.queue = Queue()
+        self._state = state
+        self._turns: dict[Ticket, asyncio.Future[Decision | None]] = {}
+        self._calling: asyncio.Task[None] | None = None
+
+    async def wait(self, ticket: Ticket, receive: Receive) -> Held:
+        """Until it is the ticket's turn, or its client has gone. Reads the request's body: a server tells that the
+        client has gone only to who has read what came before."""
+        turn = self._turns[ticket] = asyncio.get_running_loop().create_future()
+        if self._calling is None or self._calling.done():
+            self._calling = asyncio.create_task(self._call())
+        body = _Body(receive)
+        reader = asyncio.create_task(self._read(ticket, body, turn))
+        decision: Decision | None = None
+        try:
+            # Nothing else is awaited here, from the first moment on: so those whose turns come together wake in order,
+            # also one that has come just now.
+            decision = await turn
+        finally:
+            self.queue.leave(ticket)
+            del self._turns[ticket]
+            reader.cancel()
+            if decision is None:
+                body.reading.cancel()
+        return Held(decision, body.messages, body.reading)
+
+    async def _read(self, ticket: Ticket, body: _Body, turn: asyncio.Future[Decision | None]) -> None:
+        """Ends the ticket's wait when its client has gone, its body is too much, or reading fails."""
+        try:
+            while (await body.next())["type"] == "http.request":
+                refused = self.queue.grow(ticket, body.size, self._state.decision(), self._state.limits)
+                if refused is not None:
+                    _tell(turn, refused)
+                    return
+            _tell(turn, None)
+        except Exception as error:  # the request fails with it
+            if not turn.done():
+                turn.set_exception(error)
+        finally:
+            self.queue.leave(ticket)
+
+    async def _call(self) -> None:
+        """Calls those whose turn it is, until nobody waits."""
+        try:
+            while self.queue:
+                decision = self._state.decision()
+                for ticket, told in self.queue.turn(decision, self._state.clock(), self._state.limits):
+                    _tell(self._turns[ticket], told)
+                await asyncio.sleep(POLL_SECONDS)
+        except Exception as error:  # nobody shall wait for a task that has ended: each request fails with it
+            for turn in self._turns.values():
+                if not turn.done():
+                    turn.set_exception(error)
+
+
+def _tell(turn: asyncio.Future[Decision | None], decision: Decision | None) -> None:
+    if not turn.done():  # it may have been told already, or its task has been cancelled
+        turn.set_result(decision)

@@ -1,0 +1,99 @@
+"""`ckpt-engine doctor` on this host, and the same probes where they must fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_engine.digest import host as digest_host
+from ckpt_engine.doctor import host_checks
+from ckpt_engine.doctor.host_checks import SHARED_MEMORY_CHECK, Check, Result, as_json, works
+
+ROOT = Path(__file__).parents[2]
+
+
+def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
+    return subprocess.run(
+        [sys.executable, "-m", "ckpt_engine", "doctor", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
+        check=False,
+    )
+
+
+def test_this_host_can_share_memory() -> None:
+    done = doctor("--json")
+    told = json.loads(done.stdout)
+    rows = {(row["group"], row["name"]): row for row in told["checks"]}
+    assert rows["shared memory", SHARED_MEMORY_CHECK]["result"] == "ok"
+    assert rows["transports", "shared_memory"]["result"] == "ok"
+    assert rows["agent", "engine directory"]["result"] == "ok"
+    assert rows["software", "protobuf"]["result"] == "ok"
+    assert {name for group, name in rows if group == "engines"} == {"reference", "sglang", "vllm"}
+    assert not [row for row in told["checks"] if row["group"] == "doctor"], "a check failed to run"
+    assert told["ok"] is True
+    assert done.returncode == 0
+
+
+def test_people_get_a_table() -> None:
+    done = doctor()
+    assert done.returncode == 0, done.stderr
+    assert "Updates over shared memory work here." in done.stdout
+    assert SHARED_MEMORY_CHECK in done.stdout
+
+
+def test_a_child_that_reads_other_bytes_is_a_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: 0)  # the memory stays zero
+    (check,) = host_checks.shared_memory_between_processes()
+    assert check.result is Result.NO
+    assert "other bytes" in check.detail
+
+
+def test_a_host_without_memory_files_is_a_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    (check,) = host_checks.shared_memory_between_processes()
+    assert check.result is Result.NO
+
+
+def test_only_what_an_update_needs_decides() -> None:
+    names = ("torch", "grpcio", "protobuf", "pyzmq")
+    checks = [Check("software", name, Result.OK, "") for name in names]
+    checks.append(Check("agent", "engine directory", Result.OK, ""))
+    memory = Check("shared memory", SHARED_MEMORY_CHECK, Result.OK, "")
+    gpu = Check("GPU", "CUDA", Result.NO, "none")
+    assert works([*checks, memory, gpu])
+    assert not works([*checks, Check(memory.group, memory.name, Result.NO, "no"), gpu])
+    assert not works([*checks[1:], memory])
+    assert json.loads(as_json(checks))["ok"] is False
+
+
+def test_numba_is_tried_and_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    (check,) = host_checks.host_digests()
+    assert check.result is Result.OK, check.detail
+    monkeypatch.setitem(sys.modules, "ckpt_engine.digest.host_kernel", None)  # as if it were not installed
+    digest_host._loaded.cache_clear()
+    try:
+        (check,) = host_checks.host_digests()
+    finally:
+        digest_host._loaded.cache_clear()
+    assert check.result is Result.NOTE
+    assert "pip install numba" in check.detail
+
+
+def test_a_check_that_breaks_does_not_take_the_others_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> list[Check]:
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(host_checks, "limits", broken)
+    rows = list(host_checks.all_checks())
+    (row,) = (check for check in rows if check.name == "broken")
+    assert "unforeseen" in row.detail
+    assert any(check.name == SHARED_MEMORY_CHECK for check in rows)

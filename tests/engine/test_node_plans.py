@@ -1,0 +1,73 @@
+"""Each node's part of an engine: the command lines that adapters make of one, and what cannot be shared."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from ckpt_engine.engine import adapter
+from ckpt_engine.engine.node_plan import Place, node_plan_of
+from ckpt_engine_adapters.reference import driver as reference
+from ckpt_engine_adapters.reference.server import parse
+from ckpt_engine_adapters.vllm import driver as vllm
+from ckpt_engine_adapters.vllm.command import command_options
+
+FIRST, SECOND = Place(2, 0, "10.0.0.1", 7200), Place(2, 1, "10.0.0.1", 7200)
+
+
+def test_vllm_gets_the_options_of_its_node_and_the_headless_form_elsewhere() -> None:
+    arguments = ("--tensor-parallel-size", "16", "--max-model-len", "4096")
+    leads, follows = (vllm.node_plan(arguments, 8000, "model", place) for place in (FIRST, SECOND))
+    for rank, plan in enumerate((leads, follows)):
+        options = command_options(plan.argv)
+        assert (options["--nnodes"], options["--node-rank"]) == ("2", str(rank))
+        assert (options["--master-addr"], options["--master-port"]) == ("10.0.0.1", "7200")
+        assert (options["--max-model-len"], options["--weight-transfer-config"]) == ("4096", vllm.TRANSFER)
+        assert (plan.workers, plan.env[vllm.WORKERS_VARIABLE]) == (16, "16")
+    assert leads.argv[:3] == (sys.executable, "-m", vllm.MODULE)
+    assert follows.argv[:3] == (sys.executable, "-m", vllm.HEADLESS)
+    assert "--headless" not in (*leads.argv, *follows.argv), "our module says so itself"
+    theirs = vllm.node_plan(("vllm", "serve", "model", "-tp", "2"), 8000, "", SECOND)
+    assert theirs.argv[:2] == ("vllm", "serve")
+    assert theirs.argv[-1] == "--headless"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tensor-parallel-size", "3"), "3 workers cannot be shared by 2 nodes"),
+        (("--tensor-parallel-size", "2", "--data-parallel-hybrid-lb"), "only node 0 may have an API server"),
+        (("--data-parallel-size", "2", "--data-parallel-rank=1"), "only node 0 may have an API server"),
+        (("--tensor-parallel-size", "2", "--nnodes", "2"), "leave --nnodes out"),
+    ],
+)
+def test_what_vllm_could_not_do_or_our_gate_not_see_is_refused(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        vllm.node_plan(arguments, 8000, "model", FIRST)
+
+
+@pytest.mark.parametrize("launch_plan", [vllm.launch_plan, reference.launch_plan], ids=["vllm", "reference"])
+def test_nodes_behind_the_agents_back_are_refused(launch_plan: adapter.AdapterModule) -> None:
+    """Workers that no agent of ours sees would leave the gate closed for ever."""
+    with pytest.raises(ValueError, match=r"leave --nnodes(, --node-rank)? out"):
+        launch_plan(["--nnodes", "2", "--node-rank", "0"], 1, "model")  # type: ignore[operator]
+
+
+def test_the_reference_engines_parts_are_commands_that_its_server_understands(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    model = tmp_path_factory.mktemp("model")
+    (model / "config.json").write_text("{}")
+    for place in (FIRST, SECOND):
+        plan = reference.node_plan(("--tensor-parallel", "4"), 8000, str(model), place)
+        options = parse(list(plan.argv[3:]))
+        assert (options.nnodes, options.node_rank, options.master_addr) == (2, place.rank, "10.0.0.1")
+    with pytest.raises(ValueError, match="--tensor-parallel 1 cannot be shared by 2 nodes"):
+        reference.node_plan((), 8000, str(model), FIRST)
+
+
+def test_an_adapter_that_says_nothing_of_nodes_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "ADAPTERS", {"small": "tests.agent.small_engine"})
+    with pytest.raises(ValueError, match="--nodes: an engine of kind small on several nodes cannot be driven yet"):
+        node_plan_of("small")

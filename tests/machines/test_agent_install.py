@@ -1,0 +1,154 @@
+"""One install in the agent's machine: what it does with the time it has, and with words that change under it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_agent_turns import CLUSTER, WORDS, Agent
+
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.machines import events
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+
+EPOCH = 2
+DEADLINE = 20.0
+KEPT = DEADLINE / 4
+"""What an install of so many seconds keeps back for resuming."""
+
+NEXT = weights_pb2.Identity(lineage="run", version=2, root=b"r" * 32)
+BOOT = b"b" * 16
+DIRTY = manager_pb2.WorkerStatus(boot_id=BOOT, pid=1, state=manager_pb2.DIRTY, epoch=EPOCH)
+CLEAN = manager_pb2.WorkerStatus(boot_id=BOOT, pid=1, state=manager_pb2.CLEAN, epoch=EPOCH, identity=NEXT)
+NEW = events.Words((CLEAN,), True, "", NEXT)
+TORN = events.Words((DIRTY,), False, "worker 0 is being updated", None)
+
+
+class Install:
+    """An install that was told at 0 to the agent of an engine that serves. Steps end when `until` or `end` says so."""
+
+    def __init__(self, deadline: float = DEADLINE) -> None:
+        self.agent = Agent()
+        self.agent.welcome()
+        self._running: list[events.Run] = []
+        self._take(self.agent.engine_ready(paused=False))
+        while self._running:
+            self.end(self._running[0], 0.0)
+        plan, expected = (manager_pb2.BlobRef(digest=letter * 32) for letter in (b"p", b"e"))
+        install = manager_pb2.Install(
+            fence=weights_pb2.Fence(cluster=CLUSTER, epoch=EPOCH),
+            identity=NEXT,
+            pause_mode=manager_pb2.KEEP,
+            deadline_seconds=deadline,
+            workers=[manager_pb2.WorkerInstall(rank=0, plan=plan, expected=expected)],
+        )
+        self._take(self.agent.tell(events.Message(self.agent.peer, install)))
+
+    def _take(self, commands: list[events.AgentCommand]) -> None:
+        self._running += [command for command in commands if isinstance(command, events.Run)]
+
+    def end(self, run: events.Run, now: float, words: events.Words = WORDS) -> None:
+        """The step ends well. words: what is read, if that is the step."""
+        self._running.remove(run)
+        results = {events.ReadWords: words, events.FetchBlobs: (b"plan", b"expected")}
+        if isinstance(run.task, events.PrepareEngine):
+            self.asks(now, want_prepare=worker_pb2.WantOrder())
+            fence = weights_pb2.Fence(cluster=CLUSTER, epoch=EPOCH)
+            self.asks(now, ready=worker_pb2.WorkerReady(fence=fence, plans=[b"p" * 32]))
+        self._take(self.agent.tell(events.Done(run.key, results.get(type(run.task))), now))
+
+    def until(self, kind: type, now: float, words: events.Words = WORDS) -> events.Run:
+        """Ends steps until one of `kind` runs, and returns that."""
+        for _ in range(20):
+            (run,) = self._running
+            if isinstance(run.task, kind):
+                return run
+            self.end(run, now, words)
+        raise AssertionError(f"no {kind.__name__} came")
+
+    def want(self, now: float) -> worker_pb2.AgentReply:
+        """What a worker gets that asks for its order."""
+        return self.asks(now, want_install=worker_pb2.WantOrder())
+
+    def asks(self, now: float, **body: Any) -> worker_pb2.AgentReply:
+        """What the worker gets for a request."""
+        request = worker_pb2.WorkerRequest(rank=0, boot_id=BOOT, **body)
+        given = self.agent.tell(events.WorkerAsked(1, request), now)
+        (reply,) = [command.reply for command in given if isinstance(command, events.Reply)]
+        assert reply is not None
+        return reply
+
+    def outcome(self) -> manager_pb2.ReplicaOutcome:
+        (outcome,) = [
+            command.body
+            for command in self.agent.commands
+            if isinstance(command, events.Send) and isinstance(command.body, manager_pb2.ReplicaOutcome)
+        ]
+        return outcome
+
+
+@pytest.mark.parametrize(("deadline", "fetched", "left"), [(20.0, 0.0, 15.0), (20.0, 14.0, 1.0), (200.0, 5.0, 180.0)])
+def test_no_step_may_take_the_time_that_is_kept_for_resuming(deadline: float, fetched: float, left: float) -> None:
+    """The plan was fetched so late; pausing and installing get what is left then, and pausing never more than it may.
+
+    Kept is a quarter, or what resuming may take (15 s) if that is less.
+    """
+    install = Install(deadline)
+    fetch = install.until(events.FetchBlobs, 0.0)
+    install.end(fetch, fetched)
+    pause = install.until(events.PauseEngine, fetched)
+    assert isinstance(pause.task, events.PauseEngine)
+    assert pause.task.seconds == min(Deadlines().quiesce, left)
+    install.end(pause, fetched)
+    run = install.until(events.InstallEngine, fetched)
+    assert isinstance(run.task, events.InstallEngine)
+    assert run.task.seconds == left
+
+
+def test_a_worker_gets_no_order_in_the_time_that_is_kept_for_resuming() -> None:
+    """It would write while the agent resumes."""
+    install = Install()
+    install.until(events.InstallEngine, 0.0)
+    order = install.want(DEADLINE - KEPT - 1.0)
+    assert order.install.identity == NEXT
+    assert order.install.deadline_seconds == 1.0
+    late = Install()
+    late.until(events.InstallEngine, 0.0)
+    assert "no such order now" in late.want(DEADLINE - KEPT).refused.message
+
+
+@pytest.mark.parametrize(("words", "outcome"), [(NEW, manager_pb2.NEW_SERVING), (TORN, manager_pb2.QUARANTINED)])
+def test_the_words_after_resuming_decide(words: events.Words, outcome: manager_pb2.Outcome) -> None:
+    """A worker that died or was restarted meanwhile has whole weights no more."""
+    install = Install()
+    run = install.until(events.InstallEngine, 0.0)
+    install.want(0.0)
+    install.end(run, 1.0)
+    resume = install.until(events.ResumeEngine, 1.0, NEW)
+    install.end(resume, 2.0)
+    install.end(install.until(events.ReadWords, 2.0), 2.0, words)
+    assert install.outcome().outcome == outcome
+
+
+@pytest.mark.parametrize("step", [events.FetchBlobs, events.PauseEngine, events.InstallEngine])
+def test_an_engine_that_ends_has_its_outcome_at_once_and_is_asked_for_nothing(step: type) -> None:
+    install = Install()
+    install.until(step, 0.0)
+    given = install.agent.tell(events.EngineExited("it ran out of memory"), 1.0)
+    assert not [command for command in given if isinstance(command, events.Run)]
+    outcome = install.outcome()
+    assert outcome.outcome == manager_pb2.QUARANTINED
+    assert "it ran out of memory" in outcome.problem.message
+
+
+def test_an_engine_that_took_all_the_time_to_pause_is_not_installed_into() -> None:
+    install = Install()
+    pause = install.until(events.PauseEngine, 0.0)
+    install.end(pause, DEADLINE - KEPT)
+    install.end(install.until(events.ResumeEngine, DEADLINE - KEPT), DEADLINE - KEPT)
+    install.end(install.until(events.HoldRequests, DEADLINE - KEPT), DEADLINE - KEPT)
+    install.end(install.until(events.ReadWords, DEADLINE - KEPT), DEADLINE - KEPT)
+    outcome = install.outcome()
+    assert outcome.outcome == manager_pb2.OLD_SERVING
+    assert outcome.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
+    assert "pausing" in outcome.problem.message

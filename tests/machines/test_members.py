@@ -1,0 +1,63 @@
+"""Who speaks for whom: what a hello changes of what the manager knows, and what it leaves."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.machines.events import Peer
+from ckpt_engine.machines.manager.members import Members
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+HOST = weights_pb2.Host(boot_id="host", name="machine")
+FIRST, SECOND = Peer("first"), Peer("second")
+
+
+def replica_hello(session_id: str = "session", agent_epoch: int = 1) -> manager_pb2.ReplicaHello:
+    return manager_pb2.ReplicaHello(name="replica", session_id=session_id, agent_epoch=agent_epoch, host=HOST)
+
+
+def test_a_hello_over_the_same_stream_leaves_what_heartbeats_have_said() -> None:
+    """An agent says it again when its engine's description has changed; its next heartbeat may be a while away."""
+    members = Members("cluster")
+    replica, _ = members.replica_hello(FIRST, replica_hello(), 0.0)
+    assert replica.closed_reason
+    replica.serving, replica.closed_reason, replica.label_problem = True, "", "do not trust its label"
+    again, before = members.replica_hello(FIRST, replica_hello(), 1.0)
+    assert before == FIRST
+    assert (again.serving, again.closed_reason, again.label_problem) == (True, "", "do not trust its label")
+    later, before = members.replica_hello(SECOND, replica_hello(), 2.0)
+    assert before == FIRST
+    assert not later.serving
+    assert later.closed_reason
+    assert later.label_problem == ""
+
+
+def trainer_hello(session_id: str = "session") -> manager_pb2.TrainerHello:
+    return manager_pb2.TrainerHello(lineage="run", rank=0, world_size=1, session_id=session_id, host=HOST)
+
+
+def test_a_stream_that_was_replaced_speaks_for_nobody() -> None:
+    """What still comes over it, a goodbye even, is not of the member that speaks over another one now."""
+    members = Members("cluster")
+    members.trainer_hello(FIRST, trainer_hello(), 0.0)
+    trainer, before = members.trainer_hello(SECOND, trainer_hello(), 1.0)
+    assert before == FIRST
+    assert members.by_peer == {SECOND: trainer}
+    assert members.lose(FIRST) is None
+    assert trainer.peer == SECOND
+    third, fourth = Peer("third"), Peer("fourth")
+    members.replica_hello(third, replica_hello(), 0.0)
+    replica, before = members.replica_hello(fourth, replica_hello(), 1.0)
+    assert before == third
+    assert members.by_peer == {SECOND: trainer, fourth: replica}
+    assert members.lose(third) is None
+    assert replica.peer == fourth
+
+
+def test_a_replica_without_a_name_is_refused() -> None:
+    members = Members("cluster")
+    with pytest.raises(CkptEngineError, match="needs a name"):
+        members.replica_hello(FIRST, manager_pb2.ReplicaHello(session_id="session", host=HOST), 0.0)
+    assert not members.replicas
+    assert not members.by_peer

@@ -1,0 +1,71 @@
+"""Which replica is to hold what, and that a manager which is restarted knows it from its ledger."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt_engine.machines.events import Published
+from ckpt_engine.machines.manager.versions import Intended, Meant, Versions
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+PUBLISHED = Published(manager_pb2.BlobRef(digest=b"m" * 32), (), 1, 1)
+
+
+def identity(version: int, lineage: str = "run") -> weights_pb2.Identity:
+    return weights_pb2.Identity(lineage=lineage, version=version, root=bytes([version]) * 32)
+
+
+class Manager:
+    """What a manager keeps of versions, in memory and in its ledger."""
+
+    def __init__(self) -> None:
+        self.versions = Versions()
+        self.intents: dict[str, Intended] = {}
+        self.meant: dict[str, Meant] = {}
+        self.epoch = 0
+
+    def install(self, what: weights_pb2.Identity, *names: str, late: bool = False) -> None:
+        """Into these replicas; none: all. late: one of them gets what it was to hold already."""
+        self.epoch += 1
+        selection = None if late else frozenset(names) or None
+        intent = self.versions.intent(self.epoch, what, selection, late, 1.0)
+        self.intents[what.lineage] = Intended(self.epoch, what, intent.selection)
+        self.meant |= dict.fromkeys(intent.meant, (self.epoch, what.lineage))
+        if not late:
+            self.versions.begin(what, self.epoch, PUBLISHED, selection)
+
+    def restarted(self) -> Versions:
+        return Versions.from_ledger(self.epoch, list(self.intents.values()), self.meant)
+
+
+def held(versions: Versions) -> dict[str, tuple[str, int] | None]:
+    """What replicas a, b and c are to hold."""
+    found = {name: versions.of(name) for name in "abc"}
+    return {name: each and (each.identity.lineage, each.identity.version) for name, each in found.items()}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_replica_that_its_run_left_out_waits_also_after_a_restart(late: bool) -> None:
+    """late: one of those that were chosen was brought up once more, which is no news of the others."""
+    manager = Manager()
+    manager.install(identity(1))
+    manager.install(identity(2), "a", "b")
+    if late:
+        manager.install(identity(2), "a", late=True)
+    assert held(manager.versions) == {"a": ("run", 2), "b": ("run", 2), "c": None}
+    assert held(manager.restarted()) == held(manager.versions)
+    manager.install(identity(2), "c")
+    assert held(manager.versions) == dict.fromkeys("abc", ("run", 2))
+    assert held(manager.restarted()) == held(manager.versions)
+
+
+def test_runs_with_replicas_of_their_own_do_not_meet_also_after_a_restart() -> None:
+    manager = Manager()
+    manager.install(identity(1, "one"), "a")
+    manager.install(identity(1, "two"), "b")
+    manager.install(identity(1, "one"), "a", late=True)
+    assert held(manager.versions) == {"a": ("one", 1), "b": ("two", 1), "c": None}
+    assert held(manager.restarted()) == held(manager.versions)
+    manager.install(identity(2, "two"))
+    assert held(manager.versions) == dict.fromkeys("abc", ("two", 2))
+    assert held(manager.restarted()) == held(manager.versions)

@@ -1,0 +1,261 @@
+"""The gate in a real server: closed unless the state words say otherwise, control routes for the agent only."""
+
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+from fastapi import FastAPI, WebSocket
+
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.sleeping import Sleeping
+from ckpt_engine.v1 import weights_pb2
+from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.words.gate import Gate
+from ckpt_engine.words.reader import StateReader
+from ckpt_engine.words.state import EngineMark, EnginePage
+from tests.words.server import serve
+
+
+class SmallGate(Gate):
+    open_routes = frozenset({"/health"})
+    generation_routes = frozenset({"/generate", "/stream"})
+    control_routes = frozenset({"/pause"})
+
+
+IDENTITY = weights_pb2.Identity(lineage="run", version=12, root=b"\x05" * 32)
+
+
+def application() -> FastAPI:
+    app = FastAPI()
+
+    @app.post("/generate")
+    async def generate() -> dict[str, str]:
+        return {"text": "tokens"}
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {}
+
+    @app.post("/pause")
+    async def pause() -> dict[str, str]:
+        return {"paused": "yes"}
+
+    @app.websocket("/stream")
+    async def stream(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await websocket.close()
+
+    app.add_middleware(SmallGate)
+    return app
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    directory = EngineDirectory.create(tmp_path)
+    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
+    with serve(application()) as url, httpx.Client(base_url=url) as client:
+        yield client, directory
+
+
+def test_requests_follow_the_state_words(engine):
+    client, directory = engine
+    refused = client.post("/generate")
+    assert refused.status_code == 503
+    assert refused.headers["content-type"] == "application/problem+json"
+    assert "retry-after" not in refused.headers, "nobody knows when there will be weights"
+    assert refused.json()["detail"] == "this replica does not serve now: no worker has started"
+    assert refused.json()["reason"] == "no_weights"
+
+    slot = EnginePage(directory.page).claim(0, 1)
+    assert client.post("/generate").status_code == 503
+    slot.dirty(1)
+    assert client.post("/generate").status_code == 503
+    slot.clean(1, IDENTITY)
+    served = client.post("/generate")
+    assert served.status_code == 200
+    assert served.headers["x-ckpt-engine-admitted-version"] == "12"
+    assert served.headers["x-ckpt-engine-admitted-root"] == "05" * 32
+    slot.dirty(2)
+    torn = client.post("/generate")
+    assert torn.status_code == 503, "no update goes on, so it was left so"
+    assert "worker 0 was left half updated by epoch 2" in torn.json()["detail"]
+    assert torn.json()["reason"] == "quarantined"
+
+
+def test_control_routes_need_the_token_in_any_state(engine):
+    client, directory = engine
+    slot = EnginePage(directory.page).claim(0, 1)
+    for step in (lambda: None, lambda: slot.dirty(1), lambda: slot.clean(1, IDENTITY)):
+        step()
+        for path in ("/pause", "/pause/", "/ckpt_engine/install"):
+            assert client.post(path).status_code == 403
+            for wrong in ("wrong", "", directory.token()[:-1], directory.token()[:1], directory.token() + "0"):
+                assert client.post(path, headers={"x-ckpt-engine-token": wrong}).status_code == 403, wrong
+        given = client.post("/pause", headers={"x-ckpt-engine-token": directory.token()})
+        assert given.json() == {"paused": "yes"}
+
+
+@pytest.mark.parametrize("token", ["", "\n", "short", "0" * 31])
+def test_a_server_whose_token_is_none_does_not_start(tmp_path, monkeypatch, token):
+    """An empty one would open every control route to a header without a value."""
+    directory = EngineDirectory.create(tmp_path)
+    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
+    (directory.path / "token").write_text(token)
+    with pytest.raises(CkptEngineError, match=f"a token of {len(token.strip())} characters, and 32 are needed"):
+        Gate(application())
+
+
+def test_a_dead_worker_is_noticed_within_a_tenth_of_a_second(tmp_path):
+    """By a clock of ours, which stands still until the worker is dead."""
+    now = [100.0]
+    page = EnginePage(tmp_path / "page")
+    worker = subprocess.Popen([sys.executable, "-c", CLEAN_WORKER, str(page.path)], stdout=subprocess.PIPE)
+    try:
+        assert worker.stdout.readline() == b"clean\n"
+        reader = StateReader(page, lambda: now[0])
+        assert reader.verdict().open
+    finally:
+        worker.kill()
+        worker.wait(20)
+    now[0] += 0.1
+    assert "is dead" in reader.verdict().reason
+
+
+CLEAN_WORKER = """
+import sys, time
+from pathlib import Path
+from ckpt_engine.words.state import EnginePage
+from ckpt_engine.v1 import weights_pb2
+from tests.words.server import serve
+EnginePage(Path(sys.argv[1])).claim(0, 1).clean(1, weights_pb2.Identity(lineage="run", version=1, root=bytes(32)))
+print("clean", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("own_weights", [False, True])
+def test_an_agent_that_promised_to_be_there_and_is_not_closes_the_gate(engine, own_weights):
+    client, directory = engine
+    page = EnginePage(directory.page)
+    page.claim(0, 1).clean(3, IDENTITY)
+    page.mark(EngineMark(own_weights=own_weights))
+    page.lease(time.monotonic() + 60)
+    assert client.post("/generate").status_code == 200
+    page.lease(time.monotonic() - 0.001)
+    refused = client.post("/generate")
+    assert refused.status_code == 503
+    assert "its agent is gone, or stands still" in refused.json()["detail"]
+    assert not client.get("/ckpt_engine/info").json()["open"]
+    page.lease(0)
+    assert client.post("/generate").status_code == 200, "an agent that promises nothing may be away"
+
+
+def test_a_lease_ends_although_nothing_in_the_page_changes(tmp_path):
+    now = [100.0]
+    page = EnginePage(tmp_path / "page")
+    page.claim(0, 1).clean(3, IDENTITY)
+    page.lease(108.0)
+    reader = StateReader(page, lambda: now[0])
+    assert reader.verdict().open
+    now[0] = 107.9
+    assert reader.verdict().open
+    now[0] = 108.1
+    assert not reader.verdict().open
+
+
+def test_health_passes_and_information_tells_the_agent_where_to_go(engine):
+    client, directory = engine
+    assert client.get("/health").status_code == 200
+    EnginePage(directory.page).claim(0, 1).clean(3, IDENTITY)
+    assert client.get("/ckpt_engine/info").json() == {
+        "directory": str(directory.path),
+        "world_size": 1,
+        "open": True,
+        "held": 0,
+        "own_weights": False,
+        "asleep": [],
+        "reason": "",
+        "version": 12,
+        "lineage": "run",
+        "root": "05" * 32,
+    }
+
+
+def test_probes_learn_whether_it_serves(engine):
+    client, directory = engine
+    closed = client.get("/ckpt_engine/ready")
+    assert closed.status_code == 503
+    assert closed.json()["detail"] == "this replica does not serve now: no worker has started"
+    slot = EnginePage(directory.page).claim(0, 1)
+    slot.clean(3, IDENTITY)
+    served = client.get("/ckpt_engine/ready")
+    assert (served.status_code, served.json()) == (200, {"ready": True, "open": True, "version": 12})
+    assert served.headers["x-ckpt-engine-admitted-version"] == "12"
+    slot.dirty(4)
+    assert client.get("/ckpt_engine/ready").status_code == 503
+    assert client.get("/ckpt_engine/ready/x").status_code == 403, "what lies below it is the agent's"
+
+
+def test_nobody_is_let_in_while_memory_is_given_up(engine):
+    client, directory = engine
+    page = EnginePage(directory.page)
+    page.claim(0, 1).clean(3, IDENTITY)
+    for sleeping, said in (
+        (Sleeping(1, frozenset({"weights", "kv_cache"})), "kept on the host"),
+        (Sleeping(2, frozenset({"weights", "kv_cache"})), "discarded"),
+        (Sleeping(2, frozenset({"kv_cache"}), rousing=True), "not woken yet"),
+    ):
+        page.mark(EngineMark(sleeping=sleeping))
+        assert page.marked() == EngineMark(sleeping=sleeping)
+        assert page.read()[0].identity == IDENTITY
+        refused = client.post("/generate")
+        assert refused.status_code == 503
+        assert said in refused.json()["detail"]
+        assert refused.json()["reason"] == "asleep"
+    page.mark(EngineMark())
+    assert client.post("/generate").headers["x-ckpt-engine-admitted-version"] == "12"
+
+
+def test_an_engine_with_weights_of_its_own_is_open_while_it_is_awake_and_whole(engine):
+    client, directory = engine
+    page = EnginePage(directory.page)
+    assert client.post("/generate").status_code == 503
+    page.mark(EngineMark(own_weights=True))
+    answer = client.post("/generate")
+    assert answer.status_code == 200
+    assert "x-ckpt-engine-admitted-version" not in answer.headers
+    slot = page.claim(0, 1)
+    assert page.marked().own_weights
+    assert client.post("/generate").status_code == 200
+    slot.dirty(1)
+    assert client.post("/generate").status_code == 503
+    slot.none()
+    page.mark(EngineMark(own_weights=True, sleeping=Sleeping(1, frozenset({"weights", "kv_cache"}))))
+    assert client.post("/generate").status_code == 503
+
+
+def test_paths_that_only_look_like_open_ones_are_gated(engine):
+    client, _ = engine
+    for path in ("/healthy", "/health/generate", "//generate", "/Health"):
+        assert client.post(path).status_code == 403
+
+
+async def test_a_closed_gate_refuses_websockets(tmp_path, monkeypatch):
+    directory = EngineDirectory.create(tmp_path)
+    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
+    sent = []
+
+    async def inner(scope, receive, send):
+        raise AssertionError("the request went through a closed gate")
+
+    async def send(message):
+        sent.append(message)
+
+    async def receive():
+        return {"type": "websocket.connect"}
+
+    scope = {"type": "websocket", "path": "/stream", "headers": []}
+    await SmallGate(inner)(scope, receive, send)
+    assert sent[0]["type"] == "websocket.close"
