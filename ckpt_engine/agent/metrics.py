@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ckpt_engine.core.problems import invalid, unavailable
-from ckpt_engine.install.counts import counted
+from ckpt_engine.words.counts import counted
 
 
 @dataclass

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
-from ckpt_engine.install.counts import GateCounts
+from ckpt_engine.words.counts import GateCounts
 from ckpt_engine.words.directory import TOKEN_HEADER, EngineDirectory
 from ckpt_engine.words.holding import Decision, Kind
 from ckpt_engine.words.reader import StateReader

@@ -12,11 +12,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ckpt_engine.agent.metrics import AgentState, registry_of, scraped_at
-from ckpt_engine.install.counts import REASONS as GATE_REASONS
-from ckpt_engine.install.counts import Counts, GateCounts, counted
 from ckpt_engine.manager.blobs import MEBIBYTE, BlobStore
 from ckpt_engine.manager.metrics import REASONS, Metrics
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.words.counts import REASONS as GATE_REASONS
+from ckpt_engine.words.counts import Counts, GateCounts, counted
 from ckpt_engine.words.holding import FULL, UPDATING
 
 ROOT = Path(__file__).parents[2]

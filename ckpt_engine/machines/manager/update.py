@@ -13,15 +13,7 @@ from collections.abc import Callable
 from typing import cast
 
 from ckpt_engine.core.problems import CkptEngineError, deadline, unavailable
-from ckpt_engine.machines.events import (
-    Combined,
-    CombineSeals,
-    Compiled,
-    CompilePlans,
-    Done,
-    ManagerTask,
-    RecordOutcome,
-)
+from ckpt_engine.machines.events import Combined, CombineSeals, Compiled, CompilePlans, Done, ManagerTask, RecordOutcome
 from ckpt_engine.machines.manager.absences import Absences
 from ckpt_engine.machines.manager.members import Member, Replica, Trainer, speaker
 from ckpt_engine.machines.manager.order import Order
