@@ -149,8 +149,8 @@ def check_memory(needed: int, allowed: int, what: str) -> None:
     """Raises FAILED_PRECONDITION, naming both numbers, if a slot has no room for `what`. needed, allowed: bytes."""
     if needed > allowed:
         raise precondition(
-            f"{what} takes {needed} bytes of a relay's slot, and a slot has {allowed}; start the relay with --memory "
-            f"of {2 * needed} bytes or more (it keeps two versions), or with --hold needs"
+            f"{what} takes {needed} bytes of a relay's slot, and a slot has {allowed}; give the relay {2 * needed} "
+            "bytes or more (it keeps two versions), or let it hold only what the workers of its host need"
         )
 
 

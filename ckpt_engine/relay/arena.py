@@ -41,9 +41,7 @@ class Arena:
         self.slot_bytes = memory // SLOTS // GROUP_BYTES * GROUP_BYTES
         self.size = SLOTS * self.slot_bytes
         if not self.slot_bytes:
-            raise invalid(
-                f"a relay needs {SLOTS * GROUP_BYTES} bytes of memory or more, and {memory} were given (--memory)"
-            )
+            raise invalid(f"a relay needs {SLOTS * GROUP_BYTES} bytes of memory or more, and {memory} were given")
         self.id = secrets.token_bytes(16)
         self._reserved = [0] * SLOTS
         reserved = free_huge_pages(huge_pages) * _HUGE >= self.size
