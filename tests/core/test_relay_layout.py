@@ -128,6 +128,7 @@ def test_what_nobody_needs_lies_behind_the_rest_and_only_where_everything_is_hel
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_fifty_thousand_tensors_are_laid_out_without_looking_at_each_pair() -> None:
     """Eight workers; a square of their number would not end within the test's own limit."""
     shapes = [(64, 32), (32,)] * 25_000
