@@ -65,6 +65,25 @@ def by_process(source: Host, worker: Host) -> Verdict:
     )
 
 
+def by_directory(source: Host, worker: Host) -> Verdict:
+    """Memory that a process of the same host hands out over a socket in a directory that both see."""
+    where = name_of(source)
+    if not same_host(source, worker):
+        return Verdict(
+            False,
+            f"the relay's memory is on host {where}, and the worker runs on host {name_of(worker)}; start a relay on "
+            "that host",
+        )
+    if not source.relay_directory or source.relay_directory != worker.relay_directory:
+        return Verdict(
+            False,
+            f"relay and worker share host {where} but not the directory of relays' sockets "
+            f"({source.relay_directory or 'unknown'} and {worker.relay_directory or 'unknown'}); mount one directory "
+            "into both (Kubernetes: a hostPath) and name it in CKPT_ENGINE_RELAY_DIRECTORY",
+        )
+    return Verdict(True, f"the relay of host {where} lends its memory to the worker", Distance.HOST_MEMORY)
+
+
 def by_file(source: Host, worker: Host) -> Verdict:
     """Files that every process of the host can open."""
     if not same_host(source, worker):

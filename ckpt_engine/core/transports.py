@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
-from ckpt_engine.core.reach import Rule, by_file, by_gpu, by_process
+from ckpt_engine.core.reach import Rule, by_directory, by_file, by_gpu, by_process
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,11 @@ _OWN = (
         lender="ckpt_engine.transport.cuda_ipc:CudaIpcLender",
         lends=frozenset({GPU_MEMORY}),
         on_host="ckpt_engine.transport.cuda_ipc:on_host",
+    ),
+    TransportKind(
+        name="relay_memory",
+        reach=by_directory,
+        reader="ckpt_engine.transport.relay_memory:RelayMemoryTransport",
     ),
     TransportKind(
         name="shared_memory",

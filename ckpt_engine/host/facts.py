@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 from ckpt_engine.host.gpus import used_gpus
+from ckpt_engine.host.relay_directory import directory_identity
 from ckpt_engine.v1.weights_pb2 import Host
 
 
@@ -23,6 +24,7 @@ def this_host(advertise: str = "") -> Host:
         address=advertise,
         network_namespace=_link(Path("/proc/self/ns/net")),
         gpus=used_gpus(),
+        relay_directory=directory_identity(),
     )
 
 

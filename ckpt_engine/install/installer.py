@@ -83,10 +83,13 @@ class Installer:
         try:
             self._check_fence(order.fence)
             plan = self._plans.open(order.plan, order.deadline_seconds)
-            if order.asleep:
-                answer.plans.append(plan.digest)
-            else:
-                plan.lay_out(self._target)
+            try:
+                if order.asleep:
+                    answer.plans.append(plan.digest)
+                else:
+                    plan.lay_out(self._target)
+            finally:
+                plan.rest()
         except Exception as error:
             answer.problem.CopyFrom(_problem_of(error, "getting ready"))
         answer.plans.extend(digest for digest in self._plans.digests if digest not in answer.plans)
@@ -111,6 +114,9 @@ class Installer:
             run.everything()
         except Exception as error:
             run.report.problem.CopyFrom(_problem_of(error, "installing"))
+        finally:
+            if run.plan is not None:
+                run.plan.rest()
         installed.report.CopyFrom(run.report)
         if run.plan is not None and not run.report.HasField("problem"):
             installed.edges.extend(run.plan.edges())

@@ -18,7 +18,7 @@ from ckpt_engine.install.ready import Ready
 from ckpt_engine.install.resolve import Resolved, bind, resolve
 from ckpt_engine.record.recording import Recording, TensorLayout
 from ckpt_engine.trace import span
-from ckpt_engine.transport.base import OpenedRegions, Transport
+from ckpt_engine.transport.base import Leased, OpenedRegions, Transport
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -53,6 +53,12 @@ class ReadyPlan:
             told.CopyFrom(edge)
             told.reason = "; ".join([edge.reason, *notes.get(edge.transport, ())])
             yield told
+
+    def rest(self) -> None:
+        """Nothing is read before the next `check`: owners that wait for their readers may write to their memory."""
+        for regions in self.opened.values():
+            if isinstance(regions, Leased):
+                regions.rest()
 
     def close(self) -> None:
         """Lets go of the sources' memory."""

@@ -1,8 +1,8 @@
 """The work that machines ask their shells for, and what it results in.
 
-They are listed by the machine that asks: `ManagerTask`, `AgentTask`, `TrainerTask`. Each says which part of the
-package does it, and what its `Done` carries. A task that fails carries a Problem and no result. `seconds`: how long it
-may take; a shell answers by then, whatever the work does.
+They are listed by the machine that asks: `ManagerTask`, `AgentTask`, `TrainerTask`, and `RelayTask`, which has a file
+of its own. Each says which part of the package does it, and what its `Done` carries. A task that fails carries a
+Problem and no result. `seconds`: how long it may take; a shell answers by then, whatever the work does.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ckpt_engine.core.sleeping import Sleeping
+from ckpt_engine.machines.relay.tasks import RelayTask
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 WorkerKey: TypeAlias = tuple[str, int]
@@ -364,4 +365,4 @@ class SealSource:
 
 TrainerTask: TypeAlias = PutBlobs | SealSource
 
-Task: TypeAlias = ManagerTask | AgentTask | TrainerTask
+Task: TypeAlias = ManagerTask | AgentTask | TrainerTask | RelayTask

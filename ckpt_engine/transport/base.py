@@ -90,6 +90,15 @@ class OpenedRegions(Protocol):
 
 
 @runtime_checkable
+class Leased(Protocol):
+    """What OpenedRegions can do besides, if their owner waits for its readers before it writes to them."""
+
+    def rest(self) -> None:
+        """The install that `open` or `check` began is over: nothing is read before the next `check`. Never raises."""
+        ...
+
+
+@runtime_checkable
 class Viewable(Protocol):
     """What OpenedRegions of mapped transports can do besides."""
 

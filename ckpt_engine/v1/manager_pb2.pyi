@@ -909,3 +909,74 @@ class WatchReplicasResponse(_message.Message):
     gone: _containers.RepeatedScalarFieldContainer[str]
     latest: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Identity]
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., run: _Optional[str] = ..., sequence: _Optional[int] = ..., snapshot: bool = ..., settling: bool = ..., replicas: _Optional[_Iterable[_Union[WatchedReplica, _Mapping]]] = ..., gone: _Optional[_Iterable[str]] = ..., latest: _Optional[_Iterable[_Union[_weights_pb2.Identity, _Mapping]]] = ...) -> None: ...
+
+class FillRelay(_message.Message):
+    __slots__ = ("fence", "identity", "record", "tables", "needs", "everything", "keep", "deadline_seconds")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_FIELD_NUMBER: _ClassVar[int]
+    EVERYTHING_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    identity: _weights_pb2.Identity
+    record: BlobRef
+    tables: _containers.RepeatedCompositeFieldContainer[BlobRef]
+    needs: _containers.RepeatedCompositeFieldContainer[BlobRef]
+    everything: bool
+    keep: _weights_pb2.Identity
+    deadline_seconds: float
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., record: _Optional[_Union[BlobRef, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., needs: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., everything: bool = ..., keep: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
+
+class RelayFilled(_message.Message):
+    __slots__ = ("fence", "identity", "problem", "bytes", "missing", "missing_cells", "faults", "brought", "again", "overruled", "wait_seconds", "fill_seconds")
+    class Brought(_message.Message):
+        __slots__ = ("source", "bytes")
+        SOURCE_FIELD_NUMBER: _ClassVar[int]
+        BYTES_FIELD_NUMBER: _ClassVar[int]
+        source: str
+        bytes: int
+        def __init__(self, source: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    MISSING_CELLS_FIELD_NUMBER: _ClassVar[int]
+    FAULTS_FIELD_NUMBER: _ClassVar[int]
+    BROUGHT_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
+    OVERRULED_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    identity: _weights_pb2.Identity
+    problem: _weights_pb2.Problem
+    bytes: int
+    missing: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Problem]
+    missing_cells: int
+    faults: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Problem]
+    brought: _containers.RepeatedCompositeFieldContainer[RelayFilled.Brought]
+    again: int
+    overruled: int
+    wait_seconds: float
+    fill_seconds: float
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., bytes: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., missing_cells: _Optional[int] = ..., faults: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., brought: _Optional[_Iterable[_Union[RelayFilled.Brought, _Mapping]]] = ..., again: _Optional[int] = ..., overruled: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., fill_seconds: _Optional[float] = ...) -> None: ...
+
+class WithdrawRelay(_message.Message):
+    __slots__ = ("fence", "identity")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    identity: _weights_pb2.Identity
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ...) -> None: ...
+
+class RelayWithdrawn(_message.Message):
+    __slots__ = ("fence", "identity")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    identity: _weights_pb2.Identity
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ...) -> None: ...

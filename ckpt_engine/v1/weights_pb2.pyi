@@ -64,20 +64,22 @@ class Problem(_message.Message):
     def __init__(self, code: _Optional[_Union[Problem.Code, str]] = ..., message: _Optional[str] = ..., tensors: _Optional[_Iterable[str]] = ..., ranks: _Optional[_Iterable[int]] = ..., replica: _Optional[str] = ...) -> None: ...
 
 class Host(_message.Message):
-    __slots__ = ("boot_id", "pid_namespace", "name", "address", "gpus", "network_namespace")
+    __slots__ = ("boot_id", "pid_namespace", "name", "address", "gpus", "network_namespace", "relay_directory")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     PID_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     GPUS_FIELD_NUMBER: _ClassVar[int]
     NETWORK_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    RELAY_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     boot_id: str
     pid_namespace: str
     name: str
     address: str
     gpus: _containers.RepeatedCompositeFieldContainer[Gpu]
     network_namespace: str
-    def __init__(self, boot_id: _Optional[str] = ..., pid_namespace: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., network_namespace: _Optional[str] = ...) -> None: ...
+    relay_directory: str
+    def __init__(self, boot_id: _Optional[str] = ..., pid_namespace: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., network_namespace: _Optional[str] = ..., relay_directory: _Optional[str] = ...) -> None: ...
 
 class Gpu(_message.Message):
     __slots__ = ("uuid", "name", "pci", "reach")

@@ -25,7 +25,7 @@ WRONG = [
     (["--engine", "reference", "--url", "http://127.0.0.1:1", "--model", "x"], "--url attaches to"),
     (["--engine", "reference", "--restart", "sometimes"], "on-failure"),
     (["--engine", "reference", "--advertise", "http://10.0.0.1:80"], "without scheme and port, not 'http://10.0.0.1"),
-    (["--engine", "reference", "--transport", "pigeon"], "'pigeon' is not one of cuda_ipc, shared_memory, file"),
+    (["--engine", "reference", "--transport", "pigeon"], "is not one of cuda_ipc, relay_memory, shared_memory, file"),
 ]
 
 

@@ -112,3 +112,19 @@ def test_the_gpu_comes_before_the_host_and_that_before_files() -> None:
     transports = ("file", "shared_memory", "cuda_ipc")
     distances = {name: choose_transport(trainer, name, worker, transports).distance for name in transports}
     assert sorted(transports, key=distances.__getitem__) == ["cuda_ipc", "shared_memory", "file"]
+
+
+def test_a_relay_reaches_whoever_sees_its_directory_in_whatever_namespace() -> None:
+    relay = Host(boot_id="a", pid_namespace="pid:[1]", name="h1", relay_directory="8:42")
+    pod = Host(boot_id="a", pid_namespace="pid:[2]", network_namespace="net:[2]", name="pod", relay_directory="8:42")
+    assert choose_transport(relay, "relay_memory", pod, ("relay_memory",)).distance == Distance.HOST_MEMORY
+    for worker, words in (
+        (Host(boot_id="b", name="h2", relay_directory="8:42"), "start a relay"),
+        (Host(boot_id="a", name="pod", relay_directory="8:43"), "8:42 and 8:43.*CKPT_ENGINE_RELAY_DIRECTORY"),
+        (Host(boot_id="a", name="pod"), "8:42 and unknown"),
+    ):
+        with pytest.raises(CkptEngineError, match=words):
+            choose_transport(relay, "relay_memory", worker, ("relay_memory",))
+    unknown = Host(boot_id="a", name="h1")
+    with pytest.raises(CkptEngineError, match="unknown and unknown"):
+        choose_transport(unknown, "relay_memory", unknown, ("relay_memory",))

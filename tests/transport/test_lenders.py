@@ -86,7 +86,9 @@ def test_what_is_lent_over_what(memory: str, asked: str | None, names: list[str]
 
 def test_every_lender_has_all_of_its_side() -> None:
     for kind in transport_kinds().values():
-        assert kind.lender is not None
+        if kind.lender is None:
+            assert kind.name == "relay_memory", "what relays lend is lent by their door, on no source's side"
+            continue
         lender: Lender = made(kind.lender)
         assert lender.readers == 0
         assert lender.unchanged()

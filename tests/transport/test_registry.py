@@ -16,10 +16,10 @@ from ckpt_engine.transport.registry import all_transports, transport_rows, worke
 
 def test_what_is_built_works_here_and_what_is_not_says_so() -> None:
     rows = {row.name: row for row in transport_rows()}
-    assert set(rows) == {"shared_memory", "file", "cuda_ipc", "nccl", "ucx"}
-    assert {name for name, row in rows.items() if row.built} == {"cuda_ipc", "shared_memory", "file"}
+    assert set(rows) == {"shared_memory", "file", "relay_memory", "cuda_ipc", "nccl", "ucx"}
+    assert {name for name, row in rows.items() if row.built} == {"cuda_ipc", "relay_memory", "shared_memory", "file"}
     assert {name for name, row in rows.items() if row.ok} == set(all_transports())
-    assert set(all_transports()) - {"cuda_ipc"} == {"shared_memory", "file"}
+    assert set(all_transports()) - {"cuda_ipc", "relay_memory"} == {"shared_memory", "file"}
     for row in rows.values():
         assert row.reason
         assert row.built or row.reason.startswith("not built yet; ")
@@ -54,7 +54,7 @@ def test_a_user_may_allow_some_transports_only() -> None:
     assert {"shared_memory", "file"} <= set(worker_transports())
     assert ("cuda_ipc" in worker_transports()) == (library_problem() == "")
     assert worker_transports(["file"]) == ("file",)
-    with pytest.raises(ValueError, match="no transport 'pigeon'; there are cuda_ipc, shared_memory, file"):
+    with pytest.raises(ValueError, match="no transport 'pigeon'; there are cuda_ipc, relay_memory, shared_memory, f"):
         worker_transports(["file", "pigeon"])
 
 

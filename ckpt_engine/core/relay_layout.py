@@ -1,0 +1,160 @@
+"""Where a relay puts what the workers of its host need: the union of their needs, as atoms. Pure.
+
+Atoms are the pieces of the sealed record's cells that all needs are unions of. Each lies contiguously, and those that
+the same readers need lie side by side, so that whoever reads from a relay reads long runs: a worker that needs half of
+each row of a thousand matrices finds all of its halves in one run. A relay holds whole cells, since only those can be
+compared with what was sealed. It decides nothing about where bytes come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckpt_engine.core.boxes import Box
+from ckpt_engine.core.cells import Wanted
+from ckpt_engine.core.dtypes import itemsize
+from ckpt_engine.core.layout import Layout
+from ckpt_engine.core.manifest import blob_digest, canonical
+from ckpt_engine.core.problems import invalid, precondition, unavailable
+from ckpt_engine.core.sealed_record import Recorded
+from ckpt_engine.v1.weights_pb2 import WorkerNeeds
+
+SLOTS = 2
+"""Of a relay: the version that is served, and the one that comes."""
+
+ATOM_BYTES = 64
+"""Atoms begin at multiples of this: at cache lines, and at elements of any dtype."""
+
+GROUP_BYTES = 2 << 20
+"""Groups begin at multiples of this, so that each can be mapped by itself, also where pages are huge."""
+
+
+class RelayAtom(NamedTuple):
+    """A contiguous piece, rows first. cell: its number in the record. offset: bytes from the start of the slot."""
+
+    tensor: int
+    box: Box
+    cell: int
+    group: int
+    offset: int
+
+
+class Group(NamedTuple):
+    """Atoms that the same readers need, in one run. readers: their numbers, sorted; none: held for nobody that is
+    known. offset, size: bytes, from the start of the slot."""
+
+    readers: tuple[int, ...]
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, eq=False)
+class SlotLayout:
+    """How a version lies in a slot. atoms: by offset. bytes: of all atoms. size: of the slot, gaps included."""
+
+    recorded: Recorded
+    atoms: tuple[RelayAtom, ...]
+    groups: tuple[Group, ...]
+    bytes: int
+    size: int
+
+
+def wanted_of(needs: WorkerNeeds, recorded: Recorded) -> Wanted:
+    """A worker's needs, checked against a record's manifest.
+
+    Raises FAILED_PRECONDITION if they are of another manifest, INVALID_ARGUMENT for a box that is not in its tensor.
+    """
+    manifest = recorded.record.manifest
+    if needs.manifest_digest != blob_digest(canonical(manifest)):
+        raise precondition(
+            f"a worker prepared for manifest {needs.manifest_digest.hex()[:16]}, and the sealed weights have another "
+            "one; it has to prepare again"
+        )
+    found = []
+    for need in needs.needs:
+        box = Box(tuple(need.start), tuple(need.stop))
+        if need.tensor >= len(manifest.tensors):
+            raise invalid(f"a worker needs tensor {need.tensor}, and the sealed weights have {len(manifest.tensors)}")
+        shape = tuple(manifest.tensors[need.tensor].shape)
+        if not len(box.start) == len(box.stop) == len(shape) or not all(
+            0 <= start <= stop <= size for start, stop, size in zip(box.start, box.stop, shape, strict=True)
+        ):
+            name = manifest.tensors[need.tensor].name
+            raise invalid(f"a worker needs {box} of tensor {name}, whose shape is {list(shape)}", [name])
+        found.append((need.tensor, box))
+    return found
+
+
+def lay_out(recorded: Recorded, readers: Sequence[Wanted], everything: bool = False) -> SlotLayout:
+    """The layout of a slot for these readers: each cell that any of them touches, once.
+
+    readers: needs as `wanted_of` gives them; those with equal needs count as one. everything: all cells of the model,
+    also those that no reader needs. The same record and the same readers always give the same layout.
+    """
+    distinct = list(dict.fromkeys(tuple(each) for each in readers))
+    by_tensor: list[list[tuple[int, Box]]] = [[] for _ in recorded.boxes]
+    for number, wanted in enumerate(distinct):
+        for tensor, box in wanted:
+            by_tensor[tensor].append((number, box))
+    known: dict[tuple[Layout, tuple[tuple[int, Box], ...], bool], list[_Piece]] = {}
+    groups: dict[tuple[int, ...], list[tuple[int, _Piece]]] = {}
+    for tensor, (layout, needs) in enumerate(zip(recorded.layouts, by_tensor, strict=True)):
+        key = layout, tuple(needs), everything
+        if key not in known:
+            known[key] = _pieces(*key)
+        for piece in known[key]:
+            groups.setdefault(piece.readers, []).append((tensor, piece))
+    widths = [itemsize(spec.dtype) for spec in recorded.record.manifest.tensors]
+    atoms: list[RelayAtom] = []
+    laid: list[Group] = []
+    at = total = 0
+    for group, readers_of in enumerate(sorted(groups, key=lambda each: (not each, each))):
+        first = at
+        for tensor, piece in groups[readers_of]:
+            atoms.append(RelayAtom(tensor, piece.box, recorded.first[tensor] + piece.cell, group, at))
+            size = piece.volume * widths[tensor]
+            total += size
+            at += -(-size // ATOM_BYTES) * ATOM_BYTES
+        at = -(-at // GROUP_BYTES) * GROUP_BYTES
+        laid.append(Group(readers_of, first, at - first))
+    return SlotLayout(recorded, tuple(atoms), tuple(laid), total, at)
+
+
+class _Piece(NamedTuple):
+    """An atom of any tensor that is cut and needed alike. cell: its number in the tensor."""
+
+    box: Box
+    volume: int
+    cell: int
+    readers: tuple[int, ...]
+
+
+def _pieces(layout: Layout, needs: Sequence[tuple[int, Box]], everything: bool) -> list[_Piece]:
+    tiling = layout.tiling(frozenset(box for _, box in needs))
+    readers: dict[int, set[int]] = {}
+    for number, box in needs:
+        for atom in tiling.cells(box, layout) or ():
+            readers.setdefault(atom, set()).add(number)
+    found = []
+    for cell, (first, atoms) in enumerate(zip(tiling.first, tiling.parts, strict=False)):
+        if everything or any(first + index in readers for index in range(len(atoms))):
+            for index, box in enumerate(atoms):
+                found.append(_Piece(box, box.volume, cell, tuple(sorted(readers.get(first + index, ())))))
+    return found
+
+
+def check_memory(needed: int, allowed: int, what: str) -> None:
+    """Raises FAILED_PRECONDITION, naming both numbers, if a slot has no room for `what`. needed, allowed: bytes."""
+    if needed > allowed:
+        raise precondition(
+            f"{what} takes {needed} bytes of a relay's slot, and a slot has {allowed}; give the relay {2 * needed} "
+            "bytes or more (it keeps two versions), or let it hold only what the workers of its host need"
+        )
+
+
+def check_room(needed: int, room: int, what: str) -> None:
+    """Raises UNAVAILABLE, naming both numbers, if the host has no memory for `what`. needed, room: bytes."""
+    if needed > room:
+        raise unavailable(f"{what} takes {needed} more bytes of memory, and this host, or its cgroup, has {room} left")

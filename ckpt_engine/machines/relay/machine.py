@@ -1,0 +1,240 @@
+"""What a relay decides: which slot is filled with what, in which order, and what it says that it holds.
+
+Its session, and the digests that it is asked for, are those of every holder. Here is only the filling. The rules:
+
+- A fill fence below the highest one is not obeyed; an equal one is a repetition and is answered as before.
+- One filling at a time. A newer command ends the one that goes on, and waits until that has ended: two would write to
+  one memory.
+- The slot of the version that replicas are to hold now is never filled.
+- Memory is counted before a slot is given up. What is given up is said before the first byte changes.
+- A version is said to be held only once it was compared with its sealed record.
+- A session's end changes nothing: filling goes on, and the answer is given to whoever repeats the command.
+
+Nothing outlives the process: a relay that was killed comes back with nothing, under another session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias, cast
+
+from google.protobuf.message import Message as ProtobufMessage
+
+from ckpt_engine.core.deadlines import bounded
+from ckpt_engine.core.relay_layout import SLOTS
+from ckpt_engine.machines.events import Done, Key, Run
+from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot, RelayTask, SlotFilled
+from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled, RelayWithdrawn, WithdrawRelay
+from ckpt_engine.v1.weights_pb2 import Identity
+
+
+@dataclass(frozen=True)
+class StopFilling:
+    """End the task that counts or fills, soon; its Done comes as ever."""
+
+
+@dataclass(frozen=True)
+class HeldVersion:
+    """A version to say that it is held. table, record: serialised."""
+
+    identity: Identity
+    table: bytes
+    record: bytes
+
+
+RelayCommand: TypeAlias = Run | StopFilling
+
+FORGET_SECONDS = 120.0
+"""For a slot's readers; they are overruled long before."""
+
+
+@dataclass
+class _Slot:
+    """needs: what was asked for when it was filled. since: which filling it was."""
+
+    held: HeldVersion | None = None
+    told: RelayFilled | None = None
+    needs: frozenset[bytes] = frozenset()
+    everything: bool = False
+    since: int = 0
+
+
+@dataclass
+class _Work:
+    """A command that is carried out. until: of the machine's clock. slot: once it is known which."""
+
+    command: FillRelay | WithdrawRelay
+    until: float
+    slot: int = -1
+    step: str = ""
+    overtaken: bool = False
+
+
+class RelayFilling:
+    """The slots of one relay.
+
+    emit: takes commands. send: tells the manager, if there is one; what must arrive is asked for again. hold: says what
+    is held, all of it, whenever that changes.
+    """
+
+    def __init__(
+        self,
+        emit: Callable[[RelayCommand], None],
+        send: Callable[[ProtobufMessage], None],
+        hold: Callable[[tuple[HeldVersion, ...]], None],
+    ) -> None:
+        self._emit = emit
+        self._send = send
+        self._hold = hold
+        self._slots = [_Slot() for _ in range(SLOTS)]
+        self._work: _Work | None = None
+        self._next: _Work | None = None  # waits until `_work`, which it overtook, has ended
+        self._answer: RelayFilled | RelayWithdrawn | None = None
+        self._count = 0
+        self.epoch = 0
+
+    @property
+    def held(self) -> tuple[HeldVersion, ...]:
+        """Each version once, the one that was filled last first."""
+        slots = sorted((slot for slot in self._slots if slot.held is not None), key=lambda slot: -slot.since)
+        found: dict[bytes, HeldVersion] = {}
+        for slot in slots:
+            assert slot.held is not None
+            found.setdefault(slot.held.identity.SerializeToString(deterministic=True), slot.held)
+        return tuple(found.values())
+
+    def message(self, body: FillRelay | WithdrawRelay, cluster: str, now: float) -> None:
+        """A command of the manager of `cluster`."""
+        if body.fence.cluster != cluster or body.fence.epoch < self.epoch:
+            return
+        if body.fence.epoch == self.epoch:
+            if self._answer is not None and self._answer.fence == body.fence:
+                self._send(self._answer)
+            return
+        self.epoch = body.fence.epoch
+        self._answer = None
+        seconds = bounded(body.deadline_seconds) if isinstance(body, FillRelay) else FORGET_SECONDS
+        self._next = _Work(body, now + seconds)
+        if self._work is None:
+            self._begin(now)
+        elif not self._work.overtaken:
+            self._work.overtaken = True
+            self._emit(StopFilling())
+
+    def done(self, done: Done, now: float) -> bool:
+        """Whether the task that ended was one of this machine's."""
+        match done.key:
+            case ("relay", str(), int() as count):
+                if count == self._count and self._work is not None:
+                    self._ended(self._work, done, now)
+                return True
+        return False
+
+    def stop(self) -> None:
+        """The process is to end."""
+        self._next = None
+        if self._work is not None:
+            self._work.overtaken = True
+            self._emit(StopFilling())
+
+    def _begin(self, now: float) -> None:
+        self._work, self._next = self._next, None
+        work = self._work
+        if work is None:
+            return
+        command = work.command
+        if isinstance(command, WithdrawRelay):
+            self._forget(work, now)
+            return
+        known = next((slot for slot in self._slots if _serves(slot, command)), None)
+        if known is not None:
+            assert known.told is not None
+            self._answered(work, known.told, now)
+            return
+        work.slot = self._free(command)
+        self._run(work, "count", CountSlot(work.slot, command, bounded(work.until - now)))
+
+    def _free(self, command: FillRelay) -> int:
+        """The slot to fill: not that of the version to keep; an empty one, else the one that was filled first."""
+        free = [
+            number
+            for number, slot in enumerate(self._slots)
+            if not (command.HasField("keep") and slot.held is not None and slot.held.identity == command.keep)
+        ]
+        if not free:  # both hold it, for other needs: the fuller one, which came later, stays
+            free = list(range(SLOTS))
+        return min(free, key=lambda number: (self._slots[number].held is not None, self._slots[number].since))
+
+    def _run(self, work: _Work, step: str, task: RelayTask) -> None:
+        self._count += 1
+        work.step = step
+        key: Key = ("relay", step, self._count)
+        self._emit(Run(key, task))
+
+    def _ended(self, work: _Work, done: Done, now: float) -> None:
+        if work.step == "forget":
+            self._forget(work, now)
+            return
+        assert isinstance(work.command, FillRelay)
+        if work.step == "fill" and done.problem is None:
+            self._filled(work, cast(SlotFilled, done.result), now)
+        elif work.overtaken or done.problem is not None:
+            self._answered(work, RelayFilled(problem=done.problem), now)
+        else:
+            self._give_up(work.slot)
+            seconds = bounded(work.until - now)
+            self._run(work, "fill", FillSlot(work.slot, work.command, seconds))
+
+    def _filled(self, work: _Work, filled: SlotFilled, now: float) -> None:
+        command = cast(FillRelay, work.command)
+        self._slots[work.slot] = _Slot(
+            held=HeldVersion(command.identity, filled.table, filled.record),
+            told=filled.told,
+            needs=_digests(command.needs),
+            everything=command.everything,
+            since=self._count,
+        )
+        self._hold(self.held)
+        self._answered(work, filled.told, now)
+
+    def _give_up(self, number: int) -> None:
+        if self._slots[number].held is not None:
+            self._slots[number] = _Slot()
+            self._hold(self.held)
+
+    def _forget(self, work: _Work, now: float) -> None:
+        """The next slot that holds what is to be forgotten; answers when there is none."""
+        identity = work.command.identity
+        for number, slot in enumerate(self._slots):
+            if slot.held is not None and slot.held.identity == identity:
+                self._give_up(number)
+                self._run(work, "forget", ForgetSlot(number, bounded(work.until - now)))
+                return
+        self._work = None
+        if not work.overtaken:
+            self._answer = RelayWithdrawn(fence=work.command.fence, identity=identity)
+            self._send(self._answer)
+        self._begin(now)
+
+    def _answered(self, work: _Work, told: RelayFilled, now: float) -> None:
+        self._work = None
+        if not work.overtaken:
+            answer = RelayFilled()
+            answer.CopyFrom(told)
+            answer.fence.CopyFrom(work.command.fence)
+            answer.identity.CopyFrom(work.command.identity)
+            self._answer = answer
+            self._send(answer)
+        self._begin(now)
+
+
+def _digests(refs: object) -> frozenset[bytes]:
+    return frozenset(ref.digest for ref in cast(tuple[BlobRef, ...], refs))
+
+
+def _serves(slot: _Slot, command: FillRelay) -> bool:
+    """Whether a slot holds all that a command asks for."""
+    if slot.held is None or slot.told is None or slot.held.identity != command.identity or slot.told.missing_cells:
+        return False
+    return slot.everything or (not command.everything and _digests(command.needs) <= slot.needs)

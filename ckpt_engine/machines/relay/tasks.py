@@ -1,0 +1,49 @@
+"""Work that the relay's machine asks of its shell; see `machines/tasks.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ckpt_engine.v1 import manager_pb2
+
+
+@dataclass(frozen=True)
+class CountSlot:
+    """Fetch the blobs, check the record against the identity's root, lay the version out and take memory for it.
+    Result: bytes. The slot still holds what it held, also if this fails."""
+
+    slot: int
+    command: manager_pb2.FillRelay
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SlotFilled:
+    """What a slot holds now. table, record: serialised. told: the answer, but for fence and identity."""
+
+    table: bytes
+    record: bytes
+    told: manager_pb2.RelayFilled
+
+
+@dataclass(frozen=True)
+class FillSlot:
+    """Lend the slot to nobody, wait for its readers as long as they may keep it, fill it, compare, and lend it. Result:
+    SlotFilled. If it fails the slot holds nothing and is lent to nobody. A second one waits for the first to end,
+    within its own time, whatever the machine was told of the first."""
+
+    slot: int
+    command: manager_pb2.FillRelay
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ForgetSlot:
+    """Lend the slot to nobody, and wait for its readers as long as they may keep it. Result: None."""
+
+    slot: int
+    seconds: float
+
+
+RelayTask: TypeAlias = CountSlot | FillSlot | ForgetSlot

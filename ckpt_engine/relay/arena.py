@@ -1,0 +1,123 @@
+"""A relay's memory: one anonymous file with two slots, which the relay writes and others can only read.
+
+The file's size is sealed, and so is writing by whoever gets its descriptor (F_SEAL_FUTURE_WRITE): what this process
+mapped before stays writable, nothing else ever is. Memory is taken slot by slot, as far as a version needs it, after
+it was counted; it stays the relay's until the relay ends. Nothing is left on the disk whoever dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ckpt_engine.core.problems import invalid, unavailable
+from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS, check_memory, check_room
+from ckpt_engine.host.room import memory_room
+
+log = logging.getLogger(__name__)
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, which Python does not name
+_HUGE = 2 << 20
+_HUGE_2MB = 21 << 26  # MFD_HUGE_2MB
+
+
+class Arena:
+    """Two slots of equal size. Written by its relay alone; any thread.
+
+    memory: bytes of both slots together, rounded down; nothing is taken before `reserve`. Raises INVALID_ARGUMENT if
+    that is too little for anything, UNAVAILABLE if the kernel gives no such memory.
+    """
+
+    def __init__(self, memory: int, huge_pages: Path = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")) -> None:
+        self.slot_bytes = memory // SLOTS // GROUP_BYTES * GROUP_BYTES
+        self.size = SLOTS * self.slot_bytes
+        if not self.slot_bytes:
+            raise invalid(f"a relay needs {SLOTS * GROUP_BYTES} bytes of memory or more, and {memory} were given")
+        self.id = secrets.token_bytes(16)
+        self._reserved = [0] * SLOTS
+        reserved = free_huge_pages(huge_pages) * _HUGE >= self.size
+        self.pages = "2 MiB pages" if reserved else "pages as the kernel gives them: no 2 MiB pages are reserved for it"
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | ((os.MFD_HUGETLB | _HUGE_2MB) if reserved else 0)
+        try:
+            self.descriptor = os.memfd_create("ckpt-engine relay", flags)
+        except OSError as error:
+            raise unavailable(f"no shared memory: memfd_create failed: {error}") from error
+        self._closer = weakref.finalize(self, os.close, self.descriptor)
+        try:
+            os.ftruncate(self.descriptor, self.size)
+            self._memory: mmap.mmap | None = mmap.mmap(self.descriptor, self.size, flags=mmap.MAP_SHARED)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS | _FUTURE_WRITE)
+        except (OSError, ValueError) as error:
+            self._closer()
+            raise unavailable(f"{self.size} bytes of shared memory cannot be had: {error}") from error
+        # A child would share the pages, and could write to what was verified.
+        self._memory.madvise(mmap.MADV_DONTFORK)
+        if not reserved and hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:
+                log.info("ckpt-engine: this kernel has no transparent huge pages for shared memory")
+
+    def reserve(self, slot: int, size: int, what: str) -> None:
+        """Takes memory for the first `size` bytes of a slot, if it has none yet.
+
+        Raises FAILED_PRECONDITION if the slot is smaller, UNAVAILABLE if the host, or this process's cgroup, has no
+        room, each naming both numbers and `what`; INVALID_ARGUMENT after `close`.
+        """
+        if self._memory is None:
+            raise invalid("the relay's memory was closed")
+        check_memory(size, self.slot_bytes, what)
+        more = size - self._reserved[slot]
+        if more <= 0:
+            return
+        check_room(more, memory_room(), what)
+        try:
+            os.posix_fallocate(self.descriptor, slot * self.slot_bytes + self._reserved[slot], more)
+        except OSError as error:
+            raise unavailable(f"{more} more bytes of memory for {what} cannot be had: {error}") from error
+        self._reserved[slot] = size
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that it has taken of the host's memory."""
+        return sum(self._reserved)
+
+    def tensor(self, slot: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Writable memory of a slot, contiguous, from `offset` bytes of it. Raises INVALID_ARGUMENT if it does not fit
+        in what was reserved, or after `close`."""
+        count = 1
+        for extent in shape:
+            count *= extent
+        if not count:
+            return torch.empty(tuple(shape), dtype=dtype)
+        if self._memory is None:
+            raise invalid("the relay's memory was closed")
+        if offset < 0 or offset % dtype.itemsize or offset + count * dtype.itemsize > self._reserved[slot]:
+            raise invalid(
+                f"{count * dtype.itemsize} bytes cannot lie at {offset} of slot {slot}, which has "
+                f"{self._reserved[slot]}"
+            )
+        start = slot * self.slot_bytes + offset
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).view(tuple(shape))
+
+    def close(self) -> None:
+        """Nobody gets its descriptor from now on. The memory goes when nobody maps it any more. May be repeated."""
+        self._memory = None
+        self._closer()
+
+
+def free_huge_pages(folder: Path) -> int:
+    """Pages that are reserved and that nobody has taken or been promised; 0 where the kernel has none."""
+    try:
+        return int((folder / "free_hugepages").read_text()) - int((folder / "resv_hugepages").read_text())
+    except (OSError, ValueError):
+        return 0

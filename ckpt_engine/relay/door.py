@@ -1,0 +1,297 @@
+"""Where a relay lends its arena: a Unix socket in a shared directory, and a thread that waits for nobody.
+
+The other side is `transport/relay_memory.py`. A reader's connection is its lease. It gets the arena's descriptor, says
+which slot it is about to read and when it has read it. Whoever does not ask, does not listen or is stopped holds up
+neither the relay nor other readers: nothing here blocks on a peer, and a slot is waited for until its readers are done
+or have had it for `slot_grace`, whichever comes first. What a reader that was overruled has copied no longer hashes.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import socket
+import stat
+import threading
+import time
+import weakref
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckpt_engine.core.problems import precondition, unavailable
+from ckpt_engine.core.relay_layout import SLOTS, Group
+from ckpt_engine.host.relay_directory import directory_identity, relay_directory, socket_address
+from ckpt_engine.relay.arena import Arena
+from ckpt_engine.transport.relay_memory import ANSWER_BYTES, HOLD, NAME, OPEN, QUESTION, RELEASE, peer_user
+from ckpt_engine.v1.relay_pb2 import RelayMemoryLocator
+from ckpt_engine.v1.weights_pb2 import Region
+
+log = logging.getLogger(__name__)
+
+MOST_READERS = 1024
+"""Connections at a time; more are closed at once."""
+
+_FIRST_SECONDS = 10.0
+"""From a connection to its first question; who asks nothing is no reader."""
+
+
+@dataclass(eq=False)
+class _Reader:
+    connection: socket.socket
+    since: float
+    asked: bool = False
+    held: dict[int, float] = field(default_factory=dict)  # slot to since when
+
+
+class Door:
+    """Lends one arena. Any thread; it runs one of its own.
+
+    slot_grace: seconds that a reader may keep a slot which the relay wants to fill. users: that may read, besides this
+    process's own and root.
+
+    Raises UNAVAILABLE if there can be no socket, FAILED_PRECONDITION if others could put theirs in its place.
+    """
+
+    def __init__(self, arena: Arena, slot_grace: float, users: Collection[int] = ()) -> None:
+        self._arena = arena
+        self._grace = slot_grace
+        self._users = frozenset({os.geteuid(), 0, *users})
+        self._changed = threading.Condition()
+        self._readers: dict[socket.socket, _Reader] = {}
+        self._lent = [False] * SLOTS
+        self._open = True
+        self.socket = f"relay-{secrets.token_hex(8)}.sock"
+        folder = _directory(bool(users))
+        self.directory = directory_identity()
+        self._path = folder / self.socket
+        try:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            # Under its name only once it listens: a relay that starts beside takes a deaf socket for a dead one.
+            with socket_address(f"starting-{self.socket}") as address:
+                self._listener.bind(address)
+            starting = folder / f"starting-{self.socket}"
+            os.chmod(starting, 0o666 if users else 0o600)
+            self._listener.listen(128)
+            os.rename(starting, self._path)
+            self._waker, self._woken = socket.socketpair()
+        except OSError as error:
+            raise unavailable(f"no socket for relays can be had at {self._path}: {error}") from error
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="ckpt-engine relay door", daemon=True)
+        _doors.add(self)
+        self._thread.start()
+
+    @property
+    def readers(self) -> int:
+        """Connections that have the arena now."""
+        with self._changed:
+            return sum(reader.asked for reader in self._readers.values())
+
+    def regions(self, slot: int, groups: Collection[Group]) -> list[Region]:
+        """A region for each group of a slot, numbered as they are. Bytes are the same from version to version."""
+        found = []
+        for number, group in enumerate(groups):
+            locator = RelayMemoryLocator(
+                directory=self.directory,
+                socket=self.socket,
+                arena=self._arena.id,
+                slot=slot,
+                offset=slot * self._arena.slot_bytes + group.offset,
+            )
+            data = locator.SerializeToString(deterministic=True)
+            found.append(Region(id=number, transport=NAME, size=group.size, locator=data))
+        return found
+
+    def lend(self, slot: int) -> None:
+        """Readers may hold the slot from now on."""
+        with self._changed:
+            self._lent[slot] = True
+
+    def retire(self, slot: int) -> int:
+        """Lends the slot to nobody any more and waits for those that hold it, each for as long as it may keep it.
+        Returns how many were overruled; the slot may be written then."""
+        with self._changed:
+            self._lent[slot] = False
+            while True:
+                now = time.monotonic()
+                holding = [reader for reader in self._readers.values() if slot in reader.held]
+                ends = [reader.held[slot] + self._grace for reader in holding]
+                if not ends or max(ends) <= now or not self._open:
+                    break
+                self._changed.wait(max(ends) - now)
+            for reader in holding:
+                del reader.held[slot]
+            return len(holding)
+
+    def close(self) -> None:
+        """Ends all leases: readers forget what they do not use. May be repeated."""
+        with self._changed:
+            if not self._open:
+                return
+            self._open = False
+            self._changed.notify_all()
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\1")
+        self._thread.join(_FIRST_SECONDS)
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    def forget(self) -> None:
+        """Closes this process's copies of the sockets, without a word to anybody: for a forked child."""
+        for each in (self._listener, self._waker, self._woken, *self._readers):
+            with contextlib.suppress(OSError):
+                each.close()
+
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select(_FIRST_SECONDS):
+                try:
+                    self._heard(key.fileobj)
+                except Exception:  # of one reader; the others are served
+                    log.exception("ckpt-engine: a reader of the relay could not be answered")
+            with self._changed:
+                if not self._open:
+                    break
+                late = time.monotonic() - _FIRST_SECONDS
+                silent = [each for each in self._readers.values() if not each.asked and each.since < late]
+            for reader in silent:
+                self._drop(reader)
+        for reader in list(self._readers.values()):
+            self._drop(reader)
+        self._selector.close()
+        for each in (self._listener, self._waker, self._woken):
+            each.close()
+
+    def _heard(self, found: object) -> None:
+        if found is self._listener:
+            self._accept()
+        elif found is not self._woken and isinstance(found, socket.socket):
+            self._hear(found)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptor is left: whoever waits is served when one is, and this thread must not spin
+            time.sleep(0.05)
+            return
+        connection.setblocking(False)
+        why = self._why_not(connection)
+        if why:
+            with contextlib.suppress(OSError):
+                connection.send(b"\0" + why.encode())
+            connection.close()
+            return
+        with self._changed:
+            self._readers[connection] = _Reader(connection, time.monotonic())
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _why_not(self, connection: socket.socket) -> str:
+        """Why the process at the other end can be no reader; empty if it can."""
+        if len(self._readers) >= MOST_READERS:
+            return f"{MOST_READERS} readers have it already"
+        try:
+            user = peer_user(connection)
+        except OSError as error:
+            return f"who is there cannot be told: {error}"
+        return "" if user in self._users else f"it lends to users {sorted(self._users)}, and this one is {user}"
+
+    def _hear(self, connection: socket.socket) -> None:
+        reader = self._readers[connection]
+        try:
+            question = connection.recv(QUESTION.size + 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            question = b""
+        try:
+            if len(question) == QUESTION.size:
+                self._answer(reader, *QUESTION.unpack(question))
+                return
+        except OSError:  # it listens so little that not even an answer fits into its socket
+            pass
+        self._drop(reader)
+
+    def _answer(self, reader: _Reader, kind: int, slot: int, arena: bytes) -> None:
+        why = "this relay has another arena by now" if arena != self._arena.id else ""
+        if kind == OPEN and not why:
+            reader.asked = True
+            packed = array.array("i", [self._arena.descriptor])
+            reader.connection.sendmsg([b"\1"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)])
+            return
+        with self._changed:
+            if kind == RELEASE:
+                reader.held.pop(slot, None)
+                self._changed.notify_all()
+                return
+            if not why and (kind != HOLD or slot >= SLOTS or not reader.asked):
+                why = f"nobody can ask {kind} of slot {slot}"
+            elif not why and not self._lent[slot]:
+                why = "another version is brought into it, or none is in it yet; the next plan has another slot"
+            if not why:
+                reader.held[slot] = time.monotonic()
+        reader.connection.send(b"\0" + why.encode()[: ANSWER_BYTES - 1] if why else b"\1")
+
+    def _drop(self, reader: _Reader) -> None:
+        self._selector.unregister(reader.connection)
+        with self._changed:
+            del self._readers[reader.connection]
+            self._changed.notify_all()
+        reader.connection.close()
+
+
+def _directory(shared: bool) -> Path:
+    """The relays' directory, made if it is missing, without the sockets of relays that died.
+
+    shared: other users are to reach the sockets in it.
+    """
+    folder = relay_directory()
+    try:
+        folder.mkdir(mode=0o755 if shared else 0o700, parents=True, exist_ok=True)
+        status = os.stat(folder)
+    except OSError as error:
+        raise unavailable(f"relays cannot have their sockets in {folder}: {error}") from error
+    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
+    if status.st_uid not in (os.geteuid(), 0) or writable:
+        raise precondition(
+            f"{folder} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}: others could put "
+            "their sockets in a relay's place; give it to root or to this user, and let nobody else write to it"
+        )
+    for path in folder.glob("relay-*.sock"):
+        with contextlib.suppress(OSError):
+            if not _answers(path.name):
+                path.unlink()
+    return folder
+
+
+def _answers(name: str) -> bool:
+    """Whether some process listens there; one that is stopped counts."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as asked:
+        asked.setblocking(False)
+        try:
+            with socket_address(name) as address:
+                asked.connect(address)
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+    return True
+
+
+def _after_fork() -> None:
+    """A child that keeps the sockets open would hide its parent's death from readers."""
+    for door in list(_doors):
+        door.forget()
+
+
+_doors: weakref.WeakSet[Door] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_after_fork)

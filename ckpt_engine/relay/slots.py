@@ -1,0 +1,292 @@
+"""What a relay holds: two slots of one arena, filled, lent and taken back. Decides nothing about when.
+
+The machine (`machines/relay/machine.py`) says which slot is filled with what. Whatever goes wrong in a filling leaves
+the other slot, and every replica, as they were. One filling at a time; `count`, `fill`
+and `withdraw` block the calling thread, all else is quick.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ckpt_engine.core.manifest import blob_digest, canonical
+from ckpt_engine.core.offers import region_offered
+from ckpt_engine.core.problems import aborted, deadline
+from ckpt_engine.core.relay_layout import SLOTS, SlotLayout, lay_out, wanted_of
+from ckpt_engine.core.sealed_record import Recorded, read_record
+from ckpt_engine.relay.arena import Arena
+from ckpt_engine.relay.door import Door
+from ckpt_engine.relay.fill import Filled, Filling
+from ckpt_engine.relay.sources import Sources
+from ckpt_engine.source.digests import digest_atoms
+from ckpt_engine.source.host_memory import contiguous
+from ckpt_engine.torch_dtypes import torch_dtype
+from ckpt_engine.transport.base import Transport
+from ckpt_engine.v1.weights_pb2 import (
+    Atoms,
+    Host,
+    Identity,
+    SealedRecord,
+    Shard,
+    SourceTable,
+    WorkerNeeds,
+)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A version to bring. record: hashes to identity.root, or it is refused. tables: of those who hold it, in the order
+    in which equally near ones are asked. needs: of the workers of this host. everything: hold all of it."""
+
+    identity: Identity
+    record: SealedRecord
+    tables: Sequence[SourceTable]
+    needs: Sequence[WorkerNeeds] = ()
+    everything: bool = False
+
+
+@dataclass(frozen=True)
+class Held:
+    """A version in a slot, compared with its record. sealed: the memory of each shard of its table."""
+
+    identity: Identity
+    record: SealedRecord
+    table: SourceTable
+    layout: SlotLayout
+    filled: Filled
+    overruled: int
+    waited: float
+    sealed: Sequence[torch.Tensor]
+
+    def digest(self, atoms: Atoms) -> list[int]:
+        """Digests of pieces finer than the record's cells, for workers who need such. Raises as `Source.digest`."""
+        return digest_atoms(self.table, self.sealed, atoms)
+
+
+@dataclass(eq=False)
+class _Ready:
+    """What is kept from one filling of a slot to the next. recorded: of the version with this root."""
+
+    key: tuple[object, ...]
+    root: bytes
+    recorded: Recorded
+    filling: Filling
+    sources: Sources
+
+
+class Slots:
+    """The memory of one relay. Any thread. name: of the relay; its tables' id.
+
+    memory: bytes of both slots. slot_grace: see Door. users: that may read, besides this user and root.
+    Raises as Arena and Door.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        host: Host,
+        memory: int,
+        transports: Mapping[str, Transport],
+        slot_grace: float = 30.0,
+        users: Collection[int] = (),
+    ) -> None:
+        self._id = f"relay {name}"
+        self._transports = dict(transports)
+        self._lock = threading.Lock()
+        self._arena = Arena(memory)
+        self._door = Door(self._arena, slot_grace, users)
+        self._host = Host()
+        self._host.CopyFrom(host)
+        self._host.relay_directory = self._door.directory
+        self._held: list[Held | None] = [None] * SLOTS
+        self._ready: list[_Ready | None] = [None] * SLOTS
+        self._writing = threading.Lock()
+        self._turn = 0
+        self._closed = False
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a version may take."""
+        return self._arena.slot_bytes
+
+    @property
+    def reserved(self) -> int:
+        """Bytes taken of the host's memory."""
+        return self._arena.reserved
+
+    @property
+    def pages(self) -> str:
+        """Of which size its pages are, for people."""
+        return self._arena.pages
+
+    @property
+    def readers(self) -> int:
+        """Processes that map it now."""
+        return self._door.readers
+
+    def held(self, slot: int) -> Held | None:
+        """What can be read in a slot."""
+        return self._held[slot]
+
+    def stop(self) -> None:
+        """The filling that goes on, if one does, ends at its next look, with ABORTED."""
+        with self._lock:
+            self._turn += 1
+
+    def count(self, slot: int, wish: Wish, seconds: float) -> int:
+        """Lays a version out, takes memory for it and looks who can be read; returns its bytes. The slot still holds
+        what it held.
+
+        Raises INVALID_ARGUMENT or DATA_LOSS (a record that is not what was sealed, needs that do not fit it),
+        FAILED_PRECONDITION or UNAVAILABLE (no memory, with both numbers), NOT_FOUND (nobody within reach holds any of
+        it), DEADLINE_EXCEEDED.
+        """
+        with self._writes(seconds):
+            return self._count(slot, wish).filling.layout.bytes
+
+    def fill(self, slot: int, wish: Wish, seconds: float) -> Held:
+        """Brings a version into a slot and lends it. What was in the slot is gone, once `count` had nothing against it.
+
+        Raises as `count`, and DEADLINE_EXCEEDED or ABORTED (`stop`, `close`); the slot holds nothing then. What nobody
+        could bring is no error: it stands in `Held.filled.missing` and not in the table. Of two at a time the later one
+        waits until the first has ended.
+        """
+        stop_at = time.monotonic() + seconds
+        with self._lock:
+            if self._closed:
+                raise aborted("this relay is being stopped")
+            self._turn += 1
+            turn = self._turn
+        with self._writes(seconds):
+            counted = self._count(slot, wish)
+            return self._fill(slot, wish, counted, stop_at, lambda: self._turn != turn)
+
+    @contextmanager
+    def _writes(self, seconds: float) -> Iterator[None]:
+        """One at a time: two would write to one memory."""
+        if not self._writing.acquire(timeout=max(0.0, seconds)):
+            raise deadline("another version was still being brought into this relay")
+        try:
+            yield
+        finally:
+            self._writing.release()
+
+    def _count(self, slot: int, wish: Wish) -> _Ready:
+        key = self._key(wish)
+        ready = self._ready[slot]
+        if ready is None or ready.key != key:
+            recorded = read_record(wish.record, wish.identity.root)
+            layout = lay_out(recorded, [wanted_of(needs, recorded) for needs in wish.needs], wish.everything)
+            self._arena.reserve(slot, layout.size, f"version {wish.identity.version} of {wish.identity.lineage}")
+            sources = Sources(recorded, wish.tables, self._transports, self._host)
+
+            def memory(offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+                return self._arena.tensor(slot, offset, shape, dtype)
+
+            try:
+                filling = Filling(layout, memory, sources)
+                filling.check()
+            except BaseException:
+                sources.close()
+                raise
+            self._forget(slot)
+            ready = self._ready[slot] = _Ready(key, wish.identity.root, recorded, filling, sources)
+        elif ready.root != wish.identity.root:
+            ready.recorded = read_record(wish.record, wish.identity.root)
+            ready.root = wish.identity.root
+        return ready
+
+    def _fill(self, slot: int, wish: Wish, ready: _Ready, stop_at: float, cancelled: Callable[[], bool]) -> Held:
+        began = time.monotonic()
+        self._held[slot] = None
+        overruled = self._door.retire(slot)
+        waited = time.monotonic() - began
+        layout = ready.filling.layout
+        filled = ready.filling.run(ready.recorded, stop_at, cancelled)
+        missing = {each.cell for each in filled.missing}
+        table, sealed = self._table(slot, ready.recorded, layout, missing)
+        held = Held(wish.identity, wish.record, table, layout, filled, overruled, waited, sealed)
+        with self._lock:
+            if cancelled():
+                raise aborted("bringing this version was overtaken by a newer command")
+            self._held[slot] = held
+            self._door.lend(slot)
+        return held
+
+    def withdraw(self, slot: int) -> int:
+        """Forgets what is in a slot once its readers are done, or were overruled; returns how many were. Its memory
+        stays the relay's."""
+        self.stop()  # a filling that nobody waits for any more must not lend it afterwards
+        self._held[slot] = None
+        overruled = self._door.retire(slot)
+        self._forget(slot)
+        return overruled
+
+    def close(self) -> None:
+        """Ends all leases and lets go of all sources. A filling that goes on ends with ABORTED. May be repeated."""
+        with self._lock:
+            self._closed = True
+            self._turn += 1
+        self._door.close()
+        for slot in range(SLOTS):
+            self._held[slot] = None
+            self._forget(slot)
+        self._arena.close()
+
+    def _forget(self, slot: int) -> None:
+        ready, self._ready[slot] = self._ready[slot], None
+        if ready is not None:
+            ready.sources.close()
+
+    def _key(self, wish: Wish) -> tuple[object, ...]:
+        """What a layout and its reading depend on: not on what the weights are."""
+        cells = b"".join(cell.SerializeToString() for cell in wish.record.cells)
+        return (
+            canonical(wish.record.manifest),
+            blob_digest(cells),
+            tuple(canonical(table) for table in wish.tables),
+            tuple(canonical(needs) for needs in wish.needs),
+            wish.everything,
+        )
+
+    def _table(
+        self, slot: int, recorded: Recorded, layout: SlotLayout, missing: Collection[int]
+    ) -> tuple[SourceTable, list[torch.Tensor]]:
+        """What can be read in the slot, and the memory of each shard. Equal from version to version."""
+        specs = recorded.record.manifest.tensors
+        atoms = [atom for atom in layout.atoms if atom.cell not in missing and atom.box.volume]
+        tensors = sorted({atom.tensor for atom in atoms})
+        place = {tensor: index for index, tensor in enumerate(tensors)}
+        regions = self._door.regions(slot, layout.groups)
+        used = {atom.group for atom in atoms}
+        table = SourceTable(
+            host=self._host,
+            id=self._id,
+            tensors=[specs[tensor] for tensor in tensors],
+            regions=[region_offered([region]) for region in regions if region.id in used],
+            shards=[
+                Shard(
+                    tensor=place[atom.tensor],
+                    start=atom.box.start,
+                    stop=atom.box.stop,
+                    region=atom.group,
+                    offset=atom.offset - layout.groups[atom.group].offset,
+                    stride=contiguous(atom.box.shape),
+                )
+                for atom in atoms
+            ],
+            stays_sealed=True,
+            source_copies=0,
+            description=f"relay, slot {slot}",
+        )
+        sealed = [
+            self._arena.tensor(slot, atom.offset, atom.box.shape, torch_dtype(specs[atom.tensor].dtype))
+            for atom in atoms
+        ]
+        return table, sealed

@@ -1,0 +1,186 @@
+"""Who holds a version, as a relay that reads it sees them: which of them it reaches, and in which order it asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import mul
+
+import torch
+
+from ckpt_engine.core.boxes import Box
+from ckpt_engine.core.dtypes import itemsize
+from ckpt_engine.core.offers import by_transport, label
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.publication import Holder, Place, Publication, join_sources
+from ckpt_engine.core.sealed_record import Recorded
+from ckpt_engine.core.topology import Choice, choose_transport
+from ckpt_engine.torch_dtypes import torch_dtype
+from ckpt_engine.transport.base import Leased, Move, OpenedRegions, Transport, Viewable
+from ckpt_engine.v1.weights_pb2 import Host, Problem, Region, SourceTable
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A shard of one source, as it is read. first: of the shard, global coordinates. nearness: how far away it is, then
+    its place among the tables; the lowest is asked first."""
+
+    source: str
+    opened: OpenedRegions
+    region: Region
+    placed: Place
+    first: tuple[int, ...]
+    dtype: str
+    nearness: tuple[int, int]
+    is_plain: bool  # in memory of the host and of the served dtype, so it is digested while it is copied
+
+    def offset(self, box: Box) -> int:
+        """Of a box's first element, bytes from the start of the region."""
+        width = itemsize(self.placed.stored or self.dtype)
+        inside = (here - first for here, first in zip(box.start, self.first, strict=True))
+        return self.placed.offset + width * int(sum(map(mul, inside, self.placed.stride)))
+
+    def view(self, box: Box) -> torch.Tensor:
+        """A box where it lies."""
+        assert isinstance(self.opened, Viewable)
+        return self.opened.view(self.region, self.offset(box), box.shape, self.placed.stride, self.dtype)
+
+    def move(self, box: Box, destination: torch.Tensor) -> Move:
+        """A box on its way."""
+        offset, stride, stored = self.offset(box), self.placed.stride, self.placed.stored
+        return Move(self.region, offset, box.shape, stride, self.dtype, destination, stored)
+
+    def place(self, box: Box) -> tuple[str, int, int]:
+        """For reading in the order in which it lies there."""
+        return self.source, self.region.id, self.offset(box)
+
+
+class Sources:
+    """Tables of those who hold one version, opened. A source that is out of reach or does not fit is left out.
+
+    tables: in the order in which equally near ones are asked. host: of this process. faults: why some are left out.
+    """
+
+    def __init__(
+        self, recorded: Recorded, tables: Sequence[SourceTable], transports: Mapping[str, Transport], host: Host
+    ) -> None:
+        self.faults: list[Problem] = []
+        self._recorded = recorded
+        self._specs = recorded.record.manifest.tensors
+        self._transports = transports
+        self._host = host
+        self._publication = self._joined(list(tables))
+        self._opened: dict[tuple[int, int], tuple[OpenedRegions, Region, int]] = {}
+        self._lost: dict[int, Problem] = {}  # by what was opened
+        for number, table in enumerate(self._publication.tables):
+            self._open(number, table)
+        self._readings: dict[tuple[int, int], Reading] = {}
+
+    def dtype(self, tensor: int) -> torch.dtype:
+        """What a tensor of the record is served as."""
+        return torch_dtype(self._specs[tensor].dtype)
+
+    def holders(self, tensor: int, box: Box) -> Iterator[tuple[Box, tuple[Reading, ...]]]:
+        """Disjoint parts of a box, with those within reach that hold each, the nearest first."""
+        publication = self._publication
+        for hit in publication.layouts[tensor].hits(box):
+            found = [self._reading(tensor, holder) for holder in publication.parts[tensor][hit.part].holders]
+            near = sorted((each for each in found if each is not None), key=lambda each: each.nearness)
+            yield hit.box, tuple(near)
+
+    def why_not(self, tensor: int, box: Box) -> Problem:
+        """Nobody within reach holds all of a box."""
+        name = self._specs[tensor].name
+        why = "; ".join(dict.fromkeys(fault.message for fault in self.faults))
+        asked = ", ".join(label(table) for table in self._publication.tables) or "no source"
+        return Problem(
+            code=Problem.NOT_FOUND,
+            message=f"nobody within reach holds {box} of tensor {name} ({asked} was asked{f': {why}' if why else ''})",
+            tensors=[name],
+        )
+
+    def begin(self) -> None:
+        """Before each filling: asks the sources whether they are unchanged, and to stay so for now."""
+        self._lost.clear()
+        for opened in self._each():
+            try:
+                opened.check()
+            except CkptEngineError as error:
+                self._lost[id(opened)] = error.problem
+
+    def lost(self, readings: Iterable[Reading]) -> Problem | None:
+        """Why some of these cannot be read in this filling: a file that was cut off would end this process."""
+        return next((self._lost[id(each.opened)] for each in readings if id(each.opened) in self._lost), None)
+
+    def end(self) -> None:
+        """After each filling: nothing is read for now."""
+        for opened in self._each():
+            if isinstance(opened, Leased):
+                opened.rest()
+
+    def close(self) -> None:
+        """Lets go of everything. Never raises."""
+        for opened in self._each():
+            opened.close()
+        self._opened, self._readings = {}, {}
+
+    def _each(self) -> list[OpenedRegions]:
+        return list({id(opened): opened for opened, _, _ in self._opened.values()}.values())
+
+    def _joined(self, tables: list[SourceTable]) -> Publication:
+        manifest = self._recorded.record.manifest
+        try:
+            return join_sources(manifest, tables)
+        except CkptEngineError:
+            fitting = []
+            for table in tables:
+                try:
+                    join_sources(manifest, [table])
+                    fitting.append(table)
+                except CkptEngineError as error:
+                    self.faults.append(error.problem)
+            return join_sources(manifest, fitting)
+
+    def _open(self, number: int, table: SourceTable) -> None:
+        """Each region by the nearest of the ways that reach it; those of one transport are opened together."""
+        chosen: dict[str, tuple[Choice, list[Region]]] = {}
+        for region in table.regions:
+            ways: list[tuple[Choice, Region]] = []
+            for transport, way in by_transport(region).items():
+                try:
+                    ways.append((choose_transport(table.host, transport, self._host, list(self._transports)), way))
+                except CkptEngineError as error:
+                    self.faults.append(error.problem)
+            if ways:
+                choice, way = min(ways, key=lambda each: each[0].distance)
+                chosen.setdefault(choice.transport, (choice, []))[1].append(way)
+        for transport, (choice, regions) in chosen.items():
+            try:
+                opened = self._transports[transport].open(regions)
+            except CkptEngineError as error:
+                self.faults.append(error.problem)
+                continue
+            for each in regions:
+                self._opened[number, each.id] = opened, each, choice.distance
+
+    def _reading(self, tensor: int, holder: Holder) -> Reading | None:
+        key = holder.source, holder.shard
+        if key not in self._readings:
+            place = self._publication.places[holder.source][holder.shard]
+            if (holder.source, place.region) not in self._opened:
+                return None
+            opened, region, distance = self._opened[holder.source, place.region]
+            table = self._publication.tables[holder.source]
+            shard = table.shards[holder.shard]
+            plain = not place.stored and region.transport != "cuda_ipc" and isinstance(opened, Viewable)
+            self._readings[key] = Reading(
+                source=table.id,
+                opened=opened,
+                region=region,
+                placed=place,
+                first=tuple(shard.start),
+                dtype=self._specs[tensor].dtype,
+                nearness=(distance, holder.source),
+                is_plain=plain,
+            )
+        return self._readings[key]

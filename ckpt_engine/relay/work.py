@@ -1,0 +1,84 @@
+"""What the relay's machine asks to be done, done on its slots. Blocks; the shell calls it on a thread of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from ckpt_engine.core.manifest import canonical
+from ckpt_engine.core.problems import invalid
+from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, RelayTask, SlotFilled
+from ckpt_engine.relay.fill import NAMED
+from ckpt_engine.relay.slots import Held, Slots, Wish
+from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled
+from ckpt_engine.v1.weights_pb2 import SealedRecord, SourceTable, WorkerNeeds
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+Fetch = Callable[[Sequence[BlobRef], float], Sequence[bytes]]
+"""(blobs, seconds) to their bytes, in order. Raises CkptEngineError."""
+
+
+class RelayWork:
+    """Does one task at a time. fetch: gets blobs from the manager."""
+
+    def __init__(self, slots: Slots, fetch: Fetch) -> None:
+        self._slots = slots
+        self._fetch = fetch
+        self._fetched: tuple[FillRelay, Wish] | None = None
+
+    def perform(self, task: RelayTask) -> object:
+        """The task's result, as machines/tasks.py has it. Raises CkptEngineError."""
+        if isinstance(task, CountSlot):
+            return self._slots.count(task.slot, self._wish(task.command, task.seconds), task.seconds)
+        if isinstance(task, FillSlot):
+            held = self._slots.fill(task.slot, self._wish(task.command, task.seconds), task.seconds)
+            self._fetched = None
+            return SlotFilled(canonical(held.table), canonical(held.record), told(held))
+        self._slots.withdraw(task.slot)
+        return None
+
+    def stop(self) -> None:
+        """Ends what goes on, soon."""
+        self._slots.stop()
+
+    def _wish(self, command: FillRelay, seconds: float) -> Wish:
+        """What a command wants. Its blobs are fetched once for counting and filling."""
+        if self._fetched is None or self._fetched[0] != command:
+            refs = [command.record, *command.tables, *command.needs]
+            record, *rest = self._fetch(refs, seconds)
+            tables, needs = rest[: len(command.tables)], rest[len(command.tables) :]
+            wish = Wish(
+                command.identity,
+                _read(SealedRecord, record),
+                [_read(SourceTable, each) for each in tables],
+                [_read(WorkerNeeds, each) for each in needs],
+                command.everything,
+            )
+            self._fetched = command, wish
+        return self._fetched[1]
+
+
+def told(held: Held) -> RelayFilled:
+    """What is said of a filling, but for fence and identity."""
+    filled = held.filled
+    return RelayFilled(
+        bytes=sum(shard.nbytes for shard in held.sealed),
+        missing=[each.problem for each in filled.missing[:NAMED]],
+        missing_cells=len(filled.missing),
+        faults=filled.faults,
+        brought=[RelayFilled.Brought(source=source, bytes=size) for source, size in sorted(filled.brought.items())],
+        again=filled.again,
+        overruled=held.overruled,
+        wait_seconds=held.waited,
+        fill_seconds=filled.seconds,
+    )
+
+
+def _read(kind: type[MessageT], data: bytes) -> MessageT:
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise invalid(f"a {kind.DESCRIPTOR.name} of {len(data)} bytes cannot be read: {error}") from error

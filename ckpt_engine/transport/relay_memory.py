@@ -1,0 +1,299 @@
+"""Memory of a relay of this host: mapped read-only, from a descriptor that the relay hands out over its socket.
+
+The socket is a file in a directory that relay and reader both see, maybe under two names, so they need neither a common
+pid namespace nor a common network. The connection is the lease: while it lasts the relay knows its reader, and when
+either process dies the kernel ends it. A reader asks for a slot before each install and says when it is over; a relay
+fills no slot that is held, but it waits no longer than its `slot_grace`. A relay that has died leaves what was mapped
+readable and unchanged.
+
+This is the reader's side; the relay's is `relay/door.py`. One arena is mapped once, and only as far as it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import queue
+import socket
+import struct
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+
+from ckpt_engine.copy.copying import TensorCopy
+from ckpt_engine.core.problems import data_loss, invalid, unavailable
+from ckpt_engine.host.relay_directory import DIRECTORY, directory_identity, relay_directory, socket_address
+from ckpt_engine.transport.base import Availability, Move
+from ckpt_engine.transport.locator import locator_of
+from ckpt_engine.transport.mapped import MappedRegions, Mapping
+from ckpt_engine.v1.relay_pb2 import RelayMemoryLocator
+from ckpt_engine.v1.weights_pb2 import Region
+
+log = logging.getLogger(__name__)
+
+NAME = "relay_memory"
+
+UNSTARTED = "no command starts a relay yet"
+
+
+QUESTION = struct.Struct("<B3xI16s")
+"""Kind, slot, arena. A message of a reader."""
+
+OPEN, HOLD, RELEASE = range(1, 4)
+"""Kinds. OPEN: answered with the arena's descriptor. HOLD: the slot is about to be read; answered with yes or no.
+RELEASE: it was read; not answered."""
+
+ANSWER_BYTES = 1024
+"""Of an answer: 1, or 0 and why not in words."""
+
+ASK_SECONDS = 10.0
+"""How long a relay may take to answer."""
+
+_KEPT = 64
+"""Regions of an arena that stay mapped though no plan uses them: those of both slots, for the plan after the next."""
+
+
+def peer_user(connection: socket.socket) -> int:
+    """The user of the process at the other end, as this process's user namespace numbers them."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])
+
+
+class _Arena:
+    """A lease on one arena of one relay, and what is mapped of it. Any thread."""
+
+    def __init__(self, locator: RelayMemoryLocator, seconds: float) -> None:
+        self._seconds = seconds  # for each answer
+        self._arena = locator.arena
+        self._lock = threading.Lock()
+        self._answers: queue.SimpleQueue[tuple[bytes, list[int]] | None] = queue.SimpleQueue()
+        self._held: dict[int, int] = {}  # slots to how many opened regions hold them
+        self.ended = False
+        self.mappings: OrderedDict[tuple[int, int], Mapping] = OrderedDict()
+        self._connection = _connect(locator, seconds)
+        _leases.add(self)
+        threading.Thread(target=self._listen, name="ckpt-engine relay lease", daemon=True).start()
+        try:
+            answer, descriptors = self._ask(OPEN, 0)
+            if answer[:1] != b"\1" or len(descriptors) != 1:
+                for each in descriptors:
+                    os.close(each)
+                raise unavailable(f"the relay does not lend its memory: {_words(answer)}")
+            self._descriptor = descriptors[0]
+        except BaseException:
+            self.close()
+            raise
+        weakref.finalize(self, os.close, self._descriptor)
+        self._size = os.fstat(self._descriptor).st_size
+        if not fcntl.fcntl(self._descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            self.close()
+            raise data_loss("the relay's memory could be cut off while it is read: it is not sealed")
+
+    def mapping(self, offset: int, size: int) -> Mapping:
+        """A region of it, mapped once. Raises DATA_LOSS if it is not that large, UNAVAILABLE."""
+        if offset + size > self._size:
+            raise data_loss(
+                f"the relay's memory has {self._size} bytes, and a region of it was to end at {offset + size}"
+            )
+        with self._lock:
+            if (offset, size) not in self.mappings:
+                try:
+                    self.mappings[offset, size] = Mapping(self._descriptor, size, offset)
+                except (OSError, ValueError) as error:
+                    raise unavailable(f"the relay's memory cannot be mapped: {error}") from error
+            self.mappings.move_to_end((offset, size))
+            while len(self.mappings) > _KEPT:
+                self.mappings.popitem(last=False)
+            return self.mappings[offset, size]
+
+    def hold(self, slot: int, again: bool) -> None:
+        """Asks to read a slot. again: for somebody who held it already, and may have lost it since.
+
+        Raises UNAVAILABLE if the relay is gone or the slot is being filled with something else.
+        """
+        answer, _ = self._ask(HOLD, slot)
+        if answer[:1] != b"\1":
+            raise unavailable(f"the relay does not lend slot {slot}: {_words(answer)}")
+        with self._lock:
+            self._held[slot] = self._held.get(slot, 0) + (not again)
+
+    def release(self, slot: int) -> None:
+        """Whoever held it does not read it until he asks again. Never raises."""
+        with self._lock:
+            self._held[slot] -= 1
+            if not self._held[slot]:
+                with contextlib.suppress(OSError):
+                    self._connection.send(QUESTION.pack(RELEASE, slot, self._arena))
+
+    def close(self) -> None:
+        """Ends the lease. What is mapped stays so for as long as a tensor or a copy uses it."""
+        self.ended = True
+        self.mappings = OrderedDict()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def forget(self) -> None:
+        """Closes this process's copy of the socket, without a word to anybody: for a forked child."""
+        self.ended = True
+        with contextlib.suppress(OSError):
+            self._connection.close()
+
+    def _ask(self, kind: int, slot: int) -> tuple[bytes, list[int]]:
+        with self._lock:
+            if self.ended:
+                raise unavailable("the relay has gone, or has taken its memory back")
+            try:
+                with contextlib.suppress(OSError):  # who has hung up may have said why
+                    self._connection.send(QUESTION.pack(kind, slot, self._arena))
+                found = self._answers.get(timeout=self._seconds)
+            except queue.Empty:
+                found = None
+            if found is None:
+                self.close()  # a late answer must not be taken for the next question's
+                raise unavailable(f"the relay has gone, or did not answer within {self._seconds:g} s")
+            return found
+
+    def _listen(self) -> None:
+        """Takes answers, and notices the relay's end: then nothing new is mapped, and what nobody uses is let go."""
+        with self._connection as connection:
+            with contextlib.suppress(OSError):
+                while True:
+                    answer, descriptors, _, _ = socket.recv_fds(connection, ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+                    if not answer:
+                        break
+                    self._answers.put((answer, descriptors))
+        self.ended = True
+        self.mappings = OrderedDict()
+        self._answers.put(None)
+
+
+_leases: weakref.WeakSet[_Arena] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A child that keeps a connection open would hide its parent's death from the relay."""
+    for lease in list(_leases):
+        lease.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _connect(locator: RelayMemoryLocator, seconds: float) -> socket.socket:
+    where = relay_directory() / locator.socket
+    if not locator.socket or "/" in locator.socket or "\0" in locator.socket:
+        raise invalid(f"the locator of a relay names no socket: {locator.socket!r}")
+    if not locator.directory or locator.directory != directory_identity():
+        raise unavailable(
+            f"{relay_directory()} is not the directory of that relay; give relay and worker the same one ({DIRECTORY})"
+        )
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    connection.settimeout(seconds)
+    try:
+        with socket_address(locator.socket) as address:
+            connection.connect(address)
+        user = peer_user(connection)
+        if user not in (os.geteuid(), 0):
+            raise unavailable(f"{where} is served by user {user}, not by this user or root: it is not believed")
+        connection.settimeout(None)
+    except OSError as error:
+        connection.close()
+        raise unavailable(f"no relay lends its memory at {where}: {error}") from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _words(answer: bytes) -> str:
+    return answer[1:].decode("utf-8", "replace") or "it gives no reason"
+
+
+class RelayRegions:
+    """OpenedRegions of relays. Holds their slots from `check` until `rest`."""
+
+    def __init__(self, mapped: MappedRegions, slots: Sequence[tuple[_Arena, int]]) -> None:
+        self._mapped = mapped
+        self._slots = tuple(slots)
+        self._holding: set[int] = set()  # of `_slots`
+
+    def prepare(self, moves: Sequence[Move]) -> TensorCopy:
+        """As other mapped memory."""
+        return self._mapped.prepare(moves)
+
+    def view(
+        self, region: Region, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str
+    ) -> torch.Tensor:
+        """The relay's memory as a tensor; see OpenedRegions."""
+        return self._mapped.view(region, offset, shape, stride, dtype)
+
+    def check(self) -> None:
+        """Holds the slots. Raises UNAVAILABLE if a relay is gone or fills one of them."""
+        for index, (arena, slot) in enumerate(self._slots):
+            arena.hold(slot, again=index in self._holding)
+            self._holding.add(index)
+
+    def offered(self) -> bool:
+        """Whether the relays still lend their memory, as far as one can tell without asking them."""
+        return all(not arena.ended for arena, _ in self._slots)
+
+    def rest(self) -> None:
+        """The slots may be filled again."""
+        for index in self._holding:
+            arena, slot = self._slots[index]
+            arena.release(slot)
+        self._holding.clear()
+
+    def close(self) -> None:
+        """Forgets the regions. The arena stays mapped, and pinned, for the next plan of its relay."""
+        self.rest()
+        self._mapped.close()
+        self._slots = ()
+
+
+class RelayMemoryTransport:
+    """Reads relays of this host. One instance a worker; an arena stays mapped until its relay ends."""
+
+    name = NAME
+
+    def __init__(self) -> None:
+        self._arenas: dict[bytes, _Arena] = {}
+
+    def availability(self) -> Availability:
+        """Whether there is a directory in which relays could be."""
+        if directory_identity():
+            return Availability(True, f"relays would lend their memory in {relay_directory()}; {UNSTARTED}")
+        return Availability(False, f"{UNSTARTED}, and there is no {relay_directory()} ({DIRECTORY})")
+
+    def open(self, regions: Sequence[Region], seconds: float = ASK_SECONDS) -> RelayRegions:
+        """Maps the regions, those already mapped once more at no cost, and holds their slots. seconds: at most
+        ASK_SECONDS for each relay.
+
+        Raises UNAVAILABLE if a relay is gone, does not lend a slot now, or is another user's; DATA_LOSS if its memory
+        is not what it told.
+        """
+        opened: dict[bytes, Mapping] = {}
+        slots: dict[tuple[bytes, int], tuple[_Arena, int]] = {}
+        for region in regions:
+            locator = locator_of(region, NAME, RelayMemoryLocator)
+            arena = self._arena(locator, min(seconds, ASK_SECONDS))
+            opened[region.locator] = arena.mapping(locator.offset, region.size)
+            slots[locator.arena, locator.slot] = arena, locator.slot
+        found = RelayRegions(MappedRegions(opened, lambda: None, lambda: True, pins=True), list(slots.values()))
+        try:
+            found.check()
+        except BaseException:
+            found.close()
+            raise
+        return found
+
+    def _arena(self, locator: RelayMemoryLocator, seconds: float) -> _Arena:
+        self._arenas = {name: arena for name, arena in self._arenas.items() if not arena.ended}
+        if locator.arena not in self._arenas:
+            self._arenas[locator.arena] = _Arena(locator, seconds)
+        return self._arenas[locator.arena]

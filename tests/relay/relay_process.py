@@ -1,0 +1,142 @@
+"""A real relay's memory in a process of its own, driven by one JSON line at a time.
+
+Run as a script it answers {"fill": [slot, wish, seconds]}, {"withdraw": slot}, {"readers": true}, {"reserved": true},
+{"pages": true} and {"close": true}; a wish is its messages, in hex. It ends when its input
+does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.host.facts import this_host
+from ckpt_engine.relay.slots import Slots, Wish
+from ckpt_engine.transport.file import FileTransport
+from ckpt_engine.transport.relay_memory import RelayMemoryTransport
+from ckpt_engine.transport.shared_memory import SharedMemoryTransport
+from ckpt_engine.v1.weights_pb2 import Identity, SealedRecord, SourceTable, WorkerNeeds
+
+MEMORY = 64 << 20
+
+
+class RelayProcess:
+    """Starts a relay; `ask` is answered within the test's own timeout. before: of its command, as `unshare`."""
+
+    def __init__(
+        self, name: str = "a", memory: int = MEMORY, grace: float = 30.0, before: Sequence[str] = (), users: str = ""
+    ) -> None:
+        command = [*before, sys.executable, "-m", "tests.relay.relay_process", name, str(memory), str(grace), users]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+        )
+        self.pid: int = self.answer()
+
+    def __enter__(self) -> RelayProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def send(self, **question: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(question) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def ask(self, **question: Any) -> Any:
+        self.send(**question)
+        return self.answer()
+
+    def fill(self, slot: int, wish: Wish, seconds: float = 60.0) -> dict[str, Any]:
+        """What came of it; `table` is a SourceTable."""
+        self.send(fill=[slot, written(wish), seconds])
+        return self.filled()
+
+    def filled(self) -> dict[str, Any]:
+        answer: dict[str, Any] = self.answer()
+        if "table" in answer:
+            answer["table"] = SourceTable.FromString(bytes.fromhex(answer["table"]))
+        return answer
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(timeout=30)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def written(wish: Wish) -> dict[str, Any]:
+    """As JSON takes it."""
+    return {
+        "identity": wish.identity.SerializeToString().hex(),
+        "record": wish.record.SerializeToString().hex(),
+        "tables": [table.SerializeToString().hex() for table in wish.tables],
+        "needs": [needs.SerializeToString().hex() for needs in wish.needs],
+        "everything": wish.everything,
+    }
+
+
+def _wish(told: dict[str, Any]) -> Wish:
+    return Wish(
+        Identity.FromString(bytes.fromhex(told["identity"])),
+        SealedRecord.FromString(bytes.fromhex(told["record"])),
+        [SourceTable.FromString(bytes.fromhex(each)) for each in told["tables"]],
+        [WorkerNeeds.FromString(bytes.fromhex(each)) for each in told["needs"]],
+        told["everything"],
+    )
+
+
+def _fill(slots: Slots, slot: int, wish: dict[str, Any], seconds: float) -> dict[str, Any]:
+    held = slots.fill(slot, _wish(wish), seconds)
+    return {
+        "table": held.table.SerializeToString().hex(),
+        "missing": [each.problem.message for each in held.filled.missing],
+        "faults": [each.message for each in held.filled.faults],
+        "brought": dict(held.filled.brought),
+        "again": held.filled.again,
+        "overruled": held.overruled,
+        "bytes": held.layout.bytes,
+    }
+
+
+def _main(name: str, memory: str, grace: str, users: str) -> None:
+    transports = {each.name: each for each in (SharedMemoryTransport(), FileTransport(), RelayMemoryTransport())}
+    allowed = [int(user) for user in users.split(",") if user]
+    slots = Slots(name, this_host(), int(memory), transports, float(grace), allowed)
+    print(os.getpid(), flush=True)
+    for line in sys.stdin:
+        question = json.loads(line)
+        answer: Any = None
+        try:
+            if "fill" in question:
+                answer = _fill(slots, *question["fill"])
+            elif "withdraw" in question:
+                answer = slots.withdraw(question["withdraw"])
+            elif "readers" in question:
+                answer = slots.readers
+            elif "reserved" in question:
+                answer = slots.reserved
+            elif "pages" in question:
+                answer = slots.pages
+            else:
+                slots.close()
+        except CkptEngineError as error:
+            answer = {"problem": str(error)}
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

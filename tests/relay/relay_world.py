@@ -1,0 +1,133 @@
+"""A trainer's checkpoint in shared memory, its sealed record, and tensor-parallel workers that install from a relay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from ckpt_engine.core.boxes import Box
+from ckpt_engine.core.manifest import canonical
+from ckpt_engine.core.offers import region_offered
+from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
+from ckpt_engine.core.publication import join_sources, merge_tables
+from ckpt_engine.core.sealed import check_replicas, expected_digests
+from ckpt_engine.core.sealed_record import Recorded, finer_atoms, read_record, record_of, seal_from_record
+from ckpt_engine.digest.boxes import digest_boxes
+from ckpt_engine.engine.target import ModuleTarget
+from ckpt_engine.host.facts import this_host
+from ckpt_engine.install.installer import Installer
+from ckpt_engine.relay.slots import Wish
+from ckpt_engine.torch_dtypes import dtype_name
+from ckpt_engine.transport.relay_memory import RelayMemoryTransport
+from ckpt_engine.v1.weights_pb2 import Digests, Identity, SourceTable, WorkerNeeds
+from ckpt_engine.v1.worker_pb2 import InstallOrder, WorkerInstalled
+from tests.install.install_models import TensorParallel
+from tests.install.install_world import Checkpoint, OneWorker, slices
+
+RELAYS = ["relay_memory"]
+
+
+def tables(checkpoint: Checkpoint, name: str = "rank") -> list[SourceTable]:
+    """What the two sources of a checkpoint publish."""
+    found = []
+    for source, arena in enumerate(checkpoint.arenas):
+        mine = [(number, shard) for number, shard in enumerate(checkpoint.shards) if shard[2] == source]
+        names = sorted({checkpoint.manifest.tensors[shard[0]].name for _, shard in mine})
+        table = SourceTable(host=this_host(), id=f"{name} {source}", regions=[region_offered([arena.region(0)])])
+        for each in names:
+            weight = checkpoint.weights[each]
+            table.tensors.add(name=each, dtype=dtype_name(weight.dtype), shape=weight.shape)
+        for number, (index, box, _, offset) in mine:
+            table.shards.add(
+                tensor=names.index(checkpoint.manifest.tensors[index].name),
+                start=box.start,
+                stop=box.stop,
+                region=0,
+                offset=offset,
+                stride=checkpoint.shard(number).stride(),
+                stored_dtype=dtype_name(checkpoint.stored(index)) if checkpoint.widened else "",
+            )
+        found.append(table)
+    return found
+
+
+def sealed(plans: Plans, weights: dict[str, Tensor]) -> dict[int, Digests]:
+    """What each source answers to its atoms if it holds `weights`."""
+    found = {}
+    for source, atoms in plans.atoms.items():
+        table = plans.publication.tables[source]
+        views = []
+        for atom in atoms.atoms:
+            box = Box(tuple(atom.start), tuple(atom.stop))
+            views.append((weights[table.tensors[table.shards[atom.shard].tensor].name][slices(box)], box.start))
+        found[source] = Digests(values=digest_boxes(views))
+    return found
+
+
+class Replica:
+    """Tensor-parallel workers of one engine, prepared for a checkpoint. All of them read relays only."""
+
+    def __init__(self, checkpoint: Checkpoint, directory: Path, size: int = 2, **shape: int) -> None:
+        self.models = [TensorParallel(rank, size, **shape) for rank in range(size)]
+        self.workers: list[OneWorker] = []
+        self.needs: list[WorkerNeeds] = []
+        for rank, model in enumerate(self.models):
+            (directory / str(rank)).mkdir(parents=True)
+            worker = OneWorker(ModuleTarget(model), directory / str(rank))
+            worker.installer = Installer(worker.target, worker.slot, {"relay_memory": RelayMemoryTransport()})
+            prepared = worker.prepare(checkpoint)
+            assert not prepared.HasField("problem"), prepared.problem.message
+            self.workers.append(worker)
+            self.needs.append(WorkerNeeds.FromString(prepared.needs))
+
+    def requests(self, transports: Sequence[str]) -> list[PlanRequest]:
+        host = this_host()
+        return [PlanRequest(rank, needs, host, transports) for rank, needs in enumerate(self.needs)]
+
+    def install(self, table: SourceTable, recorded: Recorded, version: int) -> list[WorkerInstalled]:
+        """What a manager and an agent would order, from a table of a relay and the sealed record alone."""
+        joined = join_sources(recorded.record.manifest, [table])
+        plans = compile_plans(joined, joined.table_digests, self.requests(RELAYS), along=recorded.boxes)
+        assert not finer_atoms(plans, recorded), "the record was cut along these needs"
+        found = seal_from_record(plans, recorded, {})
+        answers = []
+        for rank, worker in enumerate(self.workers):
+            worker.epoch += 1
+            order = InstallOrder(
+                fence=worker.fence(),
+                identity=Identity(lineage="run", version=version, root=recorded.root),
+                plan=canonical(plans.workers[rank]),
+                expected=canonical(expected_digests(plans, rank, found)),
+                deadline_seconds=60,
+            )
+            answers.append(worker.installer.install(order))
+        return answers
+
+
+def seal(checkpoint: Checkpoint, replicas: Sequence[Replica]) -> Recorded:
+    """The trainer seals its weights; the record that a manager would keep."""
+    checkpoint.seal()
+    publication = merge_tables(tables(checkpoint))
+    asked = [
+        PlanRequest((number, each.key), each.needs, each.host, each.transports)
+        for number, replica in enumerate(replicas)
+        for each in replica.requests(["shared_memory"])
+    ]
+    plans = compile_plans(publication, publication.table_digests, asked)
+    found = check_replicas(plans, sealed(plans, checkpoint.weights))
+    return read_record(record_of(found), found.root())
+
+
+def wish(
+    recorded: Recorded,
+    version: int,
+    sources: Sequence[SourceTable],
+    replicas: Sequence[Replica] = (),
+    everything: bool = False,
+) -> Wish:
+    """The version that a manager would order from a relay."""
+    identity = Identity(lineage="run", version=version, root=recorded.root)
+    needs = [needs for replica in replicas for needs in replica.needs]
+    return Wish(identity, recorded.record, sources, needs, everything)

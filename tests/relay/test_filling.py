@@ -1,0 +1,313 @@
+"""Filling a slot: what is not as it was sealed is read elsewhere or left out by name, and memory is counted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.sealed_record import Recorded
+from ckpt_engine.digest.boxes import digest_box
+from ckpt_engine.host.facts import this_host
+from ckpt_engine.relay import arena as relay_arena
+from ckpt_engine.relay import fill as relay_fill
+from ckpt_engine.relay.arena import Arena, free_huge_pages
+from ckpt_engine.relay.fill import Filling
+from ckpt_engine.relay.slots import Held, Slots, Wish
+from ckpt_engine.source.directory import directory_source
+from ckpt_engine.transport.file import FileTransport
+from ckpt_engine.transport.relay_memory import RelayMemoryTransport
+from ckpt_engine.transport.shared_memory import SharedMemoryTransport
+from ckpt_engine.v1.weights_pb2 import Atom, Atoms, Problem, SourceTable
+from tests.install.install_models import TensorParallel
+from tests.install.install_world import Checkpoint
+from tests.relay.relay_reader import regions_of
+from tests.relay.relay_world import seal, tables, wish
+
+MEMORY = 32 << 20
+
+
+def slots_of(name: str = "a", memory: int = MEMORY, grace: float = 5.0) -> Slots:
+    transports = {each.name: each for each in (SharedMemoryTransport(), FileTransport(), RelayMemoryTransport())}
+    return Slots(name, this_host(), memory, transports, grace)
+
+
+@pytest.fixture
+def slots() -> Iterator[Slots]:
+    found = slots_of()
+    yield found
+    found.close()
+
+
+def checkpoint_of(seed: int | None = None) -> tuple[Checkpoint, Recorded]:
+    checkpoint = Checkpoint(TensorParallel(0, 1).checkpoint(), seed)
+    return checkpoint, seal(checkpoint, [])
+
+
+def all_of(recorded: Recorded, sources: list[SourceTable], version: int = 1) -> Wish:
+    return wish(recorded, version, sources, everything=True)
+
+
+def assert_holds(held: Held, checkpoint: Checkpoint) -> None:
+    """A reader finds all of it, in shards that its table describes."""
+    opened = RelayMemoryTransport().open(regions := regions_of(held.table))
+    by_id = {region.id: region for region in regions}
+    size = 0
+    for shard in held.table.shards:
+        spec = held.table.tensors[shard.tensor]
+        shape = [stop - start for start, stop in zip(shard.start, shard.stop, strict=True)]
+        found = opened.view(by_id[shard.region], shard.offset, shape, list(shard.stride), spec.dtype)
+        part = tuple(slice(start, stop) for start, stop in zip(shard.start, shard.stop, strict=True))
+        assert torch.equal(found, checkpoint.weights[spec.name][part])
+        size += found.nbytes
+    assert size == sum(weight.nbytes for weight in checkpoint.weights.values())
+    opened.close()
+
+
+def test_what_a_source_damaged_is_read_from_another_holder(slots: Slots) -> None:
+    checkpoint, recorded = checkpoint_of(7)
+    copy = Checkpoint(checkpoint.weights, 8)
+    checkpoint.flip("layers.0.down", (1, 1))
+    checkpoint.flip("embed_tokens.weight", (0, 0))
+    held = slots.fill(0, all_of(recorded, [*tables(checkpoint), *tables(copy, "copy")]), 60.0)
+    assert (held.filled.missing, held.filled.again) == ((), 2)
+    assert {fault.tensors[0] for fault in held.filled.faults} == {"layers.0.down", "embed_tokens.weight"}
+    assert all("as rank" in fault.message for fault in held.filled.faults)
+    assert {source.split()[0] for source in held.filled.brought} == {"rank", "copy"}
+    assert_holds(held, checkpoint)
+
+
+def test_what_nobody_has_as_it_was_sealed_is_left_out_and_all_else_is_there(slots: Slots) -> None:
+    checkpoint, recorded = checkpoint_of()
+    copy = Checkpoint(checkpoint.weights, None)
+    for each in (checkpoint, copy):
+        each.flip("norm.weight", (2,))
+    held = slots.fill(0, all_of(recorded, [*tables(checkpoint), *tables(copy, "copy")]), 60.0)
+    (missing,) = held.filled.missing
+    assert missing.problem.code == Problem.DATA_LOSS
+    assert list(missing.problem.tensors) == ["norm.weight"]
+    assert [fault.message.split(" as ")[1][:6] for fault in held.filled.faults] == ["rank 0", "copy 0"]
+    names = {spec.name for spec in held.table.tensors}
+    assert names == {*checkpoint.weights} - {"norm.weight"}
+
+
+def test_a_box_that_nobody_holds_is_named(slots: Slots) -> None:
+    checkpoint, recorded = checkpoint_of(9)
+    first, _ = tables(checkpoint)
+    held = slots.fill(0, all_of(recorded, [first]), 60.0)
+    assert held.filled.missing
+    for missing in held.filled.missing:
+        assert missing.problem.code == Problem.NOT_FOUND
+        assert "(source rank 0 was asked)" in missing.problem.message
+
+
+def test_a_slot_is_not_given_up_for_what_nobody_holds(slots: Slots) -> None:
+    checkpoint, recorded = checkpoint_of()
+    slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    with pytest.raises(CkptEngineError, match=r"nobody within reach holds .* \(no source was asked\)") as caught:
+        slots.fill(0, all_of(recorded, []), 60.0)
+    assert caught.value.problem.code == Problem.NOT_FOUND
+    held = slots.held(0)
+    assert held is not None
+    assert_holds(held, checkpoint)
+
+
+def test_a_source_that_is_gone_or_fits_not_is_left_out_with_its_reason(slots: Slots) -> None:
+    checkpoint, recorded = checkpoint_of()
+    gone = Checkpoint(checkpoint.weights, None)
+    theirs = tables(gone, "gone")
+    gone.close()
+    misfit = Checkpoint({**checkpoint.weights, "norm.weight": torch.zeros(3)}, None)
+    other = tables(misfit, "other")
+    held = slots.fill(0, all_of(recorded, [*theirs, *other, *tables(checkpoint)]), 60.0)
+    assert held.filled.missing == ()
+    told = [fault.message for fault in held.filled.faults]
+    assert any("gone" in each for each in told), told
+    assert any("source other 0" in each and "norm.weight" in each for each in told), told
+    assert set(held.filled.brought) == {"rank 0"}
+
+
+def test_a_file_that_was_cut_off_is_not_read(slots: Slots, tmp_path: Path) -> None:
+    """Reading it would end the relay with a bus error."""
+    checkpoint, recorded = checkpoint_of()
+    path = tmp_path / "model.safetensors"
+    norm = {"norm.weight": checkpoint.weights["norm.weight"]}
+    save_file({name: weight for name, weight in checkpoint.weights.items() if name not in norm}, path)
+    source = directory_source(path, host=this_host())
+    elsewhere = Checkpoint(norm, None)
+    from_file = all_of(recorded, [source.table(), *tables(elsewhere, "norm")])
+    assert slots.fill(0, from_file, 60.0).filled.missing == ()
+    with path.open("r+b") as file:
+        file.truncate(64)
+    held = slots.fill(0, from_file, 60.0)
+    assert len(held.filled.missing) == len(recorded.values) - 1
+    assert all("changed since it was published" in each.problem.message for each in held.filled.missing)
+    assert [spec.name for spec in held.table.tensors] == ["norm.weight"], "what lies elsewhere was read along with it"
+    source.close()
+    elsewhere.close()
+
+
+def test_a_relay_fills_itself_from_another_one(slots: Slots) -> None:
+    checkpoint, recorded = checkpoint_of(3)
+    first = slots_of("first")
+    table = first.fill(0, all_of(recorded, tables(checkpoint)), 60.0).table
+    checkpoint.close()
+    held = slots.fill(1, all_of(recorded, [table]), 60.0)
+    assert held.filled.brought == {"relay first": held.layout.bytes}
+    assert_holds(held, checkpoint)
+    assert first.withdraw(0) == 0, "who has filled himself holds nothing any more"
+    first.close()
+
+
+def test_a_record_that_is_of_other_weights_touches_no_slot(slots: Slots) -> None:
+    checkpoint, recorded = checkpoint_of()
+    slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    wrong = all_of(recorded, tables(checkpoint))
+    wrong.identity.root = bytes(32)
+    with pytest.raises(CkptEngineError, match="it is of other weights") as caught:
+        slots.fill(0, wrong, 60.0)
+    assert caught.value.problem.code == Problem.DATA_LOSS
+    held = slots.held(0)
+    assert held is not None
+    assert_holds(held, checkpoint)
+
+
+def test_memory_is_counted_before_a_slot_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, recorded = checkpoint_of()
+    small = slots_of("small", 4 << 20)
+    big = Checkpoint({"w": torch.zeros(3 << 20, dtype=torch.uint8)}, None)
+    too_big = all_of(seal(big, []), tables(big))
+    with pytest.raises(CkptEngineError, match=r"version 1 of run takes \d+ bytes .* slot has 2097152") as caught:
+        small.fill(0, too_big, 60.0)
+    assert caught.value.problem.code == Problem.FAILED_PRECONDITION
+    held = small.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    monkeypatch.setattr(relay_arena, "memory_room", lambda: 1000)
+    with pytest.raises(CkptEngineError, match=r"takes 2097152 more bytes of memory, .* has 1000 left"):
+        small.fill(1, all_of(recorded, tables(checkpoint)), 60.0)
+    again = small.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    assert again.table == held.table, "memory that it has is not counted twice"
+    assert small.reserved == held.layout.size
+    small.close()
+    with pytest.raises(CkptEngineError, match=r"needs 4194304 bytes of memory or more, and 1000 were given"):
+        slots_of("tiny", 1000)
+
+
+def test_a_filling_ends_at_its_deadline_and_when_it_is_overtaken(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither leaves anything that could be read."""
+    monkeypatch.setattr(relay_fill, "BATCH_BYTES", 1024)
+    checkpoint, recorded = checkpoint_of()
+    all = all_of(recorded, tables(checkpoint))
+    slots.fill(0, all, 60.0)
+    with pytest.raises(CkptEngineError, match="took longer") as caught:
+        slots.fill(0, all, -1.0)
+    assert caught.value.problem.code == Problem.DEADLINE_EXCEEDED
+    assert slots.held(0) is None
+    original = Filling._bring
+
+    def bring(self: Filling, *arguments: object) -> None:
+        slots.stop()
+        original(self, *arguments)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Filling, "_bring", bring)
+        with pytest.raises(CkptEngineError, match="overtaken") as caught:
+            slots.fill(1, all, 60.0)
+    assert caught.value.problem.code == Problem.ABORTED
+    assert slots.held(1) is None
+    assert_holds(slots.fill(1, all, 60.0), checkpoint)
+
+
+def test_pieces_larger_than_a_batch_are_cut_and_add_up(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_fill, "BATCH_BYTES", 100)
+    checkpoint, recorded = checkpoint_of(5)
+    held = slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    assert (held.filled.missing, held.filled.again) == ((), 0)
+    assert_holds(held, checkpoint)
+
+
+def test_an_update_of_the_same_shapes_lays_out_nothing(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, recorded = checkpoint_of()
+    first = slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    checkpoint.weights = {name: weight + 1 for name, weight in checkpoint.weights.items()}
+    later = seal(checkpoint, [])
+    monkeypatch.delattr(Filling, "__init__")
+    held = slots.fill(0, all_of(later, tables(checkpoint), 2), 60.0)
+    assert held.table == first.table
+    assert_holds(held, checkpoint)
+
+
+def test_pieces_finer_than_the_record_are_digested_where_they_lie(slots: Slots) -> None:
+    checkpoint, recorded = checkpoint_of()
+    held = slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    (index,) = [
+        number
+        for number, shard in enumerate(held.table.shards)
+        if held.table.tensors[shard.tensor].name == "layers.0.down"
+    ]
+    finer = Atoms(atoms=[Atom(shard=index, start=[3, 8], stop=[9, 24])])
+    part = checkpoint.weights["layers.0.down"][3:9, 8:24]
+    assert held.digest(finer) == [digest_box(part, (3, 8))]
+
+
+def test_what_is_withdrawn_is_lent_to_nobody(slots: Slots) -> None:
+    checkpoint, recorded = checkpoint_of()
+    held = slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    assert slots.withdraw(0) == 0
+    with pytest.raises(CkptEngineError, match="another version is brought into it, or none is in it"):
+        RelayMemoryTransport().open(regions_of(held.table))
+    slots.close()
+    with pytest.raises(CkptEngineError, match="being stopped"):
+        slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    with pytest.raises(CkptEngineError, match="was closed"):
+        slots.count(0, all_of(recorded, tables(checkpoint)), 60.0)
+
+
+def test_closing_ends_a_filling_that_waits_for_a_reader(slots: Slots) -> None:
+    patient = slots_of("patient", grace=3600.0)
+    checkpoint, recorded = checkpoint_of()
+    held = patient.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    opened = RelayMemoryTransport().open(regions_of(held.table))
+    found: list[str] = []
+
+    def fill() -> None:
+        try:
+            patient.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+        except CkptEngineError as error:
+            found.append(error.problem.message)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    while patient.held(0) is not None:
+        time.sleep(0.01)
+    patient.close()
+    thread.join(timeout=60)
+    assert found
+    opened.close()
+
+
+# --------------------------------------------------------------------------------------------------------- the arena
+
+
+def test_huge_pages_are_counted(tmp_path: Path) -> None:
+    assert free_huge_pages(tmp_path) == 0
+    (tmp_path / "free_hugepages").write_text("7\n")
+    (tmp_path / "resv_hugepages").write_text("3\n")
+    assert free_huge_pages(tmp_path) == 4
+    arena = Arena(4 << 20)
+    assert "no 2 MiB pages are reserved" in arena.pages or arena.pages == "2 MiB pages"
+    arena.close()
+
+
+@pytest.mark.skipif(
+    free_huge_pages(Path("/sys/kernel/mm/hugepages/hugepages-2048kB")) < 16, reason="no huge pages are reserved here"
+)
+def test_an_arena_of_huge_pages_is_filled_and_read(slots: Slots) -> None:
+    assert slots.pages == "2 MiB pages"
+    checkpoint, recorded = checkpoint_of()
+    assert_holds(slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0), checkpoint)
