@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,20 @@ from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.manager.service import ManagerConfig, running_manager
 
 Run = Callable[..., Result]
+
+
+def _of_one_loop(record: logging.LogRecord) -> bool:
+    return "PollerCompletionQueue" not in record.getMessage()
+
+
+@pytest.fixture(autouse=True)
+def two_loops_in_one_process() -> Iterator[None]:
+    """The manager's loop and a command's share this process here, as they never do for users: grpc.aio then wakes one
+    of them for the other's events now and then, says so in the log, and goes on."""
+    log = logging.getLogger("asyncio")
+    log.addFilter(_of_one_loop)
+    yield
+    log.removeFilter(_of_one_loop)
 
 
 @pytest.fixture
