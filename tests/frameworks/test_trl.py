@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,28 @@ CLOSE = 1e-4
 
 
 def run(cluster: Cluster, path: Path, *launcher: str, adapters: str = "none") -> list[dict[str, Any]]:
-    """What the run's ranks say."""
-    python = os.environ["CKPT_ENGINE_TRL_PYTHON"]
-    command = [python, *launcher, "-m", "tests.frameworks.grpo_run", cluster.address, str(cluster.path / "model")]
-    command += [str(path), str(STEPS), adapters, *(replica.url for replica in cluster.replicas)]
-    root = Path(__file__).parents[2]
+    """What the ranks of a run with GRPOTrainer say."""
+    urls = [replica.url for replica in cluster.replicas]
+    return say(cluster, path, *launcher, "-m", "tests.frameworks.grpo_run", then=(str(STEPS), adapters, *urls))
+
+
+def say(cluster: Cluster, path: Path, *arguments: str, then: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """What a program says that TRL's Python runs: after `arguments`, manager, model, `path` and what comes `then`."""
+    command = [
+        os.environ["CKPT_ENGINE_TRL_PYTHON"],
+        *arguments,
+        cluster.address,
+        str(cluster.path / "model"),
+        str(path),
+    ]
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{os.environ['CKPT_ENGINE_OVERLAY']}:{root}",
+        "PYTHONPATH": f"{os.environ['CKPT_ENGINE_OVERLAY']}:{Path(__file__).parents[2]}",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TRL_EXPERIMENTAL_SILENCE": "1",
     }
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=path)
+    ended = subprocess.run([*command, *then], env=environment, capture_output=True, text=True, timeout=600, cwd=path)
     assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-6000:]}"
     return [json.loads(line.partition(MARK)[2]) for line in ended.stdout.splitlines() if MARK in line]
 
@@ -58,3 +68,11 @@ def test_two_ranks(replicas: Cluster, tmp_path: Path) -> None:
         assert [each["version"] for each in rollouts] == list(range(STEPS))
         assert max(each["logprob_difference"] for each in rollouts) < CLOSE
     assert [each["first"] for each in ranks[0]] != [each["first"] for each in ranks[1]]
+
+
+def test_the_other_seams(replicas: Cluster, tmp_path: Path) -> None:
+    """A weight_transfer has what TRL calls; it and the callback update as they are called."""
+    (said,) = say(replicas, tmp_path, "-m", "tests.frameworks.seams_run")
+    assert said["have"] == said["wanted"]
+    assert said["transfer"] == [0, 1, 2]
+    assert said["callback"] == [0, 2, 4]
