@@ -218,7 +218,7 @@ def test_a_link_that_breaks_for_a_moment_costs_no_engine(nodes: TwoNodes, traine
     ended = threading.Event()
 
     def cut() -> None:
-        while not ended.wait(0.8):
+        while not ended.wait(2.0):
             if nodes.link.connected:  # each connection has had its moment
                 nodes.link.cut()
 
