@@ -245,7 +245,7 @@ class Stage:
                     replicas = sum(replica.connected and replica.HasField("engine") for replica in status.replicas)
                     trainers = sum(trainer.published for trainer in status.trainers)
                     present = replicas == self._settings.replicas and trainers == self._settings.trainers
-                    if present and await self._gateway_ready():
+                    if present and await self._gateway_runs():
                         return
                     on_state(
                         f"starting: {replicas} of {self._settings.replicas} replicas are up, "
@@ -253,10 +253,11 @@ class Stage:
                     )
                 await asyncio.sleep(POLL_SECONDS)
 
-    async def _gateway_ready(self) -> bool:
-        async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+    async def _gateway_runs(self) -> bool:
+        """Not whether it is ready: a while after its start it is not, as long as no replica has weights."""
+        async with httpx.AsyncClient(timeout=10.0, trust_env=False, verify=False) as client:
             try:
-                return (await client.get(f"{self.gateway}/readyz")).status_code == 200
+                return (await client.get(f"{self.gateway}/livez")).status_code == 200
             except httpx.HTTPError:
                 return False
 
