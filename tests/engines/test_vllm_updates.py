@@ -76,9 +76,12 @@ def test_an_answer_tells_which_version_made_which_token(cluster: Cluster, tmp_pa
         assert trainer.update_weights(version=0).ok
         streams = [Stream(ask) for _ in range(4)]
         try:
-            for version in range(1, 9):
+            for version in range(1, 41):  # eight, and on a busy machine until a request has lived through one
                 load(live, models[version % 2])
                 assert trainer.update_weights(version=version, pause_mode="keep").ok
+                found = [answer for stream in streams for answer in list(stream.results) if answer is not None]
+                if version >= 8 and any(was != number_of(said["weight_versions"][-1]) for was, said in found):
+                    break
         finally:
             answers: list[Any] = [answer for stream in streams for answer in stream.end() if answer is not None]
     crossed = 0
