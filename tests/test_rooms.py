@@ -60,6 +60,17 @@ PURE = ("core", "machines")
 HEAVY = ("torch", "numba", "triton")
 """What decides imports none of these: a manager plans for clusters without them, and a relay starts in no time."""
 
+WITHOUT_TENSORS = (
+    "ckpt_engine.manager.service",
+    "ckpt_engine.agent.session",
+    "ckpt_engine.agent.following",
+    "ckpt_engine.commands.replica",
+    "ckpt_engine_adapters.reference.driver",
+    "ckpt_engine_adapters.vllm.driver",
+    "ckpt_engine_adapters.sglang.driver",
+)
+"""What a manager and the agent beside an engine load: tensors would cost each of them seconds and 200 MB."""
+
 
 @cache
 def modules() -> dict[str, Path]:
@@ -122,13 +133,14 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     order.prepare()  # raises CycleError, which names the circle
 
 
-def test_what_decides_loads_no_tensors_and_no_compiler() -> None:
+def test_what_decides_and_who_only_commands_loads_no_tensors_and_no_compiler() -> None:
     """What it imports itself, and in a fresh interpreter what that imports."""
     pure = sorted(module for module in modules() if room_of(module) in PURE)
     assert len(pure) > 50
     named = {f"{each} imports {other}" for each in pure for other in imports(each) if other.split(".")[0] in HEAVY}
     assert not named
-    code = f"import importlib, sys\nfor name in {pure}: importlib.import_module(name)\n"
+    code = f"import importlib, sys\nfor name in {[*pure, *WITHOUT_TENSORS]}: importlib.import_module(name)\n"
+    code += "from ckpt_engine.transport.on_host import worker_transports; worker_transports()\n"
     code += f"print(*(name for name in {HEAVY} if name in sys.modules))"
     told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, timeout=60, check=True)
     assert told.stdout.split() == []

@@ -35,7 +35,7 @@ from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.shell.loop import Loop
 from ckpt_engine.shell.stream import MemberStream
 from ckpt_engine.trace import trace
-from ckpt_engine.transport.registry import all_transports, worker_transports
+from ckpt_engine.transport.on_host import worker_transports
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,6 @@ class ReplicaAgent:
         """
         channel = open_channel(self.settings.manager)
         stub = manager_stub(channel)
-        transports = all_transports()
         self._fault = asyncio.get_running_loop().create_future()
         scraping = contextlib.ExitStack()
         try:
@@ -115,7 +114,7 @@ class ReplicaAgent:
                 return
             self.name = self.name or f"{socket.gethostname()}-{self._host.default_name}"
             self._state.replica = self.name
-            self._runner = TaskRunner(stub, self._host, transports, self._deadlines.blobs, self.settings.hold)
+            self._runner = TaskRunner(stub, self._host, self._deadlines.blobs, self.settings.hold)
             self._stub = stub
             self._machine = AgentMachine(
                 self.name,

@@ -9,19 +9,21 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from ckpt_engine.agent.blobs import BlobCache
 from ckpt_engine.agent.engine import EngineHost
-from ckpt_engine.agent.reader_seal import digest_for_readers
 from ckpt_engine.client import get_blob, put_blob
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import internal, unavailable
 from ckpt_engine.engine.adapter import EngineAdapter, EngineCallError
 from ckpt_engine.machines import events
 from ckpt_engine.shell.tasks import TaskFailedError, carry_out, words
-from ckpt_engine.transport.base import Transport
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
 from ckpt_engine.words.state import EngineMark, EnginePage, Hold, HoldLimits, verdict
+
+if TYPE_CHECKING:
+    from ckpt_engine.transport.base import Transport
 
 
 class TaskRunner:
@@ -31,7 +33,6 @@ class TaskRunner:
         self,
         stub: manager_pb2_grpc.CheckpointEngineManagerStub,
         host: EngineHost,
-        transports: dict[str, Transport],
         blob_seconds: float,
         hold_limits: HoldLimits,
     ) -> None:
@@ -39,7 +40,7 @@ class TaskRunner:
         self._hold_limits = hold_limits
         self._stub = stub
         self._host = host
-        self._transports = transports
+        self._transports: dict[str, Transport] | None = None
         self._blobs = BlobCache(lambda ref: get_blob(stub, ref, blob_seconds))
         self._digester = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest")
 
@@ -118,11 +119,21 @@ class TaskRunner:
         began = time.monotonic()
         loop = asyncio.get_running_loop()
         digests: weights_pb2.Digests = await loop.run_in_executor(
-            self._digester, digest_for_readers, table, atoms, self._transports, left
+            self._digester, self._digest_for_readers, table, atoms, left
         )
         digest_seconds = time.monotonic() - began
         ref = await self._put(canonical(digests), task.seconds)
         return events.SealResult(ref, 0.0, digest_seconds)
+
+    def _digest_for_readers(self, table: bytes, atoms: bytes, seconds: float) -> weights_pb2.Digests:
+        """On the digester's thread. Torch is loaded here, by the few agents that are asked, and by no other."""
+        from ckpt_engine.agent.reader_seal import digest_for_readers
+        from ckpt_engine.transport.registry import all_transports
+
+        until = time.monotonic() + seconds
+        if self._transports is None:
+            self._transports = all_transports()
+        return digest_for_readers(table, atoms, self._transports, until - time.monotonic())
 
 
 async def _call_engine(adapter: EngineAdapter, task: events.EngineTask) -> None:

@@ -130,7 +130,7 @@ def replica(
     from ckpt_engine.agent.nodes import NodeSettings
     from ckpt_engine.agent.session import AgentSettings, ReplicaAgent
     from ckpt_engine.engine.adapter import UnknownAdapterError
-    from ckpt_engine.transport.registry import worker_transports
+    from ckpt_engine.transport.on_host import worker_transports
     from ckpt_engine.v1 import manager_pb2
 
     if url and (arguments or model or port):

@@ -33,6 +33,14 @@ only."""
 
 
 @dataclass(frozen=True, slots=True)
+class Availability:
+    """Whether a transport can be used in this process; `reason` says why not, or what was found."""
+
+    ok: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class TransportKind:
     """One transport, both sides.
 
@@ -41,8 +49,8 @@ class TransportKind:
     lender: makes a transport.base.Lender; none: sources of this process do not lend over it. lends: of what memory.
     unasked: whether sources lend over it although nobody named it to `publish(transport=...)`.
     outlives: whether what was lent can be read when its owner is gone.
-    on_host: says whether workers of this host could use it, without starting what a worker would; none: the reader's
-    own `availability`.
+    on_host: makes the Availability for workers of this host, in an agent's process, without loading or starting what a
+    worker would; none: the reader's own `availability`.
     """
 
     name: str
@@ -62,12 +70,13 @@ _OWN = (
         reader="ckpt_engine.transport.cuda_ipc:CudaIpcTransport",
         lender="ckpt_engine.transport.cuda_ipc:CudaIpcLender",
         lends=frozenset({GPU_MEMORY}),
-        on_host="ckpt_engine.transport.cuda_ipc:on_host",
+        on_host="ckpt_engine.transport.on_host:cuda_ipc",
     ),
     TransportKind(
         name="relay_memory",
         reach=by_directory,
         reader="ckpt_engine.transport.relay_memory:RelayMemoryTransport",
+        on_host="ckpt_engine.transport.on_host:relay_memory",
     ),
     TransportKind(
         name="shared_memory",
@@ -75,6 +84,7 @@ _OWN = (
         reader="ckpt_engine.transport.shared_memory:SharedMemoryTransport",
         lender="ckpt_engine.transport.shared_memory:SharedMemoryLender",
         lends=frozenset({HOST_MEMORY}),
+        on_host="ckpt_engine.transport.on_host:shared_memory",
     ),
     TransportKind(
         name="file",
@@ -83,6 +93,7 @@ _OWN = (
         lender="ckpt_engine.transport.file:FileLender",
         lends=frozenset({FILES}),
         outlives=True,
+        on_host="ckpt_engine.transport.on_host:file",
     ),
 )
 

@@ -33,6 +33,7 @@ import torch
 
 from ckpt_engine.copy.prepared import PreparedCopy
 from ckpt_engine.core.transports import FILES, GPU_MEMORY, HOST_MEMORY
+from ckpt_engine.core.transports import Availability as Availability
 from ckpt_engine.v1.weights_pb2 import Region
 
 if TYPE_CHECKING:
@@ -58,14 +59,6 @@ class Move:
     dtype: str
     destination: torch.Tensor
     stored: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Availability:
-    """Whether a transport can be used in this process; `reason` says why not, or what was found."""
-
-    ok: bool
-    reason: str
 
 
 class OpenedRegions(Protocol):

@@ -7,19 +7,16 @@ wonders why an edge took shared memory gets an answer.
 from __future__ import annotations
 
 import importlib.util
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ckpt_engine.core.transports import Maker, TransportKind, made, transport_kinds
+from ckpt_engine.core.transports import TransportKind, transport_kinds
 from ckpt_engine.transport.base import Availability, Fetcher, Transport
 from ckpt_engine.transport.fetched import FetchedTransport
-
-log = logging.getLogger(__name__)
+from ckpt_engine.transport.on_host import loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +39,6 @@ def all_transports() -> dict[str, Transport]:
     }
 
 
-def worker_transports(only: Sequence[str] = ()) -> tuple[str, ...]:
-    """What workers of an engine on this host may use, as its agent tells the manager. Starts CUDA nowhere.
-
-    only: the names that a user allows; none: all that work. Raises ValueError for a name that is unknown or does not
-    work here.
-    """
-    found = {name: _on_host(kind) for name, kind in transport_kinds().items()}
-    for name in only:
-        if name not in found:
-            raise ValueError(f"there is no transport {name!r}; there are {', '.join(found)}")
-        if not found[name].ok:
-            raise ValueError(f"transport {name} does not work on this host: {found[name].reason}")
-    return tuple(name for name, each in found.items() if each.ok and (not only or name in only))
-
-
 def transport_rows() -> list[TransportRow]:
     """Every transport, built or not, and why it is on or off in this process. Never raises."""
     rows = []
@@ -69,31 +51,14 @@ def transport_rows() -> list[TransportRow]:
     return rows
 
 
-def _loaded(kind: TransportKind, maker: Maker) -> Any:
-    """What it makes, or an Availability that says why not, which is in the log: no transport of others may stop a
-    worker or an agent."""
-    try:
-        return made(maker)
-    except Exception as error:
-        log.exception("ckpt-engine: transport %s cannot be loaded", kind.name)
-        return Availability(False, f"it cannot be loaded: {type(error).__name__}: {error}")
-
-
 def _reader(kind: TransportKind) -> Transport | Fetcher | Availability:
-    reader: Transport | Fetcher | Availability = _loaded(kind, kind.reader)
+    reader: Transport | Fetcher | Availability = loaded(kind, kind.reader)
     return reader
 
 
 def _available(kind: TransportKind) -> Availability:
     reader = _reader(kind)
     return reader if isinstance(reader, Availability) else reader.availability()
-
-
-def _on_host(kind: TransportKind) -> Availability:
-    if kind.on_host is None:
-        return _available(kind)
-    found: Availability = _loaded(kind, kind.on_host)
-    return found
 
 
 def unbuilt() -> Mapping[str, Availability]:

@@ -42,7 +42,8 @@ from ckpt_engine.transport.base import (
 )
 from ckpt_engine.transport.fetched import FetchedRegions, FetchedTransport
 from ckpt_engine.transport.mapped import MappedRegions, Mapping
-from ckpt_engine.transport.registry import all_transports, transport_rows, worker_transports
+from ckpt_engine.transport.on_host import worker_transports
+from ckpt_engine.transport.registry import all_transports, transport_rows
 from ckpt_engine.v1.weights_pb2 import Host, Problem, Region
 from tests.cluster import eventually
 

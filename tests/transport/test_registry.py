@@ -11,7 +11,8 @@ import pytest
 
 from ckpt_engine.cuda.driver import library_problem
 from ckpt_engine.host.facts import this_host
-from ckpt_engine.transport.registry import all_transports, transport_rows, worker_transports
+from ckpt_engine.transport.on_host import worker_transports
+from ckpt_engine.transport.registry import all_transports, transport_rows
 
 
 def test_what_is_built_works_here_and_what_is_not_says_so() -> None:
