@@ -376,18 +376,7 @@ SLANTS: dict[Mistake, Slant] = {
 """What makes it likely that a rule is needed."""
 
 
-RARE = {
-    an_agent_obeys_no_lower_fence,
-    what_replicas_hold_comes_from_workers_only,
-    a_manager_drops_answers_with_other_fences,
-    one_manager_writes_a_ledger,
-}
-"""So many stories must be told until one needs the rule that it takes many seconds, or a minute."""
-
-
-@pytest.mark.parametrize(
-    "rule", [pytest.param(rule, marks=pytest.mark.slow) if rule in RARE else rule for rule in RULES], ids=name_of
-)
+@pytest.mark.parametrize("rule", RULES, ids=name_of)
 def test_some_seed_notices_without(rule: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
     must_be_noticed(rule, monkeypatch, SLANTS.get(rule))
 

@@ -86,16 +86,6 @@ RULES: dict[Mistake, Slant | None] = {
 }
 
 
-RARE = {
-    a_label_is_tried_again,
-    a_new_engine_has_been_told_nothing,
-    an_engine_is_told_its_version_before_its_caches_wake,
-}
-"""So many stories must be told until one needs the rule that it takes many seconds, or a minute."""
-
-
-@pytest.mark.parametrize(
-    "rule", [pytest.param(rule, marks=pytest.mark.slow) if rule in RARE else rule for rule in RULES], ids=name_of
-)
+@pytest.mark.parametrize("rule", RULES, ids=name_of)
 def test_some_seed_notices_without(rule: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
     must_be_noticed(rule, monkeypatch, RULES[rule])

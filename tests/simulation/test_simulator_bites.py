@@ -184,12 +184,6 @@ MISTAKES: list[Mistake] = [
 ]
 
 
-RARE = {epochs_are_not_spent, roots_are_not_compared}
-"""So many stories must be told until one shows the mistake that it takes many seconds."""
-
-
-@pytest.mark.parametrize(
-    "mistake", [pytest.param(each, marks=pytest.mark.slow) if each in RARE else each for each in MISTAKES], ids=name_of
-)
+@pytest.mark.parametrize("mistake", MISTAKES, ids=name_of)
 def test_a_mistake_is_found(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
     must_be_noticed(mistake, monkeypatch)

@@ -100,13 +100,7 @@ SLANTS: dict[Mistake, Slant] = {
 """What makes it likely that a rule is needed."""
 
 
-RARE = {a_record_tells_nothing_of_what_was_sealed_since}
-"""Half a minute of stories must be told until one needs the rule. A story of its own is in test_holder_rules.py."""
-
-
-@pytest.mark.parametrize(
-    "rule", [pytest.param(rule, marks=pytest.mark.slow) if rule in RARE else rule for rule in RULES], ids=name_of
-)
+@pytest.mark.parametrize("rule", RULES, ids=name_of)
 def test_some_seed_notices_without(rule: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
     must_be_noticed(rule, monkeypatch, SLANTS.get(rule))
 
