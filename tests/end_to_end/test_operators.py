@@ -40,9 +40,10 @@ def test_a_replica_that_was_given_up_is_tried_again_and_an_evicted_one_ends(
         late = cluster.replica("late", "reference", bare_model).registered()
 
         def given_up() -> bool:
-            """The last attempt too has ended: it must not find what is made whole below."""
+            """The last attempt too has ended: it must not find what is made whole below. Each spends two epochs, for
+            filling and for installing."""
             now = cluster.status()
-            return now.fence.epoch >= before + CATCH_UP_ATTEMPTS and now.phase == "idle"
+            return now.fence.epoch >= before + 2 * CATCH_UP_ATTEMPTS and now.phase == "idle"
 
         eventually("all attempts failed", 120, given_up)
         assert not late.status.serving  # type: ignore[union-attr]
