@@ -250,7 +250,7 @@ def test_waking_goes_from_weights_to_caches(server: Server) -> None:
     "crash",
     # Each costs a start of the engine; with the real ones all are played.
     [
-        crash if crash.stage in ("transfer", "verify", "idle") else pytest.param(crash, marks=pytest.mark.slow)
+        crash if crash.stage in ("transfer", "idle") else pytest.param(crash, marks=pytest.mark.slow)
         for crash in CRASHES
     ],
     ids=lambda crash: f"{crash.stage}-{crash.part}",

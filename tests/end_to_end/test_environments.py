@@ -94,10 +94,12 @@ def test_a_variable_that_is_missing_stops_nobody(manager: Cluster, missing: str)
     update_in(manager, MISSING[missing], f"without-{missing.split()[0]}")
 
 
+@pytest.mark.slow
 def test_variables_of_other_launchers_stop_nobody(manager: Cluster) -> None:
     update_in(manager, ODD, "odd")
 
 
+@pytest.mark.slow
 def test_a_user_whom_the_system_does_not_know_can_do_without_a_home(manager: Cluster, tmp_path: Path) -> None:
     """As containers run under an arbitrary user id: no name, no home, no variables."""
     unshare = shutil.which("unshare") or "unshare"

@@ -60,6 +60,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, bare_model: Path) -> Itera
         yield running
 
 
+@pytest.mark.slow
 def test_ranks_that_torchrun_starts_update_a_replica(cluster: Cluster, bare_model: Path) -> None:
     replica = cluster.replicas[0].registered()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-id", "run-7"]

@@ -45,6 +45,7 @@ def updates_by_outcome(http: str) -> dict[str, float]:
     return {name.split('"')[1]: float(value) for name, value in found}
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_away_counts_and_a_misfit_is_left_out(
     tmp_path: Path, bare_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ def operate(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.slow
 def test_a_replica_that_was_given_up_is_tried_again_and_an_evicted_one_ends(
     tmp_path: Path, bare_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,7 @@ def test_a_replica_that_starts_late_catches_up_from_what_stays_sealed(
             cluster.replicas.remove(late)
 
 
+@pytest.mark.slow
 def test_a_late_replica_is_served_by_a_directory_whose_publisher_has_gone(
     cluster: Cluster, tmp_path: Path, bare_model: Path
 ) -> None:

@@ -58,6 +58,7 @@ def serves(world: World, version: int) -> bool:
     return world.replicas["one"].prober.answered(version, time.monotonic(), SECONDS)
 
 
+@pytest.mark.slow
 def test_a_kept_ledger_goes_on_where_it_was(world: World) -> None:
     cluster, epoch = cluster_and_epoch(world)
     worker = world.engine("one")[-1].pid

@@ -101,6 +101,7 @@ def test_an_agent_that_dies_while_its_engine_is_paused_is_followed_by_one_that_r
     assert not world.update_all()
 
 
+@pytest.mark.slow
 def test_an_engine_beside_its_agent_closes_without_it_if_that_was_asked_for(world: World) -> None:
     """Killed, and stopped: after a lease nobody is let in; with an agent that was not asked to, all are again."""
     rollout = world.replicas["one"]
@@ -154,6 +155,7 @@ def test_a_trainer_that_goes_back_to_an_older_checkpoint_needs_a_new_lineage(wor
     assert not world.update_all(), "and a new lineage from anywhere"
 
 
+@pytest.mark.slow
 def test_a_run_that_comes_back_with_another_world_size(world: World) -> None:
     lineage = world.trainer.lineage
     world.trainer.end()

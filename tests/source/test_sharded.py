@@ -14,6 +14,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.source.open import open_source
 
 
+@pytest.mark.slow
 def test_all_ranks_together_hold_the_model(tmp_path: Path) -> None:
     world = 4
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
