@@ -22,6 +22,7 @@ ROOMS = (
     "torch_dtypes",
     "machines",
     "security",
+    "addresses",
     "connection",
     "extras",
     "client",

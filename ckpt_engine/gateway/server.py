@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import uvicorn
 
+from ckpt_engine.addresses import check_reach, split_address
 from ckpt_engine.core.problems import invalid, unavailable
 from ckpt_engine.gateway.app import Gateway
 from ckpt_engine.gateway.door import Door
@@ -21,7 +22,6 @@ from ckpt_engine.gateway.probing import probe_loads, probe_replicas
 from ckpt_engine.gateway.settings import Settings
 from ckpt_engine.gateway.upstream import Upstream
 from ckpt_engine.gateway.watcher import watch
-from ckpt_engine.manager.addresses import check_reach, split_address
 
 END_SECONDS = 5.0
 """For requests to tell their callers what they have, once the time to drain is over."""

@@ -20,13 +20,13 @@ import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from ckpt_engine.addresses import MANAGER, check_free, check_reach, is_loopback, join_address, split_address
 from ckpt_engine.client import MESSAGE_BYTES
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, unavailable
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.manager.about import software_version
 from ckpt_engine.manager.access import Access
-from ckpt_engine.manager.addresses import check_free, check_reach, is_loopback, join_address, split_address
 from ckpt_engine.manager.blobs import MEBIBYTE, BlobStore
 from ckpt_engine.manager.compiler import Compiler
 from ckpt_engine.manager.door import Door
@@ -68,7 +68,7 @@ class ManagerConfig:
     stop_seconds: how long ``stop`` waits for a running update before it ends it with UNAVAILABLE.
     """
 
-    listen: str = "127.0.0.1:50051"
+    listen: str = MANAGER
     http: str = "127.0.0.1:8080"
     ledger: Path | None = None
     cluster: str = ""
