@@ -23,6 +23,7 @@ ROOMS = (
     "machines",
     "security",
     "addresses",
+    "http_server",
     "connection",
     "extras",
     "client",

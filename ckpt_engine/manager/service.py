@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any
 
 import grpc.aio
-import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -24,6 +23,7 @@ from ckpt_engine.addresses import MANAGER, check_free, check_reach, is_loopback,
 from ckpt_engine.client import MESSAGE_BYTES
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, unavailable
+from ckpt_engine.http_server import HttpServer
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.manager.about import software_version
 from ckpt_engine.manager.access import Access
@@ -216,18 +216,8 @@ class ManagerServer:
                 f"cannot listen on {self.config.http} for HTTP: {error.strerror}; end what listens there, or name "
                 "another port (--http; empty: no HTTP)"
             ) from error
-        server = _HttpServer(
-            uvicorn.Config(
-                HttpAccess(build_app(self), self._access, is_loopback(host)),
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                timeout_graceful_shutdown=2,
-                **self.config.security.for_uvicorn(),
-            )
-        )
+        application = HttpAccess(build_app(self), self._access, is_loopback(host))
+        server = HttpServer(application, self.config.security)
         running = asyncio.ensure_future(server.serve(sockets=[bound]))
 
         async def end() -> None:
@@ -236,13 +226,6 @@ class ManagerServer:
 
         self._undo.push_async_callback(end)
         return join_address(host, bound.getsockname()[1])
-
-
-class _HttpServer(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leaves signals alone: they belong to the process, and the manager stops this server itself."""
-        yield
 
 
 def _server_options(deadlines: Deadlines) -> list[tuple[str, int]]:
