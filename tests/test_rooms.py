@@ -25,6 +25,7 @@ ROOMS = (
     "addresses",
     "http_server",
     "connection",
+    "grpc_loops",
     "extras",
     "client",
     "shell",

@@ -23,6 +23,7 @@ from ckpt_engine.addresses import MANAGER, check_free, check_reach, is_loopback,
 from ckpt_engine.client import MESSAGE_BYTES
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, unavailable
+from ckpt_engine.grpc_loops import quiet_loop
 from ckpt_engine.http_server import HttpServer
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.manager.about import software_version
@@ -178,6 +179,7 @@ class ManagerServer:
         host, _ = split_address(self.config.listen)
         door = Door(self._access, SERVICE)
         check_free(self.config.listen)
+        quiet_loop()
         server = grpc.aio.server(interceptors=(door,), options=_server_options(self.config.deadlines))
         manager_pb2_grpc.add_CheckpointEngineManagerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
         healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the package fills it in at run time
