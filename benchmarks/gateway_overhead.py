@@ -22,10 +22,10 @@ from typing import Any
 
 import httpx
 
-from ckpt_engine.agent.process import free_port
 from tests.cluster import eventually
 from tests.engines.routers import FLAGS, MODULES, PYTHON, running_router
 from tests.gateway.gateways import running_gateway
+from tests.ports import free_port
 
 STREAMS, TOKENS, ROUNDS, ENGINES = 64, 64, 5, 2
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -36,6 +35,7 @@ from ckpt_engine import Trainer
 from ckpt_engine.client import manager_stub
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.trainer import session
+from tests.ports import free_address
 
 ROOT = Path(__file__).parents[1]
 ROUNDS = {1: 200, 8: 60, 64: 20}
@@ -45,9 +45,7 @@ WARM_UP = 3
 @contextmanager
 def manager(path: Path) -> Iterator[str]:
     """A manager's process; gives its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     command = [sys.executable, "-m", "ckpt_engine", "serve", "--listen", address, "--http", "127.0.0.1:0"]
     with (path / "manager.log").open("wb") as log:
         process = subprocess.Popen(

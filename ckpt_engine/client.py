@@ -16,6 +16,7 @@ import grpc.aio
 
 from ckpt_engine.connection import checked_address, connection_problem
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.grpc_loops import quiet_loop
 from ckpt_engine.security.client import ClientSecurity
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
 
@@ -73,6 +74,7 @@ def open_channel(address: str, security: ClientSecurity | None = None) -> grpc.a
     the address is none.
     """
     checked_address(address)
+    quiet_loop()
     security = security or ClientSecurity.from_environment(os.environ)
     credentials = security.credentials()
     options: list[tuple[str, int | str]] = [*channel_options(), *security.options()]

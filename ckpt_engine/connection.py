@@ -9,14 +9,12 @@ import re
 
 import grpc
 
+from ckpt_engine.addresses import MANAGER
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, SERVER_NAME
 from ckpt_engine.v1 import weights_pb2
 
 Problem = weights_pb2.Problem
-
-ADDRESS = "127.0.0.1:50051"
-"""Of a manager that was told nothing else."""
 
 _TARGET = re.compile(r"unix(-abstract)?:.+|dns:///.+:\d+|ipv[46]:.+:\d+")
 _HOST_AND_PORT = re.compile(r"(\[[^\]\s]+\]|[^\s:/\[\]]+):(\d+)")
@@ -102,7 +100,7 @@ def checked_address(address: str) -> str:
         rest = address.partition("://")[2].partition("/")[0]
         if not _TARGET.fullmatch(address):
             raise invalid(
-                f"the manager's address must be HOST:PORT, not the URL {address!r}: try {rest or ADDRESS!r}, with the "
+                f"the manager's address must be HOST:PORT, not the URL {address!r}: try {rest or MANAGER!r}, with the "
                 "port of `ckpt-engine serve --listen`, not the one of --http"
             )
         return address
@@ -111,7 +109,7 @@ def checked_address(address: str) -> str:
         return address
     if address.count(":") > 1 and not address.startswith("["):
         raise invalid(f"the manager's address must be HOST:PORT, not {address!r}; an IPv6 host stands in brackets")
-    raise invalid(f"the manager's address must be HOST:PORT, not {address!r}; such as {ADDRESS}")
+    raise invalid(f"the manager's address must be HOST:PORT, not {address!r}; such as {MANAGER}")
 
 
 def connection_problem(code: grpc.StatusCode, details: str) -> weights_pb2.Problem | None:

@@ -6,7 +6,6 @@ Its development routes are open here and its `ipc` backend unpickles what it is 
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any, Protocol
 
 import httpx
 from torch import nn
+
+from tests.ports import free_port
 
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
@@ -52,9 +53,7 @@ class NativeServer:
         from vllm.distributed.weight_transfer import nccl_common
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs, NCCLWeightTransferEngine
 
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         where = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2}
         init = {"init_info": {**where, "rank_offset": 1}}
         joining = threading.Thread(target=self.post, args=("/init_weight_transfer_engine", init), daemon=True)

@@ -1,4 +1,4 @@
-"""HTTP towards an engine on this host: the client that adapters use, and a call with a deadline and a verdict."""
+"""HTTP towards an engine on this host: a client, a call with a deadline and a verdict, what most adapters do alike."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import httpx
 
-from ckpt_engine.engine.adapter import EngineCallError
+from ckpt_engine.addresses import join_address
+from ckpt_engine.engine.adapter import AdapterSettings, EngineCallError
 
 
 def engine_client(url: str, headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
@@ -54,6 +55,36 @@ async def engine_call(
     if response.is_error:
         raise EngineCallError(f"{method} {route}: {response.status_code} {_detail(response)}", answered=True)
     return response
+
+
+class HttpAdapter:
+    """The part of an `EngineAdapter` that is the same for engines with HTTP routes of JSON, among them `/health`."""
+
+    def __init__(self, settings: AdapterSettings) -> None:
+        self._client = engine_client(settings.url, settings.headers)
+
+    async def healthy(self, seconds: float) -> bool:
+        """See EngineAdapter."""
+        try:
+            await engine_call(self._client, "GET", "/health", seconds)
+        except EngineCallError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """See EngineAdapter."""
+        await self._client.aclose()
+
+    async def _get(self, route: str, seconds: float) -> Any:
+        return (await engine_call(self._client, "GET", route, seconds)).json()
+
+    async def _post(self, route: str, seconds: float, **body: Any) -> None:
+        await engine_call(self._client, "POST", route, seconds, body)
+
+
+def local_url(host: str, port: int) -> str:
+    """Where a server of this host that was told to listen at `host` is reached from here; empty: at loopback."""
+    return f"http://{join_address('127.0.0.1' if host in ('', '0.0.0.0', '::') else host, port)}"
 
 
 def _detail(response: httpx.Response) -> str:

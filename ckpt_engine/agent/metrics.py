@@ -14,7 +14,8 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ckpt_engine.core.problems import invalid, unavailable
+from ckpt_engine.addresses import join_address, split_address
+from ckpt_engine.core.problems import unavailable
 from ckpt_engine.words.counts import counted
 
 
@@ -97,16 +98,13 @@ def scraped_at(address: str, state: Callable[[], AgentState]) -> Iterator[str]:
     if not address:
         yield ""
         return
-    host, separator, port = address.rpartition(":")
-    if not separator or not port.isdigit() or int(port) > 65535:
-        raise invalid(f"--metrics {address!r} must be HOST:PORT, such as 127.0.0.1:9100")
-    host = host.strip("[]") or "127.0.0.1"
+    host, port = split_address(address, "--metrics")
     try:
-        server, thread = start_http_server(int(port), host, registry_of(state))
+        server, thread = start_http_server(port, host, registry_of(state))
     except OSError as error:
         raise unavailable(f"cannot listen on {address} for metrics (--metrics): {error.strerror}") from error
     try:
-        yield f"{host}:{server.server_port}"
+        yield join_address(host, server.server_port)
     finally:
         server.shutdown()
         server.server_close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from google.protobuf.message import Message
 
 from ckpt_engine.machines.events import SessionEnded
+from ckpt_engine.report import human_bytes
 from ckpt_engine.v1 import manager_pb2
 
 _OUTCOMES = {
@@ -59,7 +60,7 @@ def _outcome(outcome: manager_pb2.ReplicaOutcome) -> str:
     parts = [f"update {outcome.fence.epoch}: {_OUTCOMES.get(outcome.outcome, 'unknown')}"]
     if outcome.outcome == manager_pb2.NEW_SERVING:
         parts[0] += f" (version {outcome.after.version})"
-    parts.append(size(outcome.bytes))
+    parts.append(human_bytes(outcome.bytes))
     parts.append(f"pause {seconds(outcome.pause_seconds)}")
     parts.append(f"sync {seconds(outcome.sync_seconds)}")
     if outcome.HasField("problem"):
@@ -67,16 +68,6 @@ def _outcome(outcome: manager_pb2.ReplicaOutcome) -> str:
     if outcome.label_problem:
         parts.append(outcome.label_problem)
     return ", ".join(parts)
-
-
-def size(count: int) -> str:
-    """Bytes for people, in powers of 1000 as network and disk speeds are told."""
-    amount = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1000
-    return f"{amount:.2f} TB"
 
 
 def seconds(duration: float) -> str:

@@ -6,7 +6,6 @@ Data only; `following.py` and `leading.py` say what the agents do.
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,8 @@ from pathlib import Path
 import zmq
 import zmq.utils.z85
 
-from ckpt_engine.core.problems import precondition
+from ckpt_engine.addresses import is_loopback, join_address, split_address
+from ckpt_engine.core.problems import CkptEngineError, precondition
 
 MOST_NODES = 256
 TOKEN_BYTES = 32
@@ -41,10 +41,13 @@ class NodeSettings:
             if self.leader or self.token:
                 raise ValueError("--leader and --node-token are for engines on several --nodes")
             return
-        host, separator, port = self.leader.rpartition(":")
-        if not separator or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        try:
+            host, port = split_address(self.leader)
+        except CkptEngineError:
+            port = 0
+        if not port:
             raise ValueError(f"--leader must be HOST:PORT of node 0, equal on all nodes, not {self.leader!r}")
-        if self.token is None and not _is_loopback(self.host):
+        if self.token is None and not is_loopback(host):
             raise ValueError(
                 f"--leader {self.leader} is reached by other machines: give all nodes one --node-token FILE "
                 f"(at least {TOKEN_BYTES} bytes: openssl rand -hex 32)"
@@ -53,7 +56,7 @@ class NodeSettings:
     @property
     def host(self) -> str:
         """Of the leader, without brackets."""
-        return self.leader.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        return split_address(self.leader)[0] if self.leader else ""
 
     @property
     def endpoint(self) -> str:
@@ -65,13 +68,12 @@ class NodeSettings:
 
         Raises FAILED_PRECONDITION for a name that this host cannot resolve.
         """
-        port = self.leader.rpartition(":")[2]
+        host, port = split_address(self.leader)
         try:
-            found = socket.getaddrinfo(self.host, int(port), type=socket.SOCK_STREAM)
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise precondition(f"--leader {self.leader} cannot be resolved on node 0: {error.strerror}") from error
-        address = str(found[0][4][0])
-        return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+        return f"tcp://{join_address(str(found[0][4][0]), port)}"
 
     def keys(self) -> Keys | None:
         """Made of the token; None: there is none. Raises FAILED_PRECONDITION for a file that cannot be used."""
@@ -102,10 +104,3 @@ class Keys:
 def _pair(token: bytes, side: bytes) -> tuple[bytes, bytes]:
     secret = zmq.utils.z85.encode(hashlib.sha256(b"ckpt-engine node " + side + b"\0" + token).digest())
     return zmq.curve_public(secret), secret
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

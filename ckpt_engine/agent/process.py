@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -45,13 +44,6 @@ HealthCheck = Callable[[float], Awaitable[bool]]
 
 class EngineProcessError(Exception):
     """The engine could not be started, went away, or did not become healthy. The message holds its last lines."""
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nothing listens on now. Another process may take it before the engine does; then it fails."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def describe_status(status: int) -> str:

@@ -12,13 +12,13 @@ from typing import Annotated
 
 import typer
 
+from ckpt_engine.addresses import join_address, split_address
 from ckpt_engine.commands.choices import Form, Level
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.gateway.server import check, listener, serve
 from ckpt_engine.gateway.settings import Settings
 from ckpt_engine.gateway.workers import SETTINGS, SOCKET, end_with, run_workers
-from ckpt_engine.manager.addresses import join_address, split_address
 from ckpt_engine.security.server import ServerSecurity
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt_engine.addresses import MANAGER
 from ckpt_engine.commands.choices import Form, Level
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr
 from ckpt_engine.commands.options import Deadline, configured_deadlines
@@ -26,7 +27,7 @@ def _option(variable: str, words: str, *names: str) -> Any:
 def serve(
     listen: Annotated[
         str, _option("LISTEN", "Where trainers and replicas connect (gRPC), host:port. Port 0 takes a free one.")
-    ] = "127.0.0.1:50051",
+    ] = MANAGER,
     http: Annotated[
         str, _option("HTTP", "Where status, metrics and the API page are, host:port. Empty: nowhere.")
     ] = "127.0.0.1:8080",

@@ -129,6 +129,12 @@ def lending(memory: str, asked: str | None) -> list[TransportKind]:
     ]
 
 
+def memory_of(name: str) -> frozenset[str]:
+    """What kinds of memory a transport lends from this process; empty for one that lends none, or is not known."""
+    kind = transport_kinds().get(name)
+    return kind.lends if kind is not None else frozenset()
+
+
 def made(maker: Maker) -> Any:
     """What a maker makes, loaded now if it has to be."""
     return (resolve_name(maker) if isinstance(maker, str) else maker)()

@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_ushort, c_void_p
 from typing import Any, NamedTuple
 
+from ckpt_engine.cuda.library import load_library
+
 LIBRARY = "libcuda.so.1"
 
 IPC_HANDLE_BYTES = 64
@@ -154,13 +156,9 @@ def _initialised(_process: int) -> Driver:
 @functools.cache
 def _library() -> ctypes.CDLL:
     try:
-        library = ctypes.CDLL(LIBRARY)
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, c_int
-    except (OSError, AttributeError) as error:
+        return load_library(LIBRARY, _SIGNATURES)
+    except OSError as error:
         raise CudaDriverError("", -1, f"no NVIDIA driver can be used: {error}") from error
-    return library
 
 
 class Driver:

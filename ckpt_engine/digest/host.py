@@ -40,23 +40,6 @@ def digest_host_boxes(boxes: Sequence[HostBox], seed: int = SEED) -> list[int]:
     return HostDigests(boxes, seed).run()
 
 
-def copy_and_digest(copies: Sequence[tuple[torch.Tensor, torch.Tensor, Sequence[int]]], seed: int = SEED) -> list[int]:
-    """Copies, and returns the digests of what was written, in one pass over memory.
-
-    copies: destination; source, of the same shape and dtype; first global coordinates. All in this host's memory,
-    destinations and sources not overlapping. On as many threads as `digest_boxes`. Raises INVALID_ARGUMENT, having
-    copied nothing, for what does not fit together.
-    """
-    for destination, source, _ in copies:
-        if destination.shape != source.shape or destination.dtype != source.dtype:
-            raise invalid(
-                f"{source.dtype} {list(source.shape)} cannot be copied to {destination.dtype} "
-                f"{list(destination.shape)} and digested: both must have one shape and dtype"
-            )
-    boxes = [(destination, start) for destination, _, start in copies]
-    return HostDigests(boxes, seed, [source for _, source, _ in copies]).run()
-
-
 def warm_up() -> str:
     """Loads or compiles what digests of host memory need: a second or two in a process's first call, then nothing.
     Returns why they come from numpy, slowly; empty if they do not. Any thread. Never raises."""
@@ -98,16 +81,18 @@ class HostDigests:
     def __init__(
         self, boxes: Sequence[HostBox], seed: int = SEED, sources: Sequence[torch.Tensor] | None = None
     ) -> None:
-        """sources: of each box, what a run copies to it first. A lazily conjugated or negated view is worked out here,
-        once. Raises as `digest_box`, and INVALID_ARGUMENT for what is not strided memory of this host."""
+        """sources: of each box, what a run copies to it first, in one pass over memory: of the same shape and dtype,
+        and not overlapping with any box. A lazily conjugated or negated view is worked out here, once. Raises as
+        `digest_box`, and INVALID_ARGUMENT for what is not strided memory of this host or does not fit together."""
         self._seed = seed
         self._boxes = [(_plain(view, start), tuple(start)) for view, start in boxes]
-        plain = [_plain(source, start) for source, (_, start) in zip(sources or (), boxes, strict=False)]
+        plain = [] if sources is None else _plain_sources(sources, self._boxes)
         self._sources: list[torch.Tensor | None] = [*plain] or [None] * len(boxes)
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._kernel = _kernel()
         if self._kernel is None:
-            self._copies = [(view, source) for (view, _), source in zip(self._boxes, plain, strict=False)]
+            if plain:
+                self._copies = [(view, source) for (view, _), source in zip(self._boxes, plain, strict=True)]
             return
         from ckpt_engine.digest.host_jobs import jobs_of, joined, lie_alike
 
@@ -161,6 +146,16 @@ def _plain(view: torch.Tensor, start: Sequence[int]) -> torch.Tensor:
     if view.device.type != "cpu" or view.layout is not torch.strided:
         raise invalid(f"a {view.layout} tensor on {view.device} is not strided memory of this host")
     return view.resolve_conj().resolve_neg()
+
+
+def _plain_sources(sources: Sequence[torch.Tensor], boxes: Sequence[HostBox]) -> list[torch.Tensor]:
+    for source, (view, _) in zip(sources, boxes, strict=True):
+        if view.shape != source.shape or view.dtype != source.dtype:
+            raise invalid(
+                f"{source.dtype} {list(source.shape)} cannot be copied to {view.dtype} {list(view.shape)} and "
+                "digested: both must have one shape and dtype"
+            )
+    return [_plain(source, start) for source, (_, start) in zip(sources, boxes, strict=True)]
 
 
 def _addresses(views: Sequence[torch.Tensor | None]) -> Words:

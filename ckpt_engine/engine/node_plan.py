@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +20,18 @@ class Place:
     rank: int
     address: str
     port: int
+
+    def check(self, workers: int) -> None:
+        """Raises ValueError if an engine of so many workers cannot be shared evenly."""
+        if workers % self.nodes:
+            raise ValueError(f"{workers} workers cannot be shared by {self.nodes} nodes")
+
+
+def leave_to_nodes(given: Collection[str]) -> None:
+    """Raises ValueError if there are any: options of an engine that say where its parts run."""
+    if given:
+        options = ", ".join(sorted(given))
+        raise ValueError(f"leave {options} out of the engine's arguments: `ckpt-engine replica --nodes` sets it")
 
 
 class NodePlan(Protocol):

@@ -7,10 +7,9 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
-import uvicorn
-
+from ckpt_engine.addresses import check_reach, split_address
 from ckpt_engine.core.problems import invalid, unavailable
 from ckpt_engine.gateway.app import Gateway
 from ckpt_engine.gateway.door import Door
@@ -21,10 +20,13 @@ from ckpt_engine.gateway.probing import probe_loads, probe_replicas
 from ckpt_engine.gateway.settings import Settings
 from ckpt_engine.gateway.upstream import Upstream
 from ckpt_engine.gateway.watcher import watch
-from ckpt_engine.manager.addresses import check_reach, split_address
+from ckpt_engine.http_server import HttpServer
 
 END_SECONDS = 5.0
 """For requests to tell their callers what they have, once the time to drain is over."""
+
+KEPT_SECONDS = 75
+"""How long an idle connection of a caller is kept: longer than proxies keep theirs."""
 
 log = logging.getLogger("ckpt_engine.gateway")
 
@@ -90,19 +92,7 @@ async def serve(settings: Settings, bound: socket.socket) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with running_gateway(settings) as gateway:
-        server = _Server(
-            uvicorn.Config(
-                gateway.application(),
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                timeout_graceful_shutdown=2,
-                timeout_keep_alive=75,
-                **settings.security.for_uvicorn(),
-            )
-        )
+        server = HttpServer(gateway.application(), settings.security, KEPT_SECONDS)
         serving = asyncio.ensure_future(server.serve(sockets=[bound]))
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -116,10 +106,3 @@ async def serve(settings: Settings, bound: socket.socket) -> None:
         await gateway.idle(END_SECONDS)
         server.should_exit = True
         await serving
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leaves signals alone: `serve` drains first."""
-        yield

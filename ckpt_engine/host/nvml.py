@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
+from ckpt_engine.cuda.library import load_library
 from ckpt_engine.v1.weights_pb2 import GpuReach
 
 LIBRARY = "libnvidia-ml.so.1"
@@ -119,12 +120,9 @@ def _call(library: ctypes.CDLL, name: str, *arguments: object) -> None:
 @functools.cache
 def _library() -> ctypes.CDLL:
     try:
-        library = ctypes.CDLL(LIBRARY)
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, c_int
-        library.nvmlErrorString.restype = c_char_p
-    except (OSError, AttributeError) as error:
+        found = load_library(LIBRARY, _SIGNATURES)
+    except OSError as error:
         raise NvmlError(f"the management library of the NVIDIA driver cannot be used: {error}") from error
-    _call(library, "nvmlInit_v2")
-    return library
+    found.nvmlErrorString.restype = c_char_p
+    _call(found, "nvmlInit_v2")
+    return found

@@ -1,6 +1,10 @@
-"""Which process is which, also when pids are used again."""
+"""Which process is which, also when pids are used again, and whose the one at the other end of a socket is."""
 
 from __future__ import annotations
+
+import os
+import socket
+import struct
 
 
 def process_start_time(pid: int) -> int:
@@ -14,3 +18,14 @@ def process_start_time(pid: int) -> int:
     except OSError:
         return 0
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def peer_user(connection: socket.socket) -> int:
+    """The user of the process at the other end of a Unix socket, as this process's user namespace numbers them."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])
+
+
+def is_ours(user: int) -> bool:
+    """Whether a user may have what this process's user has: it is the same one, or root."""
+    return user in (os.geteuid(), 0)

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ckpt_engine import Trainer, UpdateReport
+from ckpt_engine import CkptEngineError, Trainer, UpdateReport
+from ckpt_engine.core.problems import error, precondition
+from ckpt_engine.v1.weights_pb2 import Problem
 
 
 class Updates:
@@ -49,10 +51,10 @@ class Updates:
     def open(self, weights: Any, rank: int = 0, world_size: int = 1) -> None:
         """Publishes, once; every rank calls it. weights: whatever `Trainer.publish` takes.
 
-        Raises CkptEngineError: they cannot be published, or there are too few replicas in time.
+        Raises CkptEngineError: they cannot be published, there are too few replicas in time, or it was called before.
         """
         if self._trainer is not None:
-            raise RuntimeError("these updates have been opened already")
+            raise precondition("these updates have been opened already")
         trainer = Trainer(self._manager, rank=rank, world_size=world_size, lineage=self._lineage)
         try:
             trainer.publish(weights, dtype=self._dtype)
@@ -66,20 +68,18 @@ class Updates:
         """Brings the replicas to the weights as they are now; every rank calls it with the same version.
 
         Raises CkptEngineError if the update was refused, or if fewer replicas serve the version than must: training on
-        with tokens of older weights would go unnoticed.
+        with tokens of older weights would go unnoticed. Its code is then that of the first replica that does not serve
+        it, which it names.
         """
         if self._trainer is None:
-            raise RuntimeError("call open, with the weights, before bring")
+            raise precondition("call open, with the weights, before bring")
         report = self._trainer.update_weights(
             version, pause_mode=self._pause_mode, timeout=self._timeout, min_replicas=self._min_replicas
         )
         if self._on_report is not None:
             self._on_report(report)
         if not report.ok:
-            raise RuntimeError(
-                f"version {version} is not served by all replicas that must serve it (min_replicas says how many "
-                f"suffice):\n{report}"
-            )
+            raise _not_served(version, report)
         self.version = version
         return report
 
@@ -88,3 +88,16 @@ class Updates:
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             trainer.close()
+
+
+def _not_served(version: int, report: UpdateReport) -> CkptEngineError:
+    first = next((replica for replica in report.replicas if not replica.ok), None)
+    said = Problem() if first is None else first.message.problem
+    return error(
+        said.code or Problem.UNAVAILABLE,
+        f"version {version} is not served by all replicas that must serve it (min_replicas says how many suffice):\n"
+        f"{report}",
+        said.tensors,
+        said.ranks,
+        "" if first is None else first.name,
+    )

@@ -10,9 +10,9 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ckpt_engine.addresses import is_loopback
 from ckpt_engine.core.problems import CkptEngineError, forbidden
 from ckpt_engine.manager.access import Access
-from ckpt_engine.manager.addresses import is_loopback
 from ckpt_engine.manager.errors import problem_document
 
 OPEN = ("/healthz",)

@@ -8,7 +8,7 @@ gauges only, which end with the replica.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -137,10 +137,9 @@ class Metrics:
         self._update_seconds.observe(report.seconds)
         for stage in report.stages:
             self._stage_seconds.labels(manager_pb2.Stage.Name(stage.stage).lower()).observe(stage.seconds)
+        self._current.took([each.replica for each in report.replicas if each.outcome == manager_pb2.NEW_SERVING])
         for replica in report.replicas:
             self._outcomes.labels(manager_pb2.Outcome.Name(replica.outcome).lower()).inc()
-            if replica.outcome == manager_pb2.NEW_SERVING:
-                self._current.replicas[replica.replica] = time.time()
             if replica.pause_seconds > 0:
                 self._pause_seconds.observe(replica.pause_seconds)
             for edge in replica.edges:
@@ -174,6 +173,17 @@ class _Current(Collector):
         self._blobs = blobs
         self.success = 0.0
         self.replicas: dict[str, float] = {}
+
+    def took(self, names: Sequence[str]) -> None:
+        """These replicas have taken a version now. Whenever a new one comes, those that have gone are forgotten, since
+        nobody may ever scrape."""
+        if not self.replicas.keys() >= set(names):
+            self._forget_gone(self._status())
+        self.replicas |= dict.fromkeys(names, time.time())
+
+    def _forget_gone(self, status: manager_pb2.GetStatusResponse) -> None:
+        registered = {replica.name for replica in status.replicas}
+        self.replicas = {name: at for name, at in self.replicas.items() if name in registered}
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: the registry must not ask for a status before the manager runs."""
@@ -226,8 +236,7 @@ class _Current(Collector):
             "Since it last took a version; absent before, and after a restart of the manager.",
             labels=("replica",),
         )
-        registered = {replica.name for replica in status.replicas}
-        self.replicas = {name: at for name, at in self.replicas.items() if name in registered}
+        self._forget_gone(status)
         for replica in status.replicas:
             for each in REPLICA_STATES:
                 state.add_metric((replica.name, each), int(each == replica_state(replica)))

@@ -16,17 +16,18 @@ from types import TracebackType
 from typing import Any
 
 import grpc.aio
-import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from ckpt_engine.addresses import MANAGER, check_free, check_reach, is_loopback, join_address, split_address
 from ckpt_engine.client import MESSAGE_BYTES
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, unavailable
+from ckpt_engine.grpc_loops import quiet_loop
+from ckpt_engine.http_server import HttpServer
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.manager.about import software_version
 from ckpt_engine.manager.access import Access
-from ckpt_engine.manager.addresses import check_free, check_reach, is_loopback, join_address, split_address
 from ckpt_engine.manager.blobs import MEBIBYTE, BlobStore
 from ckpt_engine.manager.compiler import Compiler
 from ckpt_engine.manager.door import Door
@@ -68,7 +69,7 @@ class ManagerConfig:
     stop_seconds: how long ``stop`` waits for a running update before it ends it with UNAVAILABLE.
     """
 
-    listen: str = "127.0.0.1:50051"
+    listen: str = MANAGER
     http: str = "127.0.0.1:8080"
     ledger: Path | None = None
     cluster: str = ""
@@ -178,6 +179,7 @@ class ManagerServer:
         host, _ = split_address(self.config.listen)
         door = Door(self._access, SERVICE)
         check_free(self.config.listen)
+        quiet_loop()
         server = grpc.aio.server(interceptors=(door,), options=_server_options(self.config.deadlines))
         manager_pb2_grpc.add_CheckpointEngineManagerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
         healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the package fills it in at run time
@@ -216,18 +218,8 @@ class ManagerServer:
                 f"cannot listen on {self.config.http} for HTTP: {error.strerror}; end what listens there, or name "
                 "another port (--http; empty: no HTTP)"
             ) from error
-        server = _HttpServer(
-            uvicorn.Config(
-                HttpAccess(build_app(self), self._access, is_loopback(host)),
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                timeout_graceful_shutdown=2,
-                **self.config.security.for_uvicorn(),
-            )
-        )
+        application = HttpAccess(build_app(self), self._access, is_loopback(host))
+        server = HttpServer(application, self.config.security)
         running = asyncio.ensure_future(server.serve(sockets=[bound]))
 
         async def end() -> None:
@@ -236,13 +228,6 @@ class ManagerServer:
 
         self._undo.push_async_callback(end)
         return join_address(host, bound.getsockname()[1])
-
-
-class _HttpServer(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leaves signals alone: they belong to the process, and the manager stops this server itself."""
-        yield
 
 
 def _server_options(deadlines: Deadlines) -> list[tuple[str, int]]:

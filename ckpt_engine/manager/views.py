@@ -5,13 +5,12 @@ Digests and boot ids appear as hexadecimal digits, enumerations as lower-case wo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from pydantic import BaseModel, Field
 
 from ckpt_engine.machines.manager.status import replica_state
 from ckpt_engine.manager.ledger import Record
 from ckpt_engine.manager.refusals import Refusal
+from ckpt_engine.report import stage_seconds
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -128,7 +127,7 @@ class ReplicaOutcome(BaseModel):
             bytes=outcome.bytes,
             pause_seconds=outcome.pause_seconds,
             sync_seconds=outcome.sync_seconds,
-            stages=_stages(outcome.stages),
+            stages=stage_seconds(outcome.stages),
             edges=[
                 Edge(
                     source=edge.source,
@@ -240,7 +239,7 @@ class Report(BaseModel):
             bytes=report.bytes,
             tensors=report.tensors,
             source_copies=report.source_copies,
-            stages=_stages(report.stages),
+            stages=stage_seconds(report.stages),
             replicas=[ReplicaOutcome.of(outcome) for outcome in report.replicas],
             warnings=list(report.warnings),
             copied=[Copied.of(copied) for copied in report.copied],
@@ -311,11 +310,3 @@ class Health(BaseModel):
 
 def _problem(message: manager_pb2.ReplicaOutcome | manager_pb2.WorkerReport) -> Problem | None:
     return Problem.of(message.problem) if message.HasField("problem") else None
-
-
-def _stages(stages: Iterable[manager_pb2.StageSeconds]) -> dict[str, float]:
-    seconds: dict[str, float] = {}
-    for stage in stages:
-        name = manager_pb2.Stage.Name(stage.stage).lower()
-        seconds[name] = seconds.get(name, 0.0) + stage.seconds
-    return seconds

@@ -25,9 +25,10 @@ from pathlib import Path
 
 from ckpt_engine.core.problems import precondition, unavailable
 from ckpt_engine.core.relay_layout import SLOTS, Group
+from ckpt_engine.host.processes import peer_user
 from ckpt_engine.host.relay_directory import directory_identity, relay_directory, socket_address
 from ckpt_engine.relay.arena import Arena
-from ckpt_engine.transport.relay_memory import ANSWER_BYTES, HOLD, NAME, OPEN, QUESTION, RELEASE, peer_user
+from ckpt_engine.transport.relay_memory import ANSWER_BYTES, HOLD, NAME, OPEN, QUESTION, RELEASE
 from ckpt_engine.v1.relay_pb2 import RelayMemoryLocator
 from ckpt_engine.v1.weights_pb2 import Region
 

@@ -15,6 +15,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.publication import Holder, Place, Publication, join_sources
 from ckpt_engine.core.sealed_record import Recorded
 from ckpt_engine.core.topology import Choice, choose_transport
+from ckpt_engine.core.transports import GPU_MEMORY, memory_of
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import Leased, Move, OpenedRegions, Transport, Viewable
 from ckpt_engine.v1.weights_pb2 import Host, Problem, Region, SourceTable
@@ -172,7 +173,7 @@ class Sources:
             opened, region, distance = self._opened[holder.source, place.region]
             table = self._publication.tables[holder.source]
             shard = table.shards[holder.shard]
-            plain = not place.stored and region.transport != "cuda_ipc" and isinstance(opened, Viewable)
+            plain = not place.stored and GPU_MEMORY not in memory_of(region.transport) and isinstance(opened, Viewable)
             self._readings[key] = Reading(
                 source=table.id,
                 opened=opened,

@@ -154,7 +154,6 @@ class Background:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.set_exception_handler(_tell_unless_harmless)
         try:
             self._loop.run_forever()
         finally:
@@ -223,11 +222,3 @@ class Background:
     def _wait(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         return future.result(seconds)
-
-
-def _tell_unless_harmless(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """All loops of a process share one queue of grpc.aio: all wake up, one takes the event, the others find nothing and
-    grpc lets that show as an error. A trainer's process may well have loops of its own."""
-    nothing_there = isinstance(context.get("exception"), BlockingIOError)
-    if not (nothing_there and "PollerCompletionQueue" in repr(context.get("handle"))):
-        loop.default_exception_handler(context)

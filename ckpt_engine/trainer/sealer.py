@@ -9,7 +9,7 @@ from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.names import some
 from ckpt_engine.core.offers import by_transport
 from ckpt_engine.core.problems import precondition
-from ckpt_engine.core.transports import GPU_MEMORY, transport_kinds
+from ckpt_engine.core.transports import GPU_MEMORY, memory_of
 from ckpt_engine.digest.host import warm_up
 from ckpt_engine.source.base import Source
 from ckpt_engine.source.finite import not_finite
@@ -31,8 +31,7 @@ class Sealer:
         time it compiles what its digests need, a second or two, so that no update waits for that.
 
         check_finite: refuse to seal what holds NaN or infinity."""
-        on_gpus = {name for name, kind in transport_kinds().items() if kind.lends == {GPU_MEMORY}}
-        if any(on_gpus.isdisjoint(by_transport(region)) for region in source.table().regions):
+        if not all(_on_gpu(region) for region in source.table().regions):
             warm_up()
         table = canonical(source.table())
         with self._lock:
@@ -84,3 +83,7 @@ class Sealer:
             former, self._source = self._source, None
         if former is not None:
             former.close()
+
+
+def _on_gpu(region: weights_pb2.OfferedRegion) -> bool:
+    return any(memory_of(name) == {GPU_MEMORY} for name in by_transport(region))

@@ -27,6 +27,7 @@ import torch
 
 from ckpt_engine.copy.copying import TensorCopy
 from ckpt_engine.core.problems import data_loss, invalid, unavailable
+from ckpt_engine.host.processes import is_ours, peer_user
 from ckpt_engine.host.relay_directory import DIRECTORY, directory_identity, relay_directory, socket_address
 from ckpt_engine.transport.base import Availability, Move
 from ckpt_engine.transport.locator import locator_of
@@ -56,12 +57,6 @@ ASK_SECONDS = 10.0
 
 _KEPT = 64
 """Regions of an arena that stay mapped though no plan uses them: those of both slots, for the plan after the next."""
-
-
-def peer_user(connection: socket.socket) -> int:
-    """The user of the process at the other end, as this process's user namespace numbers them."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", credentials)[1])
 
 
 class _Arena:
@@ -198,7 +193,7 @@ def _connect(locator: RelayMemoryLocator, seconds: float) -> socket.socket:
         with socket_address(locator.socket) as address:
             connection.connect(address)
         user = peer_user(connection)
-        if user not in (os.geteuid(), 0):
+        if not is_ours(user):
             raise unavailable(f"{where} is served by user {user}, not by this user or root: it is not believed")
         connection.settimeout(None)
     except OSError as error:

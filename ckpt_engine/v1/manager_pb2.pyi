@@ -49,6 +49,19 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     QUARANTINED: _ClassVar[Outcome]
     NOT_REACHED: _ClassVar[Outcome]
 
+class Prefetch(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PREFETCH_UNSPECIFIED: _ClassVar[Prefetch]
+    AUTO: _ClassVar[Prefetch]
+    ALWAYS: _ClassVar[Prefetch]
+    NEVER: _ClassVar[Prefetch]
+
+class Until(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    UNTIL_UNSPECIFIED: _ClassVar[Until]
+    INSTALLED: _ClassVar[Until]
+    HELD: _ClassVar[Until]
+
 class ReplicaState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     REPLICA_STATE_UNSPECIFIED: _ClassVar[ReplicaState]
@@ -83,6 +96,13 @@ NEW_SERVING: Outcome
 OLD_SERVING: Outcome
 QUARANTINED: Outcome
 NOT_REACHED: Outcome
+PREFETCH_UNSPECIFIED: Prefetch
+AUTO: Prefetch
+ALWAYS: Prefetch
+NEVER: Prefetch
+UNTIL_UNSPECIFIED: Until
+INSTALLED: Until
+HELD: Until
 REPLICA_STATE_UNSPECIFIED: ReplicaState
 SERVING: ReplicaState
 DRAINING: ReplicaState
@@ -251,7 +271,7 @@ class Held(_message.Message):
     def __init__(self, identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., table: _Optional[_Union[BlobRef, _Mapping]] = ..., record: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
 
 class HolderHello(_message.Message):
-    __slots__ = ("cluster", "kind", "name", "session_id", "host", "epoch", "held")
+    __slots__ = ("cluster", "kind", "name", "session_id", "host", "epoch", "held", "filling")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +279,7 @@ class HolderHello(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    FILLING_FIELD_NUMBER: _ClassVar[int]
     cluster: str
     kind: str
     name: str
@@ -266,35 +287,56 @@ class HolderHello(_message.Message):
     host: _weights_pb2.Host
     epoch: int
     held: _containers.RepeatedCompositeFieldContainer[Held]
-    def __init__(self, cluster: _Optional[str] = ..., kind: _Optional[str] = ..., name: _Optional[str] = ..., session_id: _Optional[str] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., epoch: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ...) -> None: ...
+    filling: Filling
+    def __init__(self, cluster: _Optional[str] = ..., kind: _Optional[str] = ..., name: _Optional[str] = ..., session_id: _Optional[str] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., epoch: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., filling: _Optional[_Union[Filling, _Mapping]] = ...) -> None: ...
+
+class Filling(_message.Message):
+    __slots__ = ("memory_bytes", "everything", "gpu_context_bytes")
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EVERYTHING_FIELD_NUMBER: _ClassVar[int]
+    GPU_CONTEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    memory_bytes: int
+    everything: bool
+    gpu_context_bytes: int
+    def __init__(self, memory_bytes: _Optional[int] = ..., everything: bool = ..., gpu_context_bytes: _Optional[int] = ...) -> None: ...
 
 class HolderMessage(_message.Message):
-    __slots__ = ("hello", "sealed", "heartbeat", "goodbye")
+    __slots__ = ("hello", "sealed", "heartbeat", "goodbye", "filled", "withdrawn", "progress")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SEALED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    FILLED_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     hello: HolderHello
     sealed: Sealed
     heartbeat: Heartbeat
     goodbye: Goodbye
-    def __init__(self, hello: _Optional[_Union[HolderHello, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+    filled: RelayFilled
+    withdrawn: RelayWithdrawn
+    progress: RelayProgress
+    def __init__(self, hello: _Optional[_Union[HolderHello, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., filled: _Optional[_Union[RelayFilled, _Mapping]] = ..., withdrawn: _Optional[_Union[RelayWithdrawn, _Mapping]] = ..., progress: _Optional[_Union[RelayProgress, _Mapping]] = ...) -> None: ...
 
 class HolderCommand(_message.Message):
-    __slots__ = ("welcome", "refused", "publication_accepted", "seal", "release", "heartbeat")
+    __slots__ = ("welcome", "refused", "publication_accepted", "seal", "release", "heartbeat", "fill", "withdraw")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     PUBLICATION_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     SEAL_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    FILL_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAW_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     publication_accepted: PublicationAccepted
     seal: Seal
     release: Release
     heartbeat: Heartbeat
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., publication_accepted: _Optional[_Union[PublicationAccepted, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    fill: FillRelay
+    withdraw: WithdrawRelay
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., publication_accepted: _Optional[_Union[PublicationAccepted, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fill: _Optional[_Union[FillRelay, _Mapping]] = ..., withdraw: _Optional[_Union[WithdrawRelay, _Mapping]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("rank", "boot_id", "pid", "state", "epoch", "identity", "node")
@@ -615,7 +657,7 @@ class ReplicaOutcome(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., before: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., after: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., bytes: _Optional[int] = ..., edges: _Optional[_Iterable[_Union[EdgeReport, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., pause_seconds: _Optional[float] = ..., sync_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., label_problem: _Optional[str] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
-    __slots__ = ("lineage", "rank", "session_id", "version", "pause_mode", "timeout_seconds", "min_replicas", "replicas")
+    __slots__ = ("lineage", "rank", "session_id", "version", "pause_mode", "timeout_seconds", "min_replicas", "replicas", "prefetch", "until")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -624,6 +666,8 @@ class UpdateWeightsRequest(_message.Message):
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
     lineage: str
     rank: int
     session_id: str
@@ -632,7 +676,43 @@ class UpdateWeightsRequest(_message.Message):
     timeout_seconds: float
     min_replicas: int
     replicas: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, lineage: _Optional[str] = ..., rank: _Optional[int] = ..., session_id: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., timeout_seconds: _Optional[float] = ..., min_replicas: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ...) -> None: ...
+    prefetch: Prefetch
+    until: Until
+    def __init__(self, lineage: _Optional[str] = ..., rank: _Optional[int] = ..., session_id: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., timeout_seconds: _Optional[float] = ..., min_replicas: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ..., prefetch: _Optional[_Union[Prefetch, str]] = ..., until: _Optional[_Union[Until, str]] = ...) -> None: ...
+
+class RollbackRequest(_message.Message):
+    __slots__ = ("lineage", "version", "pause_mode", "timeout_seconds", "replicas")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    lineage: str
+    version: int
+    pause_mode: PauseMode
+    timeout_seconds: float
+    replicas: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, lineage: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., timeout_seconds: _Optional[float] = ..., replicas: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class WaitForUpdateRequest(_message.Message):
+    __slots__ = ("lineage", "version", "timeout_seconds")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    lineage: str
+    version: int
+    timeout_seconds: float
+    def __init__(self, lineage: _Optional[str] = ..., version: _Optional[int] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+
+class RelayReport(_message.Message):
+    __slots__ = ("relay", "filled", "replicas")
+    RELAY_FIELD_NUMBER: _ClassVar[int]
+    FILLED_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    relay: str
+    filled: RelayFilled
+    replicas: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, relay: _Optional[str] = ..., filled: _Optional[_Union[RelayFilled, _Mapping]] = ..., replicas: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class UpdateEvent(_message.Message):
     __slots__ = ("progress", "report")
@@ -657,7 +737,7 @@ class UpdateProgress(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., stage: _Optional[_Union[Stage, str]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class UpdateReport(_message.Message):
-    __slots__ = ("fence", "identity", "ok", "replicas", "seconds", "stages", "bytes", "tensors", "source_copies", "verified", "warnings", "copied")
+    __slots__ = ("fence", "identity", "ok", "replicas", "seconds", "stages", "bytes", "tensors", "source_copies", "verified", "warnings", "copied", "relays", "prefetch", "held")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     OK_FIELD_NUMBER: _ClassVar[int]
@@ -670,6 +750,9 @@ class UpdateReport(_message.Message):
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     COPIED_FIELD_NUMBER: _ClassVar[int]
+    RELAYS_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     identity: _weights_pb2.Identity
     ok: bool
@@ -682,7 +765,10 @@ class UpdateReport(_message.Message):
     verified: bool
     warnings: _containers.RepeatedScalarFieldContainer[str]
     copied: _containers.RepeatedCompositeFieldContainer[_weights_pb2.CopiedTensors]
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., ok: bool = ..., replicas: _Optional[_Iterable[_Union[ReplicaOutcome, _Mapping]]] = ..., seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., source_copies: _Optional[int] = ..., verified: bool = ..., warnings: _Optional[_Iterable[str]] = ..., copied: _Optional[_Iterable[_Union[_weights_pb2.CopiedTensors, _Mapping]]] = ...) -> None: ...
+    relays: _containers.RepeatedCompositeFieldContainer[RelayReport]
+    prefetch: str
+    held: bool
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., ok: bool = ..., replicas: _Optional[_Iterable[_Union[ReplicaOutcome, _Mapping]]] = ..., seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., source_copies: _Optional[int] = ..., verified: bool = ..., warnings: _Optional[_Iterable[str]] = ..., copied: _Optional[_Iterable[_Union[_weights_pb2.CopiedTensors, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[RelayReport, _Mapping]]] = ..., prefetch: _Optional[str] = ..., held: bool = ...) -> None: ...
 
 class SleepRequest(_message.Message):
     __slots__ = ("replicas", "level", "timeout_seconds")
@@ -787,18 +873,24 @@ class TrainerStatus(_message.Message):
     def __init__(self, lineage: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., connected: bool = ..., published: bool = ..., description: _Optional[str] = ...) -> None: ...
 
 class HolderStatus(_message.Message):
-    __slots__ = ("kind", "name", "connected", "held", "description")
+    __slots__ = ("kind", "name", "connected", "held", "description", "filling", "last_filled", "progress")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    FILLING_FIELD_NUMBER: _ClassVar[int]
+    LAST_FILLED_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     kind: str
     name: str
     connected: bool
     held: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Identity]
     description: str
-    def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., connected: bool = ..., held: _Optional[_Iterable[_Union[_weights_pb2.Identity, _Mapping]]] = ..., description: _Optional[str] = ...) -> None: ...
+    filling: Filling
+    last_filled: RelayFilled
+    progress: RelayProgress
+    def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., connected: bool = ..., held: _Optional[_Iterable[_Union[_weights_pb2.Identity, _Mapping]]] = ..., description: _Optional[str] = ..., filling: _Optional[_Union[Filling, _Mapping]] = ..., last_filled: _Optional[_Union[RelayFilled, _Mapping]] = ..., progress: _Optional[_Union[RelayProgress, _Mapping]] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
     __slots__ = ("name", "engine", "mode", "connected", "serving", "asleep", "closed_reason", "workers", "identity", "last_outcome", "host", "unfit", "label_problem")
@@ -964,6 +1056,16 @@ class RelayFilled(_message.Message):
     wait_seconds: float
     fill_seconds: float
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., bytes: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., missing_cells: _Optional[int] = ..., faults: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., brought: _Optional[_Iterable[_Union[RelayFilled.Brought, _Mapping]]] = ..., again: _Optional[int] = ..., overruled: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., fill_seconds: _Optional[float] = ...) -> None: ...
+
+class RelayProgress(_message.Message):
+    __slots__ = ("fence", "bytes_done", "bytes_total")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    bytes_done: int
+    bytes_total: int
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ...) -> None: ...
 
 class WithdrawRelay(_message.Message):
     __slots__ = ("fence", "identity")

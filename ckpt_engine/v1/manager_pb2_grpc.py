@@ -54,6 +54,16 @@ class CheckpointEngineManagerStub(object):
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateEvent.FromString,
                 _registered_method=True)
+        self.Rollback = channel.unary_stream(
+                '/ckpt_engine.v1.CheckpointEngineManager/Rollback',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.RollbackRequest.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateEvent.FromString,
+                _registered_method=True)
+        self.WaitForUpdate = channel.unary_unary(
+                '/ckpt_engine.v1.CheckpointEngineManager/WaitForUpdate',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.WaitForUpdateRequest.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateReport.FromString,
+                _registered_method=True)
         self.Sleep = channel.unary_unary(
                 '/ckpt_engine.v1.CheckpointEngineManager/Sleep',
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.SleepRequest.SerializeToString,
@@ -134,6 +144,21 @@ class CheckpointEngineManagerServicer(object):
         """Brings every replica to the caller's weights. Each trainer rank calls it once its weights are ready and
         must not change them until it returns. All ranks receive the same events; the last one is the report.
         INVALID_ARGUMENT, FAILED_PRECONDITION: refused, no replica was touched. ABORTED: this lineage is being updated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rollback(self, request, context):
+        """Brings replicas back to a version that relays still hold. Events and statuses as of UpdateWeights.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WaitForUpdate(self, request, context):
+        """How the update to a version ended, once it has: for a caller that returned when relays held it. NOT_FOUND: no update
+        to it is known. DEADLINE_EXCEEDED: it goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -225,6 +250,16 @@ def add_CheckpointEngineManagerServicer_to_server(servicer, server):
                     servicer.UpdateWeights,
                     request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateEvent.SerializeToString,
+            ),
+            'Rollback': grpc.unary_stream_rpc_method_handler(
+                    servicer.Rollback,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.RollbackRequest.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateEvent.SerializeToString,
+            ),
+            'WaitForUpdate': grpc.unary_unary_rpc_method_handler(
+                    servicer.WaitForUpdate,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.WaitForUpdateRequest.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateReport.SerializeToString,
             ),
             'Sleep': grpc.unary_unary_rpc_method_handler(
                     servicer.Sleep,
@@ -385,6 +420,60 @@ class CheckpointEngineManager(object):
             '/ckpt_engine.v1.CheckpointEngineManager/UpdateWeights',
             ckpt__engine_dot_v1_dot_manager__pb2.UpdateWeightsRequest.SerializeToString,
             ckpt__engine_dot_v1_dot_manager__pb2.UpdateEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rollback(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ckpt_engine.v1.CheckpointEngineManager/Rollback',
+            ckpt__engine_dot_v1_dot_manager__pb2.RollbackRequest.SerializeToString,
+            ckpt__engine_dot_v1_dot_manager__pb2.UpdateEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WaitForUpdate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckpt_engine.v1.CheckpointEngineManager/WaitForUpdate',
+            ckpt__engine_dot_v1_dot_manager__pb2.WaitForUpdateRequest.SerializeToString,
+            ckpt__engine_dot_v1_dot_manager__pb2.UpdateReport.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,7 +20,6 @@ from ckpt_engine.agent.process import (
     EngineProcess,
     EngineProcessError,
     describe_status,
-    free_port,
     torchrun_variables,
 )
 
@@ -311,7 +310,3 @@ async def test_an_engine_is_no_rank_of_the_training_run_that_started_its_agent(
     assert await process.wait() == 0
     assert process.last_lines() == ["NODE_RANK"]
     assert torchrun_variables({"RANK": "0", "MASTER_PORT": "1"}) == frozenset(), "a name alone says nothing"
-
-
-def test_free_ports_can_be_bound() -> None:
-    assert 1024 < free_port() < 65536

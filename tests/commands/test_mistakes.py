@@ -157,8 +157,8 @@ def test_many_names_are_counted() -> None:
 
 
 def test_where_metrics_cannot_be(tmp_path: Path) -> None:
-    for address, words in (("9100", "must be HOST:PORT"), ("127.0.0.1:x", "must be HOST:PORT")):
-        with pytest.raises(CkptEngineError, match=words), scraped_at(address, AgentState):
+    for address, words in (("9100", "host:port"), (":9100", "host:port"), ("::1:9100", "in brackets")):
+        with pytest.raises(CkptEngineError, match=f"--metrics '{address}' .*{words}"), scraped_at(address, AgentState):
             continue
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -22,7 +22,7 @@ from ckpt_engine.digest import host as digest_host
 from ckpt_engine.digest import host_jobs as digest_host_jobs
 from ckpt_engine.digest import host_kernel as digest_host_kernel
 from ckpt_engine.digest.boxes import SEED, digest_box, digest_boxes
-from ckpt_engine.digest.host import HostDigests, copy_and_digest
+from ckpt_engine.digest.host import HostDigests
 from ckpt_engine.torch_dtypes import torch_dtype
 
 MASK = (1 << 64) - 1
@@ -152,7 +152,7 @@ def test_one_pass_copies_and_digests(
     destination = inside.permute([order.index(axis) for axis in range(source.dim())])
     expected = room.clone()
     expected[tuple(slice(2, 2 + source.shape[axis]) for axis in order)] = source.permute(order)
-    assert copy_and_digest([(destination, source, start)]) == [by_the_formula(source, start)]
+    assert HostDigests([(destination, start)], sources=[source]).run() == [by_the_formula(source, start)]
     assert bits(room) == bits(expected)
 
 
@@ -165,19 +165,23 @@ def test_one_pass_over_many_rows_and_over_tensors_that_lie_otherwise(way: str) -
     sources = [random_tensor((300, 5000), torch.bfloat16), random_tensor((300, 70), torch.float32).t()]
     sources += [random_tensor((7,), torch.uint8), random_tensor((40, 2, 30), torch.float16)[:, 1]]
     there = [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in sources]
-    copies = [(to, tensor, (1,) * tensor.dim()) for to, tensor in zip(there, sources, strict=True)]
-    assert copy_and_digest(copies) == digest_boxes([(tensor, start) for _, tensor, start in copies])
+    starts = [(1,) * tensor.dim() for tensor in sources]
+    copies = HostDigests(list(zip(there, starts, strict=True)), sources=sources)
+    assert copies.run() == digest_boxes(list(zip(sources, starts, strict=True)))
     assert [bits(tensor) for tensor in there] == [bits(tensor.contiguous()) for tensor in sources]
 
 
 def test_what_cannot_be_copied_in_one_pass_is_refused() -> None:
-    good, other = (torch.zeros(4), torch.ones(4), (0,)), torch.ones(4, dtype=torch.bfloat16)
-    for bad in ((torch.zeros(4), other, (0,)), (torch.zeros(5), torch.ones(4), (0,)), (torch.zeros(4), other, (0, 0))):
-        with pytest.raises(CkptEngineError):
-            copy_and_digest([good, bad])
+    box, good, other = (torch.zeros(4), (0,)), torch.ones(4), torch.ones(4, dtype=torch.bfloat16)
+    for bad, source in ((box, other), ((torch.zeros(5), (0,)), good)):
+        with pytest.raises(CkptEngineError, match="both must have one shape and dtype"):
+            HostDigests([box, bad], sources=[good, source])
+    with pytest.raises(CkptEngineError, match="give one entry an axis"):
+        HostDigests([(torch.zeros(4), (0, 0))], sources=[good])
     with pytest.raises(CkptEngineError, match="not strided memory of this host"):
-        copy_and_digest([(good[0], torch.ones(4, device="meta"), (0,))])
-    assert not good[0].any()
+        HostDigests([box], sources=[torch.ones(4, device="meta")])
+    with pytest.raises(ValueError, match="longer"):
+        HostDigests([box, box], sources=[good])
 
 
 def test_freed_memory_is_refused_and_memory_that_moved_is_found() -> None:

@@ -10,6 +10,7 @@ from ckpt_engine.engine import adapter
 from ckpt_engine.engine.node_plan import Place, node_plan_of
 from ckpt_engine_adapters.reference import driver as reference
 from ckpt_engine_adapters.reference.server import parse
+from ckpt_engine_adapters.sglang import driver as sglang
 from ckpt_engine_adapters.vllm import driver as vllm
 from ckpt_engine_adapters.vllm.command import command_options
 
@@ -45,6 +46,13 @@ def test_vllm_gets_the_options_of_its_node_and_the_headless_form_elsewhere() -> 
 def test_what_vllm_could_not_do_or_our_gate_not_see_is_refused(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         vllm.node_plan(arguments, 8000, "model", FIRST)
+
+
+@pytest.mark.parametrize("launch_plan", [vllm.launch_plan, sglang.launch_plan], ids=["vllm", "sglang"])
+def test_where_an_engine_listens_is_where_its_agent_calls_it(launch_plan: adapter.AdapterModule) -> None:
+    for given, reached in (("", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("localhost", "localhost"), ("::1", "[::1]")):
+        plan = launch_plan(["--host", given] if given else [], 8000, "model")  # type: ignore[operator]
+        assert (plan.url, plan.listens_at) == (f"http://{reached}:8000", given or "127.0.0.1")
 
 
 @pytest.mark.parametrize("launch_plan", [vllm.launch_plan, reference.launch_plan], ids=["vllm", "reference"])

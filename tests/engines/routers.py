@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import httpx
 import pytest
 
 from tests.cluster import eventually
+from tests.ports import free_port
 
 PYTHON = os.environ.get("CKPT_ENGINE_ROUTERS_PYTHON", "")
 
@@ -77,13 +77,6 @@ def running_router(
     finally:
         process.kill()
         process.wait(10)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def ask(router: Router, prompt: Sequence[int], count: int = 4, seconds: float = 60.0, **options: Any) -> httpx.Response:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ckpt_engine.addresses import split_address
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.manifest import canonical, root
 from ckpt_engine.core.problems import CkptEngineError
@@ -19,7 +20,6 @@ from ckpt_engine.core.sealed_record import read_record
 from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.install.installer import Installer
 from ckpt_engine.machines import events
-from ckpt_engine.manager.addresses import split_address
 from ckpt_engine.manager.blobs import BlobStore, receive
 from ckpt_engine.manager.compiler import Compiler
 from ckpt_engine.security.grants import Tokens

@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
-from ckpt_engine.agent.process import free_port
 from tests.cluster import eventually
+from tests.ports import free_port
 
 
 class GatewayProcess:

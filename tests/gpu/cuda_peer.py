@@ -10,12 +10,10 @@ import gc
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ from ckpt_engine.transport.base import Move
 from ckpt_engine.transport.cuda_ipc import CudaIpcTransport, CudaRegions
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Atom, Atoms, Problem, SourceTable
+from tests.line_process import LineProcess
 from tests.source.reading import readable
 
 SHAPES = {
@@ -72,54 +71,30 @@ class PeerError(Exception):
         self.code = code
 
 
-class Peer:
-    """Starts a process; `ask` is answered within the test's own timeout."""
+class Peer(LineProcess):
+    """Starts a process. waiting: it was asked and has not answered. seconds: what its last answer took."""
 
     def __init__(self, **environment: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.cuda_peer"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, **environment},
-        )
+        super().__init__("tests.gpu.cuda_peer", **environment)
         self.waiting = False
         self.seconds = 0.0
 
-    def __enter__(self) -> Peer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
     def ask(self, what: str, **details: Any) -> Any:
-        self.send(what, **details)
+        self.send(what=what, **details)
         return self.receive()
 
-    def send(self, what: str, **details: Any) -> None:
-        assert self.process.stdin is not None
+    def send(self, **question: Any) -> None:
         self.waiting = True
-        self.process.stdin.write(json.dumps({"what": what, **details}) + "\n")
-        self.process.stdin.flush()
+        super().send(**question)
 
     def receive(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, "the process ended"
-        answer = json.loads(line)
+        """Raises PeerError for what the process refused."""
+        answer = self.answer()
         self.waiting = False
         if "problem" in answer:
             raise PeerError(*answer["problem"])
         self.seconds = answer["seconds"]
         return answer["ok"]
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(timeout=30)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
 
 
 def _hash(tensor: torch.Tensor) -> str:

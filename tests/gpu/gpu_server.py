@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
 from tests.cluster import Cluster, Replica, eventually, running_cluster
 from tests.engines.vllm_server import OVERLAY, PYTHON
+from tests.ports import free_port
 
 KV_BYTES = 2 << 30
 
@@ -79,9 +79,7 @@ def start_gpu_vllm(
 @contextlib.contextmanager
 def plain_vllm(model: Path, log: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Any]:
     """A vLLM server without us that loads its weights from `model`; it answers at `.url` after `wait_for_plain`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"]
     with log.open("ab") as output:
         process = subprocess.Popen(

@@ -5,7 +5,6 @@ Tests share one worker and, where nothing else is said, one trainer: starting a 
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from tests.gpu.cuda_peer import SHAPES, Peer, PeerError, many_shapes
+from tests.ports import free_port
 
 WAIT_SECONDS = 60.0
 SLACK_BYTES = 64 << 20
@@ -20,13 +20,6 @@ SLACK_BYTES = 64 << 20
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 POOLED = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -247,7 +240,7 @@ def test_shards_of_fsdp_are_read_where_they_lie(worker: Peer) -> None:
     with Peer() as first, Peer() as second:
         ranks = (first, second)
         for rank, peer in enumerate(ranks):
-            peer.send("trainer.shard", rank=rank, world=2, port=port)
+            peer.send(what="trainer.shard", rank=rank, world=2, port=port)
         for peer in ranks:
             peer.receive()
         tables = []

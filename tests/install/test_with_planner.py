@@ -8,60 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_engine.core.boxes import Box
 from ckpt_engine.core.manifest import canonical
-from ckpt_engine.core.offers import region_offered
-from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
+from ckpt_engine.core.plan import PlanRequest, compile_plans
 from ckpt_engine.core.publication import merge_tables
 from ckpt_engine.core.sealed import check_replicas, expected_digests
-from ckpt_engine.digest.boxes import digest_boxes
 from ckpt_engine.engine.target import ModuleTarget
-from ckpt_engine.host.facts import this_host
-from ckpt_engine.torch_dtypes import dtype_name
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.install.install_models import TensorParallel, assert_same, state
-from tests.install.install_world import Checkpoint, OneWorker, slices
-
-
-def tables(checkpoint: Checkpoint) -> list[weights_pb2.SourceTable]:
-    """What the two sources of a checkpoint would publish."""
-    found = []
-    for source, arena in enumerate(checkpoint.arenas):
-        mine = [shard for shard in checkpoint.shards if shard[2] == source]
-        names = sorted({checkpoint.manifest.tensors[index].name for index, _, _, _ in mine})
-        table = weights_pb2.SourceTable(
-            host=this_host(), id=f"rank {source}", rank=source, regions=[region_offered([arena.region(0)])]
-        )
-        for name in names:
-            weight = checkpoint.weights[name]
-            table.tensors.add(name=name, dtype=dtype_name(weight.dtype), shape=weight.shape)
-        for number, (index, box, where, offset) in enumerate(checkpoint.shards):
-            if where == source:
-                table.shards.add(
-                    tensor=names.index(checkpoint.manifest.tensors[index].name),
-                    start=box.start,
-                    stop=box.stop,
-                    region=0,
-                    offset=offset,
-                    stride=checkpoint.shard(number).stride(),
-                    stored_dtype=dtype_name(checkpoint.stored(index)) if checkpoint.widened else "",
-                )
-        found.append(table)
-    return found
-
-
-def seal(checkpoint: Checkpoint, plans: Plans) -> dict[int, weights_pb2.Digests]:
-    """What each source answers to its atoms."""
-    result = {}
-    for source, atoms in plans.atoms.items():
-        table = plans.publication.tables[source]
-        views = []
-        for atom in atoms.atoms:
-            name = table.tensors[table.shards[atom.shard].tensor].name
-            box = Box(tuple(atom.start), tuple(atom.stop))
-            views.append((checkpoint.weights[name][slices(box)], box.start))
-        result[source] = weights_pb2.Digests(values=digest_boxes(views))
-    return result
+from tests.install.install_world import Checkpoint, OneWorker
+from tests.install.published import sealed, tables
 
 
 @pytest.mark.parametrize("widened", [False, True], ids=["as served", "stored wider"])
@@ -83,13 +38,13 @@ def test_what_is_planned_for_a_recording_installs_and_verifies(tmp_path: Path, s
         needs = weights_pb2.WorkerNeeds.FromString(prepared.needs)
         requests.append(PlanRequest(rank, needs, prepared.host, ["shared_memory"]))
     plans = compile_plans(publication, publication.table_digests, requests)
-    sealed = check_replicas(plans, seal(checkpoint, plans))
+    found = check_replicas(plans, sealed(plans, checkpoint.weights))
     for rank, (worker, model) in enumerate(zip(workers, models, strict=True)):
         order = worker_pb2.InstallOrder(
             fence=worker.fence(),
-            identity=weights_pb2.Identity(lineage="run", version=1, root=sealed.root()),
+            identity=weights_pb2.Identity(lineage="run", version=1, root=found.root()),
             plan=canonical(plans.workers[rank]),
-            expected=canonical(expected_digests(plans, rank, sealed)),
+            expected=canonical(expected_digests(plans, rank, found)),
             deadline_seconds=60,
         )
         report = worker.installer.install(order).report
@@ -99,5 +54,5 @@ def test_what_is_planned_for_a_recording_installs_and_verifies(tmp_path: Path, s
         like.load_weights(checkpoint.weights.items())
         assert_same(state(model), state(like))
         [word] = worker.page.read()
-        assert (word.state, word.identity.root if word.identity else b"") == (manager_pb2.CLEAN, sealed.root())
+        assert (word.state, word.identity.root if word.identity else b"") == (manager_pb2.CLEAN, found.root())
     checkpoint.close()

@@ -71,6 +71,19 @@ def test_series_of_replicas_end_with_them() -> None:
     assert not manager.metrics._current.replicas, "nothing is kept of it"
 
 
+def test_replicas_that_have_gone_are_forgotten_though_nobody_scrapes() -> None:
+    manager = Manager()
+    for number in range(20):
+        name = f"pod-{number}"
+        del manager.status.replicas[:]
+        manager.status.replicas.append(replica(name, number))
+        outcome = manager_pb2.ReplicaOutcome(replica=name, outcome=manager_pb2.NEW_SERVING)
+        for _ in range(2):
+            manager.metrics.report(manager_pb2.UpdateReport(ok=True, identity=identity(number), replicas=[outcome]))
+    assert set(manager.metrics._current.replicas) == {"pod-19"}
+    assert ("ckpt_engine_replica_since_success_seconds", ("pod-19",)) in manager.samples()
+
+
 def test_a_replica_of_another_run_has_no_lag() -> None:
     manager = Manager()
     manager.status.replicas.append(manager_pb2.ReplicaStatus(name="other", identity=identity(100, "another")))

@@ -27,11 +27,11 @@ from scripted_members import (
     true,
 )
 
+from ckpt_engine.addresses import is_loopback, join_address, split_address
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.manager import shell
-from ckpt_engine.manager.addresses import is_loopback, join_address, split_address
 from ckpt_engine.manager.service import SERVICE, ManagerConfig, ManagerServer, running_manager
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub

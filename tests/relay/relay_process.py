@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ckpt_engine.core.problems import CkptEngineError
@@ -23,40 +21,19 @@ from ckpt_engine.transport.file import FileTransport
 from ckpt_engine.transport.relay_memory import RelayMemoryTransport
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Identity, SealedRecord, SourceTable, WorkerNeeds
+from tests.line_process import LineProcess
 
 MEMORY = 64 << 20
 
 
-class RelayProcess:
-    """Starts a relay; `ask` is answered within the test's own timeout. before: of its command, as `unshare`."""
+class RelayProcess(LineProcess):
+    """Starts a relay. before: of its command, as `unshare`."""
 
     def __init__(
         self, name: str = "a", memory: int = MEMORY, grace: float = 30.0, before: Sequence[str] = (), users: str = ""
     ) -> None:
-        command = [*before, sys.executable, "-m", "tests.relay.relay_process", name, str(memory), str(grace), users]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
-        )
+        super().__init__("tests.relay.relay_process", name, str(memory), str(grace), users, before=before)
         self.pid: int = self.answer()
-
-    def __enter__(self) -> RelayProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    def send(self, **question: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(question) + "\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-    def ask(self, **question: Any) -> Any:
-        self.send(**question)
-        return self.answer()
 
     def fill(self, slot: int, wish: Wish, seconds: float = 60.0) -> dict[str, Any]:
         """What came of it; `table` is a SourceTable."""
@@ -68,13 +45,6 @@ class RelayProcess:
         if "table" in answer:
             answer["table"] = SourceTable.FromString(bytes.fromhex(answer["table"]))
         return answer
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(timeout=30)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
 
 
 def written(wish: Wish) -> dict[str, Any]:

@@ -11,16 +11,15 @@ import ctypes
 import json
 import mmap
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.transport.relay_memory import RelayMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Region, SourceTable
+from tests.line_process import LineProcess
 
 
 def regions_of(table: SourceTable) -> list[Region]:
@@ -32,44 +31,15 @@ def regions_of(table: SourceTable) -> list[Region]:
     ]
 
 
-class ReaderProcess:
-    """Starts a reader; `ask` is answered within the test's own timeout. before: of its command, as `unshare`."""
+class ReaderProcess(LineProcess):
+    """Starts a reader. before: of its command, as `unshare`."""
 
     def __init__(self, before: Sequence[str] = ()) -> None:
-        self.process = subprocess.Popen(
-            [*before, sys.executable, "-m", "tests.relay.relay_reader"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        self.pid: int = self._answer()
-
-    def __enter__(self) -> ReaderProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-    def ask(self, **question: Any) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(question) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
+        super().__init__("tests.relay.relay_reader", before=before)
+        self.pid: int = self.answer()
 
     def open(self, table: SourceTable) -> Any:
         return self.ask(open=[region.SerializeToString().hex() for region in regions_of(table)])
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(timeout=30)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
 
 
 def _seize(transport: RelayMemoryTransport) -> list[str]:

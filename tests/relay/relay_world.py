@@ -5,65 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch import Tensor
-
-from ckpt_engine.core.boxes import Box
 from ckpt_engine.core.manifest import canonical
-from ckpt_engine.core.offers import region_offered
-from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
+from ckpt_engine.core.plan import PlanRequest, compile_plans
 from ckpt_engine.core.publication import join_sources, merge_tables
 from ckpt_engine.core.sealed import check_replicas, expected_digests
 from ckpt_engine.core.sealed_record import Recorded, finer_atoms, read_record, record_of, seal_from_record
-from ckpt_engine.digest.boxes import digest_boxes
 from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.install.installer import Installer
 from ckpt_engine.relay.slots import Wish
-from ckpt_engine.torch_dtypes import dtype_name
 from ckpt_engine.transport.relay_memory import RelayMemoryTransport
-from ckpt_engine.v1.weights_pb2 import Digests, Identity, SourceTable, WorkerNeeds
+from ckpt_engine.v1.weights_pb2 import Identity, SourceTable, WorkerNeeds
 from ckpt_engine.v1.worker_pb2 import InstallOrder, WorkerInstalled
 from tests.install.install_models import TensorParallel
-from tests.install.install_world import Checkpoint, OneWorker, slices
+from tests.install.install_world import Checkpoint, OneWorker
+from tests.install.published import sealed, tables
 
 RELAYS = ["relay_memory"]
-
-
-def tables(checkpoint: Checkpoint, name: str = "rank") -> list[SourceTable]:
-    """What the two sources of a checkpoint publish."""
-    found = []
-    for source, arena in enumerate(checkpoint.arenas):
-        mine = [(number, shard) for number, shard in enumerate(checkpoint.shards) if shard[2] == source]
-        names = sorted({checkpoint.manifest.tensors[shard[0]].name for _, shard in mine})
-        table = SourceTable(host=this_host(), id=f"{name} {source}", regions=[region_offered([arena.region(0)])])
-        for each in names:
-            weight = checkpoint.weights[each]
-            table.tensors.add(name=each, dtype=dtype_name(weight.dtype), shape=weight.shape)
-        for number, (index, box, _, offset) in mine:
-            table.shards.add(
-                tensor=names.index(checkpoint.manifest.tensors[index].name),
-                start=box.start,
-                stop=box.stop,
-                region=0,
-                offset=offset,
-                stride=checkpoint.shard(number).stride(),
-                stored_dtype=dtype_name(checkpoint.stored(index)) if checkpoint.widened else "",
-            )
-        found.append(table)
-    return found
-
-
-def sealed(plans: Plans, weights: dict[str, Tensor]) -> dict[int, Digests]:
-    """What each source answers to its atoms if it holds `weights`."""
-    found = {}
-    for source, atoms in plans.atoms.items():
-        table = plans.publication.tables[source]
-        views = []
-        for atom in atoms.atoms:
-            box = Box(tuple(atom.start), tuple(atom.stop))
-            views.append((weights[table.tensors[table.shards[atom.shard].tensor].name][slices(box)], box.start))
-        found[source] = Digests(values=digest_boxes(views))
-    return found
 
 
 class Replica:

@@ -104,7 +104,7 @@ def test_a_box_that_nobody_holds_is_named(slots: Slots) -> None:
     assert held.filled.missing
     for missing in held.filled.missing:
         assert missing.problem.code == Problem.NOT_FOUND
-        assert "(source rank 0 was asked)" in missing.problem.message
+        assert "(rank 0 was asked)" in missing.problem.message
 
 
 def test_a_slot_is_not_given_up_for_what_nobody_holds(slots: Slots) -> None:

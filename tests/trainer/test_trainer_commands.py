@@ -48,7 +48,7 @@ def test_checkpoints_are_sent_one_after_the_other(manager: str, reader: PlainRep
     first = run("update", "--manager", manager, "--checkpoint", write(tmp_path / "one", 1.0))
     assert first.exit_code == 0, first.output
     assert "of checkpoint (root" in first.stdout
-    assert first.stderr.splitlines()[0] == "update: preparing"
+    assert next(line for line in first.stderr.splitlines() if line.startswith("update: ")) == "update: preparing"
     assert "plain: transfer" in first.stderr.splitlines()
     assert torch.equal(reader.weights["a"], torch.full((4, 2), 1.0))
     arguments = ("update", "--manager", manager, "--checkpoint", write(tmp_path / "two", 2.0), "--json")

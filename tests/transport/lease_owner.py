@@ -9,54 +9,21 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.transport.cuda_ipc.lease import BATCH, LeaseOffice
+from tests.line_process import LineProcess
 
 
-class Owner:
-    """Starts a process; `ask` is answered within the test's own timeout."""
+class Owner(LineProcess):
+    """Starts a process that owns leased memory."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.transport.lease_owner"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-
-    def __enter__(self) -> Owner:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    def send(self, **question: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(question) + "\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-    def ask(self, **question: Any) -> Any:
-        self.send(**question)
-        return self.answer()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(timeout=30)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
+        super().__init__("tests.transport.lease_owner")
 
 
 def _export(parts: int, region: int, first: int) -> list[int]:

@@ -8,55 +8,25 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from ckpt_engine.v1.weights_pb2 import Region, SharedMemoryLocator
+from tests.line_process import LineProcess
 
 
-class Peer:
-    """Starts a process; `ask` is answered within a minute or the test's own timeout strikes."""
+class Peer(LineProcess):
+    """Starts a process."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.transport.peer"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-            env=environment,
-        )
-
-    def __enter__(self) -> Peer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    def ask(self, **question: Any) -> Any:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(question) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        return json.loads(line) if line else None
+        super().__init__("tests.transport.peer", OMP_NUM_THREADS="1")
 
     def own(self, size: int) -> Region:
         return Region.FromString(bytes.fromhex(self.ask(own=size)))
 
     def read(self, region: Region) -> Any:
         return self.ask(read=region.SerializeToString().hex())
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(timeout=30)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
 
 
 def holders(region: Region) -> list[int]:

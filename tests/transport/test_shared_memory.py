@@ -152,7 +152,8 @@ def test_another_process_reads_and_cannot_write() -> None:
         assert peer.read(arena.region(0)) == 3 << 16
         arena.tensor(0, (1 << 16,), torch.uint8).fill_(4)
         assert peer.read(arena.region(0)) == 4 << 16
-        assert peer.ask(write=arena.region(0).SerializeToString().hex()) is None
+        with pytest.raises(EOFError):
+            peer.ask(write=arena.region(0).SerializeToString().hex())
         assert peer.process.wait(timeout=30) == -signal.SIGSEGV
     assert int(arena.tensor(0, (1,), torch.uint8)) == 4
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_engine.agent.http import engine_call, engine_client
+from ckpt_engine.agent.http import HttpAdapter, local_url
 from ckpt_engine.core.labels import version_label
 from ckpt_engine.engine.adapter import (
     AdapterAvailability,
@@ -26,7 +26,7 @@ from ckpt_engine.engine.adapter import (
     EngineInfo,
     LaunchPlan,
 )
-from ckpt_engine.engine.node_plan import Place
+from ckpt_engine.engine.node_plan import Place, leave_to_nodes
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.sglang.command import (
     LOADER,
@@ -96,30 +96,17 @@ CAPABILITIES = Capabilities(
 )
 
 
-class SglangAdapter:
+class SglangAdapter(HttpAdapter):
     """See EngineAdapter."""
 
     kind = "sglang"
     capabilities = CAPABILITIES
 
     def __init__(self, settings: AdapterSettings) -> None:
-        self._client = engine_client(settings.url, settings.headers)
+        super().__init__(settings)
         self._routes: frozenset[str] = frozenset()
         self._entries = 1
         self._loses_weights = False
-
-    async def _get(self, route: str, seconds: float) -> Any:
-        return (await engine_call(self._client, "GET", route, seconds)).json()
-
-    async def _post(self, route: str, seconds: float, **body: Any) -> None:
-        await engine_call(self._client, "POST", route, seconds, body)
-
-    async def healthy(self, seconds: float) -> bool:
-        try:
-            await engine_call(self._client, "GET", "/health", seconds)
-        except EngineCallError:
-            return False
-        return True
 
     async def probe(self, seconds: float) -> EngineInfo:
         """Asks for version, routes and layout. A server that was started without our wrapper is named."""
@@ -213,9 +200,6 @@ class SglangAdapter:
             "/update_weight_version", seconds, new_version=version_label(identity), abort_all_requests=False
         )
 
-    async def close(self) -> None:
-        await self._client.aclose()
-
     async def _state(self, seconds: float) -> Any:
         return await self._get(STATE_ROUTE, seconds)
 
@@ -287,10 +271,7 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     given = wrapped(arguments)
     options = command_options(given)
     check_options(options, {})
-    if found := sorted(options.keys() & _SET_BY_NODES):
-        raise ValueError(
-            f"leave {', '.join(found)} out of the engine's arguments: `ckpt-engine replica --nodes` sets it"
-        )
+    leave_to_nodes(options.keys() & _SET_BY_NODES)
     added: list[str] = []
     if model and "--model-path" not in options:
         added += ["--model-path", model]
@@ -301,8 +282,7 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     host = (options.get("--host") or ("",))[0]
     if not host:
         added += ["--host", "127.0.0.1"]
-    reached = "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
-    url = f"http://{reached}:{port}"
+    url = local_url(host, port)
     workers = worker_count(options)
     return LaunchPlan(
         argv=tuple(server_arguments([*given, *added])),
@@ -321,8 +301,7 @@ def node_plan(arguments: Sequence[str], port: int, model: str, place: Place) -> 
     Raises ValueError for options that say where parts run, or a number of workers that nodes cannot share evenly.
     """
     plan = launch_plan(arguments, port, model)
-    if plan.workers % place.nodes:
-        raise ValueError(f"{plan.workers} workers cannot be shared by {place.nodes} nodes")
+    place.check(plan.workers)
     meeting = f"{place.address}:{place.port}"
     where = ("--nnodes", str(place.nodes), "--node-rank", str(place.rank), "--dist-init-addr", meeting)
     return replace(plan, argv=(*plan.argv, *where))

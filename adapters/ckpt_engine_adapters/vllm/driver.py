@@ -14,9 +14,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from ckpt_engine.agent.http import engine_call, engine_client
+from ckpt_engine.agent.http import HttpAdapter, engine_call, local_url
 from ckpt_engine.core.labels import version_label
 from ckpt_engine.engine.adapter import (
     AdapterAvailability,
@@ -26,7 +25,7 @@ from ckpt_engine.engine.adapter import (
     EngineInfo,
     LaunchPlan,
 )
-from ckpt_engine.engine.node_plan import Place
+from ckpt_engine.engine.node_plan import Place, leave_to_nodes
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, check_command, command_options, worker_count
 from ckpt_engine_adapters.vllm.gate import PAUSE_ROUTE
@@ -81,31 +80,18 @@ _OTHER_SERVERS = {
 }
 
 
-class VllmAdapter:
+class VllmAdapter(HttpAdapter):
     """See EngineAdapter."""
 
     kind = "vllm"
     capabilities = CAPABILITIES
 
     def __init__(self, settings: AdapterSettings) -> None:
-        self._client = engine_client(settings.url, settings.headers)
+        super().__init__(settings)
         self._routes: frozenset[str] = frozenset()
-
-    async def _get(self, route: str, seconds: float) -> Any:
-        return (await engine_call(self._client, "GET", route, seconds)).json()
-
-    async def _post(self, route: str, seconds: float, **body: Any) -> None:
-        await engine_call(self._client, "POST", route, seconds, body)
 
     async def _ask(self, route: str, seconds: float, **params: str | int | list[str]) -> None:
         await engine_call(self._client, "POST", route, seconds, params=params)
-
-    async def healthy(self, seconds: float) -> bool:
-        try:
-            await engine_call(self._client, "GET", "/health", seconds)
-        except EngineCallError:
-            return False
-        return True
 
     async def probe(self, seconds: float) -> EngineInfo:
         """Asks for version, routes and world size. Development routes that are missing are named.
@@ -174,9 +160,6 @@ class VllmAdapter:
         if "/update_weight_version" in self._routes:
             await self._post("/update_weight_version", seconds, new_version=version_label(identity))
 
-    async def close(self) -> None:
-        await self._client.aclose()
-
 
 def create_adapter(settings: AdapterSettings) -> VllmAdapter:
     return VllmAdapter(settings)
@@ -192,10 +175,7 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
         given = [sys.executable, "-m", MODULE, *given]
     check_command(given, os.environ)
     options = command_options(given)
-    if found := sorted(options.keys() & _SET_BY_NODES):
-        raise ValueError(
-            f"leave {', '.join(found)} out of the engine's arguments: `ckpt-engine replica --nodes` sets it"
-        )
+    leave_to_nodes(options.keys() & _SET_BY_NODES)
     added: list[str] = []
     if model and "--model" not in options:
         added += ["--model", model]
@@ -215,8 +195,7 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     if MIDDLEWARE not in given:
         added += ["--middleware", MIDDLEWARE]
     workers = worker_count(given)
-    reached = "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
-    url = f"http://{reached}:{port}"
+    url = local_url(host, port)
     return LaunchPlan(
         argv=(*given, *added),
         url=url,
@@ -239,8 +218,7 @@ def node_plan(arguments: Sequence[str], port: int, model: str, place: Place) -> 
     options = command_options(plan.argv)
     if found := sorted(options.keys() & _OTHER_SERVERS):
         raise ValueError(f"{', '.join(found)}: on several --nodes only node 0 may have an API server")
-    if plan.workers % place.nodes:
-        raise ValueError(f"{plan.workers} workers cannot be shared by {place.nodes} nodes")
+    place.check(plan.workers)
     number, rank, port_there = map(str, (place.nodes, place.rank, place.port))
     where = ("--nnodes", number, "--node-rank", rank, "--master-addr", place.address, "--master-port", port_there)
     argv = (*plan.argv, *where)

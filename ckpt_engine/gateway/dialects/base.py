@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ckpt_engine.gateway.refusals import RefusedError, bad_request
+from ckpt_engine.gateway.refusals import bad_request
 from ckpt_engine.gateway.single import Single
 from ckpt_engine.gateway.stitching import ABORT, ERROR, Finish, Piece, Stitch
 from ckpt_engine.gateway.versions import Identity, Label, told
@@ -230,8 +230,3 @@ def vllm_finish(reason: Any, stop_reason: Any) -> Finish | None:
         return None
     kind = {"abort": ABORT, "error": ERROR}.get(str(reason), str(reason))
     return Finish(kind, reason, stop_reason)
-
-
-def refusal_of(error: EngineError) -> RefusedError:
-    """What the caller hears of an engine's error that no other engine would answer better."""
-    return RefusedError(error.status if 400 <= error.status < 600 else 502, "engine_refused", str(error))

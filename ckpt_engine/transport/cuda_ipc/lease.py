@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 from ckpt_engine.core.problems import CkptEngineError, data_loss, deadline, internal, unavailable
+from ckpt_engine.host.processes import is_ours, peer_user
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class LeaseOffice:
             return
         reader.setblocking(False)
         with self._changed:
-            if not self._open or not _trusted(reader):
+            if not self._open or not is_ours(peer_user(reader)):
                 reader.close()
                 return
             self._readers.add(reader)
@@ -254,13 +255,6 @@ def _connect(name: str) -> socket.socket:
             "and reader must be in one network namespace"
         ) from error
     return connection
-
-
-def _trusted(reader: socket.socket) -> bool:
-    """Whether the other end is of this process's user, or root."""
-    credentials = reader.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", credentials)
-    return user in (os.geteuid(), 0)
 
 
 def _half_close(connection: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""The addresses that servers bind to: ``host:port``, with brackets around an IPv6 host."""
+"""Addresses of servers: ``host:port``, with brackets around an IPv6 host; where ours may listen, and for whom."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ import socket
 from ckpt_engine.core.problems import invalid, unavailable
 from ckpt_engine.security.server import ServerSecurity
 
-log = logging.getLogger("ckpt_engine.manager")
+log = logging.getLogger(__name__)
+
+MANAGER = "127.0.0.1:50051"
+"""Where a manager listens, and members look for it, unless they are told otherwise."""
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """Host (without brackets) and port. Raises INVALID_ARGUMENT naming an address that is not ``host:port``."""
+def split_address(address: str, option: str = "") -> tuple[str, int]:
+    """Host (without brackets) and port. Raises INVALID_ARGUMENT naming an address that is not ``host:port``, and the
+    option that it was given to."""
+    said = f"{option} {address!r}".lstrip()
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise invalid(f"{address!r} is not an address: write host:port, like 127.0.0.1:50051 or [::1]:50051")
+        raise invalid(f"{said} is not an address: write host:port, like {MANAGER} or [::1]:50051")
     if host.startswith("[") and host.endswith("]"):
         return host[1:-1], int(port)
     if ":" in host:
-        raise invalid(f"{address!r} is not an address: an IPv6 host stands in brackets, like [::1]:50051")
+        raise invalid(f"{said} is not an address: an IPv6 host stands in brackets, like [::1]:50051")
     return host, int(port)
 
 
@@ -56,7 +61,7 @@ def check_reach(host: str, security: ServerSecurity) -> None:
         return
     if not security.insecure:
         raise invalid(
-            f"other machines reach {host}, and nothing says who may drive this manager: give --certificate, --key and "
+            f"other machines reach {host}, and nothing says who may call this server: give --certificate, --key and "
             "--tokens or --client-authority (docs/security.md), or --insecure to let everybody"
         )
-    log.warning("listening on %s: everybody who reaches it can drive this manager, nothing is encrypted", host)
+    log.warning("listening on %s: everybody who reaches it may call this server, nothing is encrypted", host)

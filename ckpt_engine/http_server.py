@@ -1,0 +1,42 @@
+"""An HTTP server inside a process of ours: silent, and no owner of the process's signals or of its logging."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from ckpt_engine.security.server import ServerSecurity
+
+END_SECONDS = 2
+"""For connections to end by themselves, once the server is told to."""
+
+KEPT_SECONDS = 5
+"""How long an idle connection is kept, unless a server says otherwise."""
+
+
+class HttpServer(uvicorn.Server):
+    """Run `serve(sockets=[...])`; it returns after `should_exit = True`."""
+
+    def __init__(self, application: ASGIApp, security: ServerSecurity, kept_seconds: int = KEPT_SECONDS) -> None:
+        """security: its certificate and authority. kept_seconds: how long an idle connection is kept."""
+        super().__init__(
+            uvicorn.Config(
+                application,
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=END_SECONDS,
+                timeout_keep_alive=kept_seconds,
+                **security.for_uvicorn(),
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals alone: they belong to the process, whose own end stops this server."""
+        yield

@@ -1,0 +1,38 @@
+"""What training frameworks get of an update that not every replica took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from plain_replica import PlainReplica
+
+from ckpt_engine import CkptEngineError
+from ckpt_engine.integrations.updates import Updates
+from ckpt_engine.v1.weights_pb2 import Problem
+
+
+def test_a_version_that_a_replica_does_not_serve_raises_what_it_said(
+    manager: str, replica: Callable[..., PlainReplica]
+) -> None:
+    good, bad = replica("good"), replica("hung")
+    bad.prepare_problem = Problem(code=Problem.DEADLINE_EXCEEDED, message="its engine does not answer")
+    updates = Updates(manager, replicas=2, lineage="run", timeout=30)
+    with pytest.raises(CkptEngineError, match="call open"):
+        updates.bring(1)
+    updates.open({"a": torch.ones(4)})
+    try:
+        with pytest.raises(CkptEngineError, match="version 1 is not served by all replicas that must") as raised:
+            updates.bring(1)
+        problem = raised.value.problem
+        assert (problem.code, problem.replica) == (Problem.DEADLINE_EXCEEDED, "hung")
+        assert "its engine does not answer" in problem.message
+        assert updates.version is None
+        assert good.identity is not None
+        assert good.identity.version == 1
+        bad.prepare_problem = None
+        assert updates.bring(2).ok
+        assert updates.version == 2
+    finally:
+        updates.close()
