@@ -75,7 +75,7 @@ class Peer(LineProcess):
     """Starts a process. waiting: it was asked and has not answered. seconds: what its last answer took."""
 
     def __init__(self, **environment: str) -> None:
-        super().__init__("tests.gpu.cuda_peer", **environment)
+        super().__init__("tests.gpu.cuda_peer", fresh=True, **environment)
         self.waiting = False
         self.seconds = 0.0
 
