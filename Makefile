@@ -28,7 +28,7 @@ test-engines: $(INSTALLED)
 test-frameworks: $(INSTALLED)
 	engines/run $(FRAMEWORKS) -- $(BIN)/python -m pytest -m "framework" --timeout=900 $(ARGS)
 
-# Repetitions, and most of a million simulated events. PART=ci: without what takes an hour or more.
+# Repetitions, and most of a million simulated events. PART=ci: without what takes ten minutes or more.
 SLOW = slow and not engine and not framework and not gpu$(if $(PART), and not hours)
 
 test-slow: $(INSTALLED)

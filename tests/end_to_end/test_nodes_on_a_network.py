@@ -64,14 +64,16 @@ def network() -> Iterator[Network]:
 
 
 @pytest.mark.slow
-def test_a_server_spans_a_network(network: Network, bare_model: Path, tmp_path: Path) -> None:
+def test_a_server_spans_a_network(
+    network: Network, bare_model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     torch.set_num_threads(1)
     (tmp_path / "token").write_text(secrets.token_hex(32))
     leader = f"{network.address}:{free_address().rpartition(':')[2]}"
     with running_cluster(tmp_path / "cluster") as cluster:
         for rank in (0, 1):
-            runtime = tmp_path / f"n{rank}"
-            runtime.mkdir(mode=0o700)
+            runtime = tmp_path_factory.mktemp("n")  # short: paths of sockets have 107 bytes
+            runtime.chmod(0o700)
             command = [sys.executable, "-m", "ckpt_engine", "replica", "--manager", cluster.address]
             command += ["--engine", "reference", "--model", str(bare_model), "--name", "wide", "--nodes", "2"]
             command += ["--node-rank", str(rank), "--leader", leader, "--node-token", str(tmp_path / "token")]

@@ -55,6 +55,7 @@ def test_a_short_while(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.hours
 def test_ten_minutes(tmp_path: Path) -> None:
     tally = play(tmp_path, replicas=4, streams=256, seconds=600, kills_apart=10, first_kill=10)
     assert tally.crossed >= 1000

@@ -67,7 +67,7 @@ class WorkerPool:
             WorkerFailedError: one of them exited; its own last lines on stderr say why.
             TimeoutError: `seconds` have passed.
         """
-        socket_path, group_path = self._directory.path / "workers.sock", self._directory.path / "process_group"
+        socket_path, group_path = self._directory.path / "pool.sock", self._directory.path / "process_group"
         for path in (socket_path, group_path):
             path.unlink(missing_ok=True)  # of an engine that ran here before
         endpoint = f"ipc://{socket_path}"
