@@ -32,6 +32,8 @@ from typing import NewType, TypeAlias
 
 from google.protobuf.message import Message as ProtobufMessage
 
+from ckpt_engine.machines.relay.tasks import FillingProgress, StopFilling
+
 # isort: off
 from ckpt_engine.machines.tasks import (
     AgentTask as AgentTask,
@@ -363,7 +365,9 @@ class HoldVersions:
     versions: tuple[OfferedVersion, ...]
 
 
-TrainerEvent: TypeAlias = Message | PeerLost | TimerFired | Done | Start | Stop | PublishTable | HoldVersions
+TrainerEvent: TypeAlias = (
+    Message | PeerLost | TimerFired | Done | Start | Stop | PublishTable | HoldVersions | FillingProgress
+)
 
 
 @dataclass(frozen=True)
@@ -396,4 +400,5 @@ TrainerCommand: TypeAlias = (
     | SessionEnded
     | PublicationDecided
     | Released
+    | StopFilling
 )

@@ -19,19 +19,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
-from google.protobuf.message import Message as ProtobufMessage
-
 from ckpt_engine.core.deadlines import bounded
 from ckpt_engine.core.relay_layout import SLOTS
 from ckpt_engine.machines.events import Done, Key, Run
-from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot, RelayTask, SlotFilled
-from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled, RelayWithdrawn, WithdrawRelay
+from ckpt_engine.machines.relay.tasks import (
+    CountSlot,
+    FillingProgress,
+    FillSlot,
+    ForgetSlot,
+    RelayTask,
+    SlotFilled,
+    StopFilling,
+)
+from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled, RelayProgress, RelayWithdrawn, WithdrawRelay
 from ckpt_engine.v1.weights_pb2 import Identity
-
-
-@dataclass(frozen=True)
-class StopFilling:
-    """End the task that counts or fills, soon; its Done comes as ever."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class HeldVersion:
 
 
 RelayCommand: TypeAlias = Run | StopFilling
+
+Answer: TypeAlias = RelayFilled | RelayWithdrawn | RelayProgress
 
 FORGET_SECONDS = 120.0
 """For a slot's readers; they are overruled long before."""
@@ -81,7 +84,7 @@ class RelayFilling:
     def __init__(
         self,
         emit: Callable[[RelayCommand], None],
-        send: Callable[[ProtobufMessage], None],
+        send: Callable[[Answer], None],
         hold: Callable[[tuple[HeldVersion, ...]], None],
     ) -> None:
         self._emit = emit
@@ -130,6 +133,13 @@ class RelayFilling:
                     self._ended(self._work, done, now)
                 return True
         return False
+
+    def progress(self, said: FillingProgress) -> None:
+        """Passed on while that filling is what the manager waits for."""
+        work = self._work
+        if work is not None and not work.overtaken and said.key == ("relay", work.step, self._count):
+            fence = work.command.fence
+            self._send(RelayProgress(fence=fence, bytes_done=said.bytes_done, bytes_total=said.bytes_total))
 
     def stop(self) -> None:
         """The process is to end."""

@@ -1,4 +1,4 @@
-"""Work that the relay's machine asks of its shell; see `machines/tasks.py`."""
+"""Work that the relay's machine asks of its shell, and what is said meanwhile; see `machines/tasks.py`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ckpt_engine.v1 import manager_pb2
+
+RelayKey: TypeAlias = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,20 @@ class ForgetSlot:
 
     slot: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class StopFilling:
+    """A command: end the task that counts or fills, soon; its Done comes as ever."""
+
+
+@dataclass(frozen=True)
+class FillingProgress:
+    """An event: how far the FillSlot with this key is. Needs not come; a few a second at most."""
+
+    key: RelayKey
+    bytes_done: int
+    bytes_total: int
 
 
 RelayTask: TypeAlias = CountSlot | FillSlot | ForgetSlot
