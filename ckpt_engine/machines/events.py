@@ -281,6 +281,9 @@ class SessionEnded:
     patience: float = 0.0
 
 
+MemberCommand: TypeAlias = Send | ClosePeer | SetTimer | CancelTimer | Run | OpenStream | SessionOpened | SessionEnded
+
+
 # --------------------------------------------------------------------------------------------------- the agent
 
 
@@ -333,9 +336,7 @@ class Reply:
     reply: worker_pb2.AgentReply | None
 
 
-AgentCommand: TypeAlias = (
-    Send | ClosePeer | SetTimer | CancelTimer | Run | OpenStream | SessionOpened | SessionEnded | Reply
-)
+AgentCommand: TypeAlias = MemberCommand | Reply
 
 
 # -------------------------------------------------------------------------- members that offer weights: the trainer
@@ -389,16 +390,4 @@ class Released:
     epoch: int
 
 
-TrainerCommand: TypeAlias = (
-    Send
-    | ClosePeer
-    | SetTimer
-    | CancelTimer
-    | Run
-    | OpenStream
-    | SessionOpened
-    | SessionEnded
-    | PublicationDecided
-    | Released
-    | StopFilling
-)
+TrainerCommand: TypeAlias = MemberCommand | PublicationDecided | Released | StopFilling
