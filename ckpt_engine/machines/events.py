@@ -32,7 +32,8 @@ from typing import NewType, TypeAlias
 
 from google.protobuf.message import Message as ProtobufMessage
 
-from ckpt_engine.machines.relay.tasks import FillingProgress, StopFilling
+from ckpt_engine.machines.relay.tasks import FillingProgress as FillingProgress
+from ckpt_engine.machines.relay.tasks import StopFilling as StopFilling
 
 # isort: off
 from ckpt_engine.machines.tasks import (

@@ -211,12 +211,11 @@ def test_progress_is_told_of_the_filling_that_goes_on() -> None:
     relay = Relay().welcome()
     relay.tell(fill(1, 1))
     relay.end()
-    key = relay.tasks[0].key
-    relay.feed(FillingProgress(key, 3, 7))
+    relay.feed(FillingProgress(fence(1), 3, 7))
     assert relay.story[-1] == ("RelayProgress", 1)
     relay.tell(fill(2, 2))
     told = list(relay.story)
-    relay.feed(FillingProgress(key, 4, 7))
+    relay.feed(FillingProgress(fence(1), 4, 7))
     assert relay.story == told, "it was overtaken"
     assert any(isinstance(each, StopFilling) for each in relay.commands)
 

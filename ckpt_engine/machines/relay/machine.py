@@ -137,9 +137,8 @@ class RelayFilling:
     def progress(self, said: FillingProgress) -> None:
         """Passed on while that filling is what the manager waits for."""
         work = self._work
-        if work is not None and not work.overtaken and said.key == ("relay", work.step, self._count):
-            fence = work.command.fence
-            self._send(RelayProgress(fence=fence, bytes_done=said.bytes_done, bytes_total=said.bytes_total))
+        if work is not None and not work.overtaken and work.command.fence == said.fence:
+            self._send(RelayProgress(fence=said.fence, bytes_done=said.bytes_done, bytes_total=said.bytes_total))
 
     def stop(self) -> None:
         """The process is to end."""

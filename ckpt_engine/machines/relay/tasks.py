@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ckpt_engine.v1 import manager_pb2
-
-RelayKey: TypeAlias = tuple[str | int, ...]
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,9 @@ class StopFilling:
 
 @dataclass(frozen=True)
 class FillingProgress:
-    """An event: how far the FillSlot with this key is. Needs not come; a few a second at most."""
+    """An event: how far the filling with this fence is. Needs not come; a few a second at most."""
 
-    key: RelayKey
+    fence: weights_pb2.Fence
     bytes_done: int
     bytes_total: int
 

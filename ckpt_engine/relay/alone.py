@@ -1,0 +1,72 @@
+"""One relay a directory: whoever has the lock on it, which goes with the process."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ckpt_engine.core.problems import CkptEngineError, precondition, unavailable
+from ckpt_engine.host.relay_directory import DIRECTORY, relay_directory, socket_address
+
+
+class TakenError(CkptEngineError):
+    """Another relay has the directory. Says which, and what to do."""
+
+
+def made_directory(shared: bool) -> Path:
+    """The relays' directory, made if it is missing. shared: other users are to reach the sockets in it.
+
+    Raises UNAVAILABLE if there can be none, FAILED_PRECONDITION if others could put their sockets in a relay's place.
+    """
+    folder = relay_directory()
+    try:
+        folder.mkdir(mode=0o755 if shared else 0o700, parents=True, exist_ok=True)
+        status = os.stat(folder)
+    except OSError as error:
+        raise unavailable(
+            f"relays cannot have their sockets in {folder}: {error}; name another directory with --directory or "
+            f"{DIRECTORY}, to the replicas of this host as well"
+        ) from error
+    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
+    if status.st_uid not in (os.geteuid(), 0) or writable:
+        raise precondition(
+            f"{folder} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}: others could put "
+            "their sockets in a relay's place; give it to root or to this user, and let nobody else write to it"
+        )
+    return folder
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Has the directory's lock. Raises TakenError at once if another relay has it; nothing is left on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            taken = precondition(
+                f"{folder} has a relay already{_who(folder)}: replicas of this host use that one. For a second one "
+                f"name another directory with --directory, and give its replicas the same with {DIRECTORY}"
+            )
+            raise TakenError(taken.problem) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _who(folder: Path) -> str:
+    """The process that listens there, if one answers."""
+    for path in sorted(folder.glob("relay-*.sock")):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as asked, suppress(OSError):
+            asked.setblocking(False)
+            with socket_address(path.name) as address:
+                asked.connect(address)
+            told = asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            return f" (process {struct.unpack('3i', told)[0]})"
+    return ""
