@@ -5,41 +5,17 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckpt_engine.core.problems import CkptEngineError, precondition, unavailable
-from ckpt_engine.host.relay_directory import DIRECTORY, relay_directory, socket_address
+from ckpt_engine.core.problems import CkptEngineError, precondition
+from ckpt_engine.host.relay_directory import DIRECTORY, socket_address
 
 
 class TakenError(CkptEngineError):
     """Another relay has the directory. Says which, and what to do."""
-
-
-def made_directory(shared: bool) -> Path:
-    """The relays' directory, made if it is missing. shared: other users are to reach the sockets in it.
-
-    Raises UNAVAILABLE if there can be none, FAILED_PRECONDITION if others could put their sockets in a relay's place.
-    """
-    folder = relay_directory()
-    try:
-        folder.mkdir(mode=0o755 if shared else 0o700, parents=True, exist_ok=True)
-        status = os.stat(folder)
-    except OSError as error:
-        raise unavailable(
-            f"relays cannot have their sockets in {folder}: {error}; name another directory with --directory or "
-            f"{DIRECTORY}, to the replicas of this host as well"
-        ) from error
-    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
-    if status.st_uid not in (os.geteuid(), 0) or writable:
-        raise precondition(
-            f"{folder} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}: others could put "
-            "their sockets in a relay's place; give it to root or to this user, and let nobody else write to it"
-        )
-    return folder
 
 
 @contextmanager

@@ -24,8 +24,7 @@ from pathlib import Path
 
 from ckpt_engine.core.problems import unavailable
 from ckpt_engine.core.relay_layout import SLOTS, Group
-from ckpt_engine.host.relay_directory import directory_identity, socket_address
-from ckpt_engine.relay.alone import made_directory
+from ckpt_engine.host.relay_directory import directory_identity, made_directory, socket_address
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.transport.relay_memory import ANSWER_BYTES, HOLD, NAME, OPEN, QUESTION, RELEASE, peer_user
 from ckpt_engine.v1.relay_pb2 import RelayMemoryLocator

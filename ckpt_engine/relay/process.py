@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ckpt_engine.core.problems import CkptEngineError, deadline
 from ckpt_engine.core.relay_layout import SLOTS
 from ckpt_engine.host.facts import this_host
-from ckpt_engine.host.relay_directory import relay_directory
+from ckpt_engine.host.relay_directory import made_directory, relay_directory
 from ckpt_engine.host.room import memory_room
 from ckpt_engine.machines.events import (
     FillingProgress,
@@ -30,7 +30,7 @@ from ckpt_engine.machines.events import (
 from ckpt_engine.machines.relay.member import RelayMachine
 from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot
 from ckpt_engine.relay import narration
-from ckpt_engine.relay.alone import alone, made_directory
+from ckpt_engine.relay.alone import alone
 from ckpt_engine.relay.fill import Progress
 from ckpt_engine.relay.settings import RelaySettings, in_words
 from ckpt_engine.relay.slots import Slots

@@ -26,8 +26,14 @@ from collections.abc import Sequence
 import torch
 
 from ckpt_engine.copy.copying import TensorCopy
-from ckpt_engine.core.problems import data_loss, invalid, unavailable
-from ckpt_engine.host.relay_directory import DIRECTORY, directory_identity, relay_directory, socket_address
+from ckpt_engine.core.problems import CkptEngineError, data_loss, invalid, unavailable
+from ckpt_engine.host.relay_directory import (
+    DIRECTORY,
+    directory_identity,
+    made_directory,
+    relay_directory,
+    socket_address,
+)
 from ckpt_engine.transport.base import Availability, Move
 from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.mapped import MappedRegions, Mapping
@@ -37,8 +43,6 @@ from ckpt_engine.v1.weights_pb2 import Region
 log = logging.getLogger(__name__)
 
 NAME = "relay_memory"
-
-UNSTARTED = "no command starts a relay yet"
 
 
 QUESTION = struct.Struct("<B3xI16s")
@@ -265,10 +269,14 @@ class RelayMemoryTransport:
         self._arenas: dict[bytes, _Arena] = {}
 
     def availability(self) -> Availability:
-        """Whether there is a directory in which relays could be."""
-        if directory_identity():
-            return Availability(True, f"relays would lend their memory in {relay_directory()}; {UNSTARTED}")
-        return Availability(False, f"{UNSTARTED}, and there is no {relay_directory()} ({DIRECTORY})")
+        """Whether there is a directory in which relays could be; made if it is missing, so that a relay that starts
+        after its readers is within their reach."""
+        if not directory_identity():
+            try:
+                made_directory(shared=False)
+            except CkptEngineError as error:
+                return Availability(False, error.problem.message)
+        return Availability(True, f"relays lend their memory in {relay_directory()}")
 
     def open(self, regions: Sequence[Region], seconds: float = ASK_SECONDS) -> RelayRegions:
         """Maps the regions, those already mapped once more at no cost, and holds their slots. seconds: at most

@@ -163,6 +163,8 @@ class ManagerMachine:
                 if self._sleepers is not None:
                     self._sleepers.answer(member, body)
             case _:
+                if isinstance(member, Holder):
+                    member.note(body)
                 if self._update is not None:
                     self._update.message(member, body, now)
 

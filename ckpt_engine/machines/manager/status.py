@@ -58,6 +58,9 @@ def status_of(
             connected=holder.peer is not None,
             held=[held.identity for held in holder.held],
             description=holder.host.name,
+            filling=holder.filling,
+            last_filled=holder.last_filled,
+            progress=holder.progress,
         )
     for owner in sorted(holdings):
         if size := sum({ref.digest: ref.size for ref in holdings[owner]}.values()):
