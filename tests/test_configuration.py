@@ -27,6 +27,7 @@ ENDED_OTHERWISE = {
     ("ckpt_engine/agent/process.py", "ended.result()"): "it is done",
     ("ckpt_engine/agent/process.py", "self._process.wait()"): "the launcher, which always ends: see launcher.py",
     ("ckpt_engine/agent/process.py", "self.wait()"): "bounded by whoever calls, or the launcher was killed",
+    ("ckpt_engine/agent/relay_beside.py", "process.wait()"): "a relay serves until it is stopped, as it is at the end",
     (
         "ckpt_engine/agent/session.py",
         "self._launch.wait()",

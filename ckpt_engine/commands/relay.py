@@ -62,6 +62,7 @@ def relay(
     advertise: Annotated[
         str, typer.Option(envvar="CKPT_ENGINE_ADVERTISE", help="Name or IP at which other hosts reach this one.")
     ] = "",
+    until_stdin_ends: Annotated[bool, typer.Option("--until-stdin-ends", hidden=True)] = False,
     deadline: Deadline = None,
     log_level: LogLevel = Level.INFO,
     log_format: LogFormat = Form.TEXT,
@@ -99,16 +100,25 @@ def relay(
     if not memory:
         log.info("no --memory was given: half of what this host has left")
     try:
-        asyncio.run(_run(settings))
+        asyncio.run(_run(settings, until_stdin_ends))
     except CkptEngineError as error:
         log.error("%s", error.problem.message)
         raise typer.Exit(TAKEN if isinstance(error, TakenError) else 1) from error
 
 
-async def _run(settings: RelaySettings) -> None:
+async def _run(settings: RelaySettings, until_stdin_ends: bool) -> None:
+    """until_stdin_ends: of whoever started this one, however that ends."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    if until_stdin_ends:
+        asyncio.get_running_loop().add_reader(0, _read, stop)
     from ckpt_engine.relay.process import run_relay
 
     await run_relay(settings, stop)
+
+
+def _read(stop: asyncio.Event) -> None:
+    if not os.read(0, 1):
+        asyncio.get_running_loop().remove_reader(0)
+        stop.set()

@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,21 +20,34 @@ class TakenError(CkptEngineError):
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Has the directory's lock. Raises TakenError at once if another relay has it; nothing is left on the disk."""
+def alone(folder: Path, patience: float = 0.0) -> Iterator[None]:
+    """Has the directory's lock; nothing is left on the disk. Raises TakenError if another relay has it for so long.
+
+    patience: seconds; above 0 for who is to have it, since whoever only looks has it for a moment.
+    """
+    until = time.monotonic() + patience
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        while not _locked(descriptor):
+            if time.monotonic() < until:
+                time.sleep(0.05)
+                continue
             taken = precondition(
                 f"{folder} has a relay already{_who(folder)}: replicas of this host use that one. For a second one "
                 f"name another directory with --directory, and give its replicas the same with {DIRECTORY}"
             )
-            raise TakenError(taken.problem) from error
+            raise TakenError(taken.problem)
         yield
     finally:
         os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _who(folder: Path) -> str:

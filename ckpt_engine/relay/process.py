@@ -44,6 +44,9 @@ log = logging.getLogger("ckpt_engine.relay")
 PROGRESS_SECONDS = 0.5
 """At least, between two words about how far a filling is."""
 
+LOOKERS_SECONDS = 0.5
+"""How long agents that look whether there is a relay may have the directory."""
+
 
 async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
     """One relay until `stop` is set: then it says goodbye and takes back what it lends. Nothing of it is left.
@@ -51,7 +54,7 @@ async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
     Raises CkptEngineError: TakenError; the directory or the memory cannot be had; the manager refuses it for good; its
     machine failed (INTERNAL).
     """
-    with alone(made_directory(bool(settings.users))):
+    with alone(made_directory(bool(settings.users)), LOOKERS_SECONDS):
         slots = Slots(
             settings.called,
             this_host(settings.advertise),
