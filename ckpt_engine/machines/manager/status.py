@@ -71,7 +71,7 @@ def status_of(
 
 
 def blobs_in_use(
-    state: State, publications: Publications, holdings: Holdings, update: Update | None
+    state: State, publications: Publications, holdings: Holdings, updates: Sequence[Update]
 ) -> dict[str, list[manager_pb2.BlobRef]]:
     """Blobs that must stay, by what needs them."""
     used = holdings.blobs()
@@ -89,8 +89,8 @@ def blobs_in_use(
         if latest.published is not None:
             tables = [source.table for source in latest.published.sources]
             used.setdefault(f"lineage {lineage!r}", []).extend([latest.published.manifest, *tables])
-    if update is not None:
-        used["the update that runs"] = update.blobs()
+    if updates:
+        used["the update that runs"] = [ref for update in updates for ref in update.blobs()]
     return used
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, cast
 
 from ckpt_engine.core.deadlines import bounded
+from ckpt_engine.core.manifest import blob_digest
 from ckpt_engine.core.relay_layout import SLOTS
 from ckpt_engine.machines.events import Done, Key, Run
 from ckpt_engine.machines.relay.tasks import (
@@ -197,15 +198,17 @@ class RelayFilling:
 
     def _filled(self, work: _Work, filled: SlotFilled, now: float) -> None:
         command = cast(FillRelay, work.command)
+        told = RelayFilled(table=blob_digest(filled.table))
+        told.MergeFrom(filled.told)
         self._slots[work.slot] = _Slot(
             held=HeldVersion(command.identity, filled.table, filled.record),
-            told=filled.told,
+            told=told,
             needs=_digests(command.needs),
             everything=command.everything,
             since=self._count,
         )
         self._hold(self.held)
-        self._answered(work, filled.told, now)
+        self._answered(work, told, now)
 
     def _give_up(self, number: int) -> None:
         if self._slots[number].held is not None:
