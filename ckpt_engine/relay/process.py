@@ -108,9 +108,9 @@ class _Relay:
                 in_words(memory),
                 in_words(room),
             )
-        filling = manager_pb2.Filling(memory_bytes=memory, everything=settings.everything)
+        self._filling = manager_pb2.Filling(memory_bytes=memory, everything=settings.everything)
         host = this_host(settings.advertise)  # the directory is there by now
-        machine = RelayMachine(settings.called, uuid.uuid4().hex, host, filling, settings.deadlines)
+        machine = RelayMachine(settings.called, uuid.uuid4().hex, host, self._filling, settings.deadlines)
         self._session = OfferingSession(
             settings.manager, machine, self._seal, self._notified, settings.deadlines.goodbye, self._perform, "relay"
         )
@@ -142,6 +142,7 @@ class _Relay:
         except CkptEngineError as error:
             log.warning("%s", narration.failed(task, error.problem))
             raise
+        self._filling.gpu_context_bytes = self._slots.gpu_context_bytes
         if said := narration.done(task, done):
             log.info("%s", said)
         return done

@@ -23,6 +23,7 @@ from ckpt_engine.core.sealed_record import Recorded, read_record
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.door import Door
 from ckpt_engine.relay.fill import Filled, Filling, Progress
+from ckpt_engine.relay.gpus import TrainersGpus
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.source.host_memory import contiguous
@@ -101,6 +102,7 @@ class Slots:
         self._lock = threading.Lock()
         self._arena = Arena(memory)
         self._door = Door(self._arena, slot_grace, users)
+        self._gpus = TrainersGpus()
         self._host = Host()
         self._host.CopyFrom(host)
         self._host.relay_directory = self._door.directory
@@ -124,6 +126,11 @@ class Slots:
     def pages(self) -> str:
         """Of which size its pages are, for people."""
         return self._arena.pages
+
+    @property
+    def gpu_context_bytes(self) -> int:
+        """GPU memory that it has taken for reading GPUs."""
+        return self._gpus.context_bytes
 
     @property
     def readers(self) -> int:
@@ -202,7 +209,7 @@ class Slots:
             recorded = read_record(wish.record, wish.identity.root)
             layout = lay_out(recorded, [wanted_of(needs, recorded) for needs in wish.needs], wish.everything)
             self._arena.reserve(slot, layout.size, f"version {wish.identity.version} of {wish.identity.lineage}")
-            sources = Sources(recorded, wish.tables, self._transports, self._host)
+            sources = Sources(recorded, wish.tables, self._transports, self._host, self._gpus)
 
             def memory(offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
                 return self._arena.tensor(slot, offset, shape, dtype)

@@ -4,6 +4,7 @@ and replicas that come after everybody has gone."""
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from ckpt_engine import Trainer, UpdateReport
 from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.trace import ENVIRONMENT as TRACE
-from tests.cluster import Cluster, Relay, Replica, generate, outcomes, running_cluster
+from tests.cluster import Cluster, Relay, Replica, eventually, generate, outcomes, running_cluster
 from tests.end_to_end.conftest import PADDED_VOCABULARY
 from tests.faults.listener import Listener
 from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
@@ -36,8 +37,11 @@ class World:
         folder.mkdir(mode=0o700, exist_ok=True)
         return {DIRECTORY: str(folder)}
 
-    def replica(self, name: str, host: str, arguments: Sequence[str] = ()) -> Replica:
-        return self.cluster.replica(name, "reference", self._model, *arguments, environment=self.directory(host))
+    def replica(
+        self, name: str, host: str, arguments: Sequence[str] = (), options: Sequence[str] = (), **environment: str
+    ) -> Replica:
+        told = {**self.directory(host), **environment}
+        return self.cluster.replica(name, "reference", self._model, *arguments, options=options, environment=told)
 
     def relay(self, name: str, host: str, *options: str, **environment: str) -> Relay:
         told = {**self.directory(host), **environment}
@@ -77,6 +81,10 @@ def bytes_of(model: Any) -> int:
 def transports(report: UpdateReport) -> dict[str, set[str]]:
     """By which ways each replica's bytes came."""
     return {each.name: {use.transport for use in each.transports} for each in report.replicas}
+
+
+def connected(cluster: Cluster) -> set[str]:
+    return {f"{each.kind} {each.name}" for each in cluster.status().holders if each.connected}
 
 
 def read_from(replica: Replica) -> set[tuple[str, str]]:
@@ -147,10 +155,13 @@ def test_a_late_replica_is_brought_up_by_a_relay_after_everybody_else_has_gone(w
 
 @pytest.mark.slow
 def test_two_relays_on_one_host_of_which_one_has_too_little_memory(world: World, tmp_path: Path) -> None:
-    """Directories stand for what pods share: each replica reads the relay of its own."""
+    """Directories stand for what pods share: each replica reads the relay of its own. When that one ends, an agent that
+    was told to have one starts the next."""
     models = [model_of(tmp_path, seed) for seed in (4, 5)]
-    other = world.replica("other", "b", ("--tensor-parallel", "2")).registered()
     small = world.relay("small", "b", "--memory", "4MiB")
+    wide, auto = ("--tensor-parallel", "2"), ("--relay", "auto")
+    other = world.replica("other", "b", wide, auto, CKPT_ENGINE_RELAY_MEMORY="64MiB").registered()
+    assert "this host has a relay already" in other.tail()
     with Trainer(world.cluster.address, lineage="run") as trainer:
         trainer.publish(models[0])
         report = trainer.update_weights(version=4, prefetch="always")
@@ -161,13 +172,15 @@ def test_two_relays_on_one_host_of_which_one_has_too_little_memory(world: World,
         assert "a slot has 2097152" in report.prefetch
         assert small.end() == 0
 
-        world.relay("b", "b")
+        follower = f"relay {socket.gethostname()}"
+        eventually("the agent's own relay registers", 120.0, lambda: follower in connected(world.cluster))
         trainer.publish(models[1])
         report = trainer.update_weights(version=5, prefetch="always")
     assert set(outcomes(report).values()) == {"new_serving"}, report
     assert set().union(*transports(report).values()) == {"relay_memory"}
-    assert {each.relay: set(each.replicas) for each in report.message.relays}["relay b"] == {"other"}
+    assert {each.relay: set(each.replicas) for each in report.message.relays}[follower] == {"other"}
     prompt, tokens = expected(models[1])
     for replica in world.cluster.replicas:
         assert generate(replica, prompt, TOKENS) == tokens
-    assert generate(other, prompt, TOKENS) == tokens
+    other.stop()
+    eventually("its relay ends with the agent", 60.0, lambda: follower not in connected(world.cluster))
