@@ -20,6 +20,7 @@ from ckpt_engine.manager.about import software_version
 COMMANDS = {
     "serve": "Run the manager, which trainers and replicas connect to.",
     "replica": "Run the agent of one inference server, and that server.",
+    "relay": "Keep weights in this host's memory, ready for its engines.",
     "trainer": "List the runs that the manager knows, or take one out.",
     "gateway": "Run one address for generation over all replicas.",
     "update": "Bring all replicas to the weights of a checkpoint.",

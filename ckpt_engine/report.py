@@ -144,6 +144,52 @@ class ReplicaReport:
 
 
 @dataclass(frozen=True)
+class RelayReport:
+    """What one relay did before anything was paused."""
+
+    message: manager_pb2.RelayReport
+
+    @property
+    def name(self) -> str:
+        """Its source's id: "relay host-3"."""
+        return self.message.relay
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """Those that were to be installed from it."""
+        return tuple(self.message.replicas)
+
+    @property
+    def bytes(self) -> int:
+        """What it holds of the version; 0 if it was not filled."""
+        return self.message.filled.bytes
+
+    @property
+    def seconds(self) -> float:
+        """For filling it, the wait for readers of its memory included."""
+        return self.message.filled.wait_seconds + self.message.filled.fill_seconds
+
+    @property
+    def problem(self) -> str:
+        """Why it does not hold the version, as it says itself; empty if it does."""
+        return self.message.filled.problem.message if self.message.HasField("filled") else "it did not answer"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "name": self.name,
+            "replicas": list(self.replicas),
+            "bytes": self.bytes,
+            "seconds": self.seconds,
+            "problem": self.problem,
+        }
+
+    def __str__(self) -> str:
+        held = self.problem or f"{human_bytes(self.bytes)} in {self.seconds:.2f} s"
+        return f"{self.name}: {held}, for {', '.join(self.replicas)}"
+
+
+@dataclass(frozen=True)
 class UpdateReport:
     """How one `update_weights` ended. `message` is the manager's report with everything in it; str() is a table."""
 
@@ -212,10 +258,26 @@ class UpdateReport:
             CopiedTensors(e.reason, e.tensors, e.bytes, tuple(e.names), e.rank, e.ranks) for e in self.message.copied
         )
 
+    @property
+    def held(self) -> bool:
+        """It was told when relays held the version: installs go on, and `ok` says nothing."""
+        return self.message.held
+
+    @property
+    def prefetch(self) -> str:
+        """Why relays were filled or not, and why some do not count."""
+        return self.message.prefetch
+
+    @property
+    def relays(self) -> tuple[RelayReport, ...]:
+        """What each relay did that was to be filled."""
+        return tuple(RelayReport(relay) for relay in self.message.relays)
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "ok": self.ok,
+            "held": self.held,
             "verified": self.verified,
             "lineage": self.lineage,
             "version": self.version,
@@ -229,6 +291,8 @@ class UpdateReport:
             "copied": [vars(copied) for copied in self.copied],
             "stages": self.stages,
             "replicas": [replica.to_dict() for replica in self.replicas],
+            "prefetch": self.prefetch,
+            "relays": [relay.to_dict() for relay in self.relays],
         }
 
     def __str__(self) -> str:
@@ -236,6 +300,8 @@ class UpdateReport:
         state = ("verified" if self.verified else "not verified") if self.ok else "NOT OK"
         if self.ok and serving < len(self.replicas):
             state += ", as many as were asked for"
+        if self.held:
+            state = "held by relays; installs go on"
         head = (
             f"version {self.version} of {self.lineage} (root {self.root[:12]}, epoch {self.epoch}): "
             f"{self.message.tensors} tensors, {human_bytes(self.bytes)} to "
@@ -261,7 +327,9 @@ class UpdateReport:
             if problem
         ]
         warnings = [f"warning: {warning}" for warning in self.warnings]
-        return "\n".join([head, *_columns([titles, *rows]), *problems, *warnings, *map(str, self.copied)])
+        relays = [*map(str, self.relays), *([self.prefetch] if self.relays else [])]
+        copied = map(str, self.copied)
+        return "\n".join([head, *_columns([titles, *rows]), *problems, *warnings, *relays, *copied])
 
 
 def stage_seconds(stages: Sequence[manager_pb2.StageSeconds]) -> dict[str, float]:

@@ -110,12 +110,57 @@ class Replica:
         self._output.close()
 
 
+class Relay:
+    """One `ckpt-engine relay` process."""
+
+    def __init__(self, cluster: Cluster, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.cluster, self.name = cluster, name
+        self.log = cluster.path / f"relay-{name}.log"
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment}
+            )
+
+    @property
+    def status(self) -> manager_pb2.HolderStatus | None:
+        """As the manager sees it; None as long as it has not registered."""
+        return next((holder for holder in self.cluster.status().holders if holder.name == self.name), None)
+
+    def registered(self) -> Relay:
+        """Waits until its session is open."""
+
+        def look() -> bool:
+            assert self.process.poll() is None, f"{self.name} ended:\n{self.said}"
+            return (status := self.status) is not None and status.connected
+
+        eventually(f"relay {self.name} registers", 120.0, look)
+        return self
+
+    @property
+    def held(self) -> list[int]:
+        """Versions that it says it holds."""
+        status = self.status
+        return [] if status is None else [each.version for each in status.held]
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(60)
+
+
 class Cluster:
-    """One manager and its replicas. Use `running_cluster`."""
+    """One manager, its relays and its replicas. Use `running_cluster`."""
 
     def __init__(self, path: Path, address: str) -> None:
         self.path, self.address = path, address
         self.replicas: list[Replica] = []
+        self.relays: list[Relay] = []
+        self.manager: subprocess.Popen[bytes]
         self.channel = grpc.insecure_channel(address)
         self._stub = manager_pb2_grpc.CheckpointEngineManagerStub(self.channel)
 
@@ -140,7 +185,36 @@ class Cluster:
         self.replicas.append(replica)
         return replica
 
+    def relay(self, name: str, *options: str, environment: Mapping[str, str] | None = None) -> Relay:
+        """Starts a relay."""
+        command = [sys.executable, "-m", "ckpt_engine", "relay", "--manager", self.address, "--name", name, *options]
+        self.relays.append(Relay(self, name, command, {"OMP_NUM_THREADS": "1", **(environment or {})}))
+        return self.relays[-1]
+
+    def start_manager(self, http: str) -> None:
+        """On its address and its ledger."""
+        command = [sys.executable, "-m", "ckpt_engine", "serve", "--listen", self.address, "--http", http]
+        with (self.path / "manager.log").open("ab") as log:
+            self.manager = subprocess.Popen(
+                [*command, "--ledger", str(self.path / "ledger.sqlite")], stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def restart_manager(self) -> None:
+        """As after a crash: killed, and started again on the same ledger."""
+        self.manager.kill()
+        self.manager.wait(60)
+        self.start_manager("127.0.0.1:0")
+        eventually("the manager answers again", 120.0, self._answers)
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.status().fence.cluster)
+        except grpc.RpcError:
+            return False
+
     def close(self) -> None:
+        for relay in self.relays:
+            relay.end()
         for replica in self.replicas:
             if replica.process.poll() is None:
                 replica.process.send_signal(signal.SIGTERM)
@@ -153,23 +227,18 @@ class Cluster:
 def running_cluster(path: Path, http: str = "127.0.0.1:0") -> Iterator[Cluster]:
     """A manager on a free port of loopback with its ledger below `path`; ends every process that it started."""
     path.mkdir(parents=True, exist_ok=True)
-    address = free_address()
-    command = [sys.executable, "-m", "ckpt_engine", "serve", "--listen", address, "--http", http]
-    with (path / "manager.log").open("ab") as log:
-        manager = subprocess.Popen(
-            [*command, "--ledger", str(path / "ledger.sqlite")], stdout=log, stderr=subprocess.STDOUT
-        )
-    cluster = Cluster(path, address)
+    cluster = Cluster(path, free_address())
+    cluster.start_manager(http)
     try:
         grpc.channel_ready_future(cluster.channel).result(120)
         yield cluster
     finally:
         cluster.close()
-        manager.terminate()
+        cluster.manager.terminate()
         try:
-            manager.wait(60)
+            cluster.manager.wait(60)
         except subprocess.TimeoutExpired:
-            manager.kill()
+            cluster.manager.kill()
             raise
 
 

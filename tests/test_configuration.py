@@ -27,6 +27,7 @@ ENDED_OTHERWISE = {
     ("ckpt_engine/agent/process.py", "ended.result()"): "it is done",
     ("ckpt_engine/agent/process.py", "self._process.wait()"): "the launcher, which always ends: see launcher.py",
     ("ckpt_engine/agent/process.py", "self.wait()"): "bounded by whoever calls, or the launcher was killed",
+    ("ckpt_engine/agent/relay_beside.py", "process.wait()"): "a relay serves until it is stopped, as it is at the end",
     (
         "ckpt_engine/agent/session.py",
         "self._launch.wait()",
@@ -37,6 +38,8 @@ ENDED_OTHERWISE = {
     ("ckpt_engine/gateway/placing.py", "self._news.wait()"): "inside wait_for",
     ("ckpt_engine/gateway/workers.py", "worker.poll()"): "it asks, and waits for nothing",
     ("ckpt_engine/gateway/server.py", "stop.wait()"): "a gateway serves until it is stopped",
+    ("ckpt_engine/relay/process.py", "self._over.result()"): "it is done",
+    ("ckpt_engine/relay/process.py", "stop.wait()"): "a relay serves until it is stopped",
     ("ckpt_engine/words/waiting.py", "self.reading.result()"): "it is done",
     ("ckpt_engine/manager/sessions.py", "reading.result()"): "it is done",
     ("ckpt_engine/manager/sessions.py", "writing.result()"): "it is done",

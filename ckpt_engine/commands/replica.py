@@ -8,6 +8,7 @@ import json
 import signal
 import sys
 import time
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,9 +26,18 @@ from ckpt_engine.words.state import HoldLimits
 
 if TYPE_CHECKING:
     from ckpt_engine.agent.following import FollowingAgent
+    from ckpt_engine.agent.relay_beside import RelayBeside
     from ckpt_engine.agent.session import ReplicaAgent
 
 _HOLD = HoldLimits()
+
+
+class Beside(StrEnum):
+    """Whether a relay is started beside the agent."""
+
+    AUTO = "auto"
+    NEVER = "never"
+
 
 EVICTED = 3
 """The exit status of an agent whose replica an operator took out. Service managers are told not to start it again."""
@@ -104,6 +114,9 @@ def replica(
             help="Where Prometheus finds this replica's metrics, host:port. Empty: nowhere.",
         ),
     ] = "",
+    relay: Annotated[
+        Beside, typer.Option(help="auto: start a relay beside this agent if this host has none (docs/relays.md).")
+    ] = Beside.NEVER,
     log_level: LogLevel = Level.WARNING,
     log_format: LogFormat = Form.TEXT,
     arguments: Annotated[
@@ -128,6 +141,7 @@ def replica(
     require("trainer", "torch", "numpy", what="this command")
     from ckpt_engine.agent.following import FollowingAgent
     from ckpt_engine.agent.nodes import NodeSettings
+    from ckpt_engine.agent.relay_beside import RelayBeside
     from ckpt_engine.agent.session import AgentSettings, ReplicaAgent
     from ckpt_engine.engine.adapter import UnknownAdapterError
     from ckpt_engine.transport.on_host import worker_transports
@@ -158,6 +172,10 @@ def replica(
     deadlines = configured_deadlines(deadline)
     log_to_stderr(log_level, log_format, **({"replica": name} if name else {}))
     agent: ReplicaAgent | FollowingAgent
+    beside = None
+    if relay is Beside.AUTO:
+        options = ["--manager", manager, "--log-level", log_level, "--log-format", log_format]
+        beside = RelayBeside([*options, *(["--advertise", advertise] if advertise else [])], deadlines, say)
     try:
         placed = NodeSettings(nodes, node_rank, leader, node_token)
         if placed.rank > 0:
@@ -176,7 +194,7 @@ def replica(
                 _pass_on if engine_output else None,
                 sleeps=launch.sleeps,
             )
-            _run_to_the_end(agent)
+            _run_to_the_end(agent, beside)
             return
         settings = AgentSettings(
             manager=manager,
@@ -197,25 +215,31 @@ def replica(
         agent = ReplicaAgent(settings, say, _pass_on if engine_output else None)
     except (ValueError, UnknownAdapterError) as error:
         raise typer.BadParameter(str(error)) from error
-    _run_to_the_end(agent)
+    _run_to_the_end(agent, beside)
 
 
-def _run_to_the_end(agent: ReplicaAgent | FollowingAgent) -> None:
+def _run_to_the_end(agent: ReplicaAgent | FollowingAgent, beside: RelayBeside | None) -> None:
     from ckpt_engine.agent.engine import EngineFailedError
     from ckpt_engine.agent.session import EvictedError
 
     try:
-        asyncio.run(_run(agent))
+        asyncio.run(_run(agent, beside))
     except (EngineFailedError, CkptEngineError, ValueError) as error:
         print(f"ckpt-engine replica: {error}", file=sys.stderr, flush=True)
         raise typer.Exit(EVICTED if isinstance(error, EvictedError) else 1) from error
 
 
-async def _run(agent: ReplicaAgent | FollowingAgent) -> None:
+async def _run(agent: ReplicaAgent | FollowingAgent, beside: RelayBeside | None) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await agent.run(stop)
+    lending = None if beside is None else asyncio.ensure_future(beside.run())
+    try:
+        await agent.run(stop)
+    finally:
+        if lending is not None:
+            lending.cancel()
+            await asyncio.gather(lending, return_exceptions=True)
 
 
 def _say(line: str) -> None:

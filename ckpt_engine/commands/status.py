@@ -20,6 +20,7 @@ from ckpt_engine.client import error_of, manager_stub, open_channel
 from ckpt_engine.commands.asking import LOCAL, Manager, failed
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.machines.manager.status import replica_state
+from ckpt_engine.report import human_bytes
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 ASK_SECONDS = 5.0
@@ -41,7 +42,7 @@ def status(
         bool, typer.Option("--json", help="Print JSON: one object, or with --watch one a line.")
     ] = False,
 ) -> None:
-    """Show trainers, replicas and what they serve.
+    """Show trainers, relays, replicas and what they serve.
 
     Exits with 1 if the manager does not answer.
     """
@@ -115,6 +116,7 @@ async def _ask(stub: Any) -> manager_pb2.GetStatusResponse:
 
 def as_dict(answer: manager_pb2.GetStatusResponse) -> dict[str, Any]:
     """The status for JSON. Replicas look as they do on the manager's HTTP side."""
+    from ckpt_engine.manager.relay_views import Holder
     from ckpt_engine.manager.views import Identity, Replica
 
     return {
@@ -136,6 +138,7 @@ def as_dict(answer: manager_pb2.GetStatusResponse) -> dict[str, Any]:
             for trainer in answer.trainers
         ],
         "replicas": [Replica.of(replica).model_dump(mode="json") for replica in answer.replicas],
+        "holders": [Holder.of(holder).model_dump(mode="json") for holder in answer.holders],
     }
 
 
@@ -149,7 +152,8 @@ def as_tables(manager: str, answer: manager_pb2.GetStatusResponse, wide: bool = 
         (answer.phase, "green" if answer.phase == "idle" else "yellow"),
     )
     warnings = [Text(f"warning: {warning}", style="yellow") for warning in answer.warnings]
-    return Group(head, *warnings, _trainers(answer), _replicas(answer, wide), *_troubles(answer))
+    relays = [_relays(answer, wide)] if answer.holders else []
+    return Group(head, *warnings, _trainers(answer), *relays, _replicas(answer, wide), *_troubles(answer))
 
 
 def _version(identity: weights_pb2.Identity, wide: bool) -> str:
@@ -188,6 +192,45 @@ def _trainers(answer: manager_pb2.GetStatusResponse) -> Table:
     if not answer.trainers:
         table.add_row(Text("none", style="dim"))
     return table
+
+
+def _relays(answer: manager_pb2.GetStatusResponse, wide: bool) -> Table:
+    """Relays, and whoever else holds sealed versions."""
+    titles = ("relay", "state", "holds", "memory", "host", "last filling") if wide else ("relay", "state", "holds")
+    table = Table(title="Relays", title_justify="left", box=None)
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    for holder in answer.holders:
+        state = _holder_state(holder)
+        cells: dict[str, str | Text] = {
+            "relay": Text(holder.name if holder.kind == "relay" else f"{holder.name} ({holder.kind})"),
+            "state": Text(state, style="yellow" if state == "disconnected" else "green"),
+            "holds": Text(", ".join(_version(each, wide) for each in holder.held) or "nothing"),
+            "memory": human_bytes(holder.filling.memory_bytes) if holder.HasField("filling") else "",
+            "host": Text(holder.description),
+            "last filling": Text(_last_filling(holder)),
+        }
+        table.add_row(*(cells[title] for title in titles))
+    return table
+
+
+def _holder_state(holder: manager_pb2.HolderStatus) -> str:
+    if not holder.connected:
+        return "disconnected"
+    if holder.HasField("progress") and holder.progress.bytes_total:
+        return f"filling, {100 * holder.progress.bytes_done // holder.progress.bytes_total} %"
+    return "connected"
+
+
+def _last_filling(holder: manager_pb2.HolderStatus) -> str:
+    """What it brought, from whom and how long it took; or why it did not."""
+    if not holder.HasField("last_filled"):
+        return ""
+    last = holder.last_filled
+    if last.HasField("problem"):
+        return f"version {last.identity.version}: {last.problem.message}"
+    brought = ", ".join(f"{human_bytes(each.bytes)} from {each.source}" for each in last.brought)
+    return f"version {last.identity.version}: {brought or 'nothing'} in {last.fill_seconds:.3f} s"
 
 
 def _replicas(answer: manager_pb2.GetStatusResponse, wide: bool) -> Table:

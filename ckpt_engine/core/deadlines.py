@@ -51,6 +51,7 @@ class Deadlines:
     prepare: recording the engine's loader, all workers.
     plan: compiling transfer plans, and combining digests.
     seal: one rank's snapshot and digests.
+    fill: relays' bringing a version, before anything is paused; never more than half of what an update has left.
     quiesce: pausing an engine.
     resume: resuming an engine; also what an install keeps back for it, and how long an engine that did not take its
         version is left alone before it is told again.
@@ -114,6 +115,7 @@ class Deadlines:
     prepare: float = 300.0
     plan: float = 120.0
     seal: float = 300.0
+    fill: float = 300.0
     quiesce: float = 60.0
     resume: float = 15.0
     report: float = 2.0

@@ -39,12 +39,14 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Plans:
-    """What was compiled. workers: by the key of their request. cells: see core/cells.py."""
+    """What was compiled. workers: by the key of their request. cells: see core/cells.py. distances: of the farthest
+    source that each worker reads."""
 
     publication: Publication
     workers: Mapping[Hashable, WorkerPlan]
     cells: Cells
     maps: Mapping[Hashable, NeedMap]
+    distances: Mapping[Hashable, int]
 
     @property
     def atoms(self) -> Mapping[int, Atoms]:
@@ -84,6 +86,7 @@ class _Compiled:
     keys: list[Hashable]
     wanted: Wanted
     plan: WorkerPlan
+    distance: int
 
 
 def _plans(publication: Publication, compiled: list[_Compiled], cells: Cells) -> Plans:
@@ -96,7 +99,8 @@ def _plans(publication: Publication, compiled: list[_Compiled], cells: Cells) ->
         for key in each.keys:
             workers[key] = each.plan
             maps[key] = found
-    return Plans(publication, workers, cells, maps)
+    distances = {key: each.distance for each in compiled for key in each.keys}
+    return Plans(publication, workers, cells, maps, distances)
 
 
 def _compile(
@@ -127,7 +131,7 @@ def _compile(
                 raise
             refused[worker.key] = problem
             continue
-        compiled[same] = _Compiled([worker.key], wanted[needs_digest], plan)
+        compiled[same] = _Compiled([worker.key], wanted[needs_digest], plan, reader.distance)
     return list(compiled.values())
 
 
@@ -172,13 +176,14 @@ def _fits(box: Box, shape: tuple[int, ...]) -> bool:
 
 
 class _Reader:
-    """Chooses, for one worker, where each piece comes from."""
+    """Chooses, for one worker, where each piece comes from. distance: of the farthest source that is read."""
 
     def __init__(self, publication: Publication, worker: PlanRequest, choose: Choose, spread: int) -> None:
         self._publication = publication
         self._worker = worker
         self._choose = choose
         self._spread = spread
+        self.distance = 0
         self._regions = [
             {region.id: by_transport(region, label(table)) for region in table.regions} for table in publication.tables
         ]
@@ -252,6 +257,7 @@ class _Reader:
         for source, region in used:
             way = self._way(source, region)
             key = source, way.transport
+            self.distance = max(self.distance, way.distance)
             if key not in found:
                 table = self._publication.tables[source]
                 rank = table.rank if table.HasField("rank") else None

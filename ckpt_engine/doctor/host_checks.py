@@ -52,6 +52,7 @@ def all_checks() -> Iterable[Check]:
         shared_memory_between_processes,
         memory_facts,
         engine_directory,
+        relays,
         limits,
         graphics,
         transports,
@@ -192,6 +193,14 @@ def engine_directory() -> Iterable[Check]:
         yield Check("agent", "engine directory", Result.OK, detail)
     finally:
         directory.remove()
+
+
+def relays() -> Iterable[Check]:
+    """Whether a relay could run here. Nobody needs one, so that a `no` breaks nothing."""
+    from ckpt_engine.doctor.relay_checks import relay_rows
+
+    for name, ok, detail in relay_rows():
+        yield Check("relay", name, Result.NOTE if ok is None else Result.OK if ok else Result.NO, detail)
 
 
 def limits() -> Iterable[Check]:

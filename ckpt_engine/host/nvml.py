@@ -83,6 +83,17 @@ def link(uuid: bytes, other: bytes) -> GpuReach.Link:
     return GpuReach.NVLINK if _can(library, one, two, _NVLINK) else GpuReach.PCIE
 
 
+def used_bytes(uuid: bytes) -> int:
+    """Memory of a GPU that is taken now, by whomever. Raises NvmlError, also for a GPU that it does not show."""
+    library = _library()
+    for index, device in enumerate(devices()):
+        if device.uuid == uuid:
+            memory = (c_ulonglong * 3)()  # total, free, used
+            _call(library, "nvmlDeviceGetMemoryInfo", _handle(library, index), memory)
+            return int(memory[2])
+    raise NvmlError(f"{LIBRARY} does not show GPU {UUID(bytes=uuid)}")
+
+
 def _can(library: ctypes.CDLL, one: c_void_p, two: c_void_p, what: int) -> bool:
     status = c_int(-1)
     _call(library, "nvmlDeviceGetP2PStatus", one, two, what, byref(status))

@@ -8,6 +8,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from ckpt_engine.core.problems import precondition, unavailable
+
 DIRECTORY = "CKPT_ENGINE_RELAY_DIRECTORY"
 """Environment variable of relays and workers: the directory of the sockets, as this process sees it."""
 
@@ -28,6 +30,31 @@ def directory_identity() -> str:
     except OSError:
         return ""
     return f"{status.st_dev}:{status.st_ino}" if stat.S_ISDIR(status.st_mode) else ""
+
+
+def made_directory(shared: bool) -> Path:
+    """The relays' directory, made if it is missing. shared: other users are to reach the sockets in it.
+
+    Raises UNAVAILABLE if there can be none, FAILED_PRECONDITION if others could put their sockets in a relay's place.
+    """
+    folder = relay_directory()
+    try:
+        folder.mkdir(mode=0o755 if shared else 0o700, parents=True, exist_ok=True)
+        status = os.stat(folder)
+    except OSError as error:
+        raise unavailable(
+            f"relays cannot have their sockets in {folder}: {error}; name another directory with --directory or "
+            f"{DIRECTORY}, to the replicas of this host as well"
+        ) from error
+    if shared and status.st_uid == os.geteuid() and not status.st_mode & stat.S_IXOTH:
+        os.chmod(folder, stat.S_IMODE(status.st_mode) | 0o055)  # an agent of this user may have made it before
+    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
+    if status.st_uid not in (os.geteuid(), 0) or writable:
+        raise precondition(
+            f"{folder} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}: others could put "
+            "their sockets in a relay's place; give it to root or to this user, and let nobody else write to it"
+        )
+    return folder
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ that, and the reservation is then as dangerous as any other allocation.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -16,13 +17,28 @@ def memory_room(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup
     Page cache counts as room. What cannot be read is no limit.
     """
     rooms = [_fields(proc / "meminfo").get("MemAvailable:", 1 << 62) * 1024]
+    rooms += [_group_room(group) for group in _groups(proc, cgroups)]
+    return max(min(rooms), 0)
+
+
+def memory_total(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that the host, or a cgroup (v2) of this process, has at most. What cannot be read is no limit."""
+    found = [_fields(proc / "meminfo").get("MemTotal:", 1 << 62) * 1024]
+    for group in _groups(proc, cgroups):
+        limit = _lines(group / "memory.max")
+        if limit and limit[0] != "max":
+            found.append(int(limit[0]))
+    return min(found)
+
+
+def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
+    """The cgroups (v2) that this process is in, the innermost first."""
     for line in _lines(proc / "self" / "cgroup"):
         if line.startswith("0::"):
             group = cgroups / line.removeprefix("0::").strip().lstrip("/")
             while group != cgroups.parent:
-                rooms.append(_group_room(group))
+                yield group
                 group = group.parent
-    return max(min(rooms), 0)
 
 
 def _group_room(group: Path) -> int:

@@ -32,6 +32,9 @@ from typing import NewType, TypeAlias
 
 from google.protobuf.message import Message as ProtobufMessage
 
+from ckpt_engine.machines.relay.tasks import FillingProgress as FillingProgress
+from ckpt_engine.machines.relay.tasks import StopFilling as StopFilling
+
 # isort: off
 from ckpt_engine.machines.tasks import (
     AgentTask as AgentTask,
@@ -279,6 +282,9 @@ class SessionEnded:
     patience: float = 0.0
 
 
+MemberCommand: TypeAlias = Send | ClosePeer | SetTimer | CancelTimer | Run | OpenStream | SessionOpened | SessionEnded
+
+
 # --------------------------------------------------------------------------------------------------- the agent
 
 
@@ -331,9 +337,7 @@ class Reply:
     reply: worker_pb2.AgentReply | None
 
 
-AgentCommand: TypeAlias = (
-    Send | ClosePeer | SetTimer | CancelTimer | Run | OpenStream | SessionOpened | SessionEnded | Reply
-)
+AgentCommand: TypeAlias = MemberCommand | Reply
 
 
 # -------------------------------------------------------------------------- members that offer weights: the trainer
@@ -363,7 +367,9 @@ class HoldVersions:
     versions: tuple[OfferedVersion, ...]
 
 
-TrainerEvent: TypeAlias = Message | PeerLost | TimerFired | Done | Start | Stop | PublishTable | HoldVersions
+TrainerEvent: TypeAlias = (
+    Message | PeerLost | TimerFired | Done | Start | Stop | PublishTable | HoldVersions | FillingProgress
+)
 
 
 @dataclass(frozen=True)
@@ -385,15 +391,4 @@ class Released:
     epoch: int
 
 
-TrainerCommand: TypeAlias = (
-    Send
-    | ClosePeer
-    | SetTimer
-    | CancelTimer
-    | Run
-    | OpenStream
-    | SessionOpened
-    | SessionEnded
-    | PublicationDecided
-    | Released
-)
+TrainerCommand: TypeAlias = MemberCommand | PublicationDecided | Released | StopFilling

@@ -114,8 +114,17 @@ class OfferingMachine:
                 self._session.stop(reason)
 
     def _offer(self, offered: tuple[OfferedVersion, ...]) -> None:
+        stored = tuple(zip(self._offered or (), self._held or (), strict=False))
+        left = tuple(held for version, held in stored if version in offered)
+        less = len(left) == len(offered) < len(stored)
         self._offered, self._held, self._decided = offered, None, False
-        if self._session.welcomed:
+        if less and self._session.welcomed:
+            # Nothing is to be stored, so what is given up is told before anything else happens to it.
+            self._puts += 1
+            self._held = left
+            self._undecided()
+            self._publish()
+        elif self._session.welcomed:
             self._put()
         elif self._session.peer is None and self._puts:
             self._put()  # a dial that waits for what was offered before this
@@ -158,8 +167,12 @@ class OfferingMachine:
         self._waiting = {held.table.digest for held in self._held or ()}
         self._decided = False
 
+    def _obeyed(self) -> int:
+        """The highest fill fence that it has obeyed, whatever that was to do."""
+        return self._epoch
+
     def _told(self) -> Told:
-        return Told(self._session.cluster, self._epoch, self._held or ())
+        return Told(self._session.cluster, self._obeyed(), self._held or ())
 
     def _hello(self) -> ProtobufMessage:
         return self.kind.hello(self._told())
@@ -225,7 +238,7 @@ class OfferingMachine:
     # -- sealing
 
     def _seal(self, seal: manager_pb2.Seal) -> None:
-        if seal.fence.cluster != self._session.cluster or seal.fence.epoch < self._epoch:
+        if seal.fence.cluster != self._session.cluster or seal.fence.epoch < self._obeyed():
             return
         if seal.fence.epoch == self._epoch:
             if self._sealed is not None:

@@ -60,8 +60,9 @@ class Compiled:
     """Plans of all workers, and what each source must digest for them. All of them are stored as blobs. Sources without
     atoms need not be asked.
 
-    bytes: read by all workers together. handle: the shell's own, comes back in CombineSeals. unfit: replicas for which
-    no plan can be made, and why; there are no plans for their workers.
+    bytes: read by each worker. distances: of the farthest source that each worker reads (core.reach.Distance). handle:
+    the shell's own, comes back in CombineSeals. unfit: replicas for which no plan can be made, and why; there are no
+    plans for their workers.
     """
 
     plans: Mapping[WorkerKey, manager_pb2.BlobRef]
@@ -69,6 +70,7 @@ class Compiled:
     bytes: Mapping[WorkerKey, int]
     handle: object = field(default=None, compare=False, repr=False)
     unfit: Mapping[str, weights_pb2.Problem] = field(default_factory=dict)
+    distances: Mapping[WorkerKey, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,7 @@ class Compiler:
             bytes={worker.key: plans.workers[worker.key].bytes for worker in planned},
             handle=_Planned(plans, recorded),
             unfit=unfit,
+            distances={worker.key: plans.distances[worker.key] for worker in planned},
         )
         self._plans.put(key, compiled)
         return compiled

@@ -198,6 +198,7 @@ class _Current(Collector):
         yield replicas
         sessions = GaugeMetricFamily("ckpt_engine_sessions", "Open session streams.", labels=("kind",))
         sessions.add_metric(("trainer",), sum(trainer.connected for trainer in status.trainers))
+        sessions.add_metric(("holder",), sum(holder.connected for holder in status.holders))
         sessions.add_metric(("replica",), sum(replica.connected for replica in status.replicas))
         yield sessions
         yield GaugeMetricFamily("ckpt_engine_epoch", "The highest epoch used.", value=status.fence.epoch)
@@ -214,6 +215,7 @@ class _Current(Collector):
             since.add_metric((), max(0.0, time.time() - self.success))
         yield since
         yield from self._of_replicas(status)
+        yield from _of_relays(status)
         yield GaugeMetricFamily("ckpt_engine_blob_bytes", "Bytes of stored blobs.", value=self._blobs.stored_bytes)
         yield GaugeMetricFamily("ckpt_engine_blobs", "Stored blobs.", value=len(self._blobs))
         build = GaugeMetricFamily("ckpt_engine_build", "Always 1; the software's version.", labels=("version",))
@@ -247,3 +249,32 @@ class _Current(Collector):
             if replica.name in self.replicas:
                 since.add_metric((replica.name,), max(0.0, time.time() - self.replicas[replica.name]))
         yield from (state, version, lag, since)
+
+
+def _of_relays(status: manager_pb2.GetStatusResponse) -> Iterable[Metric]:
+    """One series for each holder that can be filled; they vanish with it."""
+
+    def gauge(name: str, words: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(f"ckpt_engine_relay_{name}", words, labels=("relay",))
+
+    connected = gauge("connected", "1 while it has a session.")
+    memory = gauge("memory_bytes", "Memory that it may take for two versions.")
+    held = gauge("held_versions", "Versions that it holds, compared with what was sealed.")
+    version = gauge("version", "The highest version that it holds; absent while it holds none.")
+    size = gauge("filled_bytes", "Bytes of the version that was brought into it last; 0 if that failed.")
+    seconds = gauge("fill_seconds", "What that took, without waiting for readers.")
+    missing = gauge("missing_cells", "Pieces of it that nobody could bring as they were sealed.")
+    for holder in status.holders:
+        if not holder.HasField("filling"):
+            continue
+        name = (holder.name,)
+        connected.add_metric(name, int(holder.connected))
+        memory.add_metric(name, holder.filling.memory_bytes)
+        held.add_metric(name, len(holder.held))
+        if holder.held:
+            version.add_metric(name, max(each.version for each in holder.held))
+        if holder.HasField("last_filled"):
+            size.add_metric(name, holder.last_filled.bytes)
+            seconds.add_metric(name, holder.last_filled.fill_seconds)
+            missing.add_metric(name, holder.last_filled.missing_cells)
+    yield from (connected, memory, held, version, size, seconds, missing)

@@ -15,7 +15,6 @@ import os
 import secrets
 import selectors
 import socket
-import stat
 import threading
 import time
 import weakref
@@ -23,10 +22,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt_engine.core.problems import precondition, unavailable
+from ckpt_engine.core.problems import unavailable
 from ckpt_engine.core.relay_layout import SLOTS, Group
 from ckpt_engine.host.processes import peer_user
-from ckpt_engine.host.relay_directory import directory_identity, relay_directory, socket_address
+from ckpt_engine.host.relay_directory import directory_identity, made_directory, socket_address
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.transport.relay_memory import ANSWER_BYTES, HOLD, NAME, OPEN, QUESTION, RELEASE
 from ckpt_engine.v1.relay_pb2 import RelayMemoryLocator
@@ -251,23 +250,9 @@ class Door:
 
 
 def _directory(shared: bool) -> Path:
-    """The relays' directory, made if it is missing, without the sockets of relays that died.
-
-    shared: other users are to reach the sockets in it.
-    """
-    folder = relay_directory()
-    try:
-        folder.mkdir(mode=0o755 if shared else 0o700, parents=True, exist_ok=True)
-        status = os.stat(folder)
-    except OSError as error:
-        raise unavailable(f"relays cannot have their sockets in {folder}: {error}") from error
-    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
-    if status.st_uid not in (os.geteuid(), 0) or writable:
-        raise precondition(
-            f"{folder} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}: others could put "
-            "their sockets in a relay's place; give it to root or to this user, and let nobody else write to it"
-        )
-    for path in folder.glob("relay-*.sock"):
+    """The relays' directory without the sockets of relays that died. Raises as `made_directory`."""
+    folder = made_directory(shared)
+    for path in folder.glob("*relay-*.sock"):
         with contextlib.suppress(OSError):
             if not _answers(path.name):
                 path.unlink()

@@ -33,6 +33,9 @@ NAMED = 16
 Memory = Callable[[int, tuple[int, ...], torch.dtype], torch.Tensor]
 """(offset in the slot, shape, dtype) to writable memory."""
 
+Progress = Callable[[int, int], None]
+"""(bytes that were read, bytes that are to be read)."""
+
 Words = npt.NDArray[np.uint64]
 
 
@@ -151,9 +154,15 @@ class Filling:
         if self._unheld and not self._batches:
             raise CkptEngineError(next(iter(self._unheld.values())))
 
-    def run(self, recorded: Recorded, stop_at: float, cancelled: Callable[[], bool] = lambda: False) -> Filled:
+    def run(
+        self,
+        recorded: Recorded,
+        stop_at: float,
+        cancelled: Callable[[], bool] = lambda: False,
+        progress: Progress = lambda done, total: None,
+    ) -> Filled:
         """Fills the slot. recorded: of this version, with the layout's manifest and cells. stop_at: of the monotonic
-        clock.
+        clock. progress: told after each batch, on this thread.
 
         Raises DEADLINE_EXCEEDED or ABORTED within a batch of its end; the slot holds nothing then.
         """
@@ -165,9 +174,12 @@ class Filling:
         self._sources.begin()
         failed: dict[int, Problem] = {}
         try:
+            done, total = 0, sum(batch.bytes for batch in self._batches)
             for batch in self._batches:
                 self._carry_on(stop_at, cancelled)
                 self._bring(batch, found, brought, failed)
+                done += batch.bytes
+                progress(done, total)
             missing = dict(self._unheld)
             wrong = self._wrong(found, failed)
             again = len(wrong)

@@ -17,12 +17,13 @@ import torch
 
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.offers import region_offered
-from ckpt_engine.core.problems import aborted, deadline
+from ckpt_engine.core.problems import aborted, deadline, precondition
 from ckpt_engine.core.relay_layout import SLOTS, SlotLayout, lay_out, wanted_of
 from ckpt_engine.core.sealed_record import Recorded, read_record
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.door import Door
-from ckpt_engine.relay.fill import Filled, Filling
+from ckpt_engine.relay.fill import Filled, Filling, Progress
+from ckpt_engine.relay.gpus import TrainersGpus
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.source.host_memory import contiguous
@@ -101,6 +102,7 @@ class Slots:
         self._lock = threading.Lock()
         self._arena = Arena(memory)
         self._door = Door(self._arena, slot_grace, users)
+        self._gpus = TrainersGpus()
         self._host = Host()
         self._host.CopyFrom(host)
         self._host.relay_directory = self._door.directory
@@ -126,6 +128,11 @@ class Slots:
         return self._arena.pages
 
     @property
+    def gpu_context_bytes(self) -> int:
+        """GPU memory that it has taken for reading GPUs."""
+        return self._gpus.context_bytes
+
+    @property
     def readers(self) -> int:
         """Processes that map it now."""
         return self._door.readers
@@ -133,6 +140,23 @@ class Slots:
     def held(self, slot: int) -> Held | None:
         """What can be read in a slot."""
         return self._held[slot]
+
+    def digest(self, atoms: Atoms, version: int) -> list[int]:
+        """Digests of pieces finer than the record's cells, of the slot whose table they are of, for workers who need
+        such. Beside a filling of the other slot.
+
+        Raises FAILED_PRECONDITION if no slot holds that any more, also if it was given up meanwhile; else as
+        `Source.digest`.
+        """
+        for slot in range(SLOTS):
+            held = self._held[slot]
+            if held is None or held.identity.version != version:
+                continue
+            if blob_digest(canonical(held.table)) == atoms.table_digest:
+                found = held.digest(atoms)
+                if self._held[slot] is held:
+                    return found
+        raise precondition(f"this relay does not hold version {version} any more, as the atoms have it")
 
     def stop(self) -> None:
         """The filling that goes on, if one does, ends at its next look, with ABORTED."""
@@ -150,8 +174,9 @@ class Slots:
         with self._writes(seconds):
             return self._count(slot, wish).filling.layout.bytes
 
-    def fill(self, slot: int, wish: Wish, seconds: float) -> Held:
+    def fill(self, slot: int, wish: Wish, seconds: float, progress: Progress = lambda done, total: None) -> Held:
         """Brings a version into a slot and lends it. What was in the slot is gone, once `count` had nothing against it.
+        progress: told how far it is, on this thread.
 
         Raises as `count`, and DEADLINE_EXCEEDED or ABORTED (`stop`, `close`); the slot holds nothing then. What nobody
         could bring is no error: it stands in `Held.filled.missing` and not in the table. Of two at a time the later one
@@ -165,7 +190,7 @@ class Slots:
             turn = self._turn
         with self._writes(seconds):
             counted = self._count(slot, wish)
-            return self._fill(slot, wish, counted, stop_at, lambda: self._turn != turn)
+            return self._fill(slot, wish, counted, stop_at, lambda: self._turn != turn, progress)
 
     @contextmanager
     def _writes(self, seconds: float) -> Iterator[None]:
@@ -184,7 +209,7 @@ class Slots:
             recorded = read_record(wish.record, wish.identity.root)
             layout = lay_out(recorded, [wanted_of(needs, recorded) for needs in wish.needs], wish.everything)
             self._arena.reserve(slot, layout.size, f"version {wish.identity.version} of {wish.identity.lineage}")
-            sources = Sources(recorded, wish.tables, self._transports, self._host)
+            sources = Sources(recorded, wish.tables, self._transports, self._host, self._gpus)
 
             def memory(offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
                 return self._arena.tensor(slot, offset, shape, dtype)
@@ -202,13 +227,21 @@ class Slots:
             ready.root = wish.identity.root
         return ready
 
-    def _fill(self, slot: int, wish: Wish, ready: _Ready, stop_at: float, cancelled: Callable[[], bool]) -> Held:
+    def _fill(
+        self,
+        slot: int,
+        wish: Wish,
+        ready: _Ready,
+        stop_at: float,
+        cancelled: Callable[[], bool],
+        progress: Progress,
+    ) -> Held:
         began = time.monotonic()
         self._held[slot] = None
         overruled = self._door.retire(slot)
         waited = time.monotonic() - began
         layout = ready.filling.layout
-        filled = ready.filling.run(ready.recorded, stop_at, cancelled)
+        filled = ready.filling.run(ready.recorded, stop_at, cancelled, progress)
         missing = {each.cell for each in filled.missing}
         table, sealed = self._table(slot, ready.recorded, layout, missing)
         held = Held(wish.identity, wish.record, table, layout, filled, overruled, waited, sealed)

@@ -16,6 +16,7 @@ from ckpt_engine.core.publication import Holder, Place, Publication, join_source
 from ckpt_engine.core.sealed_record import Recorded
 from ckpt_engine.core.topology import Choice, choose_transport
 from ckpt_engine.core.transports import GPU_MEMORY, memory_of
+from ckpt_engine.relay.gpus import TrainersGpus
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import Leased, Move, OpenedRegions, Transport, Viewable
 from ckpt_engine.v1.weights_pb2 import Host, Problem, Region, SourceTable
@@ -59,17 +60,24 @@ class Reading:
 class Sources:
     """Tables of those who hold one version, opened. A source that is out of reach or does not fit is left out.
 
-    tables: in the order in which equally near ones are asked. host: of this process. faults: why some are left out.
+    tables: in the order in which equally near ones are asked. host: of this process. gpus: what it reads GPUs with.
+    faults: why some are left out.
     """
 
     def __init__(
-        self, recorded: Recorded, tables: Sequence[SourceTable], transports: Mapping[str, Transport], host: Host
+        self,
+        recorded: Recorded,
+        tables: Sequence[SourceTable],
+        transports: Mapping[str, Transport],
+        host: Host,
+        gpus: TrainersGpus | None = None,
     ) -> None:
         self.faults: list[Problem] = []
         self._recorded = recorded
         self._specs = recorded.record.manifest.tensors
         self._transports = transports
         self._host = host
+        self._gpus = gpus or TrainersGpus()
         self._publication = self._joined(list(tables))
         self._opened: dict[tuple[int, int], tuple[OpenedRegions, Region, int]] = {}
         self._lost: dict[int, Problem] = {}  # by what was opened
@@ -144,12 +152,13 @@ class Sources:
 
     def _open(self, number: int, table: SourceTable) -> None:
         """Each region by the nearest of the ways that reach it; those of one transport are opened together."""
+        host = self._gpus.seen_from(table, self._host)
         chosen: dict[str, tuple[Choice, list[Region]]] = {}
         for region in table.regions:
             ways: list[tuple[Choice, Region]] = []
             for transport, way in by_transport(region).items():
                 try:
-                    ways.append((choose_transport(table.host, transport, self._host, list(self._transports)), way))
+                    ways.append((choose_transport(table.host, transport, host, list(self._transports)), way))
                 except CkptEngineError as error:
                     self.faults.append(error.problem)
             if ways:
@@ -157,7 +166,8 @@ class Sources:
                 chosen.setdefault(choice.transport, (choice, []))[1].append(way)
         for transport, (choice, regions) in chosen.items():
             try:
-                opened = self._transports[transport].open(regions)
+                with self._gpus.on(table, self._host):
+                    opened = self._transports[transport].open(regions)
             except CkptEngineError as error:
                 self.faults.append(error.problem)
                 continue

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError, Message
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, RelayTask, SlotFilled
-from ckpt_engine.relay.fill import NAMED
+from ckpt_engine.relay.fill import NAMED, Progress
 from ckpt_engine.relay.slots import Held, Slots, Wish
 from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled
 from ckpt_engine.v1.weights_pb2 import SealedRecord, SourceTable, WorkerNeeds
@@ -29,12 +29,12 @@ class RelayWork:
         self._fetch = fetch
         self._fetched: tuple[FillRelay, Wish] | None = None
 
-    def perform(self, task: RelayTask) -> object:
-        """The task's result, as machines/tasks.py has it. Raises CkptEngineError."""
+    def perform(self, task: RelayTask, progress: Progress = lambda done, total: None) -> object:
+        """The task's result, as machines/tasks.py has it. progress: of filling. Raises CkptEngineError."""
         if isinstance(task, CountSlot):
             return self._slots.count(task.slot, self._wish(task.command, task.seconds), task.seconds)
         if isinstance(task, FillSlot):
-            held = self._slots.fill(task.slot, self._wish(task.command, task.seconds), task.seconds)
+            held = self._slots.fill(task.slot, self._wish(task.command, task.seconds), task.seconds, progress)
             self._fetched = None
             return SlotFilled(canonical(held.table), canonical(held.record), told(held))
         self._slots.withdraw(task.slot)

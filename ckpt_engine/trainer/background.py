@@ -28,7 +28,7 @@ from ckpt_engine.machines.events import (
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.trainer.call import Progress, UpdateCall
 from ckpt_engine.trainer.sealer import Sealer
-from ckpt_engine.trainer.session import OfferingSession, Sealing
+from ckpt_engine.trainer.session import Notice, OfferingSession, Sealing
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 logger = logging.getLogger("ckpt_engine.trainer")
@@ -180,7 +180,7 @@ class Background:
             raise precondition("this rank does not wait in update_weights, so its weights may be changing")
         return await call.seal(task, atoms)
 
-    def _notified(self, said: SessionOpened | SessionEnded | PublicationDecided | Released) -> None:
+    def _notified(self, said: Notice) -> None:
         with self._changed:
             match said:
                 case SessionOpened(cluster):

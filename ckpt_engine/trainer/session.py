@@ -8,7 +8,7 @@ made the session.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
 import grpc
@@ -34,6 +34,7 @@ from ckpt_engine.machines.events import (
     SessionOpened,
     Start,
     Stop,
+    StopFilling,
     Task,
     TrainerCommand,
     TrainerEvent,
@@ -51,12 +52,16 @@ ATOMS_KEPT = 4
 Sealing: TypeAlias = tuple[weights_pb2.Digests, float, float]
 """Digests, the seconds of copying, the seconds of digesting."""
 
+Notice: TypeAlias = SessionOpened | SessionEnded | PublicationDecided | Released | StopFilling
+"""What whoever made a session is told. Nothing but a relay is told StopFilling."""
+
 
 class OfferingSession:
     """One member's session with the manager at `address`, from `start` to `stop`.
 
     seal: performs a SealSource on whichever thread it belongs; awaited on the loop; raises CkptEngineError.
-    notify: is told SessionOpened, SessionEnded, PublicationDecided and Released, on the loop.
+    notify: is told SessionOpened, SessionEnded, and whatever other command is no message, on the loop.
+    further: performs tasks that only this kind of member has; awaited as `seal`. who: what the log calls it.
     """
 
     def __init__(
@@ -64,16 +69,20 @@ class OfferingSession:
         address: str,
         machine: OfferingMachine,
         seal: Callable[[SealSource, weights_pb2.Atoms], Awaitable[Sealing]],
-        notify: Callable[[SessionOpened | SessionEnded | PublicationDecided | Released], None],
+        notify: Callable[[Notice], None],
         goodbye_seconds: float,
+        further: Callable[[Task], Awaitable[object]] | None = None,
+        who: str = "trainer",
     ) -> None:
         """goodbye_seconds: how long a stream may take to end once everything on it was sent."""
         self._goodbye_seconds = goodbye_seconds
         self._channel = open_channel(address)
         self._stub = manager_stub(self._channel)
         self._kind = machine.kind
-        self._loop = Loop("trainer", machine, self._perform, self._run, self._failed)
+        self._who = who
+        self._loop = Loop(who, machine, self._perform, self._run, self._failed)
         self._seal = seal
+        self._further = further
         self._seal_epoch = 0
         self._notify = notify
         self._streams: dict[Peer, MemberStream] = {}
@@ -154,7 +163,7 @@ class OfferingSession:
     def _perform(self, command: TrainerCommand) -> None:
         match command:
             case Send(peer, body):
-                trace("trainer.sends", type(body).__name__)
+                trace(f"{self._who}.sends", type(body).__name__)
                 if peer in self._streams:
                     self._streams[peer].send(body)
             case OpenStream(peer):
@@ -168,7 +177,7 @@ class OfferingSession:
             case ClosePeer(peer):
                 if peer in self._streams:
                     self._loop.start(self._streams.pop(peer).close())
-            case SessionOpened() | SessionEnded() | PublicationDecided() | Released():
+            case SessionOpened() | SessionEnded() | PublicationDecided() | Released() | StopFilling():
                 self._notify(command)
 
     def _lost(self, peer: Peer, problem: weights_pb2.Problem) -> None:
@@ -178,12 +187,14 @@ class OfferingSession:
     # --------------------------------------------------------------------------------------------- tasks
 
     async def _run(self, key: Key, task: Task) -> Done:
-        return await carry_out("trainer", key, task, self._perform_task)
+        return await carry_out(self._who, key, task, self._perform_task)
 
     async def _perform_task(self, task: Task) -> object:
         if isinstance(task, PutBlobs):
             return tuple([await put_blob(self._stub, blob, task.seconds) for blob in task.blobs])
-        assert isinstance(task, SealSource), "a machine that offers weights asks for nothing else"
+        if not isinstance(task, SealSource):
+            assert self._further is not None, "a machine that offers weights asks for nothing else"
+            return await self._further(task)
         self._seal_epoch = task.epoch
         atoms = await self._atoms(task)
         if task.epoch < self._seal_epoch:
@@ -192,6 +203,10 @@ class OfferingSession:
         digests, copy_seconds, digest_seconds = await self._seal(task, atoms)
         ref = await put_blob(self._stub, digests.SerializeToString(deterministic=True), task.seconds)
         return SealResult(ref, copy_seconds, digest_seconds)
+
+    async def fetch(self, refs: Sequence[manager_pb2.BlobRef], seconds: float) -> list[bytes]:
+        """Blobs that the manager has, in order. Raises CkptEngineError."""
+        return [await get_blob(self._stub, ref, seconds) for ref in refs]
 
     async def _atoms(self, task: SealSource) -> weights_pb2.Atoms:
         """What to digest; it is the same from update to update, as long as replicas and layouts are."""

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 
@@ -35,6 +35,8 @@ from ckpt_engine.trainer.lineage import resolve_lineage
 from ckpt_engine.trainer.sealer import Sealer
 from ckpt_engine.v1 import manager_pb2
 
+Choice = TypeVar("Choice")
+
 PAUSE_MODES: Mapping[str, manager_pb2.PauseMode] = {
     "keep": manager_pb2.KEEP,
     "abort": manager_pb2.ABORT,
@@ -43,6 +45,17 @@ PAUSE_MODES: Mapping[str, manager_pb2.PauseMode] = {
 }
 """What becomes of requests that run during an update: they wait and go on with the new weights (caches recomputed),
 end early with what they have, finish first with the old weights, or go on with the new weights over old caches."""
+
+PREFETCH: Mapping[str, manager_pb2.Prefetch] = {
+    "auto": manager_pb2.AUTO,
+    "always": manager_pb2.ALWAYS,
+    "never": manager_pb2.NEVER,
+}
+"""Whether weights go by way of relays, which are filled before anything is paused: where that is better, wherever a
+relay is within reach, or not at all."""
+
+UNTIL: Mapping[str, manager_pb2.Until] = {"installed": manager_pb2.INSTALLED, "held": manager_pb2.HELD}
+"""What `update_weights` waits for: every replica's outcome, or only until relays hold the version."""
 
 ADVERTISE = "CKPT_ENGINE_ADVERTISE"
 """Environment variable with the name or address at which other hosts reach this one; agents read it, too."""
@@ -197,6 +210,8 @@ class Trainer:
         timeout: float | None = None,
         min_replicas: int | None = None,
         replicas: Sequence[str] = (),
+        prefetch: str = "auto",
+        until: str = "installed",
         on_progress: Progress | None = None,
     ) -> UpdateReport:
         """Brings the replicas to the weights as they are now. Every rank calls it; all return when it is over.
@@ -210,6 +225,10 @@ class Trainer:
         min_replicas: so many suffice: fewer are refused, and with so many `report.ok` is true. None: whoever can be
             updated is (at least one), and `report.ok` is true only if all are, also those that are not connected.
         replicas: only these; empty: all that are registered and receive weights.
+        prefetch: "auto", "always" or "never", see PREFETCH; `report.prefetch` says what was done, and why.
+        until: "installed", or "held": returns when relays hold the version, verified, and the weights may change.
+            Installs go on; `report.held` is true and `report.ok` says nothing. Replicas without such a relay keep what
+            they serve, and count against `min_replicas`. All ranks give the same.
         on_progress: called on this thread with each UpdateProgress; what it raises ends the wait.
 
         Returns the report also if some replicas failed: look at `report.ok`. Raises CkptEngineError when the update
@@ -218,6 +237,7 @@ class Trainer:
         whatever an unfinished one left.
         """
         request = self._request(version, pause_mode, timeout, min_replicas, replicas)
+        request.prefetch, request.until = _choice("prefetch", prefetch, PREFETCH), _choice("until", until, UNTIL)
         with self._alone("update_weights"):
             self._background.require_running()
             if not self._sealer.offering:
@@ -304,8 +324,9 @@ class Trainer:
     ) -> manager_pb2.UpdateWeightsRequest:
         if version is not None and not (_whole(version) and 0 <= version < 1 << 63):
             raise invalid(f"version {version!r} is not a count of steps: give a whole number from 0")
-        if pause_mode is not None and pause_mode not in PAUSE_MODES:
-            raise invalid(f"pause_mode {pause_mode!r} is none of {', '.join(PAUSE_MODES)}")
+        mode = manager_pb2.PAUSE_MODE_UNSPECIFIED
+        if pause_mode is not None:
+            mode = _choice("pause_mode", pause_mode, PAUSE_MODES)
         if timeout is not None:
             check_seconds("a timeout", timeout)
         if min_replicas is not None and not (_whole(min_replicas) and 0 <= min_replicas < 1 << 31):
@@ -319,11 +340,18 @@ class Trainer:
             rank=self.rank,
             session_id=self._session_id,
             version=version,
-            pause_mode=PAUSE_MODES[pause_mode] if pause_mode is not None else manager_pb2.PAUSE_MODE_UNSPECIFIED,
+            pause_mode=mode,
             timeout_seconds=timeout or 0.0,
             min_replicas=min_replicas,
             replicas=replicas,
         )
+
+
+def _choice(what: str, word: str, choices: Mapping[str, Choice]) -> Choice:
+    """Raises INVALID_ARGUMENT for a word that there is not."""
+    if word not in choices:
+        raise invalid(f"{what} {word!r} is none of {', '.join(choices)}")
+    return choices[word]
 
 
 def _whole(number: object) -> bool:

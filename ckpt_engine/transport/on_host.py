@@ -12,9 +12,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.transports import Availability, Maker, TransportKind, made, transport_kinds
 from ckpt_engine.cuda.driver import library_problem
-from ckpt_engine.host.relay_directory import DIRECTORY, directory_identity, relay_directory
+from ckpt_engine.host.relay_directory import directory_identity, made_directory, relay_directory
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +75,14 @@ def file() -> Availability:
 
 
 def relay_memory() -> Availability:
-    """Whether there is a directory in which relays could be."""
-    if directory_identity():
-        return Availability(True, f"relays would lend their memory in {relay_directory()}")
-    return Availability(False, f"there is no {relay_directory()} ({DIRECTORY})")
+    """Whether there is a directory in which relays could be; made if it is missing, so that a relay that starts after
+    its readers is within their reach."""
+    if not directory_identity():
+        try:
+            made_directory(shared=False)
+        except CkptEngineError as error:
+            return Availability(False, error.problem.message)
+    return Availability(True, f"relays lend their memory in {relay_directory()}")
 
 
 def cuda_ipc() -> Availability:

@@ -28,7 +28,13 @@ import torch
 from ckpt_engine.copy.copying import TensorCopy
 from ckpt_engine.core.problems import data_loss, invalid, unavailable
 from ckpt_engine.host.processes import is_ours, peer_user
-from ckpt_engine.host.relay_directory import DIRECTORY, directory_identity, relay_directory, socket_address
+from ckpt_engine.host.relay_directory import (
+    DIRECTORY,
+    directory_identity,
+    relay_directory,
+    socket_address,
+)
+from ckpt_engine.transport import on_host
 from ckpt_engine.transport.base import Availability, Move
 from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.mapped import MappedRegions, Mapping
@@ -38,8 +44,6 @@ from ckpt_engine.v1.weights_pb2 import Region
 log = logging.getLogger(__name__)
 
 NAME = "relay_memory"
-
-UNSTARTED = "no command starts a relay yet"
 
 
 QUESTION = struct.Struct("<B3xI16s")
@@ -260,10 +264,8 @@ class RelayMemoryTransport:
         self._arenas: dict[bytes, _Arena] = {}
 
     def availability(self) -> Availability:
-        """Whether there is a directory in which relays could be."""
-        if directory_identity():
-            return Availability(True, f"relays would lend their memory in {relay_directory()}; {UNSTARTED}")
-        return Availability(False, f"{UNSTARTED}, and there is no {relay_directory()} ({DIRECTORY})")
+        """What holds for the host."""
+        return on_host.relay_memory()
 
     def open(self, regions: Sequence[Region], seconds: float = ASK_SECONDS) -> RelayRegions:
         """Maps the regions, those already mapped once more at no cost, and holds their slots. seconds: at most

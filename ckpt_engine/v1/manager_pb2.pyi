@@ -1023,7 +1023,7 @@ class FillRelay(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., record: _Optional[_Union[BlobRef, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., needs: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., everything: bool = ..., keep: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
 
 class RelayFilled(_message.Message):
-    __slots__ = ("fence", "identity", "problem", "bytes", "missing", "missing_cells", "faults", "brought", "again", "overruled", "wait_seconds", "fill_seconds")
+    __slots__ = ("fence", "identity", "problem", "bytes", "missing", "missing_cells", "faults", "brought", "again", "overruled", "wait_seconds", "fill_seconds", "table")
     class Brought(_message.Message):
         __slots__ = ("source", "bytes")
         SOURCE_FIELD_NUMBER: _ClassVar[int]
@@ -1043,6 +1043,7 @@ class RelayFilled(_message.Message):
     OVERRULED_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     FILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     identity: _weights_pb2.Identity
     problem: _weights_pb2.Problem
@@ -1055,7 +1056,8 @@ class RelayFilled(_message.Message):
     overruled: int
     wait_seconds: float
     fill_seconds: float
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., bytes: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., missing_cells: _Optional[int] = ..., faults: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., brought: _Optional[_Iterable[_Union[RelayFilled.Brought, _Mapping]]] = ..., again: _Optional[int] = ..., overruled: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., fill_seconds: _Optional[float] = ...) -> None: ...
+    table: bytes
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., bytes: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., missing_cells: _Optional[int] = ..., faults: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., brought: _Optional[_Iterable[_Union[RelayFilled.Brought, _Mapping]]] = ..., again: _Optional[int] = ..., overruled: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., fill_seconds: _Optional[float] = ..., table: _Optional[bytes] = ...) -> None: ...
 
 class RelayProgress(_message.Message):
     __slots__ = ("fence", "bytes_done", "bytes_total")

@@ -15,6 +15,7 @@ from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
 
 SECONDS = 60.0
 CLUSTER = "cluster-of-a-test"
+HELLOS = manager_pb2.ReplicaHello | manager_pb2.HolderHello
 MessageT = TypeVar("MessageT", bound=Message)
 
 
@@ -81,14 +82,22 @@ class PlainManager(manager_pb2_grpc.CheckpointEngineManagerServicer):
 
     # ---------------------------------------------------------------- the service
 
-    async def ReplicaSession(self, requests: Any, context: Any) -> AsyncIterator[manager_pb2.ReplicaCommand]:  # noqa: N802 - gRPC's name
+    async def ReplicaSession(self, requests: Any, context: Any) -> AsyncIterator[Message]:  # noqa: N802 - gRPC's name
+        async for command in self._session(requests, manager_pb2.ReplicaCommand):
+            yield command
+
+    async def HolderSession(self, requests: Any, context: Any) -> AsyncIterator[Message]:  # noqa: N802 - gRPC's name
+        async for command in self._session(requests, manager_pb2.HolderCommand):
+            yield command
+
+    async def _session(self, requests: Any, envelope: type[Message]) -> AsyncIterator[Message]:
         self.sessions += 1
         outgoing: asyncio.Queue[Message | None] = asyncio.Queue()
         self._outgoing = outgoing
         reading = asyncio.ensure_future(self._read(requests, outgoing))
         try:
             while (body := await outgoing.get()) is not None:
-                yield pack(manager_pb2.ReplicaCommand, body)
+                yield pack(envelope, body)
         finally:
             reading.cancel()
 
@@ -97,14 +106,14 @@ class PlainManager(manager_pb2_grpc.CheckpointEngineManagerServicer):
             body = unpack(request)
             assert body is not None
             self.received.append(body)
-            if isinstance(body, manager_pb2.ReplicaHello) and self.refuse is not None:
+            if isinstance(body, HELLOS) and self.refuse is not None:
                 outgoing.put_nowait(manager_pb2.Refused(problem=self.refuse))
                 outgoing.put_nowait(None)
-            elif isinstance(body, manager_pb2.ReplicaHello) and self._welcome:
+            elif isinstance(body, HELLOS) and self._welcome:
                 fence = weights_pb2.Fence(cluster=CLUSTER)
                 welcome = manager_pb2.Welcome(fence=fence, lease_seconds=10.0, heartbeat_seconds=self._heartbeat)
                 outgoing.put_nowait(welcome)
-            elif isinstance(body, manager_pb2.ReplicaHeartbeat):
+            elif isinstance(body, manager_pb2.ReplicaHeartbeat | manager_pb2.Heartbeat):
                 outgoing.put_nowait(manager_pb2.Heartbeat(sequence=body.sequence))
             self._changed.set()
         outgoing.put_nowait(None)

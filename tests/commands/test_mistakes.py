@@ -209,14 +209,48 @@ def test_the_status_fits_into_eighty_columns() -> None:
                 last_outcome=manager_pb2.ReplicaOutcome(),
             )
         ],
+        holders=[
+            manager_pb2.HolderStatus(
+                kind="relay",
+                name="rollout-node-17",
+                connected=True,
+                held=[identity],
+                progress=manager_pb2.RelayProgress(bytes_done=1, bytes_total=3),
+            )
+        ],
     )
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(status_command.as_tables("10.0.0.1:50051", answer, wide=False))
     text = console.export_text()
-    for row in ("rollout-node-17-gpu-3", "1234 of grpo-qwen3-8b", "15 of 16"):
+    for row in ("rollout-node-17-gpu-3", "1234 of grpo-qwen3-8b", "15 of 16", "filling, 33 %"):
         assert row in text, text
     assert " host " in text
     assert "publishes" not in text
+
+
+def test_the_status_shows_what_relays_hold_and_who_filled_them() -> None:
+    identity = weights_pb2.Identity(lineage="run", version=7, root=bytes(32))
+    brought = [manager_pb2.RelayFilled.Brought(source="rank 0", bytes=16_400_000_000)]
+    relay = manager_pb2.HolderStatus(
+        kind="relay",
+        name="a",
+        connected=True,
+        held=[identity],
+        filling=manager_pb2.Filling(memory_bytes=200 << 30),
+        last_filled=manager_pb2.RelayFilled(identity=identity, brought=brought, fill_seconds=0.5),
+    )
+    refused = manager_pb2.RelayFilled(identity=identity, problem=weights_pb2.Problem(message="no room"))
+    lost = manager_pb2.HolderStatus(kind="relay", name="b", last_filled=refused)
+    answer = manager_pb2.GetStatusResponse(holders=[relay, lost])
+    console = Console(width=300, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(status_command.as_tables("127.0.0.1:50051", answer))
+    text = console.export_text()
+    for words in ("7 of run", "214.7 GB", "version 7: 16.4 GB from rank 0 in 0.500 s", "disconnected", "7: no room"):
+        assert words in text, text
+    first, second = status_command.as_dict(answer)["holders"]
+    assert first["last_filled"]["brought"] == {"rank 0": 16_400_000_000}
+    assert (first["memory_bytes"], first["progress"], second["memory_bytes"]) == (200 << 30, None, None)
+    assert second["last_filled"]["problem"]["message"] == "no room"
 
 
 def test_old_engine_logs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

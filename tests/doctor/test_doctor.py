@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.digest import host as digest_host
-from ckpt_engine.doctor import host_checks
+from ckpt_engine.doctor import host_checks, relay_checks
 from ckpt_engine.doctor.host_checks import SHARED_MEMORY_CHECK, Check, Result, as_json, works
+from ckpt_engine.host.relay_directory import DIRECTORY
+from ckpt_engine.relay.alone import alone
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +39,8 @@ def test_this_host_can_share_memory() -> None:
     assert rows["transports", "shared_memory"]["result"] == "ok"
     assert rows["agent", "engine directory"]["result"] == "ok"
     assert rows["software", "protobuf"]["result"] == "ok"
+    assert rows["relay", "memory that only a relay writes"]["result"] == "ok"
+    assert " left, of which " in rows["relay", "relay's memory"]["detail"]
     assert {name for group, name in rows if group == "engines"} == {"reference", "sglang", "vllm"}
     assert not [row for row in told["checks"] if row["group"] == "doctor"], "a check failed to run"
     assert told["ok"] is True
@@ -97,3 +101,29 @@ def test_a_check_that_breaks_does_not_take_the_others_away(monkeypatch: pytest.M
     (row,) = (check for check in rows if check.name == "broken")
     assert "unforeseen" in row.detail
     assert any(check.name == SHARED_MEMORY_CHECK for check in rows)
+
+
+def test_whether_a_relay_could_run_and_nothing_is_left_of_trying(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "relays"
+    monkeypatch.setenv(DIRECTORY, str(folder))
+    assert relay("relay's directory").result is Result.OK
+    assert not folder.exists()
+    folder.mkdir()
+    with alone(folder):
+        assert "has a relay already" in relay("relay's directory").detail
+    folder.chmod(0o777)
+    found = relay("relay's directory")
+    assert (found.result, "others could put their sockets" in found.detail) == (Result.NO, True)
+    monkeypatch.setattr(relay_checks, "SHARED_PAGES", tmp_path / "shmem_enabled")
+    monkeypatch.setattr(relay_checks, "PAGES", tmp_path)
+    (tmp_path / "shmem_enabled").write_text("always within_size advise [never] deny force\n")
+    assert "pages of 4 KiB" in relay("huge pages").detail
+    (tmp_path / "free_hugepages").write_text("512\n")
+    (tmp_path / "resv_hugepages").write_text("0\n")
+    assert "a relay of 1 GiB or less uses them" in relay("huge pages").detail
+
+
+def relay(name: str) -> Check:
+    return next(check for check in host_checks.relays() if check.name == name)

@@ -1,4 +1,4 @@
-"""The three state machines as readers: functions of bytes that a peer sent."""
+"""The state machines as readers: functions of bytes that a peer sent."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.machines import events
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.manager.machine import ManagerMachine
+from ckpt_engine.machines.relay.member import RelayMachine
+from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot, SlotFilled
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.machines.wire import unpack
 from ckpt_engine.v1 import manager_pb2, worker_pb2
@@ -102,4 +104,33 @@ def trainer() -> Iterator[Callable[[bytes], None]]:
 
     peer += [command.peer for command in machine.handle(events.Start(), now) if isinstance(command, events.OpenStream)]
     take(manager_pb2.TrainerCommand(welcome=COMMANDS[0].welcome).SerializeToString())
+    yield take
+
+
+@contextlib.contextmanager
+def relay() -> Iterator[Callable[[bytes], None]]:
+    """A relay's session, whose tasks end at once and well; the input is a command of its manager."""
+    machine, now, peer = RelayMachine("a", "s", HOST, manager_pb2.Filling(memory_bytes=9)), 0.0, []
+
+    def feed(event: events.TrainerEvent) -> None:
+        nonlocal now
+        now += 0.01
+        for command in machine.handle(event, now):
+            match command:
+                case events.OpenStream(opened):
+                    peer.append(opened)
+                case events.Run(key, events.PutBlobs(blobs)):
+                    feed(events.Done(key, tuple(manager_pb2.BlobRef(digest=blob) for blob in blobs)))
+                case events.Run(key, FillSlot()):
+                    feed(events.Done(key, SlotFilled(b"table", b"record", manager_pb2.RelayFilled(bytes=1))))
+                case events.Run(key, CountSlot() | ForgetSlot()):
+                    feed(events.Done(key))
+
+    def take(data: bytes) -> None:
+        body = unpack(manager_pb2.HolderCommand.FromString(data))
+        if body is not None:
+            feed(events.Message(peer[-1], body))
+
+    feed(events.Start())
+    take(manager_pb2.HolderCommand(welcome=COMMANDS[0].welcome).SerializeToString())
     yield take

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
-from tests.fuzz.machines import agent, manager, trainer, worker_requests
+from tests.fuzz.machines import agent, manager, relay, trainer, worker_requests
 from tests.fuzz.mutation import mutated
 from tests.fuzz.nodes import MESSAGES, NODE_COMMANDS, follower, leader
 from tests.fuzz.readers import (
@@ -51,6 +51,8 @@ from tests.fuzz.seeds import (
     serialised,
     table,
 )
+
+IDENTITY = weights_pb2.Identity(lineage="run", version=1, root=b"r" * 32)
 
 
 @dataclass
@@ -108,6 +110,26 @@ TARGETS = [
         ),
         trainer,
         manager_pb2.TrainerCommand,
+        20,
+    ),
+    Target(
+        "relay commands",
+        serialised(
+            [
+                manager_pb2.HolderCommand(
+                    fill=manager_pb2.FillRelay(
+                        fence=fence(1), identity=IDENTITY, record=ref(), tables=[ref()], deadline_seconds=9.0
+                    )
+                ),
+                manager_pb2.HolderCommand(withdraw=manager_pb2.WithdrawRelay(fence=fence(2), identity=IDENTITY)),
+                manager_pb2.HolderCommand(
+                    seal=manager_pb2.Seal(fence=fence(3), version=1, atoms=ref(), keep=True, deadline_seconds=9.0)
+                ),
+                manager_pb2.HolderCommand(refused=manager_pb2.Refused(problem=weights_pb2.Problem(message="no"))),
+            ]
+        ),
+        relay,
+        manager_pb2.HolderCommand,
         20,
     ),
     Target("node messages", MESSAGES, leader, worker_pb2.NodeMessage, 20),

@@ -84,6 +84,38 @@ def test_replicas_that_have_gone_are_forgotten_though_nobody_scrapes() -> None:
     assert ("ckpt_engine_replica_since_success_seconds", ("pod-19",)) in manager.samples()
 
 
+def relay_status() -> manager_pb2.HolderStatus:
+    brought = [manager_pb2.RelayFilled.Brought(source="rank 0", bytes=5)]
+    filled = manager_pb2.RelayFilled(identity=identity(7), bytes=5, fill_seconds=0.5, missing_cells=2, brought=brought)
+    return manager_pb2.HolderStatus(
+        kind="relay",
+        name="a",
+        connected=True,
+        held=[identity(6), identity(7)],
+        filling=manager_pb2.Filling(memory_bytes=11),
+        last_filled=filled,
+    )
+
+
+def test_relays_are_shown_as_they_said_last_and_end_with_them() -> None:
+    manager = Manager()
+    manager.status.holders.extend([relay_status(), manager_pb2.HolderStatus(kind="keeper", name="k", connected=True)])
+    shown = manager.samples()
+    found = {name.removeprefix("ckpt_engine_relay_"): value for (name, labels), value in shown.items() if "a" in labels}
+    assert found == {
+        "connected": 1,
+        "memory_bytes": 11,
+        "held_versions": 2,
+        "version": 7,
+        "filled_bytes": 5,
+        "fill_seconds": 0.5,
+        "missing_cells": 2,
+    }
+    assert shown["ckpt_engine_sessions", ("holder",)] == 2
+    del manager.status.holders[:]
+    assert not [labels for _, labels in manager.samples() if "a" in labels]
+
+
 def test_a_replica_of_another_run_has_no_lag() -> None:
     manager = Manager()
     manager.status.replicas.append(manager_pb2.ReplicaStatus(name="other", identity=identity(100, "another")))
@@ -159,6 +191,7 @@ def exported(tmp_path: Path) -> set[str]:
     """Every name that a query may use."""
     manager = Manager()
     manager.status.replicas.append(replica("new", 7))
+    manager.status.holders.append(relay_status())
     outcome = manager_pb2.ReplicaOutcome(replica="new", outcome=manager_pb2.NEW_SERVING)
     stage = manager_pb2.StageSeconds(stage=manager_pb2.PLAN, seconds=1)
     outcome.edges.add(transport="file", bytes=1)

@@ -33,6 +33,9 @@ MOMENTS: tuple[type[Any], ...] = (
 )
 """After the sending or starting of one of these, somebody is struck."""
 
+WITH_RELAYS: tuple[type[Any], ...] = (*MOMENTS, manager_pb2.FillRelay, events.JoinSources)
+"""The same where there are relays."""
+
 
 class Chaos:
     """Does one bad thing after the other, at a pace that differs from seed to seed."""
@@ -50,7 +53,8 @@ class Chaos:
             yield self.world.between(0.2, 2 * pace)
             action = self.world.random.choice(actions)
             if self.scenario.crashes and self.world.chance(0.4):
-                self._trap = self.world.random.choice(MOMENTS), action
+                moments = WITH_RELAYS if self.scenario.relays else MOMENTS
+                self._trap = self.world.random.choice(moments), action
             elif action.__name__ not in self.scenario.slant.without:
                 action()
 
@@ -83,6 +87,8 @@ class Chaos:
                 self.somebody_stops,
                 self.partition,
             ]
+            if self.scenario.relays:
+                actions += [self.relay_restarts, self.relay_restarts]
             if self.scenario.ledger_faults or self.scenario.slant.often:
                 actions += LedgerFaults(self.scenario).actions()
         often = [action for action in actions if action.__name__ in self.scenario.slant.often]
@@ -246,6 +252,15 @@ class Chaos:
             self.world.note(f"{holder.name} {what} version {identity.version} of {identity.lineage}")
             holder.hold(identity)
 
+    def relay_restarts(self) -> None:
+        """It is killed with all that it holds; another one takes its name, perhaps at once."""
+        relays = [relay for relay in self.scenario.relays if relay.alive]
+        if relays:
+            relay = self.world.random.choice(relays)
+            self.world.note(f"{relay.name} is killed")
+            relay.crash()
+            self.world.after(self.world.between(0.0, 6.0), lambda: self.scenario.join_relay(relay.name))
+
     def somebody_prepares(self) -> None:
         """The manager has a replica prepare for another version while an update goes on, as relays will have it."""
         manager, agent = self.scenario.cluster.manager, self._some_agent()
@@ -276,6 +291,7 @@ class Chaos:
         return [
             *self.scenario.agents.values(),
             *self.scenario.holders,
+            *self.scenario.relays,
             *(trainer for group in self.scenario.groups for trainer in group.trainers),
         ]
 

@@ -20,7 +20,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from ckpt_engine.words import state
 from ckpt_engine.words.holding import Decision, Kind, decide
 from ckpt_engine.words.state import WorkerWord
-from tests.simulation.shell import Faults
+from tests.simulation.shell import HOST, Faults
 from tests.simulation.weights import SLICES, SourceGoneError, Truth
 from tests.simulation.world import BrokenPromiseError, Process, Signal, Steps, World
 
@@ -230,7 +230,7 @@ class Engine:
         if reply is None or not reply.HasField("prepare"):
             return
         yield self.world.between(0.01, 0.1)
-        prepared = worker_pb2.WorkerPrepared(fence=reply.prepare.fence)
+        prepared = worker_pb2.WorkerPrepared(fence=reply.prepare.fence, host=HOST)
         model = reply.prepare.manifest.decode()
         if model in self.models:
             prepared.needs = json.dumps([self.name, worker.rank, worker.boot_id.hex(), model]).encode()

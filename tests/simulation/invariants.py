@@ -19,14 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.machines import events
 from ckpt_engine.machines.agent.state import Operation
+from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.words.holding import Kind
 from tests.simulation.engine import CLEAN, DIRTY, Engine, Worker
+from tests.simulation.weights import HeldSource, ref_of
 from tests.simulation.world import BrokenPromiseError
 
 if TYPE_CHECKING:
     from tests.simulation.manager import ManagerShell
     from tests.simulation.members import AgentShell
+    from tests.simulation.relays import RelayShell
     from tests.simulation.scenario import Scenario
 
 BOUND = 1.0
@@ -52,8 +55,8 @@ class Invariants:
         self._seen: dict[str, object] = {}
         self._mislabelled: dict[Engine, int] = {}
         self._said: set[tuple[Engine, int]] = set()  # that tokens of this install may be called by another version
-        self._update: object = None
-        self._registered: set[str] = set()  # when the update that runs began
+        self._update: Update | None = None
+        self._registered: dict[Update, set[str]] = {}  # when each update began
 
     def check(self) -> None:
         """After every event."""
@@ -66,9 +69,11 @@ class Invariants:
             if agent.alive:
                 self._agent(name, agent)
         manager = self.scenario.cluster.manager
-        if manager is not None and manager.machine._update is not self._update:
-            self._update = manager.machine._update
-            self._registered = {name for name, member in manager.machine._members.replicas.items() if member.receives}
+        if manager is not None and manager.machine._updates.running is not self._update:
+            self._update = manager.machine._updates.running
+            if self._update is not None:
+                members = manager.machine._members.replicas.items()
+                self._registered[self._update] = {name for name, member in members if member.receives}
         if manager is not None and manager.alive and not manager.stopped:
             for call in manager.calls.values():
                 patience = call.request.timeout_seconds or self.scenario.deadlines.update
@@ -218,6 +223,7 @@ class Invariants:
                     raise BrokenPromiseError(f"epoch {body.fence.epoch} is installed without its intent")
                 self._install_fence(manager, body.fence)
                 self._late_sources(manager, body)
+                self._held_sources(manager, body)
             case events.Send(_, manager_pb2.SleepWake() as body):
                 self._install_fence(manager, body.fence)
             case events.Send(
@@ -238,6 +244,9 @@ class Invariants:
                 self.world.note(f"intent {epoch} version {identity.version} of {identity.lineage}")
             case events.Run(_, events.RecordOutcome(report)):
                 self._report(manager, report)
+            case events.EmitEvent(_, event) if event.report.held:
+                if event.report.identity not in self._recorded(event.report.fence):
+                    raise BrokenPromiseError(f"callers of epoch {event.report.fence.epoch} return without its intent")
             case events.FinishCall(call, problem) if problem is not None:
                 self.world.note(f"{call} refused: {problem.message}")
 
@@ -250,7 +259,7 @@ class Invariants:
 
     def _late_sources(self, manager: ManagerShell, install: manager_pb2.Install) -> None:
         """A late replica may serve an older version, so it is not sent to ranks that have sealed another one since."""
-        update = manager.machine._update
+        update = manager.update_of(install.fence)
         if update is None or update.order.late is None or manager.generation != manager.ledger.generation:
             return
         content = self.scenario.truth.content[install.identity.root]
@@ -260,6 +269,32 @@ class Invariants:
                 raise BrokenPromiseError(
                     f"{install.identity} is read from {offer.source}, which sealed {source.sealed}"
                 )
+
+    def _held_sources(self, manager: ManagerShell, install: manager_pb2.Install) -> None:
+        """What goes on when its callers have returned reads from relays only."""
+        update = manager.update_of(install.fence)
+        if update is None or update.order.until != manager_pb2.HELD:
+            return
+        for worker in install.workers:
+            for digest in manager.blobs.get_json(worker.plan).values():
+                if not isinstance(self.scenario.truth.sources[bytes.fromhex(digest)], HeldSource):
+                    raise BrokenPromiseError(f"epoch {install.fence.epoch} reads the trainer after its callers return")
+
+    def overwritten(self, relay: RelayShell, slot: HeldSource) -> None:
+        """Nothing is filled where replicas read that an update waits for."""
+        manager, digest = self.scenario.cluster.manager, ref_of(slot.table()).digest.hex()
+        if manager is None or not manager.alive or manager.stopped or self.scenario.ledgers_replaced:
+            return
+        for update in manager.machine._updates.all():
+            if update.phase != "installing" or update.order.late is not None or update._relaying is None:
+                continue
+            for name in update._targets.waiting_for():
+                way = update._relaying.ways.get(name)
+                if way is None or slot.filled != update._identity:
+                    continue
+                for plan in way.compiled.plans.values():
+                    if digest in manager.blobs.get_json(plan).values():
+                        raise BrokenPromiseError(f"{relay.name} fills a slot that {name} reads")
 
     def _install_fence(self, manager: ManagerShell, fence: weights_pb2.Fence) -> None:
         """An install fence is never below one whose intent was recorded."""
@@ -292,12 +327,12 @@ class Invariants:
             raise BrokenPromiseError(f"version {identity.version} of {identity.lineage} is of several steps: {content}")
 
     def _report(self, manager: ManagerShell, report: manager_pb2.UpdateReport) -> None:
-        update = manager.machine._update
+        update = manager.update_of(report.fence)
         assert update is not None
         reported = {outcome.replica for outcome in report.replicas}
         if reported != set(update.order.replicas):
             raise BrokenPromiseError(f"replicas have no outcome in the report of epoch {report.fence.epoch}")
-        unsaid = self._registered - reported
+        unsaid = self._registered[update] - reported
         if unsaid and update.order.selection is None and update.order.late is None:
             raise BrokenPromiseError(f"{unsaid} are registered, and not in the report of epoch {report.fence.epoch}")
         for outcome in report.replicas:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, data_loss, invalid, precondition
+from ckpt_engine.core.reach import Distance
 from ckpt_engine.machines import events
 from ckpt_engine.machines.events import Call, Peer
 from ckpt_engine.machines.manager.machine import ManagerMachine
+from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.machines.manager.versions import Intended, Meant
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.shell import Faults, Shell, Stream
@@ -129,6 +131,10 @@ class ManagerShell(Shell):
         self.streams[peer] = Stream(member, self, at_member, peer, member.envelopes)
         return self.streams[peer]
 
+    def update_of(self, fence: weights_pb2.Fence) -> Update | None:
+        """The one that is recorded under this install fence."""
+        return next((update for update in self.machine._updates.all() if update.installs == fence), None)
+
     def crash(self) -> None:
         """All streams and calls end."""
         super().crash()
@@ -174,8 +180,8 @@ class ManagerShell(Shell):
     def prepare_beside(self, name: str) -> None:
         """A replica is to prepare under a fill fence of its own, beside an update that is not filling it itself. Its
         answer is nobody's."""
-        state, update = self.machine._state, self.machine._update
-        filling = update is not None and (update.phase == "preparing" or update.order.late is not None)
+        state, updates = self.machine._state, self.machine._updates.all()
+        filling = any(update.phase == "preparing" or update.order.late is not None for update in updates)
         if state.epoch_ready() and not filling:
             fence = state.next_fill()
             manifest = self.blobs.put(b"model A")
@@ -279,12 +285,13 @@ class ManagerShell(Shell):
             self.blobs.get(worker.needs)
         wanted = [worker.needs.digest.hex() for worker in task.workers]
         plans = {worker.key: self.blobs.put_json(holder) for worker in task.workers}
+        distances = dict.fromkeys(plans, int(Distance.HOST_MEMORY))
         coarse = record is not None and self.world.chance(0.5)  # needs are unions of what is recorded
         atoms = {
             source.source: self.blobs.put_json({"table": source.table.digest.hex(), "wanted": wanted})
             for source in ([] if coarse else sources)
         }
-        return events.Compiled(plans, atoms, dict.fromkeys(plans, SLICES), handle=(record, task.root))
+        return events.Compiled(plans, atoms, dict.fromkeys(plans, SLICES), (record, task.root), distances=distances)
 
     def _combine(self, task: events.CombineSeals) -> events.Combined:
         record, root = task.compiled.handle  # type: ignore[misc]

@@ -17,11 +17,9 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from ckpt_engine.words import state
 from tests.simulation.engine import Engine
 from tests.simulation.manager import ManagerShell
-from tests.simulation.shell import Faults, Shell, Stream
+from tests.simulation.shell import HOST, Faults, Shell, Stream
 from tests.simulation.weights import Source, Truth, ref_of
 from tests.simulation.world import BrokenPromiseError, Signal, Steps, World
-
-HOST = weights_pb2.Host(boot_id="host", pid_namespace="namespace", name="simulated")
 
 
 class Cluster:
@@ -156,7 +154,7 @@ class AgentShell(MemberShell):
         super().__init__(
             cluster,
             name,
-            machine(name, session, agent_epoch, mode, HOST, ("shared_memory",), cluster.deadlines),
+            machine(name, session, agent_epoch, mode, HOST, ("shared_memory", "relay_memory"), cluster.deadlines),
         )
         self.machine: AgentMachine
         self.agent_epoch, self.mode = agent_epoch, mode

@@ -55,7 +55,7 @@ class Recipe:
 
     def tell(self) -> Scenario:
         """Raises BrokenPromiseError."""
-        slant = Slant(without=self.without) if self.without else None
+        slant = Slant(without=self.without, relays="relays" not in self.without)
         return run_seed(self.seed, crashes=self.crashes, slant=slant, bad_seconds=self.seconds)
 
 
@@ -76,7 +76,12 @@ def shortest(recipe: Recipe, told: str) -> tuple[Recipe, str]:
     """Leaves out what can be left out while the failure stays the same in kind; with what that story tells."""
     kind = _kind(told)
     chaos = Chaos(Scenario(0, crashes=True)).actions()
-    names = ["ledger", *sorted({action.__name__ for action in chaos}), *sorted(vars(Faults()).keys() - {"cuts"})]
+    names = [
+        "ledger",
+        "relays",
+        *sorted({action.__name__ for action in chaos}),
+        *sorted(vars(Faults()).keys() - {"cuts"}),
+    ]
     candidates = [replace(recipe, without=recipe.without | {name}) for name in names]
     for candidate in [replace(recipe, seconds=second) for second in (2.0, 5.0, 10.0, 15.0)] + candidates[:TRIES]:
         merged = replace(

@@ -12,6 +12,7 @@ from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.manager.machine import ManagerMachine
+from ckpt_engine.machines.relay.member import RelayMachine
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.chaos import Chaos
@@ -21,6 +22,7 @@ from tests.simulation.holders import HolderShell
 from tests.simulation.invariants import BrokenPromiseError, Invariants
 from tests.simulation.manager import Ledger, ManagerShell
 from tests.simulation.members import AgentShell, Cluster, TrainerShell
+from tests.simulation.relays import RelayShell
 from tests.simulation.shell import Faults
 from tests.simulation.weights import Source, Truth
 from tests.simulation.world import Process, Steps, World
@@ -39,6 +41,7 @@ DEADLINES = Deadlines(
     prepare=4.0,
     plan=2.0,
     seal=3.0,
+    fill=3.0,
     quiesce=2.0,
     resume=1.5,
     report=1.0,
@@ -58,6 +61,7 @@ class Machines:
     agent: type[AgentMachine] = AgentMachine
     trainer: type[TrainerMachine] = TrainerMachine
     engine: type[Engine] = Engine
+    relay: type[RelayMachine] = RelayMachine
 
 
 @dataclass(frozen=True)
@@ -66,13 +70,16 @@ class Slant:
 
     without: names of faults and of the chaos's actions that are left out, to find a shorter story. often: actions that
     make up half of what the chaos does. worse: faults that are as bad as this, to bring something about more often.
-    repeats: how often a run asks for the version again that it asked for last.
+    repeats: how often a run asks for the version again that it asked for last. relays: whether there may be some.
+    held: how often callers return when these hold the version.
     """
 
     without: frozenset[str] = frozenset()
     often: frozenset[str] = frozenset()
     worse: Mapping[str, float] = field(default_factory=dict)
     repeats: float = 0.15
+    relays: bool = False
+    held: float = 0.4
 
 
 @dataclass
@@ -126,6 +133,7 @@ class Scenario:
         self.agents: dict[str, AgentShell] = {}
         self.groups: list[Group] = []
         self.holders: list[HolderShell] = []
+        self.relays: list[RelayShell] = []
         self.cluster = Cluster(self.world, self.faults, self.truth, self.deadlines)
         self.invariants = Invariants(self)
         self.world.check = self.invariants.check
@@ -148,6 +156,8 @@ class Scenario:
         for _ in range(random.randint(1, 3)):
             self.join_replica()
         self.start_group()
+        for _ in range(random.choice((0, 1, 1, 2)) if self.slant.relays else 0):
+            self.join_relay()
         self.chaos = Chaos(self)
         going_wrong = self.world.spawn(self.chaos.steps())
         self.world.run(self.world.now + bad_seconds)
@@ -224,6 +234,13 @@ class Scenario:
         holder = HolderShell(self.cluster, f"keeper-{len(self.holders)}", lies)
         self.holders.append(holder)
         return holder
+
+    def join_relay(self, name: str | None = None) -> RelayShell:
+        """A relay on the host of all replicas. name: of one that was there before, and holds nothing now."""
+        relay = RelayShell(self.cluster, name or f"relay-{len(self.relays)}", self.machines.relay)
+        relay.watched.append(self.invariants.overwritten)
+        self.relays = [each for each in self.relays if each.name != name] + [relay]
+        return relay
 
     def start_engine(self, agent: AgentShell, instead: Engine | None = None) -> None:
         """An engine, ready a moment later, unless the agent has one. instead: of a dead one that it still counts on."""
@@ -342,9 +359,12 @@ class Scenario:
         """All ranks call; the report if all calls ended well."""
         self.attempts += 1
         wanted = [name for name in self.agents if self.world.chance(0.5)] if self.world.chance(self.faults.task) else []
+        prefetch, until = self._by_relay()
         calls: list[Process] = []
         for trainer in group.trainers:
-            request = manager_pb2.UpdateWeightsRequest(timeout_seconds=self.world.random.choice((0.0, 12.0)))
+            request = manager_pb2.UpdateWeightsRequest(
+                timeout_seconds=self.world.random.choice((0.0, 12.0)), prefetch=prefetch, until=until
+            )
             if version is not None:
                 request.version = version
             elif self.world.chance(self.faults.task / 5):
@@ -361,8 +381,16 @@ class Scenario:
             reports.append(report)
         if any(report is None for report in reports):
             return None
-        self.succeeded += reports[0].ok
+        self.succeeded += reports[0].ok or reports[0].held
         return reports[0]
+
+    def _by_relay(self) -> tuple[manager_pb2.Prefetch, manager_pb2.Until]:
+        """What the callers want of relays: held only while nobody looks at how the installs of a report ended."""
+        if not self.relays:
+            return manager_pb2.PREFETCH_UNSPECIFIED, manager_pb2.UNTIL_UNSPECIFIED
+        if self.chaos is not None and self.world.chance(self.slant.held):
+            return manager_pb2.AUTO, manager_pb2.HELD
+        return self.world.random.choice((manager_pb2.AUTO, manager_pb2.ALWAYS)), manager_pb2.INSTALLED
 
     def _call(self, trainer: TrainerShell, request: manager_pb2.UpdateWeightsRequest) -> Steps:
         yield self.world.between(0.0, 0.3)
@@ -372,7 +400,7 @@ class Scenario:
             patience = self.world.between(0.0, 3.0)
         try:
             report = yield from trainer.update(request, patience)
-            if self.world.chance(0.5):
+            if report.held or self.world.chance(0.5):
                 trainer.source.train(f"{trainer.name} trained at once at {self.world.now:.3f}")
             return report
         except CkptEngineError as error:

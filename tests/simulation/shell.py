@@ -14,7 +14,11 @@ from google.protobuf.message import Message as ProtobufMessage
 from ckpt_engine.core.problems import CkptEngineError, deadline, internal
 from ckpt_engine.machines.events import Done, Key, Message, Peer, PeerLost
 from ckpt_engine.machines.wire import pack, unpack
+from ckpt_engine.v1 import weights_pb2
 from tests.simulation.world import Process, Steps, World
+
+HOST = weights_pb2.Host(boot_id="host", pid_namespace="namespace", name="simulated", relay_directory="relays")
+"""Where everybody is."""
 
 EXCUSED = 3.0
 """Seconds after having been stopped in which a process may be late."""

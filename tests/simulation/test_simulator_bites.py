@@ -10,7 +10,7 @@ from ckpt_engine.machines.agent import install as agent_install
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.agent.state import Replica
 from ckpt_engine.machines.events import HoldRequests, TimerFired
-from ckpt_engine.machines.manager import gather, targets, update
+from ckpt_engine.machines.manager import gather, installing, targets, update
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import Versions
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
@@ -60,8 +60,13 @@ def intents_are_not_written(patch: Patch) -> None:
 
     def decide(self: update.Update, root: bytes, now: float) -> None:
         self._identity = weights_pb2.Identity(lineage=self.order.lineage, version=self.order.version, root=root)
-        self.installs = self.state.next_install()
-        self._targets.decided(self.installs, self._identity)
+        assert self._compiled is not None
+        assert self._combined is not None
+        direct = targets.Way(self._compiled, self._combined)
+        self._installing = installing.Installing(
+            self.course, self._targets, self._absences, self._identity, direct, None
+        )
+        self._targets.decided(self._installing.fence, self._identity)
         self._install(now)
 
     patch.setattr(update.Update, "_decide_identity", decide)
@@ -133,14 +138,14 @@ def reports_leave_out_who_is_away(patch: Patch) -> None:
 
 def one_is_always_enough(patch: Patch) -> None:
     """A report is ok as soon as one replica serves the new version."""
-    original = update.build_report
+    original = installing.build_report
 
     def build_report(*arguments: Any, **named: Any) -> manager_pb2.UpdateReport:
         report = original(*arguments, **named)
         report.ok = any(outcome.outcome == manager_pb2.NEW_SERVING for outcome in report.replicas)
         return report
 
-    patch.setattr(update, "build_report", build_report)
+    patch.setattr(installing, "build_report", build_report)
 
 
 def requests_are_not_kept(patch: Patch) -> None:

@@ -25,8 +25,8 @@ def an_install_fence_is_spent_at_the_intent(patch: Patch) -> None:
     made, next_install = update.Update.__init__, State.next_install
     early: dict[int, weights_pb2.Fence] = {}
 
-    def make(self: update.Update, state: State, order: Any, over: Any) -> None:
-        made(self, state, order, over)
+    def make(self: update.Update, state: State, *others: Any) -> None:
+        made(self, state, *others)
         early[id(state)] = next_install(state)
         state.spend_ahead()
 

@@ -85,9 +85,11 @@ class Source:
 
 @dataclass
 class HeldSource(Source):
-    """What a holder holds of one version: all slices, in its own memory. rank, world_size: of nothing."""
+    """What a holder holds of one version: all slices, in its own memory. rank, world_size: of nothing. filled: of a
+    relay's slot, what it was filled with last."""
 
     source: str = ""
+    filled: weights_pb2.Identity | None = None
 
     def table(self) -> bytes:
         """A SourceTable without a rank."""

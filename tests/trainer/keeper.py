@@ -28,14 +28,12 @@ from ckpt_engine.machines.events import (
     HoldVersions,
     OfferedVersion,
     PublicationDecided,
-    Released,
     SealSource,
-    SessionEnded,
     SessionOpened,
 )
 from ckpt_engine.machines.holder.machine import HolderMachine
 from ckpt_engine.source.directory import directory_source
-from ckpt_engine.trainer.session import OfferingSession, Sealing
+from ckpt_engine.trainer.session import Notice, OfferingSession, Sealing
 from ckpt_engine.v1 import weights_pb2
 
 KIND = "keeper"
@@ -94,7 +92,7 @@ class Keeper:
         self.sealed.append(atoms)
         return weights_pb2.Digests(values=self._digest(atoms)), 0.0, 0.0
 
-    def _notified(self, said: SessionOpened | SessionEnded | PublicationDecided | Released) -> None:
+    def _notified(self, said: Notice) -> None:
         if isinstance(said, SessionOpened):
             self.opened.set()
         elif isinstance(said, PublicationDecided):

@@ -12,12 +12,19 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 class HolderMachine(OfferingMachine):
     """One holder. kind, name: what it is, and which one of its kind. session_id: of this process; survives reconnects.
+    filling: what it has for being filled, if it can be; read anew for each hello.
 
     Its tables have no rank, and the id that `offers.holder_id` gives.
     """
 
     def __init__(
-        self, kind: str, name: str, session_id: str, host: weights_pb2.Host, deadlines: Deadlines | None = None
+        self,
+        kind: str,
+        name: str,
+        session_id: str,
+        host: weights_pb2.Host,
+        deadlines: Deadlines | None = None,
+        filling: manager_pb2.Filling | None = None,
     ) -> None:
         def hello(told: Told) -> manager_pb2.HolderHello:
             return manager_pb2.HolderHello(
@@ -28,6 +35,7 @@ class HolderMachine(OfferingMachine):
                 host=host,
                 epoch=told.epoch,
                 held=told.held,
+                filling=filling,
             )
 
         super().__init__(Kind("HolderSession", manager_pb2.HolderMessage, hello, hello), deadlines)

@@ -15,7 +15,7 @@ from ckpt_engine.machines.events import Call
 from ckpt_engine.machines.manager.naming import ranks_named
 from ckpt_engine.machines.manager.order import Order
 from ckpt_engine.machines.manager.publications import Publications
-from ckpt_engine.machines.manager.selection import min_replicas_of, replicas_for
+from ckpt_engine.machines.manager.selection import check_wishes, min_replicas_of, prefetch_of, replicas_for, until_of
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import manager_pb2
 
@@ -40,6 +40,7 @@ class Gather:
         rank = request.rank
         if request.timeout_seconds:
             check_seconds("a timeout", request.timeout_seconds)
+        check_wishes(request)
         if rank in self.calls:
             raise aborted(f"rank {rank} of lineage {self.lineage!r} has called already", ranks=(rank,))
         trainer = self.state.members.trainers.get((self.lineage, rank))
@@ -111,6 +112,8 @@ class Gather:
             selection=frozenset(request.replicas) or None,
             end=self.end,
             before=self.state.versions.highest.get(self.lineage),
+            prefetch=prefetch_of(request),
+            until=until_of(request),
         )
 
     def overdue(self) -> CkptEngineError:
@@ -168,11 +171,19 @@ class Gather:
             said = ", ".join(f"{ranks_named(asking[version])}: {version}" for version in sorted(asking)[:MOST_NAMED])
             raise invalid(f"the ranks ask for different versions: {said}", ranks=sorted(versions))
         wishes = {
-            rank: (request.pause_mode, min_replicas_of(request), tuple(sorted(request.replicas)))
+            rank: (
+                request.pause_mode,
+                min_replicas_of(request),
+                tuple(sorted(request.replicas)),
+                prefetch_of(request),
+                until_of(request),
+            )
             for rank, request in self.requests.items()
         }
         if len(set(wishes.values())) > 1:
-            raise invalid("the ranks differ in pause mode, replicas or min_replicas", ranks=sorted(wishes))
+            raise invalid(
+                "the ranks differ in pause mode, replicas, min_replicas, prefetch or until", ranks=sorted(wishes)
+            )
 
     def _meant(self, request: manager_pb2.UpdateWeightsRequest) -> int:
         """The version that a request means: its own, or the lineage's next. A new lineage begins with 0."""

@@ -1,8 +1,9 @@
 """The manager's machine: who is there, and one thing at a time for all of them.
 
 Decides who may join, which call begins an update, and what waits for what:
-- One update runs at a time. Meanwhile the ranks of other lineages gather, side by side, and take turns (`gathers`);
-  another call of the lineage that is being updated is ABORTED, naming the update.
+- One update runs at a time, perhaps beside the installs of the one before it (`updates`). Meanwhile the ranks of other
+  lineages gather, side by side, and take turns (`gathers`); another call of the lineage that is being updated is
+  ABORTED, naming the update.
 - Sleep and Wake run alone too; an update that was gathered meanwhile waits for their end.
 - When nothing else can be done, late replicas are brought up, one after the other. An update whose turn has come cuts
   that short: before its install begins at once, afterwards when the replica's outcome has come.
@@ -39,13 +40,12 @@ from ckpt_engine.machines.manager.gathers import Gathers
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Hello, Holder, Member, Replica, Trainer
 from ckpt_engine.machines.manager.operators import operate
-from ckpt_engine.machines.manager.order import Order
 from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.recovery import Recovery
 from ckpt_engine.machines.manager.sleepers import Sleepers
 from ckpt_engine.machines.manager.state import SPEND, State
 from ckpt_engine.machines.manager.status import blobs_in_use, status_of
-from ckpt_engine.machines.manager.update import Update
+from ckpt_engine.machines.manager.updates import Updates
 from ckpt_engine.machines.manager.versions import Intended, Meant
 from ckpt_engine.machines.manager.watching import Watched, watched
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -80,7 +80,7 @@ class ManagerMachine:
         self._recovery = Recovery(self._state)
         self._forgetting = Forgetting(self._state)
         self._gathers = Gathers(self._state, self._publications)
-        self._update: Update | None = None
+        self._updates = Updates(self._state)
         self._sleepers: Sleepers | None = None
         self._restarted = epoch > 0
         self._settled = False
@@ -120,15 +120,15 @@ class ManagerMachine:
 
     def watched(self) -> Watched:
         """What WatchReplicas tells."""
-        return watched(self._state, self._update, self._settled or not self._restarted)
+        return watched(self._state, self._updates.all(), self._settled or not self._restarted)
 
     def blobs_in_use(self) -> dict[str, list[manager_pb2.BlobRef]]:
         """Blobs that must stay, by what needs them; for BlobStore.pin. Owners that are not named need nothing."""
-        return blobs_in_use(self._state, self._publications, self._holdings, self._update)
+        return blobs_in_use(self._state, self._publications, self._holdings, self._updates.all())
 
     def _phase(self) -> str:
-        running = self._update or self._sleepers or self._gathers
-        return running.describe() or "idle"
+        running = "; ".join(update.describe() for update in self._updates.all())
+        return running or (self._sleepers or self._gathers).describe() or "idle"
 
     # -- members
 
@@ -148,12 +148,11 @@ class ManagerMachine:
             case manager_pb2.Publish() if isinstance(member, Trainer):
                 member.table = body.table
                 self._publications.offered(member)
-                if self._update is not None:
-                    self._update.member_back(member, now)
+                self._updates.back(member, now)
             case manager_pb2.ReplicaHeartbeat() if isinstance(member, Replica):
                 member.workers = tuple(body.workers)
-                if self._recovery.learn_epochs(member) and self._update is not None:
-                    self._update.outrun()
+                if self._recovery.learn_epochs(member):
+                    self._updates.outrun()
                 member.serving, member.asleep = body.serving, body.asleep
                 member.closed_reason, member.label_problem = body.closed_reason, body.label_problem
                 self._state.send(member, manager_pb2.Heartbeat(sequence=body.sequence))
@@ -163,8 +162,9 @@ class ManagerMachine:
                 if self._sleepers is not None:
                     self._sleepers.answer(member, body)
             case _:
-                if self._update is not None:
-                    self._update.message(member, body, now)
+                if isinstance(member, Holder):
+                    member.note(body)
+                self._updates.message(member, body, now)
 
     def _outcome(self, replica: Replica, outcome: manager_pb2.ReplicaOutcome, now: float) -> None:
         if outcome.fence.cluster != self._members.cluster:
@@ -172,8 +172,7 @@ class ManagerMachine:
         last = replica.last_outcome
         if last is None or last.fence.epoch <= outcome.fence.epoch:
             replica.last_outcome = outcome
-        if self._update is not None:
-            self._update.message(replica, outcome, now)
+        self._updates.message(replica, outcome, now)
         self._state.send(replica, manager_pb2.OutcomeReceived(fence=outcome.fence))
 
     def _hello(self, peer: Peer, hello: Hello, now: float) -> None:
@@ -189,8 +188,8 @@ class ManagerMachine:
         if before is not None and before != peer:
             self._state.cancel_timer(("lease", before))
             self._state.out.append(ClosePeer(before, aborted("another stream speaks for this member now").problem))
-        if self._recovery.learn(hello) and self._update is not None:
-            self._update.outrun()
+        if self._recovery.learn(hello):
+            self._updates.outrun()
         self._state.send(
             member,
             manager_pb2.Welcome(
@@ -202,14 +201,13 @@ class ManagerMachine:
         self._state.set_timer(("lease", peer), self._deadlines.lease)
         if not isinstance(member, Replica):
             self._forgetting.back(member)
-            if self._update is not None and session not in ("", member.session_id):
-                self._update.member_gone(member, now)
+            if session not in ("", member.session_id):
+                self._updates.gone(member, now)
         if isinstance(member, Trainer):
             self._publications.offered(member)
         elif isinstance(member, Holder):
             self._holdings.told(member)
-        if self._update is not None:
-            self._update.member_back(member, now)
+        self._updates.back(member, now)
         if self._sleepers is not None:
             self._sleepers.send_missing(now)
 
@@ -224,8 +222,7 @@ class ManagerMachine:
         self._members.forget(member)
         member.peer = None
         self._gone(member, now)
-        if self._update is not None:
-            self._update.member_gone(member, now)
+        self._updates.gone(member, now)
         self._publications.prune()
         self._forgetting.prune()
 
@@ -237,8 +234,7 @@ class ManagerMachine:
         self._gone(member, now)
         if not isinstance(member, Replica):
             self._forgetting.lost(member)
-        if self._update is not None:
-            self._update.member_lost(member, now)
+        self._updates.lost(member, now)
 
     def _gone(self, member: Member, now: float) -> None:
         if self._sleepers is not None and isinstance(member, Replica):
@@ -260,7 +256,7 @@ class ManagerMachine:
 
     def _update_call(self, call: Call, request: manager_pb2.UpdateWeightsRequest, now: float) -> None:
         try:
-            running = self._update
+            running = self._updates.running
             if running is not None and running.order.late is None and running.order.lineage == request.lineage:
                 raise aborted(f"another update runs: {running.describe()}")
             self._gathers.join(call, request, now)
@@ -269,9 +265,9 @@ class ManagerMachine:
 
     def _sleep_call(self, event: SleepCall | WakeCall, now: float) -> None:
         try:
-            if self._update is not None and self._update.order.late is not None:
-                self._cut_short("a call to sleep or wake came", now)
-            busy = self._update or self._sleepers or (self._gathers if self._gathers.next() is not None else None)
+            self._cut_short("a call to sleep or wake came", now)
+            updates = next(iter(self._updates.all()), None)
+            busy = updates or self._sleepers or (self._gathers if self._gathers.next() is not None else None)
             if busy is not None:
                 raise aborted(f"replicas are in use: {busy.describe()}")
             self._state.check_ledger()
@@ -289,9 +285,7 @@ class ManagerMachine:
         if self._sleepers is not None and self._sleepers.call == call:
             self._sleepers.call = None
         self._gathers.cancelled(call)
-        if self._update is not None:
-            for rank in [rank for rank, other in self._update.order.calls.items() if other == call]:
-                self._update.caller_left(rank)
+        self._updates.cancelled(call)
 
     # -- what comes next
 
@@ -309,29 +303,23 @@ class ManagerMachine:
             self._sleepers = None
         if self._sleepers is not None:
             self._sleepers.start(now)
+        self._updates.next(now)
         self._gathers.look(self._settled, now)
         lineage = self._gathers.next()
-        if lineage is not None and self._update is not None:
+        if lineage is not None:
             self._cut_short(f"an update of lineage {lineage!r} came", now)
-        if self._update is not None or self._sleepers is not None or not self._state.epoch_ready():
+        if self._updates.running is not None or self._sleepers is not None or not self._state.epoch_ready():
             return
         if lineage is not None:
-            self._start(self._gathers.begin(lineage), now)
-        elif self._settled and self._state.ledger_problem is None:
+            self._updates.start(self._gathers.begin(lineage), now)
+        elif self._settled and self._state.ledger_problem is None and self._updates.before is None:
             order = self._catch_up.order(now)
             if order is not None:
-                self._start(order, now)
-
-    def _start(self, order: Order, now: float) -> None:
-        self._update = Update(self._state, order, self._over)
-        self._update.start(now)
-
-    def _over(self) -> None:
-        self._update = None
+                self._updates.start(order, now)
 
     def _cut_short(self, reason: str, now: float) -> None:
-        update = self._update
-        if update is not None and update.order.late is not None and not update.cut:
+        update = self._updates.late()
+        if update is not None and not update.cut:
             self._catch_up.cut_short(update.order.replicas[0])
             update.cut_short(reason, now)
 
@@ -342,8 +330,7 @@ class ManagerMachine:
             case ("lease", str() as peer):
                 self._lease(Peer(peer), now)
             case ("update", int() as epoch, str() as step):
-                if self._update is not None and self._update.fence.epoch == epoch:
-                    self._update.timer(step, now)
+                self._updates.timer(epoch, step, now)
             case ("sleepers", int() as epoch, str() as step):
                 if self._sleepers is not None and self._sleepers.fence.epoch == epoch:
                     self._sleepers.timer(step, now)
@@ -364,13 +351,11 @@ class ManagerMachine:
     def _done(self, done: Done, now: float) -> None:
         match done.key:
             case ("update", int() as epoch, str() as step):
-                if self._update is not None and self._update.fence.epoch == epoch:
-                    self._update.done(step, done, now)
-                    if step == "intent":
-                        self._state.spend_ahead()
-                        for trainer in self._forgetting.taken_over():
-                            self._goodbye(trainer, None, now)
-                        self._forgetting.prune()
+                if self._updates.done(epoch, step, done, now) and step == "intent":
+                    self._state.spend_ahead()
+                    for trainer in self._forgetting.taken_over():
+                        self._goodbye(trainer, None, now)
+                    self._forgetting.prune()
             case ("merge", str() as lineage, int() as number):
                 self._publications.merged(lineage, number, done)
             case ("join", str() as lineage, int() as number):

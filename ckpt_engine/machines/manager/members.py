@@ -42,7 +42,8 @@ class Trainer:
 @dataclass
 class Holder:
     """Who holds sealed versions and is no trainer rank. kind: for people. source: the id of what it offers. peer: None
-    while its session is lost."""
+    while its session is lost. filling: what it can be filled with, if it can. last_filled, progress: what it said last
+    of being filled, and of what goes on."""
 
     kind: str
     name: str
@@ -51,11 +52,21 @@ class Holder:
     peer: Peer | None
     heard: float
     held: tuple[manager_pb2.Held, ...] = ()
+    filling: manager_pb2.Filling | None = None
+    last_filled: manager_pb2.RelayFilled | None = None
+    progress: manager_pb2.RelayProgress | None = None
 
     @property
     def source(self) -> str:
         """No other holder and no rank has it."""
         return holder_id(self.kind, self.name)
+
+    def note(self, body: object) -> None:
+        """Remembers what it says of being filled."""
+        if isinstance(body, manager_pb2.RelayProgress):
+            self.progress = body
+        elif isinstance(body, manager_pb2.RelayFilled):
+            self.last_filled, self.progress = body, None
 
 
 @dataclass(frozen=True)
@@ -251,7 +262,11 @@ class Members:
         if len(hello.held) > MOST_HELD:
             raise invalid(f"a holder holds at most {MOST_HELD} versions, not {len(hello.held)}")
         holder = Holder(hello.kind, hello.name, hello.session_id, hello.host, peer, now, tuple(hello.held))
+        if hello.HasField("filling"):
+            holder.filling = hello.filling
         old = self.holders.get(holder.source)
+        if old is not None and old.session_id == hello.session_id:
+            holder.last_filled, holder.progress = old.last_filled, old.progress
         if old is not None and old.peer is not None and old.session_id != hello.session_id:
             raise aborted(
                 f"{holder.source} is connected from host {old.host.name!r} as another process: give this one another "

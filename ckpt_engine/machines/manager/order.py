@@ -16,7 +16,7 @@ class Order:
     is ok only with all. selection: the caller's wish, None for all. late: a replica is brought to this version, which
     was sealed before; None: the version is sealed now, and its root is not known yet. record: the sealed record of that
     version, if the sources need digest no more than what is finer. before: the lineage's version before this one, if
-    one is known.
+    one is known. prefetch: whether relays are filled first. until: what its callers wait for.
     """
 
     lineage: str
@@ -31,6 +31,8 @@ class Order:
     late: weights_pb2.Identity | None = None
     record: manager_pb2.BlobRef | None = None
     before: weights_pb2.Identity | None = None
+    prefetch: manager_pb2.Prefetch = manager_pb2.AUTO
+    until: manager_pb2.Until = manager_pb2.INSTALLED
 
     @property
     def least(self) -> int:

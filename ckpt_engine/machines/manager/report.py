@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ckpt_engine.core.stages import in_order
 from ckpt_engine.machines.events import Published
@@ -54,12 +54,16 @@ def build_report(
     outcomes: Mapping[str, manager_pb2.ReplicaOutcome],
     seconds: float,
     planning: float,
+    relays: Sequence[manager_pb2.RelayReport] = (),
+    prefetch: str = "",
+    held: bool = False,
 ) -> manager_pb2.UpdateReport:
     """The report of an update. It is ok with so many replicas as the order asks for, or with all. planning: seconds
-    until the first install command."""
+    until the first install command. prefetch: why relays were filled or not. held: it is told before installs have
+    ended: then it is neither ok nor not, and says nothing of replicas without an outcome."""
     ordered = [outcomes[name] for name in sorted(outcomes)]
     new = [outcome for outcome in ordered if outcome.outcome == manager_pb2.NEW_SERVING]
-    ok = len(new) >= (len(ordered) if order.min_replicas is None else order.min_replicas)
+    ok = not held and len(new) >= (len(ordered) if order.min_replicas is None else order.min_replicas)
     slowest: dict[manager_pb2.Stage, float] = {}
     for outcome in ordered:
         for stage in outcome.stages:
@@ -78,6 +82,9 @@ def build_report(
         verified=ok and all(is_verified(worker) for outcome in new for worker in outcome.workers),
         warnings=_warnings(identity, order.before),
         copied=_copied(order.published),
+        relays=relays,
+        prefetch=prefetch,
+        held=held,
     )
 
 

@@ -1,29 +1,34 @@
-"""Sealing in one update: every source digests its atoms, and what it offers stays as it is from then on."""
+"""Sealing: every source of one publication digests its atoms, and what it offers stays as it is from then on.
+
+Of what is sealed already (`keep`) only digests are asked for: of ranks that keep a version, and of holders.
+"""
 
 from __future__ import annotations
 
 from ckpt_engine.core.problems import deadline
-from ckpt_engine.machines.events import Compiled, SourceOffer
-from ckpt_engine.machines.manager.order import Order
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.events import Combined, Compiled, Published, SourceOffer
+from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
 
 
 class Sealing:
-    """Who has sealed and who has not. Begins once the plans are compiled."""
+    """Who has sealed and who has not. Begins once the plans are compiled. reader: the replica that digests what files
+    hold whose owner is gone; empty: none."""
 
-    def __init__(self, state: State, order: Order, fence: weights_pb2.Fence, compiled: Compiled) -> None:
-        self._state = state
-        self._order = order
-        self._fence = fence
+    def __init__(self, course: Course, published: Published, compiled: Compiled, keep: bool, reader: str = "") -> None:
+        self._course = course
+        self._state = course.state
+        self._published = published
         self._compiled = compiled
+        self._keep = keep
+        self._reader = reader
         self._answers: dict[str, manager_pb2.Sealed] = {}
 
     def missing(self) -> list[SourceOffer]:
         """Sources that have something to digest, and have not sealed."""
-        asked = (source for source in self._order.published.sources if source.source in self._compiled.atoms)
+        asked = (source for source in self._published.sources if source.source in self._compiled.atoms)
         return [source for source in asked if source.source not in self._answers]
 
     def digests(self) -> dict[str, manager_pb2.BlobRef]:
@@ -31,27 +36,27 @@ class Sealing:
         return {source: answer.digests for source, answer in self._answers.items()}
 
     def send(self, seconds: float) -> None:
-        """Tells, again, everybody who has not answered.
-
-        A late replica's sources are only asked for digests of what they keep sealed; where the process of such a
-        source is gone, what it offered may still be there (files), and the replica itself digests it as a reader.
-        """
-        late = self._order.late is not None
-        if not late:
-            self._state.versions.sealed_anew(self._order.lineage)
+        """Tells, again, everybody who has not answered."""
+        lineage, version = self._course.order.lineage, self._course.order.version
+        if not self._keep:
+            self._state.versions.sealed_anew(lineage)
         for source in self.missing():
             atoms = self._compiled.atoms[source.source]
-            member = self._state.members.source(self._order.lineage, source)
+            member = self._state.members.source(lineage, source)
             if member is not None:
                 seal = manager_pb2.Seal(
-                    fence=self._fence, version=self._order.version, atoms=atoms, keep=late, deadline_seconds=seconds
+                    fence=self._course.fence,
+                    version=version,
+                    atoms=atoms,
+                    keep=self._keep,
+                    deadline_seconds=seconds,
                 )
                 self._state.send(member, seal)
-            elif late:
+            elif self._reader:
                 command = manager_pb2.SealForReaders(
-                    fence=self._fence, table=source.table, atoms=atoms, deadline_seconds=seconds
+                    fence=self._course.fence, table=source.table, atoms=atoms, deadline_seconds=seconds
                 )
-                self._state.send_to(self._order.replicas[0], command)
+                self._state.send_to(self._reader, command)
 
     def overdue(self, seconds: float) -> Problem:
         """Who was silent for too long, `seconds` after the update began."""
@@ -75,3 +80,11 @@ class Sealing:
             return problem
         self._answers.update((source.source, body) for source in answered)
         return None
+
+
+def refs_of(compiled: Compiled | None, sealing: Sealing | None, combined: Combined | None) -> list[manager_pb2.BlobRef]:
+    """Blobs that members may fetch, or that the next step needs."""
+    refs = [] if compiled is None else [*compiled.plans.values(), *compiled.atoms.values()]
+    refs += [] if sealing is None else sealing.digests().values()
+    refs += [] if combined is None else combined.expected.values()
+    return refs + ([] if combined is None or combined.record is None else [combined.record])

@@ -7,7 +7,7 @@ out. Who said goodbye or was evicted is not registered any more.
 from __future__ import annotations
 
 from ckpt_engine.core.pausing import check_pause_mode
-from ckpt_engine.core.problems import precondition
+from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.machines.manager.absences import not_there
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import manager_pb2
@@ -16,6 +16,28 @@ from ckpt_engine.v1 import manager_pb2
 def min_replicas_of(request: manager_pb2.UpdateWeightsRequest) -> int | None:
     """How many replicas suffice; None: the caller has not said."""
     return request.min_replicas if request.HasField("min_replicas") else None
+
+
+def prefetch_of(request: manager_pb2.UpdateWeightsRequest) -> manager_pb2.Prefetch:
+    """Whether relays are filled first; a caller that has not said leaves it to the manager."""
+    return request.prefetch or manager_pb2.AUTO
+
+
+def until_of(request: manager_pb2.UpdateWeightsRequest) -> manager_pb2.Until:
+    """What the call waits for."""
+    return request.until or manager_pb2.INSTALLED
+
+
+def check_wishes(request: manager_pb2.UpdateWeightsRequest) -> None:
+    """Raises INVALID_ARGUMENT for words that this manager does not know, or that contradict each other."""
+    for what, value, known in (
+        ("prefetch", request.prefetch, manager_pb2.Prefetch.values()),
+        ("until", request.until, manager_pb2.Until.values()),
+    ):
+        if value not in known:
+            raise invalid(f"this manager does not know {what} {value}; bring manager and trainer to one version")
+    if prefetch_of(request) == manager_pb2.NEVER and until_of(request) == manager_pb2.HELD:
+        raise invalid("until='held' waits for relays to hold the version, and prefetch='never' fills none")
 
 
 def replicas_for(state: State, request: manager_pb2.UpdateWeightsRequest, now: float) -> tuple[str, ...]:

@@ -58,6 +58,9 @@ def status_of(
             connected=holder.peer is not None,
             held=[held.identity for held in holder.held],
             description=holder.host.name,
+            filling=holder.filling,
+            last_filled=holder.last_filled,
+            progress=holder.progress,
         )
     for owner in sorted(holdings):
         if size := sum({ref.digest: ref.size for ref in holdings[owner]}.values()):
@@ -68,7 +71,7 @@ def status_of(
 
 
 def blobs_in_use(
-    state: State, publications: Publications, holdings: Holdings, update: Update | None
+    state: State, publications: Publications, holdings: Holdings, updates: Sequence[Update]
 ) -> dict[str, list[manager_pb2.BlobRef]]:
     """Blobs that must stay, by what needs them."""
     used = holdings.blobs()
@@ -86,8 +89,8 @@ def blobs_in_use(
         if latest.published is not None:
             tables = [source.table for source in latest.published.sources]
             used.setdefault(f"lineage {lineage!r}", []).extend([latest.published.manifest, *tables])
-    if update is not None:
-        used["the update that runs"] = update.blobs()
+    if updates:
+        used["the update that runs"] = [ref for update in updates for ref in update.blobs()]
     return used
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
-from ckpt_engine.core.problems import precondition
+from ckpt_engine.core.problems import deadline, precondition
 from ckpt_engine.machines.events import Combined, Compiled, PlanWorker
 from ckpt_engine.machines.manager.members import Replica, Unfit
 from ckpt_engine.machines.manager.order import Order
@@ -17,6 +18,14 @@ Problem = weights_pb2.Problem
 HEALTH = frozenset({Problem.UNAVAILABLE, Problem.DEADLINE_EXCEEDED, Problem.ABORTED, Problem.INTERNAL})
 """Problems of a prepare that concern a replica's health. All others say that it is unfit: its engine cannot load what
 is published. If no replica can, it is what is published that is wrong, and the update is refused."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """What replicas are installed with. combined: what the readers of these plans must find."""
+
+    compiled: Compiled
+    combined: Combined
 
 
 class Targets:
@@ -34,6 +43,7 @@ class Targets:
         self._fence = weights_pb2.Fence()
         self._prepared: dict[str, list[manager_pb2.PreparedWorker]] = {}
         self._unfit: dict[str, Unfit] = {}
+        self._cut_off: dict[str, Problem] = {}
         self.told: set[str] = set()
         self.outcomes: dict[str, manager_pb2.ReplicaOutcome] = {}
         self.awaited: set[str] = set()
@@ -67,6 +77,12 @@ class Targets:
                 command = manager_pb2.Prepare(fence=self._fill, manifest=manifest, deadline_seconds=seconds)
                 self._state.send_to(name, command)
 
+    def overdue(self, seconds: float) -> None:
+        """Waits for nobody any more who is not prepared, `seconds` after the update began."""
+        for name in self.unprepared():
+            message = f"its engine's loader was not recorded within {seconds:.1f} s"
+            self.leave_out(name, deadline(message, replica=name).problem)
+
     def take_prepared(self, replica: Replica, body: manager_pb2.Prepared) -> None:
         """Takes an answer."""
         if replica.name not in self.unprepared():
@@ -88,11 +104,29 @@ class Targets:
                 replica.prepared.clear()
         self._prepared.clear()
 
-    def take_unplanned(self, problems: Mapping[str, Problem]) -> None:
-        """For these no plan can be made. Other sources may be within their reach, so they are asked again."""
+    def take_unplanned(self, problems: Mapping[str, Problem], near_relays: Collection[str]) -> None:
+        """For these no plan can be made. Other sources may be within their reach, so they are asked again; those near
+        relays may be installed from these."""
         for name, problem in problems.items():
-            replica = self._state.members.replicas.get(name)
-            self._leave_out_unfit(name, Unfit(problem, () if replica is None else replica.boot_ids()))
+            if name in near_relays:
+                self._cut_off[name] = problem
+            else:
+                self._leave_out_unplanned(name, problem)
+
+    def take_ways(
+        self, identity: weights_pb2.Identity, planned: Collection[str], why: Mapping[str, Problem], direct: bool
+    ) -> None:
+        """planned: those that are installed from relays. direct: whether the others may read the trainer; those that
+        cannot, or may not, are left out. why: what is known of why they are not installed from relays."""
+        for name in self.lacking(identity):
+            if name in planned:
+                continue
+            if name in self._cut_off:
+                self._leave_out_unplanned(name, self._cut_off[name])
+            elif not direct:
+                reason = why[name].message if name in why else "no relay within its reach holds the version"
+                message = f"it keeps what it serves, since the trainer goes on when relays hold the version: {reason}"
+                self.leave_out(name, precondition(message, replica=name).problem)
 
     def too_few(self) -> Problem | None:
         """Why the update is refused, if those that are prepared are not enough.
@@ -127,14 +161,20 @@ class Targets:
         return "; ".join(f"{', '.join(those)}: {message}" for message, those in names.items())
 
     def workers(self) -> tuple[PlanWorker, ...]:
-        """Of the prepared ones, for the planner."""
+        """Of the prepared ones that have not left since, for the planner."""
+        replicas = self._state.members.replicas
         return tuple(
-            PlanWorker((name, worker.rank), worker.needs, worker.host, self._state.members.replicas[name].transports)
+            PlanWorker((name, worker.rank), worker.needs, worker.host, replicas[name].transports)
             for name in self.prepared()
+            if name in replicas
             for worker in self._prepared[name]
         )
 
     # -- installing
+
+    def lacking(self, identity: weights_pb2.Identity) -> list[str]:
+        """Those that are prepared and do not serve this version."""
+        return [name for name in self.prepared() if not self._serves(name, identity)]
 
     def decided(self, fence: weights_pb2.Fence, identity: weights_pb2.Identity) -> None:
         """The install fence is given out. Those that serve this very version already are left alone."""
@@ -142,25 +182,25 @@ class Targets:
         for outcome in self.outcomes.values():
             outcome.fence.CopyFrom(fence)
         for name in self.prepared():
-            replica = self._state.members.replicas.get(name)
-            if replica is not None and replica.holds(identity) and replica.serving:
+            if self._serves(name, identity):
                 self.outcomes[name] = already_there(name, self._fence, identity)
 
     def waiting_for(self) -> list[str]:
         """Those that are prepared and have no outcome."""
         return [name for name in self.prepared() if name not in self.outcomes]
 
-    def install(self, identity: weights_pb2.Identity, compiled: Compiled, combined: Combined, seconds: float) -> None:
-        """Tells, again, everybody who has no outcome."""
+    def install(self, identity: weights_pb2.Identity, ways: Mapping[str, Way], direct: Way, seconds: float) -> None:
+        """Tells, again, everybody who has no outcome. ways: by replica; direct: of all others."""
         for name in self.waiting_for():
             if name in self.awaited:
                 continue
+            way = ways.get(name, direct)
             command = manager_pb2.Install(
                 fence=self._fence, identity=identity, pause_mode=self._order.pause_mode, deadline_seconds=seconds
             )
             for worker in self._prepared[name]:
                 key = (name, worker.rank)
-                command.workers.add(rank=worker.rank, plan=compiled.plans[key], expected=combined.expected[key])
+                command.workers.add(rank=worker.rank, plan=way.compiled.plans[key], expected=way.combined.expected[key])
             if self._state.send_to(name, command):
                 self.told.add(name)
 
@@ -182,6 +222,14 @@ class Targets:
         for call in self._order.calls.values():
             progress = manager_pb2.UpdateProgress(replica=name, message=f"left out: {problem.message}")
             self._state.emit(call, manager_pb2.UpdateEvent(progress=progress))
+
+    def _serves(self, name: str, identity: weights_pb2.Identity) -> bool:
+        replica = self._state.members.replicas.get(name)
+        return replica is not None and replica.holds(identity) and replica.serving
+
+    def _leave_out_unplanned(self, name: str, problem: Problem) -> None:
+        replica = self._state.members.replicas.get(name)
+        self._leave_out_unfit(name, Unfit(problem, () if replica is None else replica.boot_ids()))
 
     def _leave_out_unfit(self, name: str, unfit: Unfit) -> None:
         self._unfit[name] = unfit

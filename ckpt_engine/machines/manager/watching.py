@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_engine.machines.manager.members import Replica
@@ -21,13 +21,15 @@ class Watched:
     settling: bool
 
 
-def watched(state: State, update: Update | None, settled: bool) -> Watched:
-    """As members were heard of last. update: the one that runs."""
-    writes_to, brings = update.under_way() if update is not None else ([], None)
+def watched(state: State, updates: Sequence[Update], settled: bool) -> Watched:
+    """As members were heard of last. updates: those that run; at most one of them writes to replicas."""
+    writing = {name: update for update in updates for name in update.under_way()[0]}
     replicas = {}
     for name in sorted(state.members.replicas):
         seen = _replica(state.members.replicas[name])
-        if update is not None and name in writes_to and seen.state != manager_pb2.AWAY:
+        update = writing.get(name)
+        if update is not None and seen.state != manager_pb2.AWAY:
+            brings = update.under_way()[1]
             seen.state, seen.pause_mode = manager_pb2.DRAINING, update.order.pause_mode
             seen.reason = update.describe()
             if brings is not None:

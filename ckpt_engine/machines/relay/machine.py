@@ -19,19 +19,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
-from google.protobuf.message import Message as ProtobufMessage
-
 from ckpt_engine.core.deadlines import bounded
+from ckpt_engine.core.manifest import blob_digest
 from ckpt_engine.core.relay_layout import SLOTS
 from ckpt_engine.machines.events import Done, Key, Run
-from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot, RelayTask, SlotFilled
-from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled, RelayWithdrawn, WithdrawRelay
+from ckpt_engine.machines.relay.tasks import (
+    CountSlot,
+    FillingProgress,
+    FillSlot,
+    ForgetSlot,
+    RelayTask,
+    SlotFilled,
+    StopFilling,
+)
+from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled, RelayProgress, RelayWithdrawn, WithdrawRelay
 from ckpt_engine.v1.weights_pb2 import Identity
-
-
-@dataclass(frozen=True)
-class StopFilling:
-    """End the task that counts or fills, soon; its Done comes as ever."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class HeldVersion:
 
 
 RelayCommand: TypeAlias = Run | StopFilling
+
+Answer: TypeAlias = RelayFilled | RelayWithdrawn | RelayProgress
 
 FORGET_SECONDS = 120.0
 """For a slot's readers; they are overruled long before."""
@@ -81,7 +85,7 @@ class RelayFilling:
     def __init__(
         self,
         emit: Callable[[RelayCommand], None],
-        send: Callable[[ProtobufMessage], None],
+        send: Callable[[Answer], None],
         hold: Callable[[tuple[HeldVersion, ...]], None],
     ) -> None:
         self._emit = emit
@@ -130,6 +134,12 @@ class RelayFilling:
                     self._ended(self._work, done, now)
                 return True
         return False
+
+    def progress(self, said: FillingProgress) -> None:
+        """Passed on while that filling is what the manager waits for."""
+        work = self._work
+        if work is not None and not work.overtaken and work.command.fence == said.fence:
+            self._send(RelayProgress(fence=said.fence, bytes_done=said.bytes_done, bytes_total=said.bytes_total))
 
     def stop(self) -> None:
         """The process is to end."""
@@ -188,15 +198,17 @@ class RelayFilling:
 
     def _filled(self, work: _Work, filled: SlotFilled, now: float) -> None:
         command = cast(FillRelay, work.command)
+        told = RelayFilled(table=blob_digest(filled.table))
+        told.MergeFrom(filled.told)
         self._slots[work.slot] = _Slot(
             held=HeldVersion(command.identity, filled.table, filled.record),
-            told=filled.told,
+            told=told,
             needs=_digests(command.needs),
             everything=command.everything,
             since=self._count,
         )
         self._hold(self.held)
-        self._answered(work, filled.told, now)
+        self._answered(work, told, now)
 
     def _give_up(self, number: int) -> None:
         if self._slots[number].held is not None:

@@ -1,11 +1,11 @@
-"""Work that the relay's machine asks of its shell; see `machines/tasks.py`."""
+"""Work that the relay's machine asks of its shell, and what is said meanwhile; see `machines/tasks.py`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,20 @@ class ForgetSlot:
 
     slot: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class StopFilling:
+    """A command: end the task that counts or fills, soon; its Done comes as ever."""
+
+
+@dataclass(frozen=True)
+class FillingProgress:
+    """An event: how far the filling with this fence is. Needs not come; a few a second at most."""
+
+    fence: weights_pb2.Fence
+    bytes_done: int
+    bytes_total: int
 
 
 RelayTask: TypeAlias = CountSlot | FillSlot | ForgetSlot

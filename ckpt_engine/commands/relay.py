@@ -1,0 +1,124 @@
+"""``ckpt-engine relay``: one relay in the foreground, until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckpt_engine.commands.choices import Form, Level
+from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr
+from ckpt_engine.commands.options import Deadline, configured_deadlines
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.extras import require
+
+if TYPE_CHECKING:
+    from ckpt_engine.relay.settings import RelaySettings
+
+TAKEN = 4
+"""The exit status of a relay whose directory another one has."""
+
+
+class Hold(StrEnum):
+    """What a relay wants of a version."""
+
+    NEEDS = "needs"
+    EVERYTHING = "everything"
+
+
+def relay(
+    manager: Annotated[str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="HOST:PORT of the manager.")],
+    memory: Annotated[
+        str,
+        typer.Option(
+            envvar="CKPT_ENGINE_RELAY_MEMORY",
+            help="For two versions, such as 200GiB. Default: half of what this host has left.",
+        ),
+    ] = "",
+    hold: Annotated[
+        Hold, typer.Option(help="What this host's workers need of a version, or all of the model.")
+    ] = Hold.NEEDS,
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="CKPT_ENGINE_RELAY_DIRECTORY",
+            help="Where it has its socket; replicas need the same. Default: docs/relays.md.",
+        ),
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name of this relay. Default: this host's.")] = "",
+    user: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Id of another user whose replicas may read, besides this one and root; repeatable."),
+    ] = None,
+    slot_grace: Annotated[
+        float, typer.Option(help="Seconds that a reader may keep a version which is to be overwritten.", min=0)
+    ] = 30.0,
+    advertise: Annotated[
+        str, typer.Option(envvar="CKPT_ENGINE_ADVERTISE", help="Name or IP at which other hosts reach this one.")
+    ] = "",
+    until_stdin_ends: Annotated[bool, typer.Option("--until-stdin-ends", hidden=True)] = False,
+    deadline: Deadline = None,
+    log_level: LogLevel = Level.INFO,
+    log_format: LogFormat = Form.TEXT,
+) -> None:
+    """Runs this host's relay: weights wait in its memory while engines generate.
+
+    One a host (a directory). Stays until SIGTERM or Ctrl-C; a manager that is away is dialled again and again. Exits
+    with 0 when it was asked to stop, 4 when another relay has the directory, 2 for options that cannot be, 1 for
+    anything else. How much memory: docs/relays.md.
+    """
+    require("trainer", "torch", "numpy", what="this command")
+    from ckpt_engine.host.relay_directory import DIRECTORY
+    from ckpt_engine.relay.alone import TakenError
+    from ckpt_engine.relay.settings import RelaySettings, bytes_of, half_of_the_room
+
+    deadlines = configured_deadlines(deadline)
+    log_to_stderr(log_level, log_format, **({"relay": name} if name else {}))
+    log = logging.getLogger("ckpt_engine.relay")
+    if directory is not None:
+        os.environ[DIRECTORY] = str(directory.absolute())
+    try:
+        size = bytes_of(memory) if memory else half_of_the_room()
+        settings = RelaySettings(
+            manager=manager,
+            memory=size,
+            name=name,
+            everything=hold is Hold.EVERYTHING,
+            users=tuple(user or ()),
+            slot_grace=slot_grace,
+            advertise=advertise,
+            deadlines=deadlines,
+        )
+    except CkptEngineError as error:
+        raise typer.BadParameter(error.problem.message, param_hint="an option") from error
+    if not memory:
+        log.info("no --memory was given: half of what this host has left")
+    try:
+        asyncio.run(_run(settings, until_stdin_ends))
+    except CkptEngineError as error:
+        log.error("%s", error.problem.message)
+        raise typer.Exit(TAKEN if isinstance(error, TakenError) else 1) from error
+
+
+async def _run(settings: RelaySettings, until_stdin_ends: bool) -> None:
+    """until_stdin_ends: of whoever started this one, however that ends."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    if until_stdin_ends:
+        asyncio.get_running_loop().add_reader(0, _read, stop)
+    from ckpt_engine.relay.process import run_relay
+
+    await run_relay(settings, stop)
+
+
+def _read(stop: asyncio.Event) -> None:
+    if not os.read(0, 1):
+        asyncio.get_running_loop().remove_reader(0)
+        stop.set()

@@ -1,0 +1,99 @@
+"""Where one update is: its phase and when that ends, its timers and tasks, and what its callers are told meanwhile."""
+
+from __future__ import annotations
+
+from ckpt_engine.machines.events import Key, ManagerTask
+from ckpt_engine.machines.manager.order import Order
+from ckpt_engine.machines.manager.state import SHORTEST_SECONDS, State
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+REFUSABLE = frozenset({"preparing", "planning", "sealing", "combining", "filling", "joining", "waiting"})
+"""Phases in which nothing was touched. While the intent is being recorded only the ledger can still refuse: the intent
+may be on the disk already."""
+
+TIMED = frozenset({"preparing", "sealing", "filling", "joining"})
+"""Phases in which others are waited for, so that a timer of that name ends them."""
+
+
+class Course:
+    """Of one order. phase: one of REFUSABLE, then "recording", "installing", "reporting", "over". fence: for filling.
+    started: when it began."""
+
+    def __init__(self, state: State, order: Order) -> None:
+        self.state = state
+        self.order = order
+        self.fence: weights_pb2.Fence = state.next_fill()
+        self.phase = "preparing"
+        self.started = 0.0
+        self._phase_end = 0.0
+
+    @property
+    def refusable(self) -> bool:
+        """Whether nothing was touched yet."""
+        return self.phase in REFUSABLE
+
+    def begin(self, phase: str, seconds: float, now: float) -> None:
+        """The next phase, which may take so long, and no longer than the order."""
+        self.phase = phase
+        end = self.order.end - self.state.deadlines.report
+        self._phase_end = max(now + SHORTEST_SECONDS, min(now + seconds, end))
+        if phase in TIMED:
+            self.timer(phase, self._phase_end - now)
+        self.tell(manager_pb2.UpdateProgress(stage=manager_pb2.PLAN, message=phase))
+
+    def left(self, now: float) -> float:
+        """Seconds for a task of this phase."""
+        return max(SHORTEST_SECONDS, self._phase_end - now)
+
+    def over(self) -> None:
+        """Nothing is left to do."""
+        self.phase = "over"
+        for step in ("end", "resend", *TIMED):
+            self.cancel(step)
+
+    def answer(self, report: manager_pb2.UpdateReport) -> None:
+        """Gives all callers their report; nobody calls any more."""
+        for call in self.order.calls.values():
+            self.state.emit(call, manager_pb2.UpdateEvent(report=report))
+            self.state.finish(call)
+        self.order.calls.clear()
+
+    def refuse(self, problem: weights_pb2.Problem) -> None:
+        """Ends all calls with a problem."""
+        for call in self.order.calls.values():
+            self.state.finish(call, problem)
+        self.order.calls.clear()
+
+    def release(self) -> None:
+        """Trainers may change their weights; of a late replica's sources nothing was held up."""
+        if self.order.late is None:
+            for trainer in self.state.members.ranks(self.order.lineage).values():
+                self.state.send(trainer, manager_pb2.Release(fence=self.fence))
+
+    def progress(self, name: str, said: manager_pb2.Progress) -> None:
+        """Tells all callers how far a replica is."""
+        self.tell(
+            manager_pb2.UpdateProgress(
+                replica=name, stage=said.stage, bytes_done=said.bytes_done, bytes_total=said.bytes_total
+            )
+        )
+
+    def tell(self, progress: manager_pb2.UpdateProgress) -> None:
+        """Tells all callers."""
+        for call in self.order.calls.values():
+            self.state.emit(call, manager_pb2.UpdateEvent(progress=progress))
+
+    def run(self, step: str, task: ManagerTask) -> None:
+        """Starts a task of this update."""
+        self.state.run(self._key(step), task)
+
+    def timer(self, step: str, seconds: float) -> None:
+        """Sets or replaces a timer of this update."""
+        self.state.set_timer(self._key(step), seconds)
+
+    def cancel(self, step: str) -> None:
+        """Forgets it."""
+        self.state.cancel_timer(self._key(step))
+
+    def _key(self, step: str) -> Key:
+        return ("update", self.fence.epoch, step)

@@ -1,0 +1,93 @@
+"""What follows an update's decision: the intent, the installs, the report. From the intent on there is no refusing."""
+
+from __future__ import annotations
+
+from ckpt_engine.core.problems import deadline
+from ckpt_engine.machines.events import RecordOutcome
+from ckpt_engine.machines.manager.absences import Absences
+from ckpt_engine.machines.manager.course import Course
+from ckpt_engine.machines.manager.relaying import Relaying
+from ckpt_engine.machines.manager.report import build_report
+from ckpt_engine.machines.manager.targets import Targets, Way
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+Problem = weights_pb2.Problem
+
+
+class Installing:
+    """Of one update. fence: of its intent. direct: what replicas are installed with that are not installed from relays.
+    reported: the report, once every replica has an outcome."""
+
+    def __init__(
+        self,
+        course: Course,
+        targets: Targets,
+        absences: Absences,
+        identity: weights_pb2.Identity,
+        direct: Way,
+        relaying: Relaying | None,
+    ) -> None:
+        self._course = course
+        self._state = course.state
+        self._order = course.order
+        self._targets = targets
+        self._absences = absences
+        self._identity = identity
+        self._direct = direct
+        self._relaying = relaying
+        self._started = 0.0
+        self.fence = course.state.next_install()
+        self.reported: manager_pb2.UpdateReport | None = None
+
+    def record(self, now: float) -> None:
+        """Has the intent made durable."""
+        self._targets.decided(self.fence, self._identity)
+        self._course.begin("recording", self._state.deadlines.ledger, now)
+        seconds = self._course.left(now)
+        self._course.run("intent", self._state.versions.intent(self.fence.epoch, self._identity, self._order, seconds))
+
+    def begin(self, now: float, cut: str) -> None:
+        """The intent is on the disk. cut: why nobody is to be told to install any more."""
+        versions = self._state.versions
+        self._state.intent_ended(self.fence)
+        versions.take_number(self._identity)
+        versions.begin(self._identity, self.fence.epoch, self._order, self._direct.combined.record)
+        self._started = now
+        if cut:
+            for name in self._targets.waiting_for():
+                self._targets.leave_out(name, Problem(code=Problem.ABORTED, message=cut))
+        self._absences.begin(self._targets.waiting_for(), now)
+        self._course.begin("installing", self._order.end - now, now)
+
+    def send(self, now: float) -> None:
+        """Tells, again, everybody who has no outcome."""
+        ways = {} if self._relaying is None else self._relaying.ways
+        self._targets.install(self._identity, ways, self._direct, self._course.left(now))
+
+    def out_of_time(self, seconds: float) -> None:
+        """Waits for nobody any more, `seconds` after the update began."""
+        for name in self._targets.waiting_for():
+            message = f"no outcome within {seconds:.1f} s; its agent goes on by itself"
+            self._targets.leave_out(name, deadline(message, replica=name).problem)
+
+    def finish(self, now: float) -> None:
+        """Every replica has an outcome."""
+        self._course.phase = "reporting"
+        self.reported = self.report(now)
+        # Callers wait for this, and the update has kept no more than that back; a disk that hangs changes no outcome.
+        self._course.run("report", RecordOutcome(self.reported, self._state.deadlines.report))
+
+    def report(self, now: float, held: bool = False) -> manager_pb2.UpdateReport:
+        """What is to be told now. held: relays hold the version, and installs go on."""
+        report = build_report(
+            self.fence,
+            self._identity,
+            self._order,
+            self._targets.outcomes,
+            seconds=now - self._course.started,
+            planning=self._started - self._course.started,
+            held=held,
+        )
+        if self._relaying is not None:
+            self._relaying.add_to(report)
+        return report

@@ -1,0 +1,113 @@
+"""The part of an update in which weights go by way of relays: these are filled, then installs are planned from them.
+
+It lies between sealing and the intent, so nothing is paused meanwhile, and whatever fails in it leaves every replica as
+it was. Replicas that no relay serves are installed from the trainer's memory, unless the trainer is not to wait for
+them (`until="held"`): then they keep what they serve.
+"""
+
+from __future__ import annotations
+
+from ckpt_engine.machines.events import Compiled, Done
+from ckpt_engine.machines.manager.course import Course
+from ckpt_engine.machines.manager.members import Holder, Member
+from ckpt_engine.machines.manager.prefetch import Prefetch
+from ckpt_engine.machines.manager.routes import Routes
+from ckpt_engine.machines.manager.targets import Targets, Way
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+
+class Relaying:
+    """Of one update whose root is known. record: its sealed record. ways: of the replicas that are installed from
+    relays, once that is settled."""
+
+    def __init__(
+        self, course: Course, targets: Targets, identity: weights_pb2.Identity, record: manager_pb2.BlobRef
+    ) -> None:
+        self._course = course
+        self._targets = targets
+        self._identity = identity
+        self._record = record
+        self._prefetch = Prefetch(course, targets, identity)
+        self._routes = Routes(course, targets, identity, record)
+        self.ways: dict[str, Way] = {}
+
+    def start(self, compiled: Compiled, being_installed: weights_pb2.Identity | None, now: float) -> bool:
+        """Begins to fill relays; whether there are any to fill. being_installed: what replicas may be reading now."""
+        self._prefetch.choose(compiled, self._record, being_installed)
+        if not self._prefetch.missing():
+            return False
+        seconds = min(self._course.state.deadlines.fill, (self._course.order.end - now) / 2)
+        self._course.begin("filling", seconds, now)
+        return True
+
+    def send(self, now: float) -> None:
+        """Tells, again, everybody who has not answered."""
+        if self._course.phase == "filling":
+            self._prefetch.send(self._course.left(now))
+        else:
+            self._routes.send(now)
+
+    def over(self, now: float) -> bool:
+        """Goes on if it can; whether everything is known."""
+        if self._course.phase == "filling" and not self._prefetch.missing():
+            self._course.begin("joining", self._course.state.deadlines.plan, now)
+            self._routes.start(self._prefetch.held(), now)
+        return self._course.phase == "joining" and self._routes.over
+
+    def overdue(self, seconds: float) -> None:
+        """This phase's time is over, `seconds` after the update began: who has not answered is left out."""
+        if self._course.phase == "filling":
+            self._prefetch.overdue(seconds)
+        else:
+            self._routes.overdue(seconds)
+
+    def settle(self) -> None:
+        """Decides how each replica is installed, and leaves those out that cannot be."""
+        self.ways = self._routes.ways()
+        for relay, problem in self._routes.unread().items():
+            self._prefetch.leave_out(relay, problem)
+        why = {**self._prefetch.why_not(), **self._routes.unfit()}
+        direct = self._course.order.until != manager_pb2.HELD
+        self._targets.take_ways(self._identity, self.ways.keys(), why, direct)
+
+    def add_to(self, report: manager_pb2.UpdateReport) -> None:
+        """What relays did."""
+        report.relays.extend(self._prefetch.reports())
+        report.prefetch = self._prefetch.said()
+        report.warnings.extend(self._prefetch.warnings())
+
+    def blobs(self) -> list[manager_pb2.BlobRef]:
+        """Blobs that members may fetch, or that are still needed."""
+        return [*self._prefetch.blobs(), *self._routes.blobs()]
+
+    # -- relays come, go and answer
+
+    def lost(self, holder: Holder) -> None:
+        """Its session ended."""
+        if self._course.refusable:
+            self._prefetch.lost(holder)
+
+    def back(self, holder: Holder) -> bool:
+        """It said hello; whether it takes part."""
+        return self._prefetch.back(holder)
+
+    def gone(self, relay: str, why: str) -> None:
+        """It is not there any more, and nobody waits for it."""
+        if self._course.refusable:
+            self._prefetch.gone(relay, why)
+            self._routes.gone(relay, why)
+
+    def filled(self, member: Member, body: manager_pb2.RelayFilled) -> None:
+        """An answer to filling."""
+        if self._course.phase == "filling" and isinstance(member, Holder):
+            self._prefetch.take(member, body)
+
+    def sealed(self, body: manager_pb2.Sealed, now: float) -> None:
+        """An answer to being asked for finer digests."""
+        if self._course.phase == "joining":
+            self._routes.take(body, now)
+
+    def done(self, step: str, number: int, done: Done, now: float) -> None:
+        """A task ended."""
+        if self._course.phase == "joining":
+            self._routes.done(step, number, done, now)

@@ -1,0 +1,82 @@
+"""The machine of a relay's process: a holder of kind "relay" that the manager can tell to bring versions, or to forget
+them.
+
+Its session and the digests that it is asked for are those of every holder, what it does with its slots is in
+`RelayFilling`. Here is what lies between the two:
+
+- Sealing and filling obey one count of fill fences: what is below the highest of both is late, whatever it asks for.
+- What it holds is told before that it was brought: whoever hears the answer can plan with it. What it gives up is told
+  before the first byte changes.
+"""
+
+from __future__ import annotations
+
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.machines.events import Done, OfferedVersion, Stop, TrainerEvent
+from ckpt_engine.machines.holder.machine import HolderMachine
+from ckpt_engine.machines.relay.machine import Answer, HeldVersion, RelayFilling
+from ckpt_engine.machines.relay.tasks import FillingProgress
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+KIND = "relay"
+
+
+class RelayMachine(HolderMachine):
+    """One relay. filling: its memory and what it wants; the shell may change it, and the next hello says so.
+
+    Events: those of a holder but which it feeds itself, and FillingProgress. Commands: a holder's, Run of
+    CountSlot, FillSlot and ForgetSlot (one of them at a time), and StopFilling.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        session_id: str,
+        host: weights_pb2.Host,
+        filling: manager_pb2.Filling,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        super().__init__(KIND, name, session_id, host, deadlines, filling)
+        self._filling = RelayFilling(self._out.append, self._answer, self._hold)
+        self._brought: manager_pb2.RelayFilled | None = None  # to be said once what it holds was told
+
+    def _take(self, event: TrainerEvent, now: float) -> None:
+        match event:
+            case Done() if self._filling.done(event, now):
+                return
+            case FillingProgress():
+                self._filling.progress(event)
+                return
+            case Stop():
+                self._filling.stop()
+        super()._take(event, now)
+
+    def _message(self, body: object, now: float) -> None:
+        match body:
+            case manager_pb2.FillRelay() | manager_pb2.WithdrawRelay():
+                if body.fence.epoch >= self._obeyed():
+                    if body.fence.epoch > self._filling.epoch:
+                        self._brought = None
+                    self._filling.message(body, self._session.cluster, now)
+            case _:
+                super()._message(body, now)
+
+    def _obeyed(self) -> int:
+        return max(super()._obeyed(), self._filling.epoch)
+
+    def _hold(self, versions: tuple[HeldVersion, ...]) -> None:
+        self._offer(tuple(OfferedVersion(each.table, each.record, each.identity) for each in versions))
+
+    def _answer(self, body: Answer) -> None:
+        if not isinstance(body, manager_pb2.RelayProgress):
+            self._brought = None
+        if isinstance(body, manager_pb2.RelayFilled) and not body.HasField("problem") and self._held is None:
+            self._brought = body
+        else:
+            self._session.send(body)
+
+    def _publish(self) -> None:
+        super()._publish()
+        if self._brought is not None and self._held is not None:
+            self._session.send(self._brought)
+            self._brought = None

@@ -1,0 +1,62 @@
+"""One relay a directory: whoever has the lock on it, which goes with the process."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ckpt_engine.core.problems import CkptEngineError, precondition
+from ckpt_engine.host.relay_directory import DIRECTORY, socket_address
+
+
+class TakenError(CkptEngineError):
+    """Another relay has the directory. Says which, and what to do."""
+
+
+@contextmanager
+def alone(folder: Path, patience: float = 0.0) -> Iterator[None]:
+    """Has the directory's lock; nothing is left on the disk. Raises TakenError if another relay has it for so long.
+
+    patience: seconds; above 0 for who is to have it, since whoever only looks has it for a moment.
+    """
+    until = time.monotonic() + patience
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        while not _locked(descriptor):
+            if time.monotonic() < until:
+                time.sleep(0.05)
+                continue
+            taken = precondition(
+                f"{folder} has a relay already{_who(folder)}: replicas of this host use that one. For a second one "
+                f"name another directory with --directory, and give its replicas the same with {DIRECTORY}"
+            )
+            raise TakenError(taken.problem)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _who(folder: Path) -> str:
+    """The process that listens there, if one answers."""
+    for path in sorted(folder.glob("relay-*.sock")):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as asked, suppress(OSError):
+            asked.setblocking(False)
+            with socket_address(path.name) as address:
+                asked.connect(address)
+            told = asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            return f" (process {struct.unpack('3i', told)[0]})"
+    return ""

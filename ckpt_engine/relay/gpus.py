@@ -1,0 +1,81 @@
+"""Trainers' GPUs, as a relay reads them: CUDA is started for one when a version lies on it, and not before.
+
+A context takes memory of that GPU, some hundred MB, for as long as the relay lives; it is counted and told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+import torch
+
+from ckpt_engine.core.offers import by_transport
+from ckpt_engine.core.reach import same_host
+from ckpt_engine.cuda.driver import CudaDriverError, driver, library_problem
+from ckpt_engine.host import nvml
+from ckpt_engine.v1.weights_pb2 import Gpu, Host, SourceTable
+
+log = logging.getLogger("ckpt_engine.relay")
+
+NAME = "cuda_ipc"
+
+
+class TrainersGpus:
+    """One thread: the one that fills. context_bytes: GPU memory that reading has taken, all GPUs together, as the
+    driver's management library saw it before and after; other processes may have changed it meanwhile."""
+
+    def __init__(self) -> None:
+        self.context_bytes = 0
+        self._started: set[int] = set()
+
+    def seen_from(self, table: SourceTable, host: Host) -> Host:
+        """`host`, with those of the GPUs on which a source of the same host has its weights that this process can see.
+        Starts CUDA on them. Never raises."""
+        found = Host()
+        found.CopyFrom(host)
+        del found.gpus[:]
+        found.gpus.extend(gpu for _, gpu in self._of(table, host))
+        return found
+
+    @contextlib.contextmanager
+    def on(self, table: SourceTable, host: Host) -> Iterator[None]:
+        """Inside, memory is mapped for the GPU on which the source has its weights."""
+        found = self._of(table, host)
+        if not found:
+            yield
+            return
+        with torch.cuda.device(found[0][0]):
+            yield
+
+    def _of(self, table: SourceTable, host: Host) -> list[tuple[int, Gpu]]:
+        lends = any(NAME in by_transport(region) for region in table.regions)
+        if not lends or not same_host(table.host, host) or torch.version.cuda is None or library_problem():
+            return []
+        try:
+            visible = {driver().uuid(ordinal): ordinal for ordinal in range(torch.cuda.device_count())}
+            found = [(visible[gpu.uuid], gpu) for gpu in table.host.gpus if gpu.uuid in visible]
+            for ordinal, gpu in found:
+                self._start(ordinal, gpu)
+        except (CudaDriverError, RuntimeError) as error:
+            log.warning("the GPUs of %s cannot be read: %s", table.host.name, error)
+            return []
+        return found
+
+    def _start(self, ordinal: int, gpu: Gpu) -> None:
+        if ordinal in self._started:
+            return
+        before = _used(gpu.uuid)
+        torch.empty(1, device=torch.device("cuda", ordinal))
+        taken = max(0, _used(gpu.uuid) - before)
+        self._started.add(ordinal)
+        self.context_bytes += taken
+        log.info("reading GPU %s takes %d MB of its memory", gpu.name or gpu.uuid.hex()[:8], taken // 10**6)
+
+
+def _used(uuid: bytes) -> int:
+    try:
+        return nvml.used_bytes(uuid)
+    except nvml.NvmlError:
+        return 0

@@ -1,0 +1,198 @@
+"""A relay as a process: the shell around its machine.
+
+The session and its machine live on one asyncio loop. Counting, filling and forgetting go on on one thread, one after
+the other; digests for workers who need finer pieces on another, so that nobody waits for a filling. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from ckpt_engine.core.problems import CkptEngineError, deadline
+from ckpt_engine.core.relay_layout import SLOTS
+from ckpt_engine.host.facts import this_host
+from ckpt_engine.host.relay_directory import made_directory, relay_directory
+from ckpt_engine.host.room import memory_room
+from ckpt_engine.machines.events import (
+    FillingProgress,
+    PublicationDecided,
+    SealSource,
+    SessionEnded,
+    SessionOpened,
+    StopFilling,
+    Task,
+)
+from ckpt_engine.machines.relay.member import RelayMachine
+from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot
+from ckpt_engine.relay import narration
+from ckpt_engine.relay.alone import alone
+from ckpt_engine.relay.fill import Progress
+from ckpt_engine.relay.settings import RelaySettings, in_words
+from ckpt_engine.relay.slots import Slots
+from ckpt_engine.relay.work import RelayWork
+from ckpt_engine.trainer.session import Notice, OfferingSession, Sealing
+from ckpt_engine.transport.registry import all_transports
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+log = logging.getLogger("ckpt_engine.relay")
+
+PROGRESS_SECONDS = 0.5
+"""At least, between two words about how far a filling is."""
+
+LOOKERS_SECONDS = 0.5
+"""How long agents that look whether there is a relay may have the directory."""
+
+
+async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
+    """One relay until `stop` is set: then it says goodbye and takes back what it lends. Nothing of it is left.
+
+    Raises CkptEngineError: TakenError; the directory or the memory cannot be had; the manager refuses it for good; its
+    machine failed (INTERNAL).
+    """
+    with alone(made_directory(bool(settings.users)), LOOKERS_SECONDS):
+        slots = Slots(
+            settings.called,
+            this_host(settings.advertise),
+            settings.memory,
+            all_transports(),
+            settings.slot_grace,
+            settings.users,
+        )
+        try:
+            relay = _Relay(settings, slots)
+            try:
+                problem = await relay.until(stop)
+            finally:
+                await relay.close("it was asked to stop" if stop.is_set() else "it cannot go on")
+        finally:
+            await asyncio.to_thread(slots.close)
+        if problem is not None:
+            raise CkptEngineError(problem)
+        log.info("relay %s has ended, and nothing of it is left", settings.called)
+
+
+class _Relay:
+    """Made on the loop. slots: closed by whoever made them, after this one."""
+
+    def __init__(self, settings: RelaySettings, slots: Slots) -> None:
+        self._settings = settings
+        self._slots = slots
+        self._work = RelayWork(slots, self._fetch)
+        self._loop = asyncio.get_running_loop()
+        self._worker = ThreadPoolExecutor(1, "ckpt-engine fill")
+        self._digester = ThreadPoolExecutor(1, "ckpt-engine digest")
+        self._over: asyncio.Future[weights_pb2.Problem] = self._loop.create_future()
+        self._closing = False
+        self._away = ""  # why there is no session, as it was said last
+        self._blobs: dict[bytes, bytes] = {}
+        memory = SLOTS * slots.slot_bytes
+        room = memory_room()
+        log.info(
+            "relay %s lends %s of memory (%d slots of %s) at %s; %s",
+            settings.called,
+            in_words(memory),
+            SLOTS,
+            in_words(slots.slot_bytes),
+            relay_directory(),
+            slots.pages,
+        )
+        if memory > room:
+            log.warning(
+                "%s of memory may be taken, and this host, or the cgroup of this process, has %s left: a version that "
+                "needs more than that will be refused",
+                in_words(memory),
+                in_words(room),
+            )
+        self._filling = manager_pb2.Filling(memory_bytes=memory, everything=settings.everything)
+        host = this_host(settings.advertise)  # the directory is there by now
+        machine = RelayMachine(settings.called, uuid.uuid4().hex, host, self._filling, settings.deadlines)
+        self._session = OfferingSession(
+            settings.manager, machine, self._seal, self._notified, settings.deadlines.goodbye, self._perform, "relay"
+        )
+
+    async def until(self, stop: asyncio.Event) -> weights_pb2.Problem | None:
+        """Serves. None once `stop` is set; else why it cannot go on."""
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            self._session.start()
+            await asyncio.wait((stopping, self._over), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+        return None if stop.is_set() else self._over.result()
+
+    async def close(self, reason: str) -> None:
+        """Says goodbye. What is being filled ends soon."""
+        self._closing = True
+        await self._session.stop(reason)
+        self._work.stop()
+        for pool in (self._worker, self._digester):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    # -- the machine's tasks, on the loop
+
+    async def _perform(self, task: Task) -> object:
+        assert isinstance(task, CountSlot | FillSlot | ForgetSlot), "a relay's machine asks for nothing else"
+        try:
+            done = await self._loop.run_in_executor(self._worker, self._work.perform, task, self._progress(task))
+        except CkptEngineError as error:
+            log.warning("%s", narration.failed(task, error.problem))
+            raise
+        self._filling.gpu_context_bytes = self._slots.gpu_context_bytes
+        if said := narration.done(task, done):
+            log.info("%s", said)
+        return done
+
+    async def _seal(self, task: SealSource, atoms: weights_pb2.Atoms) -> Sealing:
+        began = time.monotonic()
+        values = await self._loop.run_in_executor(self._digester, self._slots.digest, atoms, task.version)
+        return weights_pb2.Digests(values=values), 0.0, time.monotonic() - began
+
+    def _notified(self, said: Notice) -> None:
+        match said:
+            case SessionOpened(cluster):
+                self._away = ""
+                log.info("connected to the manager at %s (cluster %s)", self._settings.manager, cluster[:8])
+            case SessionEnded():
+                if said.final and not self._over.done():
+                    self._over.set_result(said.problem)
+                elif said.problem.message != self._away and not self._closing:
+                    self._away = said.problem.message
+                    log.warning("%s", narration.lost(self._settings.manager, said))
+            case PublicationDecided(_, problem) if problem is not None:
+                log.warning("the manager leaves out what this relay holds: %s", problem.message)
+            case StopFilling():
+                self._work.stop()
+
+    # -- on the thread that fills
+
+    def _fetch(self, refs: Sequence[manager_pb2.BlobRef], seconds: float) -> list[bytes]:
+        """What a version has in common with the one before is not fetched again."""
+        wanted = {ref.digest: ref for ref in refs}
+        new = [ref for digest, ref in wanted.items() if digest not in self._blobs]
+        fetching = asyncio.run_coroutine_threadsafe(self._session.fetch(new, seconds), self._loop)
+        try:
+            blobs = fetching.result(seconds)
+        except TimeoutError:
+            raise deadline(f"{len(new)} blobs did not come from the manager within {seconds:.3g} s") from None
+        finally:
+            fetching.cancel()
+        found = dict(zip((ref.digest for ref in new), blobs, strict=True))
+        self._blobs = {digest: found[digest] if digest in found else self._blobs[digest] for digest in wanted}
+        return [self._blobs[ref.digest] for ref in refs]
+
+    def _progress(self, task: Task) -> Progress:
+        told = time.monotonic()
+
+        def progress(done: int, total: int) -> None:
+            nonlocal told
+            if isinstance(task, FillSlot) and time.monotonic() - told >= PROGRESS_SECONDS:
+                told = time.monotonic()
+                event = FillingProgress(task.command.fence, done, total)
+                self._loop.call_soon_threadsafe(self._session.feed, event)
+
+        return progress

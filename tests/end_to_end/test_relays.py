@@ -1,0 +1,186 @@
+"""Relays on real processes: each byte once a host, weights that the trainer has changed since, whoever dies in between,
+and replicas that come after everybody has gone."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_engine import Trainer, UpdateReport
+from ckpt_engine.host.relay_directory import DIRECTORY
+from ckpt_engine.trace import ENVIRONMENT as TRACE
+from tests.cluster import Cluster, Relay, Replica, eventually, generate, outcomes, running_cluster
+from tests.end_to_end.conftest import PADDED_VOCABULARY
+from tests.faults.listener import Listener
+from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
+
+TOKENS = 16
+MEMORY = ("--memory", "64MiB")
+
+
+class World:
+    """A cluster, and directories that stand for hosts: a replica reads the relay of its directory only."""
+
+    def __init__(self, cluster: Cluster, model: Path) -> None:
+        self.cluster = cluster
+        self._model = model
+
+    def directory(self, host: str) -> dict[str, str]:
+        folder = self.cluster.path / f"relays-{host}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return {DIRECTORY: str(folder)}
+
+    def replica(
+        self, name: str, host: str, arguments: Sequence[str] = (), options: Sequence[str] = (), **environment: str
+    ) -> Replica:
+        told = {**self.directory(host), **environment}
+        return self.cluster.replica(name, "reference", self._model, *arguments, options=options, environment=told)
+
+    def relay(self, name: str, host: str, *options: str, **environment: str) -> Relay:
+        told = {**self.directory(host), **environment}
+        return self.cluster.relay(name, *(options or MEMORY), environment=told).registered()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, bare_model: Path) -> Iterator[World]:
+    """Four replicas on one host, and their relay."""
+    torch.set_num_threads(1)
+    with running_cluster(tmp_path_factory.mktemp("relays")) as running:
+        world = World(running, bare_model)
+        for number in range(4):
+            world.replica(f"r{number}", "a")
+        world.relay("a", "a")
+        for replica in running.replicas:
+            replica.registered()
+        yield world
+
+
+def model_of(path: Path, seed: int) -> Any:
+    return make_tiny_qwen3(path / str(seed), seed, vocabulary=PADDED_VOCABULARY, weights=False)
+
+
+def expected(model: Any) -> tuple[list[int], list[int]]:
+    """A prompt at which rounding cannot decide, and its greedy tokens."""
+    prompt = decisive_prompts(model, 1, TOKENS)[0]
+    reference = reference_tokens(model, prompt, TOKENS)
+    assert reference.gap > DECISIVE_GAP
+    return prompt, reference.tokens
+
+
+def bytes_of(model: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in named_weights(model))
+
+
+def transports(report: UpdateReport) -> dict[str, set[str]]:
+    """By which ways each replica's bytes came."""
+    return {each.name: {use.transport for use in each.transports} for each in report.replicas}
+
+
+def connected(cluster: Cluster) -> set[str]:
+    return {f"{each.kind} {each.name}" for each in cluster.status().holders if each.connected}
+
+
+def read_from(replica: Replica) -> set[tuple[str, str]]:
+    """Sources and transports of its last install."""
+    status = replica.status
+    assert status is not None
+    return {(edge.source, edge.transport) for edge in status.last_outcome.edges}
+
+
+def test_four_replicas_read_one_union_after_the_trainer_changed_its_weights(world: World, tmp_path: Path) -> None:
+    model = model_of(tmp_path, 1)
+    prompt, tokens = expected(model)
+    with Trainer(world.cluster.address, lineage="run") as trainer:
+        trainer.publish(model)
+        held = trainer.update_weights(version=1, prefetch="always", until="held")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+        assert held.held, held
+        (relay,) = held.message.relays
+        assert relay.filled.bytes == bytes_of(model), "each byte once, whoever needs it"
+        assert {each.source: each.bytes for each in relay.filled.brought} == {"rank 0": bytes_of(model)}
+        for replica in world.cluster.replicas:
+            replica.serving(1)
+            assert generate(replica, prompt, TOKENS) == tokens
+            assert read_from(replica) == {("relay a", "relay_memory")}
+
+
+def test_a_relay_that_is_killed_while_it_is_filled_costs_no_update(world: World, tmp_path: Path) -> None:
+    model = model_of(tmp_path, 2)
+    prompt, tokens = expected(model)
+    world.cluster.relays[0].end()
+    with Listener(tmp_path / "trace") as listener, Trainer(world.cluster.address, lineage="run") as trainer:
+        doomed = world.relay("doomed", "a", **{TRACE: str(listener.path)})
+        trainer.publish(model)
+        with listener.holding("relay.does.FillSlot.begin") as held:
+
+            def kill() -> None:
+                assert held.wait(60)
+                doomed.process.send_signal(signal.SIGKILL)
+
+            killer = threading.Thread(target=kill)
+            killer.start()
+            report = trainer.update_weights(version=2, prefetch="always")
+            killer.join(60)
+        assert doomed.end() == -signal.SIGKILL
+    assert set(outcomes(report).values()) == {"new_serving"}, report
+    assert transports(report) == {replica.name: {"shared_memory"} for replica in world.cluster.replicas}
+    assert "doomed" in report.prefetch
+    for replica in world.cluster.replicas:
+        assert generate(replica, prompt, TOKENS) == tokens
+
+
+def test_a_late_replica_is_brought_up_by_a_relay_after_everybody_else_has_gone(world: World, tmp_path: Path) -> None:
+    model = model_of(tmp_path, 3)
+    prompt, tokens = expected(model)
+    relay = world.relay("kept", "a")
+    with Trainer(world.cluster.address, lineage="run") as trainer:
+        trainer.publish(model)
+        report = trainer.update_weights(version=3, prefetch="always")
+        assert report.ok, report
+    world.cluster.restart_manager()
+    late = world.replica("late", "a", ("--tensor-parallel", "2")).registered().serving(3)
+    assert generate(late, prompt, TOKENS) == tokens
+    assert read_from(late) == {("relay kept", "relay_memory")}
+    assert relay.held[0] == 3
+
+
+@pytest.mark.slow
+def test_two_relays_on_one_host_of_which_one_has_too_little_memory(world: World, tmp_path: Path) -> None:
+    """Directories stand for what pods share: each replica reads the relay of its own. When that one ends, an agent that
+    was told to have one starts the next."""
+    models = [model_of(tmp_path, seed) for seed in (4, 5)]
+    small = world.relay("small", "b", "--memory", "4MiB")
+    wide, auto = ("--tensor-parallel", "2"), ("--relay", "auto")
+    other = world.replica("other", "b", wide, auto, CKPT_ENGINE_RELAY_MEMORY="64MiB").registered()
+    assert "this host has a relay already" in other.tail()
+    with Trainer(world.cluster.address, lineage="run") as trainer:
+        trainer.publish(models[0])
+        report = trainer.update_weights(version=4, prefetch="always")
+        assert set(outcomes(report).values()) == {"new_serving"}, report
+        assert transports(report)["other"] == {"shared_memory"}
+        assert transports(report)["r0"] == {"relay_memory"}
+        assert "relay small is left out: version 4 of run takes 6291456 bytes" in report.prefetch
+        assert "a slot has 2097152" in report.prefetch
+        assert small.end() == 0
+
+        follower = f"relay {socket.gethostname()}"
+        eventually("the agent's own relay registers", 120.0, lambda: follower in connected(world.cluster))
+        trainer.publish(models[1])
+        report = trainer.update_weights(version=5, prefetch="always")
+    assert set(outcomes(report).values()) == {"new_serving"}, report
+    assert set().union(*transports(report).values()) == {"relay_memory"}
+    assert {each.relay: set(each.replicas) for each in report.message.relays}[follower] == {"other"}
+    prompt, tokens = expected(models[1])
+    for replica in world.cluster.replicas:
+        assert generate(replica, prompt, TOKENS) == tokens
+    other.stop()
+    eventually("its relay ends with the agent", 60.0, lambda: follower not in connected(world.cluster))

@@ -1,0 +1,262 @@
+"""`ckpt-engine relay` as a user runs it: a process, its directory, its manager, and what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_engine.core.manifest import blob_digest, canonical
+from ckpt_engine.core.offers import holder_id
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.sealed_record import Recorded, read_record
+from ckpt_engine.machines.events import TrainerEvent
+from ckpt_engine.machines.relay.member import RelayMachine
+from ckpt_engine.relay.process import run_relay
+from ckpt_engine.relay.settings import RelaySettings
+from ckpt_engine.v1.manager_pb2 import (
+    FillRelay,
+    Goodbye,
+    Heartbeat,
+    HolderHello,
+    PublicationAccepted,
+    RelayFilled,
+    RelayWithdrawn,
+    Seal,
+    Sealed,
+    WithdrawRelay,
+)
+from ckpt_engine.v1.weights_pb2 import Atom, Atoms, Digests, Fence, Identity, Problem, SealedRecord, SourceTable
+from tests.agent.plain_manager import CLUSTER, PlainManager
+from tests.install.install_models import TensorParallel
+from tests.install.install_world import Checkpoint
+from tests.relay.relay_reader import regions_of
+from tests.relay.relay_world import seal, tables
+
+SECONDS = 60.0
+
+
+class Relay:
+    """One `ckpt-engine relay` process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._changed = asyncio.Event()
+        self._reading = asyncio.ensure_future(self._read())
+
+    async def _read(self) -> None:
+        assert self.process.stderr is not None
+        while line := await self.process.stderr.readline():
+            self.lines.append(line.decode().rstrip())
+            self._changed.set()
+
+    @property
+    def log(self) -> str:
+        return "\n".join(self.lines)
+
+    async def says(self, words: str) -> None:
+        try:
+            async with asyncio.timeout(SECONDS):
+                while words not in self.log:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise AssertionError(f"{words!r} was not said:\n{self.log}") from None
+
+    async def ends(self, status: int) -> str:
+        """Its log."""
+        async with asyncio.timeout(SECONDS):
+            assert await self.process.wait() == status, self.log
+            await self._reading
+        return self.log
+
+
+Start = Callable[..., "asyncio.Future[Relay]"]
+
+
+@pytest.fixture
+async def manager() -> AsyncIterator[PlainManager]:
+    manager = await PlainManager().start()
+    yield manager
+    await manager.stop()
+
+
+@pytest.fixture
+async def start(manager: PlainManager) -> AsyncIterator[Start]:
+    """Starts relays of `manager`, and kills them whatever happens."""
+    started: list[Relay] = []
+
+    async def start(*options: str, memory: str = "32MiB") -> Relay:
+        command = [sys.executable, "-m", "ckpt_engine", "relay", "--manager", manager.address, *options]
+        process = await asyncio.create_subprocess_exec(
+            *command, *(["--memory", memory] if memory else []), stderr=asyncio.subprocess.PIPE
+        )
+        started.append(Relay(process))
+        return started[-1]
+
+    yield start  # type: ignore[misc]
+    for relay in started:
+        if relay.process.returncode is None:
+            relay.process.kill()
+        await relay.ends(relay.process.returncode or await relay.process.wait())
+
+
+def left_in(folder: Path) -> int:
+    return len(os.listdir(folder))
+
+
+def order(manager: PlainManager, epoch: int, recorded: Recorded, sources: list[SourceTable]) -> FillRelay:
+    return FillRelay(
+        fence=Fence(cluster=CLUSTER, epoch=epoch),
+        identity=Identity(lineage="run", version=epoch, root=recorded.root),
+        record=manager.put(canonical(recorded.record)),
+        tables=[manager.put(canonical(table)) for table in sources],
+        everything=True,
+        deadline_seconds=SECONDS,
+    )
+
+
+async def test_a_version_is_brought_held_cut_finer_and_forgotten(
+    manager: PlainManager, start: Start, relay_directory: Path
+) -> None:
+    relay = await start("--name", "a", "--hold", "everything")
+    hello = await manager.next(HolderHello)
+    assert (hello.kind, hello.name, hello.filling.memory_bytes, hello.filling.everything) == (
+        "relay",
+        "a",
+        32 << 20,
+        True,
+    )
+    assert hello.host.relay_directory
+    await manager.next(Heartbeat)
+    checkpoint = Checkpoint(TensorParallel(0, 1).checkpoint(), 1)
+    recorded = seal(checkpoint, [])
+    manager.send(order(manager, 1, recorded, tables(checkpoint)))
+    filled = await manager.next(RelayFilled)
+    assert not filled.HasField("problem"), filled.problem.message
+    assert filled.bytes == sum(weight.nbytes for weight in checkpoint.weights.values())
+    assert sum(each.bytes for each in filled.brought) == filled.bytes
+    hello = manager.all(HolderHello)[-1]
+    assert manager.received.index(hello) < manager.received.index(filled), "who hears the answer can plan with it"
+    (held,) = hello.held
+    assert held.identity == Identity(lineage="run", version=1, root=recorded.root)
+    record = SealedRecord.FromString(manager.blobs[held.record.digest])
+    assert read_record(record, recorded.root).root == recorded.root
+    table = SourceTable.FromString(manager.blobs[held.table.digest])
+    assert table.id == holder_id("relay", "a")
+    assert regions_of(table)
+    manager.send(PublicationAccepted(table=held.table))
+    await relay.says("version 1 of run is held: ")
+
+    shard = table.shards[0]
+    atoms = Atoms(
+        table_digest=blob_digest(canonical(table)), atoms=[Atom(shard=0, start=shard.start, stop=shard.stop)] * 2
+    )
+    ref = manager.put(canonical(atoms))
+    manager.send(Seal(fence=Fence(cluster=CLUSTER, epoch=2), version=1, atoms=ref, keep=True, deadline_seconds=SECONDS))
+    sealed = await manager.next(Sealed)
+    assert not sealed.HasField("problem"), sealed.problem.message
+    first, second = Digests.FromString(manager.blobs[sealed.digests.digest]).values
+    assert first == second != 0
+
+    manager.send(WithdrawRelay(fence=Fence(cluster=CLUSTER, epoch=3), identity=held.identity))
+    await manager.next(RelayWithdrawn)
+    assert not manager.all(HolderHello)[-1].held
+    manager.send(Seal(fence=Fence(cluster=CLUSTER, epoch=4), version=1, atoms=ref, keep=True, deadline_seconds=SECONDS))
+    assert "does not hold version 1 any more" in (await manager.next(Sealed)).problem.message
+
+    relay.process.send_signal(signal.SIGTERM)
+    await relay.ends(0)
+    assert manager.all(Goodbye)[0].reason == "it was asked to stop"
+    assert not left_in(relay_directory)
+
+
+async def test_what_cannot_be_brought_says_why(manager: PlainManager, start: Start) -> None:
+    relay = await start(memory="4MiB")
+    await manager.next(HolderHello)
+    checkpoint = Checkpoint({"weight": torch.ones(3 << 20, dtype=torch.uint8)})
+    recorded = seal(checkpoint, [])
+    manager.send(order(manager, 1, recorded, tables(checkpoint)))
+    filled = await manager.next(RelayFilled)
+    assert "version 1 of run takes 4194304 bytes" in filled.problem.message
+    assert "2097152" in filled.problem.message
+    await relay.says(f"version 1 of run is not brought: {filled.problem.message}")
+    assert relay.process.returncode is None
+
+
+async def test_a_manager_that_is_away_is_waited_for_and_what_is_held_outlives_it(
+    manager: PlainManager, start: Start
+) -> None:
+    await manager.stop()
+    relay = await start("--name", "a")
+    await relay.says(f"no session with the manager at {manager.address}")
+    assert "trying again until it is there" in relay.log
+    await manager.start()
+    await relay.says("connected to the manager")
+    checkpoint = Checkpoint(TensorParallel(0, 1).checkpoint(), 1)
+    recorded = seal(checkpoint, [])
+    manager.send(order(manager, 1, recorded, tables(checkpoint)))
+    await manager.next(RelayFilled)
+    await manager.stop()
+    manager.blobs.clear()
+    hellos = len(manager.all(HolderHello))
+    await manager.start()
+    await manager.until(lambda: len(manager.all(HolderHello)) > hellos)
+    (held,) = manager.all(HolderHello)[-1].held
+    assert manager.blobs[held.record.digest]
+    assert manager.all(HolderHello)[-1].epoch == 1
+
+
+async def test_of_two_relays_in_one_directory_the_second_names_the_first_and_a_killed_one_leaves_nothing(
+    manager: PlainManager, start: Start, relay_directory: Path
+) -> None:
+    first = await start("--name", "a")
+    await manager.next(HolderHello)
+    said = await (await start("--name", "b")).ends(4)
+    assert f"{relay_directory} has a relay already (process {first.process.pid})" in said
+    assert "--directory" in said
+    first.process.kill()
+    await first.ends(-signal.SIGKILL)
+    assert left_in(relay_directory) == 1, "a socket that nobody listens at"
+    second = await start("--name", "b")
+    await manager.next(HolderHello)
+    assert left_in(relay_directory) == 1
+    second.process.send_signal(signal.SIGINT)
+    await second.ends(0)
+    assert not left_in(relay_directory)
+
+
+async def test_a_relay_that_the_manager_refuses_for_good_ends(manager: PlainManager, start: Start) -> None:
+    words = "relay a is connected from host 'x' as another process"
+    manager.refuse = Problem(code=Problem.INVALID_ARGUMENT, message=words)
+    assert words in await (await start()).ends(1)
+
+
+async def test_a_directory_that_others_can_write_is_refused(start: Start, relay_directory: Path) -> None:
+    os.mkdir(relay_directory)
+    os.chmod(relay_directory, 0o777)
+    said = await (await start()).ends(1)
+    assert f"{relay_directory} belongs to user {os.geteuid()} with mode 777" in said
+
+
+async def test_a_machine_that_raises_ends_the_relay(
+    manager: PlainManager, relay_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fake: no message is known that makes a machine raise."""
+
+    def take(self: RelayMachine, event: TrainerEvent, now: float) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(RelayMachine, "_take", take)
+    with pytest.raises(CkptEngineError) as caught:
+        async with asyncio.timeout(SECONDS):
+            await run_relay(RelaySettings(manager.address, 8 << 20), asyncio.Event())
+    assert "the relay failed on Start" in caught.value.problem.message
+    assert not left_in(relay_directory)

@@ -1,0 +1,136 @@
+"""The simulated shell of a relay: two slots that are filled slice by slice, while whoever has a plan may read them.
+
+A slot's table is the same whatever version lies in it, so a plan of a version that was given up reads the next one. It
+waits for no reader, which is the worst that a real one does.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ckpt_engine.core.offers import holder_id
+from ckpt_engine.core.problems import aborted, data_loss, deadline, invalid
+from ckpt_engine.core.relay_layout import SLOTS
+from ckpt_engine.machines import events
+from ckpt_engine.machines.relay.member import KIND, RelayMachine
+from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot, SlotFilled, StopFilling
+from ckpt_engine.v1 import manager_pb2
+from tests.simulation.members import Cluster, MemberShell
+from tests.simulation.shell import HOST
+from tests.simulation.weights import SLICES, HeldSource, SourceGoneError, ref_of
+from tests.simulation.world import Signal, Steps
+
+
+class RelayShell(MemberShell):
+    """One relay. fills: how often it began to overwrite a slot. watched: called with the slot before that."""
+
+    envelopes = (manager_pb2.HolderMessage, manager_pb2.HolderCommand)
+
+    def __init__(self, cluster: Cluster, name: str, machine: type[RelayMachine] = RelayMachine) -> None:
+        session = f"{name}-{cluster.world.random.getrandbits(32):08x}"
+        filling = manager_pb2.Filling(memory_bytes=1 << 30)
+        super().__init__(cluster, name, machine(name, session, HOST, filling, cluster.deadlines))
+        self.slots = [self._slot() for _ in range(SLOTS)]
+        self.fills = 0
+        self._last = Signal()
+        self._last.set()
+        self._stops = 0  # how often it was told to stop
+        self.watched: list[Any] = []
+        self.feed(events.Start())
+        self.feed(events.HoldVersions(()))
+
+    def _slot(self) -> HeldSource:
+        number = self.world.random.getrandbits(32)
+        return HeldSource("", 0, 1, "held", "", number, {}, {}, source=holder_id(KIND, self.name))
+
+    def crash(self) -> None:
+        """What is mapped stays readable; who has not mapped it finds nothing. Here: nothing."""
+        super().crash()
+        for slot in self.slots:
+            slot.alive = False
+
+    def own(self, command: Any) -> None:
+        """Ends a filling."""
+        match command:
+            case StopFilling():
+                self._stops += 1
+            case events.PublicationDecided() | events.Released():
+                return
+            case _:
+                raise AssertionError(command)
+
+    def start_task(self, key: events.Key, task: Any) -> None:
+        """The relay's tasks."""
+        match task:
+            case events.PutBlobs(blobs):
+                self.run_task(key, task.seconds, self.put(blobs))
+            case events.SealSource():
+                self.run_task(key, task.seconds, self._seal(task))
+            case CountSlot():
+                self.run_task(key, task.seconds, self._count(task))
+            case FillSlot():
+                self.run_task(key, task.seconds, self._fill(task, self.world.now + task.seconds, self._stops))
+            case ForgetSlot():
+                self.run_task(key, task.seconds, self._forget(task))
+
+    def _seal(self, task: events.SealSource) -> Steps:
+        yield self.world.between(0.001, 0.02)
+        wanted = yield from self.fetch((task.atoms,))
+        table = json.loads(wanted[0])["table"]
+        for slot in self.slots:
+            if table == ref_of(slot.table()).digest.hex() and len(slot.memory) == SLICES:
+                return (yield from self.put_digests(slot, task.atoms))
+        raise invalid("these atoms are of nothing that it holds")
+
+    def _count(self, task: CountSlot) -> Steps:
+        command = task.command
+        yield from self.fetch((command.record, *command.tables, *command.needs))
+        return 1
+
+    def _fill(self, task: FillSlot, end: float, stops: int) -> Steps:
+        before, self._last = self._last, Signal()
+        mine = self._last
+        try:
+            yield before
+            return (yield from self._overwrite(task, end, stops))
+        finally:
+            mine.set()
+
+    def _overwrite(self, task: FillSlot, end: float, stops: int) -> Steps:
+        self._may_go_on(end, stops)
+        command, slot, truth = task.command, self.slots[task.slot], self.cluster.truth
+        for look in self.watched:
+            look(self, slot)
+        self.fills += 1
+        slot.lineage, slot.model = command.identity.lineage, truth.models[command.identity.lineage]
+        truth.sources[ref_of(slot.table()).digest] = slot
+        (data,) = yield from self.fetch((command.record,))
+        record = json.loads(data)
+        for index in range(SLICES):
+            yield self.world.between(0.001, 0.03)
+            self._may_go_on(end, stops)
+            slot.memory[index] = slot.sealed[index] = self._read(command, index, record[str(index)])
+        slot.filled = command.identity
+        return SlotFilled(slot.table(), data, manager_pb2.RelayFilled(bytes=SLICES))
+
+    def _may_go_on(self, end: float, stops: int) -> None:
+        if self._stops != stops:
+            raise aborted("a newer command came")
+        if self.world.now >= end:
+            raise deadline("the time for filling is over")
+
+    def _read(self, command: manager_pb2.FillRelay, index: int, wanted: str) -> str:
+        for ref in command.tables:
+            source = self.cluster.truth.sources[ref.digest]
+            try:
+                found = source.read(index)
+            except SourceGoneError:
+                continue
+            if found == wanted:
+                return found
+        raise data_loss(f"nobody brings slice {index} as it was sealed")
+
+    def _forget(self, task: ForgetSlot) -> Steps:
+        yield self.world.between(0.001, 0.02)
+        self.slots[task.slot].memory.clear()

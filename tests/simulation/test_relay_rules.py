@@ -1,0 +1,65 @@
+"""The rules of updates by way of relays, taken out one by one: some seed must notice each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import pytest
+
+from ckpt_engine.machines.manager.installing import Installing
+from ckpt_engine.machines.manager.targets import Problem, Targets
+from ckpt_engine.machines.manager.update import Update
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
+from tests.simulation.scenario import Slant
+
+
+def the_next_intent_waits_for_every_outcome(patch: Patch) -> None:
+    """It is recorded as soon as the next version is sealed."""
+    original = Update._intend
+
+    def intend(self: Update, now: float) -> None:
+        self._before = None
+        original(self, now)
+
+    patch.setattr(Update, "_intend", intend)
+
+
+def what_is_held_is_installed_from_relays_only(patch: Patch) -> None:
+    """Replicas without a relay read the trainer all the same."""
+    original = Targets.take_ways
+
+    def take_ways(
+        self: Targets,
+        identity: weights_pb2.Identity,
+        planned: Collection[str],
+        why: Mapping[str, Problem],
+        direct: bool,
+    ) -> None:
+        original(self, identity, planned, why, True)
+
+    patch.setattr(Targets, "take_ways", take_ways)
+
+
+def callers_return_when_the_intent_is_durable(patch: Patch) -> None:
+    """They return when it begins to be written."""
+    original = Installing.record
+
+    def record(self: Installing, now: float) -> None:
+        original(self, now)
+        if self._order.until == manager_pb2.HELD:
+            self._course.answer(self.report(now, held=True))
+
+    patch.setattr(Installing, "record", record)
+
+
+RULES: list[Mistake] = [
+    the_next_intent_waits_for_every_outcome,
+    what_is_held_is_installed_from_relays_only,
+    callers_return_when_the_intent_is_durable,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=name_of)
+def test_some_seed_notices_without(rule: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+    must_be_noticed(rule, monkeypatch, Slant(relays=True, held=0.7))

@@ -1,0 +1,289 @@
+"""Relays in updates: filled between sealing and intent, left out when they fail; each rule in a small story."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckpt_engine.core.problems import data_loss
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.simulation.members import AgentShell
+from tests.simulation.relays import RelayShell
+from tests.simulation.scenario import Group
+from tests.simulation.story import NEW, OLD, Problem, Story, outcomes, refused
+
+ALWAYS, NEVER, HELD = manager_pb2.ALWAYS, manager_pb2.NEVER, manager_pb2.HELD
+
+
+@pytest.fixture
+def story() -> Story:
+    return Story()
+
+
+def relay_of(story: Story) -> RelayShell:
+    relay = story.join_relay()
+    story.wait(1.0)
+    return relay
+
+
+def trained(story: Story, group: Group, **wishes: Any) -> Any:
+    group.train()
+    return story.update(group, **wishes)
+
+
+def holds(agent: AgentShell) -> weights_pb2.Identity | None:
+    assert agent.engine is not None
+    return agent.engine.words().identity
+
+
+def until(story: Story, reached: Any, seconds: float = 10.0) -> None:
+    end = story.world.now + seconds
+    while not reached():
+        assert story.world.now < end, "it does not come to that"
+        story.wait(0.001)
+
+
+def phase(story: Story) -> str:
+    assert story.cluster.manager is not None
+    return story.cluster.manager.machine.status().phase
+
+
+@pytest.fixture
+def sources(story: Story) -> set[str]:
+    """The ids of what is read by all that the manager has installed."""
+    assert story.cluster.manager is not None
+    manager, found = story.cluster.manager, set[str]()
+    watch = manager.watch
+
+    def look(shell: Any, command: Any) -> None:
+        body = getattr(command, "body", None)
+        for worker in body.workers if isinstance(body, manager_pb2.Install) else ():
+            for digest in manager.blobs.get_json(worker.plan).values():
+                table = story.truth.sources[bytes.fromhex(digest)].table()
+                found.add(weights_pb2.SourceTable.FromString(table).id)
+        watch(shell, command)
+
+    manager.watch = look
+    return found
+
+
+def test_several_replicas_of_a_host_read_what_a_relay_brought_once(story: Story, sources: set[str]) -> None:
+    relay, agents, group = relay_of(story), [story.replica(), story.replica()], story.ranks(world_size=2)
+    for count in range(1, 4):
+        report = trained(story, group)
+        assert report.ok
+        assert not report.held
+        (told,) = report.relays
+        assert told.relay == "relay relay-0"
+        assert told.filled.bytes
+        assert list(told.replicas) == sorted(agent.name for agent in agents)
+        assert "2 replicas would read the same memory" in report.prefetch
+        assert relay.fills == count
+        assert sources == {"relay relay-0"}
+
+
+def test_one_replica_alone_reads_the_trainer_unless_a_relay_is_asked_for(story: Story, sources: set[str]) -> None:
+    relay, _, group = relay_of(story), story.replica(), story.ranks()
+    report = trained(story, group)
+    assert report.ok
+    assert not report.relays
+    assert "alone reads the trainer's memory" in report.prefetch
+    assert sources == {"rank 0"}
+    sources.clear()
+    assert trained(story, group, prefetch=ALWAYS).ok
+    assert sources == {"relay relay-0"}
+    assert relay.fills == 1
+
+
+def test_never_fills_no_relay(story: Story) -> None:
+    relay, group = relay_of(story), story.ranks()
+    story.replica(), story.replica()
+    report = trained(story, group, prefetch=NEVER)
+    assert report.ok
+    assert "prefetch is 'never'" in report.prefetch
+    assert relay.fills == 0
+
+
+def test_always_without_a_relay_is_a_warning(story: Story) -> None:
+    story.replica()
+    report = trained(story, story.ranks(), prefetch=ALWAYS)
+    assert report.ok
+    (said,) = report.warnings
+    assert "no relay has a session with this manager" in said
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped", "fails", "says nothing"])
+def test_a_relay_that_fails_is_left_out_and_replicas_read_the_trainer(
+    story: Story, sources: set[str], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    relay, group = relay_of(story), story.ranks()
+    story.replica(), story.replica()
+    if how == "fails":
+
+        def fails(command: Any, index: int, wanted: str) -> str:
+            raise data_loss("made to fail")
+
+        monkeypatch.setattr(relay, "_read", fails)
+    (result,) = [story.call(group.trainers[0])]
+    until(story, lambda: phase(story).endswith("filling"))
+    if how == "killed":
+        relay.crash()
+    elif how == "stopped":
+        relay.stop_for(60.0)
+    elif how == "says nothing":
+        story.faults.cuts.add((relay.name, True))
+    story.wait(20.0)
+    (report,) = result
+    assert report.ok, report
+    assert "relay relay-0 is left out: " in report.prefetch
+    assert sources == {"rank 0"}
+
+
+def test_a_relay_that_is_killed_and_comes_back_is_filled_again_at_once(story: Story, sources: set[str]) -> None:
+    relay, group = relay_of(story), story.ranks()
+    story.replica(), story.replica()
+    (result,) = [story.call(group.trainers[0])]
+    until(story, lambda: relay.fills == 1)
+    relay.crash()
+    again = story.join_relay(relay.name)
+    story.wait(4.0)
+    assert result[0].ok
+    assert again.fills == 1
+    assert sources == {"relay relay-0"}
+
+
+def test_one_of_two_relays_that_fails_does_not_spoil_the_other(story: Story, sources: set[str]) -> None:
+    first, second, group = relay_of(story), relay_of(story), story.ranks()
+    story.replica(), story.replica()
+    (result,) = [story.call(group.trainers[0])]
+    until(story, lambda: phase(story).endswith("filling"))
+    first.crash()
+    story.wait(10.0)
+    assert result[0].ok
+    assert second.fills == 1
+    assert sources == {"relay relay-1"}
+
+
+def test_needs_of_replicas_that_are_away_are_brought_too(story: Story) -> None:
+    relay, group = relay_of(story), story.ranks()
+    away, _ = story.replica(), story.replica()
+    assert trained(story, group).ok
+    away.crash()
+    seen: list[manager_pb2.FillRelay] = []
+    original = relay._count
+    relay._count = lambda task: (seen.append(task.command), original(task))[1]  # type: ignore[method-assign]
+    story.wait(6.0)
+    trained(story, group, prefetch=ALWAYS, min_replicas=1, replicas=["replica-1"])
+    workers = sum(len(agent.engine.workers) for agent in story.agents.values() if agent.engine is not None)
+    assert len(seen[-1].needs) == workers
+
+
+def test_a_version_that_cannot_be_is_refused_before_a_relay_is_filled(story: Story) -> None:
+    relay, group = relay_of(story), story.ranks()
+    story.replica(), story.replica()
+    assert trained(story, group, version=5).ok
+    refused(trained(story, group, version=5), Problem.FAILED_PRECONDITION, "the weights are not those")
+    assert relay.fills == 1
+
+
+def test_ranks_must_agree_on_prefetch_and_until(story: Story) -> None:
+    story.replica()
+    relay_of(story)
+    group = story.ranks(world_size=2)
+    for wish in ({"prefetch": ALWAYS}, {"until": HELD}):
+        results = [story.call(group.trainers[0], **wish), story.call(group.trainers[1])]
+        story.wait(3.0)
+        for (result,) in results:
+            refused(result, Problem.INVALID_ARGUMENT, "the ranks differ")
+    refused(story.update(group, prefetch=NEVER, until=HELD), Problem.INVALID_ARGUMENT, "prefetch='never' fills none")
+
+
+def test_a_late_replica_is_brought_up_from_a_relay_when_the_run_has_ended(story: Story) -> None:
+    relay_of(story)
+    story.replica(), story.replica()
+    group = story.ranks()
+    report = trained(story, group)
+    story.end_group(group, in_good_order=True)
+    story.wait(2.0)
+    late = story.replica()
+    story.wait(3.0)
+    assert holds(late) == report.identity
+
+
+# ---------------------------------------------------------------------------------------------------- held
+
+
+def test_callers_return_when_relays_hold_the_version_and_installs_go_on(story: Story, sources: set[str]) -> None:
+    relay_of(story)
+    agents, group = [story.replica(), story.replica()], story.ranks()
+    result = story.call(group.trainers[0], until=HELD)
+    until(story, lambda: bool(result))
+    (report,) = result
+    assert report.held
+    assert not report.ok
+    assert not report.replicas
+    assert phase(story).endswith("installing")
+    group.train()  # the weights change while replicas install
+    story.wait(3.0)
+    assert all(holds(agent) == report.identity for agent in agents)
+    assert sources == {"relay relay-0"}
+    final = story.ledger.reports[report.fence.epoch]
+    assert final.ok
+    assert not final.held
+    assert outcomes(final) == {agent.name: NEW for agent in agents}
+
+
+def test_the_next_update_prepares_beside_the_installs_and_its_intent_waits_for_them(story: Story) -> None:
+    relay_of(story)
+    slow, group = story.replica(), story.ranks()
+    story.replica()
+    result = story.call(group.trainers[0], until=HELD)
+    until(story, lambda: bool(result))
+    slow.stop_for(4.0)
+    group.train()
+    second = story.call(group.trainers[0], until=HELD)
+    until(story, lambda: phase(story).endswith("waiting"))
+    assert phase(story).count("installing") == 1
+    third = story.call(group.trainers[0])
+    story.wait(0.5)
+    refused(third[0], Problem.ABORTED, "another update runs")
+    assert len(story.ledger.intents) == 1
+    story.wait(8.0)
+    assert second[0].held
+    assert holds(slow) == second[0].identity
+
+
+def test_a_replica_without_a_relay_keeps_what_it_serves(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    relay_of(story)
+    near, far, group = story.replica(), story.replica(), story.ranks()
+    first = trained(story, group)
+    far.machine._transports = ("shared_memory",)
+    far.break_streams()
+    story.wait(3.0)
+    held = trained(story, group, until=HELD)
+    assert held.held
+    assert outcomes(held) == {far.name: OLD}
+    assert "no relay within its reach" in held.replicas[0].problem.message
+    assert held.replicas[0].after == first.identity
+    assert holds(near) == held.identity
+    refused(trained(story, group, until=HELD, min_replicas=2), Problem.FAILED_PRECONDITION, "1 replicas", far.name)
+
+
+def test_without_any_relay_nothing_can_be_held(story: Story) -> None:
+    story.replica()
+    refused(trained(story, story.ranks(), until=HELD), Problem.FAILED_PRECONDITION, "no relay within its reach")
+    assert not story.ledger.intents
+
+
+def test_a_manager_that_is_killed_after_a_held_report_leaves_the_version_to_relays(story: Story) -> None:
+    relay_of(story)
+    agents, group = [story.replica(), story.replica()], story.ranks()
+    result = story.call(group.trainers[0], until=HELD)
+    until(story, lambda: bool(result))
+    assert story.cluster.manager is not None
+    story.cluster.manager.crash()
+    story.end_group(group, in_good_order=False)
+    story.start_manager()
+    story.wait(12.0)
+    assert all(holds(agent) == result[0].identity for agent in agents)
