@@ -11,8 +11,8 @@ from ckpt_engine.machines.manager.prefetch import Prefetch
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.members import AgentShell
 from tests.simulation.relays import RelayShell
-from tests.simulation.scenario import Group
 from tests.simulation.story import NEW, OLD, Problem, Story, outcomes, refused
+from tests.simulation.training import Group
 from tests.simulation.world import BrokenPromiseError
 
 ALWAYS, NEVER, HELD = manager_pb2.ALWAYS, manager_pb2.NEVER, manager_pb2.HELD
