@@ -245,8 +245,8 @@ def test_the_next_update_prepares_beside_the_installs_and_its_intent_waits_for_t
     slow.stop_for(4.0)
     group.train()
     second = story.call(group.trainers[0], until=HELD)
-    until(story, lambda: phase(story).endswith("waiting"))
-    assert phase(story).count("installing") == 1
+    until(story, lambda: phase(story).endswith("waiting for the installs of the update before it"))
+    assert phase(story).count(": installing;") == 1
     third = story.call(group.trainers[0])
     story.wait(0.5)
     refused(third[0], Problem.ABORTED, "another update runs")
@@ -291,6 +291,25 @@ def test_a_manager_that_is_killed_after_a_held_report_leaves_the_version_to_rela
     assert all(holds(agent) == result[0].identity for agent in agents)
 
 
+def test_sleep_and_late_replicas_wait_for_installs_that_go_on_without_callers(story: Story) -> None:
+    relay_of(story)
+    slow, group = story.replica(), story.ranks()
+    story.replica()
+    result = story.call(group.trainers[0], until=HELD)
+    until(story, lambda: bool(result))
+    slow.stop_for(3.0)
+    story.join_replica(manager_pb2.STANDALONE)
+    manager = story.cluster.manager
+    assert manager is not None
+    over = manager.sleep_or_wake(False, ["replica-1"])
+    story.wait(2.5)
+    refused(over.value, Problem.ABORTED, "replicas are in use: update", ": installing")
+    late = story.agents["replica-2"]
+    assert holds(late) is None
+    story.wait(5.0)
+    assert holds(late) == result[0].identity
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_the_slot_that_replicas_read_is_kept_whatever_was_filled_since(
     story: Story, monkeypatch: pytest.MonkeyPatch, kept: bool
@@ -310,7 +329,7 @@ def test_the_slot_that_replicas_read_is_kept_whatever_was_filled_since(
             with pytest.raises(BrokenPromiseError, match="fills a slot that replica-0 reads"):
                 story.wait(3.0)
             return
-        until(story, lambda: phase(story).endswith("waiting"))
+        until(story, lambda: "waiting for" in phase(story))
         assert relay.fills == fills
         if fills == 2:
             _leave(story)
