@@ -38,6 +38,7 @@ ROOMS = (
     "source",
     "relay",
     "report",
+    "going_back",
     "trainer",
     "agent",
     "manager",

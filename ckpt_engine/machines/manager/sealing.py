@@ -33,21 +33,22 @@ class Sealing:
     def send(self, seconds: float) -> None:
         """Tells, again, everybody who has not answered.
 
-        A late replica's sources are only asked for digests of what they keep sealed; where the process of such a
-        source is gone, what it offered may still be there (files), and the replica itself digests it as a reader.
+        Sources of a version that was sealed before are only asked for digests of what they keep sealed; where the
+        process of such a source is gone, what it offered may still be there (files), and a replica digests it as a
+        reader.
         """
-        late = self._order.late is not None
-        if not late:
+        kept = self._order.sealed is not None
+        if not kept:
             self._state.versions.sealed_anew(self._order.lineage)
         for source in self.missing():
             atoms = self._compiled.atoms[source.source]
             member = self._state.members.source(self._order.lineage, source)
             if member is not None:
                 seal = manager_pb2.Seal(
-                    fence=self._fence, version=self._order.version, atoms=atoms, keep=late, deadline_seconds=seconds
+                    fence=self._fence, version=self._order.version, atoms=atoms, keep=kept, deadline_seconds=seconds
                 )
                 self._state.send(member, seal)
-            elif late:
+            elif kept:
                 command = manager_pb2.SealForReaders(
                     fence=self._fence, table=source.table, atoms=atoms, deadline_seconds=seconds
                 )

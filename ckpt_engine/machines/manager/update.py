@@ -2,7 +2,7 @@
 
 Until the intent is being recorded every failure refuses it, and no replica has been touched. From then on it always
 ends with an outcome for every replica, at its deadline at the latest. The same steps bring a late replica to the latest
-version (`order.late`); then there is no caller, and sources only digest what they keep sealed.
+version (`order.late`); then there is no caller. Whatever was sealed before (`order.sealed`) its sources only digest.
 
 Every message that somebody must act on is sent again until it is answered, and at once when its receiver comes back.
 """
@@ -34,7 +34,7 @@ class Update:
     """Runs one order. over: called once, when nothing is left to do.
 
     phase: one of REFUSABLE, then "recording", "installing", "reporting", "over". cut: why it was cut short, if it was.
-    fence: for filling. installs: the fence of its intent; None before that is decided.
+    fence: for filling. installs: the fence of its intent; None before that is decided. report, refusal: how it ended.
     """
 
     def __init__(self, state: State, order: Order, over: Callable[[], None]) -> None:
@@ -51,7 +51,8 @@ class Update:
         self._sealing: Sealing | None = None
         self._combined: Combined | None = None
         self._identity: weights_pb2.Identity | None = None
-        self._report: manager_pb2.UpdateReport | None = None
+        self.report: manager_pb2.UpdateReport | None = None
+        self.refusal: Problem | None = None
         self._prepared_again = False
         self._started = self._install_started = 0.0
 
@@ -59,7 +60,8 @@ class Update:
 
     def describe(self) -> str:
         """What runs, for who must wait for it."""
-        what = "update" if self.order.late is None else f"bringing up {self.order.replicas[0]}: update"
+        what = "update" if self.order.back is None else "rollback"
+        what = what if self.order.late is None else f"bringing up {self.order.replicas[0]}: update"
         version = f"version {self.order.version} of lineage {self.order.lineage!r}"
         return f"{what} {(self.installs or self.fence).epoch} ({version}): {self.phase}"
 
@@ -121,7 +123,7 @@ class Update:
         self._absences.back(member)
         if isinstance(member, Trainer):
             tables = {source.rank: source.table for source in self.order.published.sources}
-            if self.order.late is None and self.phase in REFUSABLE and member.table != tables.get(member.rank):
+            if self.order.sealed is None and self.phase in REFUSABLE and member.table != tables.get(member.rank):
                 message = f"rank {member.rank} published another table while {self.phase}"
                 self._refuse(unavailable(message, ranks=(member.rank,)).problem)
         elif isinstance(member, Replica) and member.last_outcome is not None:
@@ -258,8 +260,8 @@ class Update:
         if self._too_few():
             return
         self._begin_phase("planning", self.state.deadlines.plan, now)
-        late, workers = self.order.late, self._targets.workers()
-        root = b"" if late is None else late.root
+        sealed, workers = self.order.sealed, self._targets.workers()
+        root = b"" if sealed is None else sealed.root
         self._run("plan", CompilePlans(self.order.published, workers, self._left(now), self.order.record, root))
 
     def _too_few(self) -> bool:
@@ -276,7 +278,7 @@ class Update:
         order = self.order
         identity = weights_pb2.Identity(lineage=order.lineage, version=order.version, root=root)
         try:
-            self.state.versions.check_number(identity, order.late)
+            self.state.versions.check_number(identity, order.sealed)
         except CkptEngineError as error:
             self._refuse(error.problem)
             return
@@ -307,7 +309,7 @@ class Update:
         assert self._identity is not None
         assert self.installs is not None
         self.phase = "reporting"
-        self._report = build_report(
+        self.report = build_report(
             self.installs,
             self._identity,
             self.order,
@@ -316,7 +318,7 @@ class Update:
             planning=self._install_started - self._started,
         )
         # Callers wait for this, and the update has kept no more than that back; a disk that hangs changes no outcome.
-        self._run("report", RecordOutcome(self._report, self.state.deadlines.report))
+        self._run("report", RecordOutcome(self.report, self.state.deadlines.report))
 
     # -- time
 
@@ -355,14 +357,15 @@ class Update:
     # -- the end
 
     def _refuse(self, problem: Problem) -> None:
+        self.refusal = problem
         for call in self.order.calls.values():
             self.state.finish(call, problem)
         self._release()
 
     def _end(self) -> None:
-        assert self._report is not None
+        assert self.report is not None
         for call in self.order.calls.values():
-            self.state.emit(call, manager_pb2.UpdateEvent(report=self._report))
+            self.state.emit(call, manager_pb2.UpdateEvent(report=self.report))
             self.state.finish(call)
         self._release()
 
@@ -371,7 +374,7 @@ class Update:
         self.phase = "over"
         for step in ("end", "resend", "preparing", "sealing"):
             self._cancel(step)
-        if self.order.late is None:
+        if self.order.sealed is None:
             for trainer in self.state.members.ranks(self.order.lineage).values():
                 self.state.send(trainer, manager_pb2.Release(fence=self.fence))
         self._over()
