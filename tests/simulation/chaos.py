@@ -70,9 +70,10 @@ class Chaos:
             self.sleep_or_wake,
             self.holder_copies,
             self.holder_copies,
-            self.somebody_goes_back,
             self.somebody_prepares,
         ]
+        if self.somebody_goes_back.__name__ in self.scenario.slant.often:
+            actions.append(self.somebody_goes_back)
         if self.scenario.crashes:
             actions += [
                 self.manager_restarts,
