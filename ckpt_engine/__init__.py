@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt_engine.core.deadlines import Deadlines
     from ckpt_engine.core.problems import CkptEngineError
+    from ckpt_engine.going_back import rollback
     from ckpt_engine.report import UpdateReport
     from ckpt_engine.trainer import Trainer
 
     __version__: str
 
-__all__ = ["CkptEngineError", "Deadlines", "Trainer", "UpdateReport", "__version__"]
+__all__ = ["CkptEngineError", "Deadlines", "Trainer", "UpdateReport", "__version__", "rollback"]
 
 _HOMES = {
     "CkptEngineError": "ckpt_engine.core.problems",
     "Deadlines": "ckpt_engine.core.deadlines",
     "Trainer": "ckpt_engine.trainer",
     "UpdateReport": "ckpt_engine.report",
+    "rollback": "ckpt_engine.going_back",
 }
 
 

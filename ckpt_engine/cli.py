@@ -24,6 +24,7 @@ COMMANDS = {
     "trainer": "List the runs that the manager knows, or take one out.",
     "gateway": "Run one address for generation over all replicas.",
     "update": "Bring all replicas to the weights of a checkpoint.",
+    "rollback": "Bring replicas back to a version that is still held.",
     "sleep": "Have replicas give their memory up.",
     "wake": "Have replicas take their memory back.",
     "status": "Show trainers, replicas and what they serve.",

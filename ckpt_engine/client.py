@@ -83,7 +83,18 @@ def open_channel(address: str, security: ClientSecurity | None = None) -> grpc.a
     return grpc.aio.secure_channel(address, credentials, options=options)
 
 
-def manager_stub(channel: grpc.aio.Channel) -> manager_pb2_grpc.CheckpointEngineManagerStub:
+def open_blocking_channel(address: str, security: ClientSecurity | None = None) -> grpc.Channel:
+    """The same for calls that block, in a process that may have event loops of its own. Raises the same."""
+    checked_address(address)
+    security = security or ClientSecurity.from_environment(os.environ)
+    credentials = security.credentials()
+    options: list[tuple[str, int | str]] = [*channel_options(), *security.options()]
+    if credentials is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, credentials, options=options)
+
+
+def manager_stub(channel: grpc.aio.Channel | grpc.Channel) -> manager_pb2_grpc.CheckpointEngineManagerStub:
     """The manager's calls over `channel`; the generated class has no annotations, hence this one place."""
     return manager_pb2_grpc.CheckpointEngineManagerStub(channel)  # type: ignore[no-untyped-call]
 
@@ -148,7 +159,7 @@ async def get_blob(
 def problem_of(error: grpc.RpcError) -> weights_pb2.Problem:
     """The Problem behind a failed call: the manager's own if it sent one, else made from the gRPC status."""
     code, details = grpc.StatusCode.UNKNOWN, str(error)
-    if isinstance(error, grpc.aio.AioRpcError):
+    if isinstance(error, grpc.aio.AioRpcError | grpc.Call):
         code, details = error.code(), error.details() or ""
         pairs: Iterable[tuple[str, str | bytes]] = error.trailing_metadata() or ()  # type: ignore[assignment]
         for key, value in pairs:

@@ -40,6 +40,7 @@ ROOMS = (
     "install",
     "source",
     "report",
+    "going_back",
     "trainer",
     "relay",
     "agent",

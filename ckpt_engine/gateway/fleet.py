@@ -53,7 +53,8 @@ class Told:
 @dataclass
 class Member:
     """One replica. own: requests of this process inside it. reported: requests inside it by its own count, when `own`
-    was own_then. prefills: requests of this process that were resumed there and have no token yet."""
+    was own_then. prefills: requests of this process that were resumed there and have no token yet. went_back: the
+    lowest version that it was told with after a higher one, as long as requests are inside that may have met it."""
 
     told: Told
     history: OrderedDict[int, Identity] = field(default_factory=OrderedDict)
@@ -65,6 +66,7 @@ class Member:
     shunned_until: float = 0.0
     seen: str = ""
     modes: dict[int, str] = field(default_factory=dict)
+    went_back: Identity | None = None
 
     @property
     def name(self) -> str:
@@ -86,8 +88,21 @@ class Member:
         known = [each for each in (admitted, self.told.identity, self.told.next) if each is not None]
         if admitted is None:
             return (None, None) if not known else (min(known, key=_number), max(known, key=_number))
+        back = [] if self.went_back is None else [self.went_back]
         since = [each for each in known if each.version >= admitted.version]
-        return admitted, max(since, key=_number)
+        return min([admitted, *back], key=_number), max(since, key=_number)
+
+    def tell(self, told: Told) -> None:
+        """News of it. A rollback is remembered: what is older than what it held is news then, and not a late word."""
+        before, self.told = self.told.identity, told
+        lower = [
+            each
+            for each in (told.identity, told.next)
+            if each and before and each.lineage == before.lineage and each.version < before.version
+        ]
+        if self.went_back is not None and self.own:
+            lower.append(self.went_back)
+        self.went_back = min(lower, key=_number, default=None)
 
     def caches(self, number: int) -> str:
         """What became of the caches of requests inside when it took the version of this number."""
@@ -134,7 +149,7 @@ class Fleet:
                 member = self.members[each.name] = Member(each)
             elif (each.url, each.state) != (member.told.url, member.told.state) and each.state in TAKES:
                 member.failures, member.shunned_until = 0, 0.0
-            member.told = each
+            member.tell(each)
             if each.next is not None and each.mode:
                 member.modes[each.next.version] = each.mode
                 while len(member.modes) > HISTORY:

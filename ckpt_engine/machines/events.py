@@ -22,7 +22,8 @@ What a shell promises
 A machine that raises all the same has a defect, and gives none of that event's commands (`deciding`). Nobody knows what
 it believes then, so it gets no further event: shell/README.md says what follows, for all machines alike.
 
-What tasks there are, and what each results in, is in tasks.py; its names can be taken from here too.
+What tasks there are, and what each results in, is in tasks.py, and what calls, in calls.py; their names can be taken
+from here too.
 """
 
 from __future__ import annotations
@@ -36,6 +37,18 @@ from ckpt_engine.machines.relay.tasks import FillingProgress as FillingProgress
 from ckpt_engine.machines.relay.tasks import StopFilling as StopFilling
 
 # isort: off
+from ckpt_engine.machines.calls import (
+    Call as Call,
+    CallCancelled as CallCancelled,
+    OperatorCall as OperatorCall,
+    OperatorRequest as OperatorRequest,
+    OperatorResponse as OperatorResponse,
+    RollbackCall as RollbackCall,
+    SleepCall as SleepCall,
+    UpdateCall as UpdateCall,
+    WaitCall as WaitCall,
+    WakeCall as WakeCall,
+)
 from ckpt_engine.machines.tasks import (
     AgentTask as AgentTask,
     Combined as Combined,
@@ -45,6 +58,8 @@ from ckpt_engine.machines.tasks import (
     DiscardEngine as DiscardEngine,
     EngineTask as EngineTask,
     FetchBlobs as FetchBlobs,
+    FindReport as FindReport,
+    Found as Found,
     HeldOffer as HeldOffer,
     HoldRequests as HoldRequests,
     InstallEngine as InstallEngine,
@@ -85,9 +100,6 @@ Key: TypeAlias = tuple[str | int, ...]
 
 Peer = NewType("Peer", str)
 """Names one stream. The manager's shell makes them; an agent's or trainer's machine makes its own (`OpenStream`)."""
-
-Call = NewType("Call", str)
-"""Names one UpdateWeights, Sleep or Wake call at the manager; made by the shell, never used again."""
 
 
 # --------------------------------------------------------------------------------------- events of all machines
@@ -172,55 +184,24 @@ class Run:
 # ------------------------------------------------------------------------------------------------- the manager
 
 
-@dataclass(frozen=True)
-class UpdateCall:
-    """A trainer rank called UpdateWeights."""
-
-    call: Call
-    request: manager_pb2.UpdateWeightsRequest
-
-
-@dataclass(frozen=True)
-class SleepCall:
-    call: Call
-    request: manager_pb2.SleepRequest
-
-
-@dataclass(frozen=True)
-class WakeCall:
-    call: Call
-    request: manager_pb2.WakeRequest
-
-
-OperatorRequest: TypeAlias = (
-    manager_pb2.RetryReplicaRequest | manager_pb2.EvictReplicaRequest | manager_pb2.EvictTrainerRequest
-)
-OperatorResponse: TypeAlias = (
-    manager_pb2.RetryReplicaResponse | manager_pb2.EvictReplicaResponse | manager_pb2.EvictTrainerResponse
-)
-
-
-@dataclass(frozen=True)
-class OperatorCall:
-    call: Call
-    request: OperatorRequest
-
-
-@dataclass(frozen=True)
-class CallCancelled:
-    """The caller went away (or its own deadline passed) before `FinishCall`."""
-
-    call: Call
-
-
 ManagerEvent: TypeAlias = (
-    Message | PeerLost | TimerFired | Done | UpdateCall | SleepCall | WakeCall | OperatorCall | CallCancelled
+    Message
+    | PeerLost
+    | TimerFired
+    | Done
+    | UpdateCall
+    | RollbackCall
+    | WaitCall
+    | SleepCall
+    | WakeCall
+    | OperatorCall
+    | CallCancelled
 )
 
 
 @dataclass(frozen=True)
 class EmitEvent:
-    """Send one event to an UpdateWeights caller."""
+    """Send one event to a caller of UpdateWeights or Rollback."""
 
     call: Call
     event: manager_pb2.UpdateEvent
@@ -228,11 +209,14 @@ class EmitEvent:
 
 @dataclass(frozen=True)
 class FinishCall:
-    """End a call: with `problem` as its status, or well. `response` is set for Sleep and Wake that end well."""
+    """End a call: with `problem` as its status, or well. `response` is set for calls with one answer that end
+    well."""
 
     call: Call
     problem: weights_pb2.Problem | None = None
-    response: manager_pb2.SleepResponse | manager_pb2.WakeResponse | OperatorResponse | None = None
+    response: (
+        manager_pb2.SleepResponse | manager_pb2.WakeResponse | manager_pb2.UpdateReport | OperatorResponse | None
+    ) = None
 
 
 ManagerCommand: TypeAlias = Send | ClosePeer | SetTimer | CancelTimer | Run | EmitEvent | FinishCall

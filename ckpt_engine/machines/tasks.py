@@ -188,8 +188,28 @@ class RecordOutcome:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Found:
+    """What the ledger knows of updates to one version, those of late replicas aside. epoch: of the last one's intent;
+    None: there was none. report: how that one ended; None: the manager ended before it did. last: the versions of the
+    lineage's last updates, newest first."""
+
+    epoch: int | None
+    report: manager_pb2.UpdateReport | None
+    last: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FindReport:
+    """Ledger.last_update. Result: Found."""
+
+    lineage: str
+    version: int
+    seconds: float
+
+
 ManagerTask: TypeAlias = (
-    MergeTables | JoinSources | CompilePlans | CombineSeals | SpendEpoch | RecordIntent | RecordOutcome
+    MergeTables | JoinSources | CompilePlans | CombineSeals | SpendEpoch | RecordIntent | RecordOutcome | FindReport
 )
 
 # ---------------------------------------------------------------------------------------------- of agents and trainers

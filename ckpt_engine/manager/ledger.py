@@ -15,52 +15,27 @@ overtaken fails at its next write and begins nothing more.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 import sqlite3
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ckpt_engine.core.problems import CkptEngineError, precondition
+from ckpt_engine.core.problems import precondition
+from ckpt_engine.machines.events import Found
 from ckpt_engine.machines.manager.versions import Intended, Meant
+from ckpt_engine.manager.ledger_file import prepare, take_lock, unusable
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-SCHEMA_VERSION = 5
-APPLICATION_ID = 0x636B7074  # "ckpt", so that `file` and we recognise it
-
-_MEANT = "CREATE TABLE meant (replica TEXT PRIMARY KEY, epoch INTEGER NOT NULL, lineage TEXT NOT NULL) STRICT;"
-_HIGHEST = "CREATE TABLE highest (lineage TEXT PRIMARY KEY, version INTEGER NOT NULL, root BLOB NOT NULL) STRICT;"
-_SCHEMA = f"""
-CREATE TABLE cluster (
-    id TEXT NOT NULL, made REAL NOT NULL, epoch INTEGER NOT NULL, generation INTEGER NOT NULL DEFAULT 0
-) STRICT;
-CREATE TABLE intents (
-    epoch INTEGER PRIMARY KEY, lineage TEXT NOT NULL, version INTEGER NOT NULL, root BLOB NOT NULL, time REAL NOT NULL,
-    selection TEXT NOT NULL DEFAULT '[]'
-) STRICT;
-CREATE TABLE outcomes (epoch INTEGER PRIMARY KEY, report BLOB NOT NULL, time REAL NOT NULL) STRICT;
-{_MEANT}
-{_HIGHEST}
-"""
+LAST_NAMED = 4
+"""Updates of a lineage that are named to whoever asks for one that there was not."""
 
 KEPT_REPORTS = 1000
 """A report of 64 replicas of 8 workers takes some 100 kB: the file stays below 100 MB even then."""
-
-_MIGRATIONS = {
-    1: "ALTER TABLE cluster ADD COLUMN generation INTEGER NOT NULL DEFAULT 0;",
-    2: "ALTER TABLE intents ADD COLUMN selection TEXT NOT NULL DEFAULT '[]';",
-    3: _MEANT
-    + "INSERT INTO meant SELECT name.value, max(epoch), lineage FROM intents, "
-    + """json_each(CASE selection WHEN '[]' THEN '[""]' ELSE selection END) AS name GROUP BY name.value;""",
-    4: _HIGHEST + "INSERT INTO highest SELECT lineage, max(version), root FROM intents GROUP BY lineage;",
-}
-"""From a schema to the next one."""
 
 T = TypeVar("T")
 
@@ -148,7 +123,8 @@ class Ledger:
         selection: Sequence[str] = (),
         meant: Sequence[str] = (),
     ) -> None:
-        """Stores what is about to be installed, and spends its epoch. selection, meant: see events.RecordIntent.
+        """Stores what is about to be installed, and spends its epoch. selection, meant: see events.RecordIntent; what
+        is meant for nobody is for a late replica.
 
         Also raises FAILED_PRECONDITION, storing nothing, for a number that the lineage has used for another root.
         """
@@ -158,8 +134,11 @@ class Ledger:
                 self._spend(epoch)
                 self._take_number(identity)
                 self._connection.execute(
-                    "INSERT OR REPLACE INTO intents VALUES (?, ?, ?, ?, ?, ?)",
-                    (epoch, identity.lineage, identity.version, identity.root, time.time(), json.dumps(selection)),
+                    "INSERT OR REPLACE INTO intents VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    (
+                        *(epoch, identity.lineage, identity.version, identity.root),
+                        *(time.time(), json.dumps(selection), not meant),
+                    ),
                 )
                 self._connection.executemany(
                     "INSERT OR REPLACE INTO meant VALUES (?, ?, ?)",
@@ -202,6 +181,37 @@ class Ledger:
             lambda: self._connection.execute("SELECT lineage, version, root FROM highest ORDER BY lineage").fetchall()
         )
         return [weights_pb2.Identity(lineage=lineage, version=version, root=root) for lineage, version, root in rows]
+
+    async def identities(self) -> list[weights_pb2.Identity]:
+        """Every version of which an intent is kept, the one that was installed longest ago first."""
+        rows = await self._run(
+            lambda: self._connection.execute(
+                "SELECT lineage, version, root FROM intents GROUP BY lineage, version, root ORDER BY max(epoch)"
+            ).fetchall()
+        )
+        return [weights_pb2.Identity(lineage=lineage, version=version, root=root) for lineage, version, root in rows]
+
+    async def last_update(self, lineage: str, version: int) -> Found:
+        """How the last update to a version ended, and to which versions of its lineage updates were last. What was
+        brought up late does not count."""
+
+        def statements() -> tuple[tuple[int, bytes | None] | None, list[tuple[int]]]:
+            found = self._connection.execute(
+                "SELECT i.epoch, o.report FROM intents i LEFT JOIN outcomes o ON o.epoch = i.epoch "
+                "WHERE NOT i.late AND i.lineage = ? AND i.version = ? ORDER BY i.epoch DESC LIMIT 1",
+                (lineage, version),
+            ).fetchone()
+            last = self._connection.execute(
+                "SELECT version FROM intents WHERE NOT late AND lineage = ? "
+                "GROUP BY version ORDER BY max(epoch) DESC LIMIT ?",
+                (lineage, LAST_NAMED),
+            ).fetchall()
+            return found, last
+
+        found, last = await self._run(statements)
+        epoch, report = (None, None) if found is None else found
+        ended = None if report is None else manager_pb2.UpdateReport.FromString(report)
+        return Found(epoch, ended, tuple(number for (number,) in last))
 
     async def meant(self) -> dict[str, Meant]:
         """The last update that was for each replica; versions.EVERYBODY: that was for all."""
@@ -294,11 +304,7 @@ class Ledger:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, statements)
         except sqlite3.Error as error:
-            raise _unusable(self.path, error) from error
-
-
-def _unusable(path: Path, error: Exception) -> CkptEngineError:
-    return precondition(f"the ledger {path} cannot be used: {error}. Free or repair its disk, or pass another --ledger")
+            raise unusable(self.path, error) from error
 
 
 def _file_at(path: Path) -> tuple[int, int] | None:
@@ -315,80 +321,22 @@ def _open(path: Path, thread: ThreadPoolExecutor, busy_seconds: float, cluster: 
     path = path.expanduser().resolve()  # two names of one ledger must meet at one lock
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = _take_lock(path)
+        lock = take_lock(path)
     except OSError as error:
-        raise _unusable(path, error) from error
+        raise unusable(path, error) from error
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         os.chmod(path, 0o600)
         connection = sqlite3.connect(path, timeout=busy_seconds)
         try:
-            _prepare(path, connection, cluster)
+            prepare(path, connection, cluster)
             return Ledger(path, connection, lock, thread, kept_reports)
         except BaseException:
             connection.close()
             raise
     except (OSError, sqlite3.Error) as error:
         os.close(lock)
-        raise _unusable(path, error) from error
+        raise unusable(path, error) from error
     except BaseException:
         os.close(lock)
         raise
-
-
-def _take_lock(path: Path) -> int:
-    """Locks a file beside the ledger: SQLite drops its own locks when any other descriptor of the file is closed."""
-    lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        os.close(lock)
-        raise precondition(
-            f"ledger {path} is in use by pid {holder}: stop that manager, or give this one another --ledger"
-        ) from error
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, str(os.getpid()).encode("ascii"), 0)
-    return lock
-
-
-def _prepare(path: Path, connection: sqlite3.Connection, cluster: str) -> None:
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    (application,) = connection.execute("PRAGMA application_id").fetchone()
-    (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    fresh = tables == 0 and version == 0
-    if not fresh and application != APPLICATION_ID:
-        raise precondition(f"{path} is an SQLite file of another program, not a ledger: pass another --ledger")
-    if version > SCHEMA_VERSION:
-        raise precondition(
-            f"the ledger {path} has schema {version}, this software knows up to {SCHEMA_VERSION}: upgrade ckpt-engine"
-        )
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = FULL")
-    if not fresh and cluster:
-        (ours,) = connection.execute("SELECT id FROM cluster").fetchone()
-        if ours != cluster:
-            raise precondition(
-                f"the ledger {path} is that of cluster {ours}, not {cluster}: leave --cluster out, or name a file that "
-                "does not exist yet"
-            )
-    if fresh:
-        # One transaction, so that a crash here leaves an empty file and not half a schema.
-        connection.executescript(
-            f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA application_id = {APPLICATION_ID}; "
-            f"PRAGMA user_version = {SCHEMA_VERSION}; "
-            f"INSERT INTO cluster (id, made, epoch) VALUES ('{_cluster_id(cluster)}', {time.time()}, 0); COMMIT;"
-        )
-    elif version < SCHEMA_VERSION:
-        steps = " ".join(_MIGRATIONS[older] for older in range(version, SCHEMA_VERSION))
-        connection.executescript(f"BEGIN IMMEDIATE; {steps} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-    with connection:  # fails now, and not in the middle of an update, when the disk is full or read-only
-        connection.execute("UPDATE cluster SET generation = generation + 1")
-
-
-def _cluster_id(wanted: str) -> str:
-    """The id of a new cluster, as it goes into the schema's script: it must be a UUID and nothing else."""
-    try:
-        return str(uuid.UUID(wanted)) if wanted else str(uuid.uuid4())
-    except ValueError:
-        raise precondition(f"--cluster {wanted!r} is not a cluster's id, which is a UUID") from None

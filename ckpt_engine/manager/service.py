@@ -162,6 +162,7 @@ class ManagerServer:
             software_version(),
             await self.ledger.meant(),
             await self.ledger.highest(),
+            await self.ledger.identities(),
         )
         self._shell = Shell(machine, tasks, blobs, self.metrics)
         self.http_address = await self._start_http() if config.http else ""

@@ -104,6 +104,17 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
             await refuse(context, error)
         await self._call("update", lambda call: events.UpdateCall(call, request), context)
 
+    async def Rollback(self, request: manager_pb2.RollbackRequest, context: Context) -> None:  # noqa: N802
+        caller = await self._admit(context, "operator")
+        log.info("rollback called lineage=%r version=%d caller=%r", request.lineage, request.version, caller.who)
+        await self._call("rollback", lambda call: events.RollbackCall(call, request), context)
+
+    async def WaitForUpdate(  # noqa: N802
+        self, request: manager_pb2.WaitForUpdateRequest, context: Context
+    ) -> ProtobufMessage:
+        await self._admit(context)
+        return await self._answer("wait", lambda call: events.WaitCall(call, request), context)
+
     async def Sleep(self, request: manager_pb2.SleepRequest, context: Context) -> ProtobufMessage:  # noqa: N802
         caller = await self._admit(context, "operator", "trainer")
         response = await self._answer("sleep", lambda call: events.SleepCall(call, request), context)

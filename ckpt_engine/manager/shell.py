@@ -56,6 +56,7 @@ class Shell:
         self._sessions: dict[Peer, _Session] = {}
         self._calls: dict[Call, Outbox[Any]] = {}
         self._updates: dict[Call, manager_pb2.UpdateWeightsRequest] = {}
+        self._rollbacks: dict[Call, manager_pb2.RollbackRequest] = {}
         self.refusals = Refusals()
         self._pinned: dict[str, list[manager_pb2.BlobRef]] = {}
         self._numbers = count(1)
@@ -99,12 +100,15 @@ class Shell:
         if isinstance(happened, events.UpdateCall):
             self._updates[call] = happened.request
             self._metrics.called(happened.request.lineage)
+        if isinstance(happened, events.RollbackCall):
+            self._rollbacks[call] = happened.request
         self.handle(happened)
         return call, outbox
 
     def end_call(self, call: Call) -> None:
         """The handler of a call returns; the machine hears of it unless it finished the call itself."""
         outbox = self._calls.pop(call, None)
+        self._rollbacks.pop(call, None)
         if not self._calls:
             self._idle.set()
         if outbox is not None and not outbox.closed:
@@ -193,8 +197,15 @@ class Shell:
     def _count_refusal(self, commands: Sequence[object]) -> None:
         """Counts a refused update once, however many ranks called it: one event refuses all of them together."""
         for command in commands:
-            if isinstance(command, events.FinishCall) and command.problem and command.call in self._updates:
-                request, problem = self._updates[command.call], command.problem
+            if not isinstance(command, events.FinishCall) or not command.problem:
+                continue
+            problem = command.problem
+            if (back := self._rollbacks.get(command.call)) is not None:
+                asked = (back.lineage, back.version)
+                log.warning("rollback refused lineage=%r version=%d problem=%r", *asked, problem.message)
+                self.refusals.add(Refusal(*asked, problem))
+                self._metrics.refused(problem)
+            elif (request := self._updates.get(command.call)) is not None:
                 version = request.version if request.HasField("version") else None
                 who = (request.lineage, request.rank)
                 log.warning("update refused lineage=%r rank=%d problem=%r", *who, problem.message)

@@ -56,6 +56,8 @@ class Tasks:
                 await self._ledger.spend_epoch(epoch)
             case events.RecordIntent(epoch, identity, _, selection, meant):
                 await self._ledger.record_intent(epoch, identity, selection, meant)
+            case events.FindReport(lineage, version):
+                return await self._ledger.last_update(lineage, version)
             case events.RecordOutcome(report):
                 log.info(
                     "update ended epoch=%d lineage=%r version=%d ok=%s replicas=%d bytes=%d seconds=%.3f",

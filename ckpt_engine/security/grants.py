@@ -5,8 +5,8 @@ A grant is a role, and for the first three a pattern of names (`*` stands for an
     trainer/PATTERN   publish and update lineages of such names; put replicas to sleep and wake them
     replica/PATTERN   be a replica of such a name
     holder/PATTERN    hold versions for others under such a name, whatever kind of holder
-    operator          put replicas to sleep, wake, retry and evict them, evict runs
-    viewer            look, and watch who serves what (a gateway needs it of its manager)
+    operator          put replicas to sleep, wake, retry, roll back and evict them, evict runs
+    viewer            look, watch who serves what (a gateway needs it of its manager), and wait for updates' ends
     client            ask a gateway for tokens
 
 Whoever has any grant may look. A caller's grants come with its token (the manager knows a digest of it) or from the

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ckpt_engine.core.deadlines import NOTICE_SECONDS, Deadlines
@@ -135,6 +135,20 @@ class Background:
             self._call = None
             calling.cancel()
             call.close()
+
+    def wait_for_update(self, request: manager_pb2.WaitForUpdateRequest) -> manager_pb2.UpdateReport:
+        """How the update ended, once it has. From any thread. Raises CkptEngineError; an interrupt ends the call."""
+        self.require_running()
+        assert self._session is not None
+        grace = self._deadlines.call_grace
+        waiting = self._session.wait_for_update(request, grace)
+        answer = asyncio.run_coroutine_threadsafe(waiting, self._loop)
+        try:
+            return answer.result(request.timeout_seconds + 2 * grace)
+        except (TimeoutError, CancelledError) as error:
+            raise unavailable(f"{self._awaited()}, which was asked how an update ended") from error
+        finally:
+            answer.cancel()
 
     def status(self) -> manager_pb2.GetStatusResponse:
         """Asks the manager how things are. Raises CkptEngineError when it does not answer."""

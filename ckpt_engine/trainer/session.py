@@ -49,6 +49,11 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 ATOMS_KEPT = 4
 """Lists of atoms that are kept: the current one, and those of replicas that join late."""
 
+WAIT_AGAIN = 0.5
+"""Seconds before a manager that was not there is asked again how an update ended."""
+
+SHORTEST_WAIT = 0.001
+
 Sealing: TypeAlias = tuple[weights_pb2.Digests, float, float]
 """Digests, the seconds of copying, the seconds of digesting."""
 
@@ -136,6 +141,30 @@ class OfferingSession:
         finally:
             self._updates.discard(call)
             call.cancel()
+
+    async def wait_for_update(
+        self, request: manager_pb2.WaitForUpdateRequest, grace: float
+    ) -> manager_pb2.UpdateReport:
+        """How the update ended, once it has. Asks again while no manager is there, for as long as the request says.
+        grace: what the answer itself may take.
+
+        Raises CkptEngineError: what the manager answered, or that none was there.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + request.timeout_seconds
+        while True:
+            left = end - loop.time()
+            request.timeout_seconds = max(left, SHORTEST_WAIT)
+            try:
+                answer: manager_pb2.UpdateReport = await self._stub.WaitForUpdate(
+                    request, timeout=request.timeout_seconds + grace
+                )
+                return answer
+            except grpc.RpcError as error:
+                refused = error_of(error)
+                if refused.problem.code != weights_pb2.Problem.UNAVAILABLE or left <= WAIT_AGAIN:
+                    raise refused from error
+            await asyncio.sleep(WAIT_AGAIN)
 
     async def status(self, seconds: float) -> manager_pb2.GetStatusResponse:
         """Asks the manager how things are. Raises CkptEngineError when it does not answer."""

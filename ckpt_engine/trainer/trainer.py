@@ -4,7 +4,7 @@ The calls are synchronous. A background thread keeps the session with the manage
 never reads live parameters. Whatever reads them (the snapshot, if the source needs one, and the digests) runs on the
 caller's thread, inside `update_weights`, where the caller by being there promises that nothing changes them.
 
-Not supported: using a Trainer after a fork or from two threads at once (refused), and pickling it.
+Not supported: using a Trainer after a fork or from two threads at once (refused, but for `wait`), and pickling it.
 """
 
 from __future__ import annotations
@@ -251,6 +251,24 @@ class Trainer:
                 self._background.update(request, end - time.monotonic() + limits.call_grace, on_progress)
             )
 
+    def wait(self, version: int, *, timeout: float | None = None) -> UpdateReport:
+        """Returns the report of the lineage's last update to `version`, once that has ended. Any rank, on any thread.
+
+        Also of an update that ended long ago, or under a manager that has been killed since: the ledger keeps reports.
+        timeout: seconds; none: the deadline of an update. A manager that is away meanwhile is waited for.
+
+        Raises CkptEngineError: NOT_FOUND, naming the last ones, if no update to it is known; DEADLINE_EXCEEDED, saying
+        what is going on, if it goes on; ABORTED if the manager ended in its middle, so that nobody has reported; and
+        what the update itself was refused with.
+        """
+        if not (_whole(version) and 0 <= version < 1 << 63):
+            raise invalid(f"version {version!r} is not a count of steps: give a whole number from 0")
+        seconds = self._deadlines.update if timeout is None else timeout
+        check_seconds("a timeout", seconds)
+        self._check_process("wait")
+        request = manager_pb2.WaitForUpdateRequest(lineage=self.lineage, version=version, timeout_seconds=seconds)
+        return UpdateReport(self._background.wait_for_update(request))
+
     def sleep(self, level: int = 1, *, replicas: Sequence[str] = (), timeout: float | None = None) -> None:
         """Has replicas close and give their memory up, for example while this process trains. One rank calls it.
 
@@ -303,10 +321,13 @@ class Trainer:
         up = [each for each in status.replicas if each.connected and each.HasField("engine")]
         return [each.name for each in up if each.mode != manager_pb2.COLOCATED], ""
 
-    @contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
+    def _check_process(self, what: str) -> None:
         if os.getpid() != self._process:
             raise precondition(f"{what}: this Trainer belongs to process {self._process}; make one in this process")
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        self._check_process(what)
         if not self._busy.acquire(blocking=False):
             raise precondition(f"{what}: this Trainer is in use by another thread")
         try:

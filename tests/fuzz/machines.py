@@ -20,7 +20,7 @@ from tests.fuzz.seeds import COMMANDS, HOST, SAID
 
 @contextlib.contextmanager
 def manager(envelope: type[Any]) -> Iterator[Callable[[bytes], None]]:
-    """A manager with a trainer, a holder and a replica; the input is one more message of one of them."""
+    """A manager with a trainer, a holder and a replica; the input is one more message of one of them, or a call."""
     machine, now = ManagerMachine("cluster", 0, [], Deadlines()), 0.0
     peers = {
         manager_pb2.TrainerMessage: events.Peer("trainer-1"),
@@ -44,6 +44,11 @@ def manager(envelope: type[Any]) -> Iterator[Callable[[bytes], None]]:
     feed(events.UpdateCall(call, manager_pb2.UpdateWeightsRequest(lineage="run", session_id="s")))
 
     def take(data: bytes) -> None:
+        asked = {manager_pb2.RollbackRequest: events.RollbackCall, manager_pb2.WaitForUpdateRequest: events.WaitCall}
+        if envelope in asked:
+            feed(asked[envelope](events.Call(f"call at {now}"), envelope.FromString(data)))
+            machine.status().SerializeToString()
+            return
         body = unpack(envelope.FromString(data))
         if body is not None:
             feed(events.Message(peers[envelope], body))

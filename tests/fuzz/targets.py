@@ -92,6 +92,20 @@ TARGETS = [
         manager_pb2.ReplicaMessage,
         20,
     ),
+    Target(
+        "rollback calls",
+        [canonical(manager_pb2.RollbackRequest(lineage="run", version=1, timeout_seconds=9.0, replicas=["one"]))],
+        lambda: manager(manager_pb2.RollbackRequest),
+        manager_pb2.RollbackRequest,
+        20,
+    ),
+    Target(
+        "wait calls",
+        [canonical(manager_pb2.WaitForUpdateRequest(lineage="run", version=1, timeout_seconds=9.0))],
+        lambda: manager(manager_pb2.WaitForUpdateRequest),
+        manager_pb2.WaitForUpdateRequest,
+        20,
+    ),
     Target("agent commands", serialised(COMMANDS), agent, manager_pb2.ReplicaCommand, 20),
     Target("worker requests", serialised(REQUESTS), worker_requests, worker_pb2.WorkerRequest, 20),
     Target(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -168,6 +169,20 @@ def test_what_a_replica_can_have_held_is_a_range() -> None:
 )
 def test_an_engines_label_is_taken_apart(label: object, made_by: Identity | None) -> None:
     assert base.made_by(label) == made_by
+
+
+def test_what_a_replica_can_have_held_has_no_floor_while_it_goes_back() -> None:
+    fleet = fleet_of(told("a", version=3))
+    member, admitted = fleet.members["a"], Identity(3, "run", "ab")
+    member.own = 1
+    fleet.tell([replace(told("a", State.DRAINING, version=3), next=Identity(1, "run"))])
+    assert member.held(admitted) == (Identity(1, "run"), admitted)
+    fleet.tell([told("a", version=1)])
+    fleet.tell([told("a", version=4)])
+    assert member.held(admitted) == (Identity(1, "run", "ab"), Identity(4, "run", "ab"))
+    member.own = 0
+    fleet.tell([told("a", version=4)])
+    assert member.held(Identity(4, "run", "ab")) == (Identity(4, "run", "ab"), Identity(4, "run", "ab"))
 
 
 def test_a_label_says_more_than_a_number_and_less_than_the_manager() -> None:

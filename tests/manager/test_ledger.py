@@ -13,9 +13,11 @@ import pytest
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.machines.events import Found
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import EVERYBODY
-from ckpt_engine.manager.ledger import APPLICATION_ID, SCHEMA_VERSION, Ledger, default_path
+from ckpt_engine.manager.ledger import Ledger, default_path
+from ckpt_engine.manager.ledger_file import APPLICATION_ID, SCHEMA_VERSION
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -221,6 +223,7 @@ async def test_a_ledger_of_the_schema_before_is_taken_over(tmp_path: Path) -> No
     with sqlite3.connect(path) as connection:
         connection.executescript(
             "ALTER TABLE cluster DROP COLUMN generation; ALTER TABLE intents DROP COLUMN selection; "
+            "ALTER TABLE intents DROP COLUMN late; "
             "DROP TABLE meant; DROP TABLE highest; PRAGMA user_version = 1;"
         )
     connection.close()
@@ -241,7 +244,9 @@ async def test_a_ledger_of_schema_3_knows_whom_updates_were_for(tmp_path: Path) 
     await ledger.record_intent(3, identity(1, "one"), ("b",))
     await ledger.close()
     connection = sqlite3.connect(path)
-    connection.executescript("DROP TABLE meant; DROP TABLE highest; PRAGMA user_version = 3;")
+    connection.executescript(
+        "ALTER TABLE intents DROP COLUMN late; DROP TABLE meant; DROP TABLE highest; PRAGMA user_version = 3;"
+    )
     connection.close()
     again = await Ledger.open(path)
     assert await again.meant() == {EVERYBODY: (1, "all"), "a": (2, "some"), "b": (3, "one")}
@@ -265,6 +270,25 @@ async def test_a_number_never_gets_another_root_and_the_highest_outlives_its_int
         with pytest.raises(CkptEngineError, match=f"version {version} of lineage 'run' has the root"):
             await again.record_intent(9, other)
     assert [intent.identity for intent in await again.last_intents()] == [identity(4), identity(1, "other")]
+    await again.close()
+
+
+async def test_how_the_last_update_to_a_version_ended(tmp_path: Path) -> None:
+    """The report of a late replica does not take its place, and the roots of all of them are known after a restart."""
+    path = tmp_path / "ledger.sqlite3"
+    ledger = await Ledger.open(path)
+    for epoch, version, meant in ((1, 1, [EVERYBODY]), (2, 2, [EVERYBODY]), (3, 1, [EVERYBODY]), (4, 1, [])):
+        await ledger.record_intent(epoch, identity(version), meant=meant)
+        if epoch != 2:
+            await ledger.record_outcome(report_of(epoch))
+    await ledger.close()
+    again = await Ledger.open(path)
+    known = await again.last_update("run", 1)
+    assert (known.epoch, known.report) == (3, report_of(3))
+    assert await again.last_update("run", 2) == Found(2, None, (1, 2))
+    assert await again.last_update("run", 3) == Found(None, None, (1, 2))
+    assert await again.last_update("other", 1) == Found(None, None, ())
+    assert await again.identities() == [identity(2), identity(1)]
     await again.close()
 
 

@@ -135,16 +135,24 @@ async def test_each_call_needs_its_grant(asking: ManagerServer, keys: Keys) -> N
             put(stub, weights_pb2.Manifest()),
             stub.GetBlob(manager_pb2.BlobRef(), timeout=60).read(),
             stub.UpdateWeights(manager_pb2.UpdateWeightsRequest(lineage="run-1"), timeout=60).read(),
+            stub.Rollback(manager_pb2.RollbackRequest(version=1), timeout=60).read(),
         ]
         for call in calls:
             assert name(await refused(call)) == "PERMISSION_DENIED", call
     async with calling(asking, keys.with_token("trainer")) as stub:
         other = manager_pb2.UpdateWeightsRequest(lineage="other")
         assert name(await refused(stub.UpdateWeights(other, timeout=60).read())) == "PERMISSION_DENIED"
+        back = manager_pb2.RollbackRequest(lineage="run-1", version=1)
+        assert name(await refused(stub.Rollback(back, timeout=60).read())) == "PERMISSION_DENIED"
         evict = manager_pb2.EvictReplicaRequest(name="one")
         assert name(await refused(stub.EvictReplica(evict, timeout=60))) == "PERMISSION_DENIED"
     async with calling(asking, keys.with_token("operator")) as stub:
         assert name(await refused(stub.EvictReplica(evict, timeout=60))) == "NOT_FOUND"
+        assert name(await refused(stub.Rollback(back, timeout=60).read())) == "NOT_FOUND"
+    wait = manager_pb2.WaitForUpdateRequest(lineage="run-1", version=1)
+    for role in GRANTS:  # it only tells
+        async with calling(asking, keys.with_token(role)) as stub:
+            assert name(await refused(stub.WaitForUpdate(wait, timeout=60))) == "NOT_FOUND"
 
 
 async def test_without_a_token_or_with_a_wrong_one_nobody_is_let_in(asking: ManagerServer, keys: Keys) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.machines import events
-from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.ledgers import LedgerFaults
 from tests.simulation.members import AgentShell, MemberShell
 from tests.simulation.shell import Shell
@@ -35,6 +35,9 @@ MOMENTS: tuple[type[Any], ...] = (
 
 WITH_RELAYS: tuple[type[Any], ...] = (*MOMENTS, manager_pb2.FillRelay, events.JoinSources)
 """The same where there are relays."""
+
+AGAIN = (weights_pb2.Problem.ABORTED, weights_pb2.Problem.UNAVAILABLE, weights_pb2.Problem.NOT_FOUND)
+"""Refusals after which an operator asks once more."""
 
 
 class Chaos:
@@ -73,6 +76,8 @@ class Chaos:
             self.holder_copies,
             self.somebody_prepares,
         ]
+        if self.somebody_goes_back.__name__ in self.scenario.slant.often:
+            actions.append(self.somebody_goes_back)
         if self.scenario.crashes:
             actions += [
                 self.manager_restarts,
@@ -260,6 +265,34 @@ class Chaos:
             self.world.note(f"{relay.name} is killed")
             relay.crash()
             self.world.after(self.world.between(0.0, 6.0), lambda: self.scenario.join_relay(relay.name))
+
+    def somebody_goes_back(self) -> None:
+        """An operator names a version that was meant for installing once, mostly one that a holder has a copy of, and
+        asks again while an update runs."""
+        known = list(self.scenario.ledger.intents.values())
+        if not known:
+            return
+        identity = self.world.random.choice(known)
+        if self.world.chance(0.8):
+            holder = self.scenario.join_holder()
+            self.world.after(0.5, lambda: holder.hold(identity) if holder.alive else None)
+        lineage = identity.lineage if self.world.chance(0.8) else ""
+        names = [name for name in self.scenario.agents if self.world.chance(0.5)] if self.world.chance(0.2) else []
+        self.world.note(f"somebody goes back to version {identity.version} of {identity.lineage}: {names or 'all'}")
+        self.world.spawn(self._go_back(identity.version, lineage, names))
+
+    def _go_back(self, version: int, lineage: str, names: list[str]) -> Steps:
+        for _ in range(30):
+            yield self.world.between(0.2, 1.5)
+            manager = self.scenario.cluster.manager
+            if manager is None or not manager.alive:
+                continue
+            call, over = manager.roll_back(version, lineage, replicas=names, timeout_seconds=12.0)
+            if self.world.chance(0.1):
+                self.world.after(self.world.between(0.0, 2.0), lambda m=manager, c=call: m.cancel_call(c))
+            answer = yield self.world.first_of(over, 14.0)
+            if not isinstance(answer, weights_pb2.Problem) or answer.code not in AGAIN:
+                return
 
     def somebody_prepares(self) -> None:
         """The manager has a replica prepare for another version while an update goes on, as relays will have it."""

@@ -57,6 +57,9 @@ class Invariants:
         self._said: set[tuple[Engine, int]] = set()  # that tokens of this install may be called by another version
         self._update: Update | None = None
         self._registered: dict[Update, set[str]] = {}  # when each update began
+        self._installed: set[int] = set()  # epochs that some replica was told to install
+        self._asked_back: dict[str, int] = {}  # by lineage, the epoch of the last rollback's intent
+        self._went_back: dict[str, tuple[int, weights_pb2.Identity]] = {}  # the same of one that is installed
 
     def check(self) -> None:
         """After every event."""
@@ -79,7 +82,7 @@ class Invariants:
                 patience = call.request.timeout_seconds or self.scenario.deadlines.update
                 begun = max(call.begun, manager.excused)  # what came while it was stopped counts from its being read
                 if self.world.now > begun + patience * DRIFT + BOUND:
-                    raise BrokenPromiseError(f"the call of rank {call.request.rank} has no end after {patience} s")
+                    raise BrokenPromiseError(f"a call has no end after {patience} s: {call.request}")
 
     def _whole(self, engine: Engine) -> None:
         workers = engine.workers
@@ -222,8 +225,12 @@ class Invariants:
                 if body.identity not in self._recorded(body.fence):
                     raise BrokenPromiseError(f"epoch {body.fence.epoch} is installed without its intent")
                 self._install_fence(manager, body.fence)
+                self._installed.add(body.fence.epoch)
                 self._late_sources(manager, body)
                 self._held_sources(manager, body)
+                updates = manager.machine._updates.all()
+                if any(update.installs == body.fence and update.order.back for update in updates):
+                    self._went_back[body.identity.lineage] = body.fence.epoch, body.identity
             case events.Send(_, manager_pb2.SleepWake() as body):
                 self._install_fence(manager, body.fence)
             case events.Send(
@@ -240,7 +247,7 @@ class Invariants:
                     raise BrokenPromiseError(f"intent {epoch} after epoch {highest}: its fence was given out before it")
                 self._highest_intent[manager.generation] = epoch
                 if manager.generation == manager.ledger.generation:
-                    self._order(manager, identity)
+                    self._order(manager, epoch, identity)
                 self.world.note(f"intent {epoch} version {identity.version} of {identity.lineage}")
             case events.Run(_, events.RecordOutcome(report)):
                 self._report(manager, report)
@@ -314,11 +321,30 @@ class Invariants:
             raise BrokenPromiseError(f"epoch {fence.epoch} is used, but only {ledger.epoch} are spent")
         self._given_out[manager.generation] = max(self._given_out[manager.generation], fence.epoch)
 
-    def _order(self, manager: ManagerShell, identity: weights_pb2.Identity) -> None:
-        """Versions rise, one number has one root, and a new version is what all ranks had when they called."""
-        before = [other for other in manager.ledger.intents.values() if other.lineage == identity.lineage]
-        for other in before:
-            if other.version > identity.version:
+    def _order(self, manager: ManagerShell, epoch: int, identity: weights_pb2.Identity) -> None:
+        """Versions rise unless somebody goes back by name, one number has one root, and a new version is what all ranks
+        had when they called."""
+        lineage = identity.lineage
+        update = next(each for each in manager.machine._updates.all() if each.installs and each.installs.epoch == epoch)
+        before = {number: other for number, other in manager.ledger.intents.items() if other.lineage == lineage}
+        known = not self.scenario.ledgers_replaced
+        if update.order.back is not None:
+            self._asked_back[lineage] = since = epoch
+            wishes = [manager.calls[call].request.version for call in update.order.calls.values()]
+            if wishes != [identity.version] or (known and identity not in before.values()):
+                raise BrokenPromiseError(f"goes back to {identity}, which is not {wishes}, or was never installed")
+        else:
+            since = self._asked_back.get(lineage, 0) if update.order.late is not None else 0
+        if update.order.late is not None and known and lineage in self._went_back:
+            went, back = self._went_back[lineage]
+            later = (other for number, other in before.items() if number > went and number not in manager.ledger.late)
+            if identity != back and identity not in later:
+                raise BrokenPromiseError(f"{identity} is brought to a late replica after a rollback to {back}")
+        late = update.order.late is not None
+        for number, other in before.items():
+            # An intent that the disk has and nobody was told of was refused: late replicas stay at the version before.
+            meant = number >= since and (not late or number in self._installed)
+            if other.version > identity.version and meant:
                 raise BrokenPromiseError(f"version {identity.version} after {other.version} of {identity.lineage}")
             if other.version == identity.version and other.root != identity.root:
                 raise BrokenPromiseError(f"version {identity.version} of {identity.lineage} has two roots")
@@ -358,5 +384,6 @@ class Invariants:
         if outcome.outcome != manager_pb2.NEW_SERVING or outcome.stages or agent.engine is None:
             return
         old = self.world.now > agent.attached + self.scenario.deadlines.lease
-        if old and agent.alive and agent.engine.alive and agent.engine.words().identity != report.identity:
+        lives = agent.alive and agent.engine.alive and all(worker.alive for worker in agent.engine.workers)
+        if old and lives and agent.engine.words().identity != report.identity:
             raise BrokenPromiseError(f"{outcome.replica} is reported to hold {report.identity}, and does not")

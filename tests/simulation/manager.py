@@ -43,6 +43,7 @@ class Ledger:
     meant: dict[str, Meant] = field(default_factory=dict)
     highest: dict[str, weights_pb2.Identity] = field(default_factory=dict)
     reports: dict[int, manager_pb2.UpdateReport] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)
 
     def open(self) -> int:
         """Takes it over; raises FAILED_PRECONDITION if it cannot be written."""
@@ -67,6 +68,7 @@ class Ledger:
             meant=dict(self.meant),
             highest=dict(self.highest),
             reports=dict(self.reports),
+            late=set(self.late),
         )
 
     def last_intents(self) -> list[Intended]:
@@ -79,10 +81,10 @@ class Ledger:
 
 @dataclass
 class OpenCall:
-    """A call of UpdateWeights. over: set with the report, or the problem, when it reaches the caller."""
+    """A call of UpdateWeights or Rollback. over: set with the report, or the problem, when it reaches the caller."""
 
     over: Signal
-    request: manager_pb2.UpdateWeightsRequest
+    request: manager_pb2.UpdateWeightsRequest | manager_pb2.RollbackRequest
     begun: float
     report: manager_pb2.UpdateReport | None = None
 
@@ -103,7 +105,10 @@ class ManagerShell(Shell):
         self.generation = ledger.open()
         highest = tuple(ledger.highest.values())
         made = machine(
-            ledger.cluster, ledger.epoch, ledger.last_intents(), deadlines, meant=ledger.meant, highest=highest
+            *(ledger.cluster, ledger.epoch, ledger.last_intents(), deadlines),
+            meant=ledger.meant,
+            highest=highest,
+            identities=tuple(ledger.intents.values()),
         )
         super().__init__(world, faults, "manager", made)
         self.machine: ManagerMachine
@@ -151,6 +156,25 @@ class ManagerShell(Shell):
         over = self.calls[call].over
         self.feed(events.UpdateCall(call, request))
         return call, over
+
+    def roll_back(self, version: int, lineage: str = "", **wishes: Any) -> tuple[Call, Signal]:
+        """A call of Rollback has arrived."""
+        self._names += 1
+        call = Call(f"call-{self._names}")
+        request = manager_pb2.RollbackRequest(version=version, lineage=lineage, **wishes)
+        self.calls[call] = OpenCall(Signal(), request, self.world.now)
+        over = self.calls[call].over
+        self.feed(events.RollbackCall(call, request))
+        return call, over
+
+    def wait_for(self, version: int, lineage: str, seconds: float = 0.0) -> Signal:
+        """A call of WaitForUpdate has arrived; the report, or the call's problem."""
+        self._names += 1
+        call = Call(f"call-{self._names}")
+        over = self.sleep_calls[call] = Signal()
+        request = manager_pb2.WaitForUpdateRequest(lineage=lineage, version=version, timeout_seconds=seconds)
+        self.feed(events.WaitCall(call, request))
+        return over
 
     def sleep_or_wake(
         self, wake: bool, replicas: list[str], level: int = 1, tags: Sequence[str] = (), seconds: float = 0.0
@@ -234,11 +258,15 @@ class ManagerShell(Shell):
                 yield from self._written()
                 self.ledger.intents[epoch] = identity
                 self.ledger.selections[epoch] = selection
+                self.ledger.late |= set() if meant else {epoch}
                 if identity.version >= self.ledger.highest.get(identity.lineage, identity).version:
                     self.ledger.highest[identity.lineage] = identity
                 self.ledger.meant |= dict.fromkeys(meant, (epoch, identity.lineage))
                 self.truth.recorded.setdefault((self.ledger.cluster, epoch), []).append(identity)
                 self.ledger.epoch = max(self.ledger.epoch, epoch)
+            case events.FindReport(lineage, version):
+                yield self.world.between(0.001, 0.02)
+                return self._find(lineage, version)
             case events.RecordOutcome(report):
                 yield from self._written()
                 self.ledger.reports[report.fence.epoch] = report
@@ -255,6 +283,13 @@ class ManagerShell(Shell):
                 yield self.world.between(0.001, 0.1)
                 return self._combine(task)
         return None
+
+    def _find(self, lineage: str, version: int) -> events.Found:
+        asked = {epoch: each.version for epoch, each in self.ledger.intents.items() if each.lineage == lineage}
+        last = [number for epoch, number in sorted(asked.items(), reverse=True) if epoch not in self.ledger.late]
+        epochs = [epoch for epoch in asked if asked[epoch] == version and epoch not in self.ledger.late]
+        epoch = max(epochs, default=None)
+        return events.Found(epoch, None if epoch is None else self.ledger.reports.get(epoch), tuple(last[:4]))
 
     def _written(self) -> Steps:
         yield self.world.between(0.001, 0.02)

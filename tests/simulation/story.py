@@ -66,6 +66,13 @@ class Story(Scenario):
         self.world.spawn(steps())
         return results
 
+    def roll_back(self, version: int, lineage: str = "", seconds: float = 5.0, **wishes: Any) -> Any:
+        """An operator goes back; the report, or the problem."""
+        assert self.cluster.manager is not None
+        _, over = self.cluster.manager.roll_back(version, lineage, **wishes)
+        self.wait(seconds)
+        return over.value
+
     def evict(self, name: str) -> None:
         """An operator takes a replica out."""
         assert isinstance(self._operate(manager_pb2.EvictReplicaRequest(name=name)), manager_pb2.EvictReplicaResponse)

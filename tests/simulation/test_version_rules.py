@@ -11,6 +11,7 @@ import pytest
 
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.manager import update
+from ckpt_engine.machines.manager.order import Order
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import Versions
 from ckpt_engine.v1 import weights_pb2
@@ -79,6 +80,29 @@ def the_highest_number_outlives_the_manager(patch: Patch) -> None:
     patch.setattr(Versions, "from_ledger", classmethod(from_ledger))
 
 
+def numbers_go_on_above_the_highest_after_a_rollback(patch: Patch) -> None:
+    """The next update counts on from the version that was gone back to."""
+    original = Versions.begin
+
+    def begin(self: Versions, identity: weights_pb2.Identity, epoch: int, order: Order, record: Any) -> None:
+        original(self, identity, epoch, order, record)
+        if order.back is not None:
+            self.highest[identity.lineage] = identity
+
+    patch.setattr(Versions, "begin", begin)
+
+
+def late_replicas_follow_a_rollback(patch: Patch) -> None:
+    """They are brought to what was the latest version before it."""
+    original = Versions.begin
+
+    def begin(self: Versions, identity: weights_pb2.Identity, epoch: int, order: Order, record: Any) -> None:
+        if order.back is None:
+            original(self, identity, epoch, order, record)
+
+    patch.setattr(Versions, "begin", begin)
+
+
 RULES: list[Mistake] = [
     an_install_fence_is_spent_at_the_intent,
     preparing_carries_no_install_fence,
@@ -87,6 +111,8 @@ RULES: list[Mistake] = [
     numbers_never_go_down,
     a_number_never_gets_another_root,
     the_highest_number_outlives_the_manager,
+    numbers_go_on_above_the_highest_after_a_rollback,
+    late_replicas_follow_a_rollback,
 ]
 
 
@@ -96,6 +122,8 @@ SLANTS: dict[Mistake, Slant] = {
     a_record_tells_nothing_of_what_was_sealed_since: Slant(often=frozenset({"engine_is_swapped"}), worse={"task": 0.1}),
     a_number_never_gets_another_root: Slant(often=frozenset({"group_ends", "group_begins"})),
     the_highest_number_outlives_the_manager: Slant(often=frozenset({"manager_restarts", "engine_is_swapped"})),
+    numbers_go_on_above_the_highest_after_a_rollback: Slant(often=frozenset({"somebody_goes_back"})),
+    late_replicas_follow_a_rollback: Slant(often=frozenset({"somebody_goes_back", "engine_is_swapped"})),
 }
 """What makes it likely that a rule is needed."""
 

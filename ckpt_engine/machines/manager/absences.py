@@ -42,7 +42,7 @@ class Absences:
         sources = self._order.published.sources
         if isinstance(member, Holder):
             return any(source.source == member.source for source in sources)
-        read = self._order.late is None or any(source.rank == member.rank for source in sources)
+        read = self._order.sealed is None or any(source.rank == member.rank for source in sources)
         return member.lineage == self._order.lineage and read
 
     def lost(self, member: Member, now: float) -> None:

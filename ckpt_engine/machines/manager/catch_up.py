@@ -139,8 +139,11 @@ class CatchUp:
         return source.outlives or self.state.members.source(latest.identity.lineage, source) is not None
 
     def _offered(self, latest: Latest) -> Published | None:
-        """What the ranks of a version published."""
-        return latest.published or self.publications.get(latest.identity.lineage).published
+        """What the ranks of a version published. After a rollback they have published another one since."""
+        identity = latest.identity
+        if latest.published is not None or self.state.versions.highest.get(identity.lineage) != identity:
+            return latest.published
+        return self.publications.get(identity.lineage).published
 
     def _never_loads(self, replica: Replica, latest: Latest) -> Unfit | None:
         offered = self._offered(latest)

@@ -70,8 +70,8 @@ class Course:
         self.order.calls.clear()
 
     def release(self) -> None:
-        """Trainers may change their weights; of a late replica's sources nothing was held up."""
-        if self.order.late is None:
+        """Trainers may change their weights; what was sealed before held up nobody."""
+        if self.order.sealed is None:
             for trainer in self.state.members.ranks(self.order.lineage).values():
                 self.state.send(trainer, manager_pb2.Release(fence=self.fence))
 

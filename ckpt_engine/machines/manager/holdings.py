@@ -28,9 +28,11 @@ class Joining:
 
 @dataclass
 class Holdings:
-    """by_lineage: what was joined last for each lineage's latest version."""
+    """by_lineage: what was joined last for the version of each lineage that was asked for last. step: the first word
+    of its tasks' and timers' keys."""
 
     state: State
+    step: str = "join"
     by_lineage: dict[str, Joining] = field(default_factory=dict)
     joins: int = 0
 
@@ -60,7 +62,7 @@ class Holdings:
             self.joins += 1
             self.by_lineage[lineage] = Joining(offers, self.joins)
             task = JoinSources(latest.identity, offers, latest.record, self.state.deadlines.merge)
-            self.state.run(("join", lineage, self.joins), task)
+            self.state.run((self.step, lineage, self.joins), task)
             return None
         joined = known.joined
         if joined is None or joined.published is None or joined.record is None:
@@ -73,7 +75,7 @@ class Holdings:
         if known is None or known.number != number:
             return
         if done.problem is not None:
-            self.state.set_timer(("join", lineage), self.state.deadlines.catch_up_retry)
+            self.state.set_timer((self.step, lineage), self.state.deadlines.catch_up_retry)
             return
         known.joined = cast(Joined, done.result)
         for holder in self.state.members.connected_holders():

@@ -4,7 +4,8 @@ Decides who may join, which call begins an update, and what waits for what:
 - One update runs at a time, perhaps beside the installs of the one before it (`updates`). Meanwhile the ranks of other
   lineages gather, side by side, and take turns (`gathers`); another call of the lineage that is being updated is
   ABORTED, naming the update.
-- Sleep and Wake run alone too; an update that was gathered meanwhile waits for their end.
+- A rollback waits for what runs, and goes before updates that are gathered.
+- Sleep and Wake run alone too; what was called meanwhile waits for their end.
 - When nothing else can be done, late replicas are brought up, one after the other. An update whose turn has come cuts
   that short: before its install begins at once, afterwards when the replica's outcome has come.
 - A manager that was restarted waits a moment before its first update, so that all members can dial in again.
@@ -29,14 +30,15 @@ from ckpt_engine.machines.events import (
     OperatorCall,
     Peer,
     PeerLost,
+    RollbackCall,
     SleepCall,
     TimerFired,
     UpdateCall,
+    WaitCall,
     WakeCall,
 )
 from ckpt_engine.machines.manager.catch_up import CATCH_UP, CatchUp
 from ckpt_engine.machines.manager.forgetting import Forgetting
-from ckpt_engine.machines.manager.gathers import Gathers
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Hello, Holder, Member, Replica, Trainer
 from ckpt_engine.machines.manager.operators import operate
@@ -45,7 +47,7 @@ from ckpt_engine.machines.manager.recovery import Recovery
 from ckpt_engine.machines.manager.sleepers import Sleepers
 from ckpt_engine.machines.manager.state import SPEND, State
 from ckpt_engine.machines.manager.status import blobs_in_use, status_of
-from ckpt_engine.machines.manager.updates import Updates
+from ckpt_engine.machines.manager.turns import Turns
 from ckpt_engine.machines.manager.versions import Intended, Meant
 from ckpt_engine.machines.manager.watching import Watched, watched
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -57,7 +59,8 @@ class ManagerMachine:
     """Decides everything that the manager does.
 
     cluster, epoch: from the ledger, as are intents, the last one of each lineage (Ledger.last_intents), meant, the last
-    update that was for each replica (Ledger.meant), and highest, each lineage's highest number (Ledger.highest).
+    update that was for each replica (Ledger.meant), highest, each lineage's highest number (Ledger.highest), and
+    identities, all versions that it knows (Ledger.identities).
     """
 
     def __init__(
@@ -69,18 +72,19 @@ class ManagerMachine:
         software_version: str = "",
         meant: Mapping[str, Meant] | None = None,
         highest: Sequence[weights_pb2.Identity] = (),
+        identities: Sequence[weights_pb2.Identity] = (),
     ) -> None:
         self._deadlines = deadlines or Deadlines()
         self._software_version = software_version
-        self._state = State.from_ledger(cluster, epoch, intents, self._deadlines, meant, highest)
+        self._state = State.from_ledger(cluster, epoch, intents, self._deadlines, meant, highest, identities)
         self._members = self._state.members
         self._publications = Publications(self._state)
         self._holdings = Holdings(self._state)
         self._catch_up = CatchUp(self._state, self._publications, self._holdings)
         self._recovery = Recovery(self._state)
         self._forgetting = Forgetting(self._state)
-        self._gathers = Gathers(self._state, self._publications)
-        self._updates = Updates(self._state)
+        self._turns = Turns(self._state, self._publications)
+        self._updates = self._turns.updates
         self._sleepers: Sleepers | None = None
         self._restarted = epoch > 0
         self._settled = False
@@ -102,8 +106,8 @@ class ManagerMachine:
                 self._timer(key, now)
             case Done():
                 self._done(event, now)
-            case UpdateCall(call, request):
-                self._update_call(call, request, now)
+            case UpdateCall() | RollbackCall() | WaitCall():
+                self._turns.join(event, now)
             case SleepCall() | WakeCall():
                 self._sleep_call(event, now)
             case OperatorCall():
@@ -124,11 +128,12 @@ class ManagerMachine:
 
     def blobs_in_use(self) -> dict[str, list[manager_pb2.BlobRef]]:
         """Blobs that must stay, by what needs them; for BlobStore.pin. Owners that are not named need nothing."""
-        return blobs_in_use(self._state, self._publications, self._holdings, self._updates.all())
+        used = blobs_in_use(self._state, self._publications, self._holdings, self._updates.all())
+        return used | {"calls that wait": self._turns.blobs()}
 
     def _phase(self) -> str:
         running = "; ".join(update.describe() for update in self._updates.all())
-        return running or (self._sleepers or self._gathers).describe() or "idle"
+        return running or (self._sleepers or self._turns).describe() or "idle"
 
     # -- members
 
@@ -254,22 +259,11 @@ class ManagerMachine:
 
     # -- calls
 
-    def _update_call(self, call: Call, request: manager_pb2.UpdateWeightsRequest, now: float) -> None:
-        try:
-            running = self._updates.running
-            if running is not None and running.order.late is None and running.order.lineage == request.lineage:
-                raise aborted(f"another update runs: {running.describe()}")
-            self._gathers.join(call, request, now)
-        except CkptEngineError as error:
-            self._state.finish(call, error.problem)
-
     def _sleep_call(self, event: SleepCall | WakeCall, now: float) -> None:
         try:
             self._cut_short("a call to sleep or wake came", now)
-            updates = next(iter(self._updates.all()), None)
-            busy = updates or self._sleepers or (self._gathers if self._gathers.next() is not None else None)
-            if busy is not None:
-                raise aborted(f"replicas are in use: {busy.describe()}")
+            if self._updates.all() or self._sleepers or self._turns.next():
+                raise aborted(f"replicas are in use: {self._phase()}")
             self._state.check_ledger()
             self._sleepers = Sleepers(self._state, event, now)
         except CkptEngineError as error:
@@ -284,7 +278,7 @@ class ManagerMachine:
     def _cancelled(self, call: Call, now: float) -> None:
         if self._sleepers is not None and self._sleepers.call == call:
             self._sleepers.call = None
-        self._gathers.cancelled(call)
+        self._turns.cancelled(call)
         self._updates.cancelled(call)
 
     # -- what comes next
@@ -304,14 +298,14 @@ class ManagerMachine:
         if self._sleepers is not None:
             self._sleepers.start(now)
         self._updates.next(now)
-        self._gathers.look(self._settled, now)
-        lineage = self._gathers.next()
-        if lineage is not None:
-            self._cut_short(f"an update of lineage {lineage!r} came", now)
-        if self._updates.running is not None or self._sleepers is not None or not self._state.epoch_ready():
+        self._turns.look(self._settled, now)
+        coming = self._turns.next()
+        if coming:
+            self._cut_short(f"{coming} came", now)
+        if not self._turns.may_begin() or self._sleepers is not None or not self._state.epoch_ready():
             return
-        if lineage is not None:
-            self._updates.start(self._gathers.begin(lineage), now)
+        if coming:
+            self._updates.start(self._turns.begin(), now)
         elif self._settled and self._state.ledger_problem is None and self._updates.before is None:
             order = self._catch_up.order(now)
             if order is not None:
@@ -334,8 +328,8 @@ class ManagerMachine:
             case ("sleepers", int() as epoch, str() as step):
                 if self._sleepers is not None and self._sleepers.fence.epoch == epoch:
                     self._sleepers.timer(step, now)
-            case ("gather", str() as step, str() as lineage):
-                self._gathers.timer(step, lineage, now)
+            case ("gather" | "rollback" | "join back" | "wait", *_):
+                self._turns.timer(key, now)
             case ("forget", str() as name, int() as rank):
                 for due in self._forgetting.due(name, rank):
                     self._goodbye(due, None, now)
@@ -360,6 +354,8 @@ class ManagerMachine:
                 self._publications.merged(lineage, number, done)
             case ("join", str() as lineage, int() as number):
                 self._holdings.ended(lineage, number, done)
+            case ("join back" | "wait", *_):
+                self._turns.done(done)
             case ("spend",):
                 self._state.spend_ended(done.problem)
             case _:

@@ -13,10 +13,11 @@ class Order:
     """What an update is to do. end: monotonic seconds by which it must have reported.
 
     replicas: those it is for, by name. min_replicas: how many of them suffice; None: it is carried out for one too, but
-    is ok only with all. selection: the caller's wish, None for all. late: a replica is brought to this version, which
-    was sealed before; None: the version is sealed now, and its root is not known yet. record: the sealed record of that
-    version, if the sources need digest no more than what is finer. before: the lineage's version before this one, if
-    one is known. prefetch: whether relays are filled first. until: what its callers wait for.
+    is ok only with all. selection: the caller's wish, None for all. late: the version that a late replica is brought
+    to. back: the version that replicas are brought back to. Both were sealed before; with neither the version is sealed
+    now, and its root is not known yet. record: the sealed record of a version that was sealed before, if the sources
+    need digest no more than what is finer. before: the lineage's version before this one, if one is known. prefetch:
+    whether relays are filled first. until: what its callers wait for.
     """
 
     lineage: str
@@ -33,6 +34,12 @@ class Order:
     before: weights_pb2.Identity | None = None
     prefetch: manager_pb2.Prefetch = manager_pb2.AUTO
     until: manager_pb2.Until = manager_pb2.INSTALLED
+    back: weights_pb2.Identity | None = None
+
+    @property
+    def sealed(self) -> weights_pb2.Identity | None:
+        """The version, if it was sealed before and is only read again."""
+        return self.late or self.back
 
     @property
     def least(self) -> int:

@@ -121,6 +121,7 @@ class Recovery:
 
     def _learn_version(self, name: str, worker: manager_pb2.WorkerStatus) -> None:
         self._take_number(worker.identity, "a replica")
+        self.state.versions.remember(worker.identity)
         self.state.versions.learn(name, worker.identity, worker.epoch)
 
     def _take_number(self, identity: weights_pb2.Identity, name: str) -> None:

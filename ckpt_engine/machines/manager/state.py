@@ -68,10 +68,11 @@ class State:
         deadlines: Deadlines,
         meant: Mapping[str, Meant] | None = None,
         highest: Sequence[weights_pb2.Identity] = (),
+        identities: Sequence[weights_pb2.Identity] = (),
     ) -> State:
         """As a manager begins."""
         state = cls(Members(cluster), deadlines, [], epoch, epoch, epoch)
-        state.versions = Versions.from_ledger(epoch, intents, meant or {}, highest)
+        state.versions = Versions.from_ledger(epoch, intents, meant or {}, highest, identities)
         return state
 
     # -- epochs

@@ -2,7 +2,7 @@
 
 Until the intent is being recorded every failure refuses it, and no replica has been touched. From then on it always
 ends with an outcome for every replica, at its deadline at the latest. The same steps bring a late replica to the latest
-version (`order.late`); then there is no caller, and sources only digest what they keep sealed.
+version (`order.late`); then there is no caller. Whatever was sealed before (`order.sealed`) its sources only digest.
 
 An update of which all installs read from relays can release its callers at the intent (`until="held"`); its installs
 then go on beside the next update, whose intent waits until every replica of this one has an outcome.
@@ -36,6 +36,7 @@ class Update:
     """Runs one order. over: called once, when nothing is left to do. before: an update whose installs go on.
 
     cut: why it was cut short, if it was. released: its callers have returned, and its installs go on without them.
+    refusal: why it was refused, if it was.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Update:
         self.fence = self.course.fence
         self.cut = ""
         self.released = False
+        self.refusal: Problem | None = None
         self._over = over
         self._before = before
         self._targets = Targets(state, order, self.fence)
@@ -71,9 +73,15 @@ class Update:
         """The fence of its intent; None before that is decided."""
         return None if self._installing is None else self._installing.fence
 
+    @property
+    def report(self) -> manager_pb2.UpdateReport | None:
+        """How it ended, once every replica has an outcome."""
+        return None if self._installing is None else self._installing.reported
+
     def describe(self) -> str:
         """What runs, for who must wait for it."""
-        what = "update" if self.order.late is None else f"bringing up {self.order.replicas[0]}: update"
+        what = "update" if self.order.back is None else "rollback"
+        what = what if self.order.late is None else f"bringing up {self.order.replicas[0]}: update"
         version = f"version {self.order.version} of lineage {self.order.lineage!r}"
         return f"{what} {(self.installs or self.fence).epoch} ({version}): {self.course.said}"
 
@@ -138,7 +146,7 @@ class Update:
         self._absences.back(member)
         if isinstance(member, Trainer):
             tables = {source.rank: source.table for source in self.order.published.sources}
-            if self.order.late is None and self.course.refusable and member.table != tables.get(member.rank):
+            if self.order.sealed is None and self.course.refusable and member.table != tables.get(member.rank):
                 message = f"rank {member.rank} published another table while {self.phase}"
                 self._refuse(unavailable(message, ranks=(member.rank,)).problem)
         elif isinstance(member, Replica) and member.last_outcome is not None:
@@ -274,20 +282,20 @@ class Update:
         if self._too_few():
             return
         self.course.begin("planning", self.state.deadlines.plan, now)
-        late, workers = self.order.late, self._targets.workers()
-        root = b"" if late is None else late.root
+        sealed, workers = self.order.sealed, self._targets.workers()
+        root = b"" if sealed is None else sealed.root
         task = CompilePlans(self.order.published, workers, self.course.left(now), self.order.record, root)
         self.course.run("plan", task)
 
     def _seal(self, compiled: Compiled, now: float) -> None:
-        late = self.order.late is not None
-        by_relay = set() if late else set().union(*near_relays(self.state, self._targets).values())
+        kept = self.order.sealed is not None
+        by_relay = set() if kept else set().union(*near_relays(self.state, self._targets).values())
         self._targets.take_unplanned(compiled.unfit, by_relay)
         if self._too_few():
             return
         self.course.begin("sealing", self.state.deadlines.seal, now)
-        reader = self.order.replicas[0] if late else ""
-        self._sealing = Sealing(self.course, self.order.published, compiled, keep=late, reader=reader)
+        reader = self.order.replicas[0] if kept else ""
+        self._sealing = Sealing(self.course, self.order.published, compiled, keep=kept, reader=reader)
         self._send_missing(now)
 
     def _too_few(self) -> bool:
@@ -306,7 +314,7 @@ class Update:
         if self._refused_identity(now):
             return
         record = None if self._combined is None else self._combined.record
-        if order.late is not None or record is None:
+        if order.sealed is not None or record is None:
             self._intend(now)
             return
         self._relaying = Relaying(self.course, self._targets, self._identity, record)
@@ -320,7 +328,7 @@ class Update:
         """Whether the version cannot be what it says, or has no time left."""
         assert self._identity is not None
         try:
-            self.state.versions.check_number(self._identity, self.order.late)
+            self.state.versions.check_number(self._identity, self.order.sealed)
             if self.order.end - self.state.deadlines.report <= now:
                 raise deadline("no time was left to install when the weights were sealed")
         except CkptEngineError as error:
@@ -384,6 +392,7 @@ class Update:
     # -- the end
 
     def _refuse(self, problem: Problem) -> None:
+        self.refusal = problem
         self.course.refuse(problem)
         self._release()
 

@@ -6,6 +6,7 @@ the one waits for the end of the other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpt_engine.machines.events import Call, Done
@@ -17,9 +18,11 @@ from ckpt_engine.machines.manager.update import Update
 
 @dataclass
 class Updates:
-    """running: may still be refused, or has callers, or brings up a late replica. before: released, and not over."""
+    """running: may still be refused, or has callers, or brings up a late replica. before: released, and not over.
+    ended: called with each that is over."""
 
     state: State
+    ended: Callable[[Update], None]
     running: Update | None = None
     before: Update | None = None
 
@@ -94,3 +97,4 @@ class Updates:
             self.before = None
         else:
             self.running = None
+        self.ended(update)

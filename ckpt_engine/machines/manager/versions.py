@@ -1,7 +1,9 @@
 """Which numbers each lineage has used, which version it sealed last, and which replica is to hold which of them.
 
 A number never goes down and never gets another root, also when the manager was restarted in between: the ledger keeps
-each lineage's highest number apart from its last intent, and members tell of numbers that the ledger lost.
+each lineage's highest number apart from its last intent, and members tell of numbers that the ledger lost. Only a
+rollback installs a lower one, under the root that the ledger or a worker's words know it by; numbers go on above the
+highest all the same.
 
 A replica belongs to the lineage whose update was for it last: one that named it, or one for all. It is to hold that
 lineage's last version, if that is for it too. So runs that share no replica do not meet, one that takes a replica over
@@ -20,6 +22,9 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 HIGHEST_VERSION = (1 << 63) - 1
 """What the wire and the state words hold."""
+
+KNOWN_ROOTS = 1000
+"""Versions whose roots are remembered, the newest: as many as the ledger keeps reports."""
 
 EVERYBODY = ""
 """In place of a replica's name: all that receive weights."""
@@ -59,12 +64,13 @@ class Latest:
 class Versions:
     """meant: by replica, the last update that was for it; EVERYBODY: the last one for all. ledger_epoch: what the
     ledger knew of when the manager began. highest: of each lineage the version with the highest number, which need not
-    be its latest one."""
+    be its latest one. roots: of versions that were meant for installing, by lineage and number."""
 
     ledger_epoch: int = 0
     latest: dict[str, Latest] = field(default_factory=dict)
     meant: dict[str, Meant] = field(default_factory=dict)
     highest: dict[str, weights_pb2.Identity] = field(default_factory=dict)
+    roots: dict[tuple[str, int], bytes] = field(default_factory=dict)
 
     @classmethod
     def from_ledger(
@@ -73,8 +79,10 @@ class Versions:
         intents: Sequence[Intended],
         meant: Mapping[str, Meant],
         highest: Sequence[weights_pb2.Identity] = (),
+        identities: Sequence[weights_pb2.Identity] = (),
     ) -> Versions:
-        """As a manager begins. intents: the last one of each lineage. highest: of each lineage, at least as high."""
+        """As a manager begins. intents: the last one of each lineage. highest: of each lineage, at least as high.
+        identities: of all intents that are kept, oldest first."""
         latest = {
             intent.identity.lineage: Latest(intent.identity, intent.epoch, None, frozenset(intent.selection) or None)
             for intent in intents
@@ -82,6 +90,8 @@ class Versions:
         versions = cls(epoch, latest, dict(meant))
         for identity in (*(intent.identity for intent in intents), *highest):
             versions.take_number(identity)
+        for identity in (*identities, *highest, *(intent.identity for intent in intents)):
+            versions.remember(identity)
         return versions
 
     # -- numbers
@@ -93,6 +103,17 @@ class Versions:
             return False
         self.highest[identity.lineage] = identity
         return True
+
+    def remember(self, identity: weights_pb2.Identity) -> None:
+        """The ledger, or the words of a worker, say that this version has this root. Who said so first is believed."""
+        named = identity.lineage, identity.version
+        self.roots[named] = self.roots.pop(named, identity.root)
+        while len(self.roots) > KNOWN_ROOTS:
+            del self.roots[next(iter(self.roots))]
+
+    def knows(self, identity: weights_pb2.Identity) -> bool:
+        """Whether this version was meant for installing with this root. What a holder says does not make it so."""
+        return self.roots.get((identity.lineage, identity.version)) == identity.root
 
     def next_number(self, lineage: str) -> int:
         """For an update that names none: a new lineage begins with 0. Raises FAILED_PRECONDITION if none is left."""
@@ -106,19 +127,21 @@ class Versions:
         known = self.highest.get(lineage)
         if known is not None and version < known.version:
             raise precondition(
-                f"version {version} goes backwards: {describe(known)} was installed before. To go back, start "
-                'a new lineage: Trainer(..., lineage="NAME"), or `ckpt-engine update --lineage NAME`'
+                f"version {version} goes backwards: {describe(known)} was installed before. To go back to a version "
+                f"that is still held, `ckpt-engine rollback --version {version}`; to other weights, start a new "
+                'lineage: Trainer(..., lineage="NAME"), or `ckpt-engine update --lineage NAME`'
             )
 
-    def check_number(self, identity: weights_pb2.Identity, late: weights_pb2.Identity | None) -> None:
-        """Whether weights are the version that they say they are, now that their root is known. late: what a replica
-        is to be brought to; None: they are to be the lineage's next version, or the last one once more.
+    def check_number(self, identity: weights_pb2.Identity, sealed: weights_pb2.Identity | None) -> None:
+        """Whether weights are the version that they say they are, now that their root is known. sealed: the version
+        that was sealed before and is read again; None: they are to be the lineage's next version, or the last one
+        once more.
 
         Raises FAILED_PRECONDITION for a number that went down, or that has another root.
         """
-        if late is None:
+        if sealed is None:
             self.check_rises(identity.lineage, identity.version)
-        known = late or self.highest.get(identity.lineage)
+        known = sealed or self.highest.get(identity.lineage)
         if known is not None and known.version == identity.version and known != identity:
             raise precondition(
                 f"the weights are not those of {describe(known)}: their root is {identity.root.hex()[:12]}; "
@@ -140,9 +163,12 @@ class Versions:
         """A version is about to be installed into those that its update is for; or a late replica is to get it, for
         which all of it was hashed again if there is a record now."""
         latest = self.latest.get(identity.lineage)
+        self.remember(identity)
         if order.late is None:
             whole = self.selection(identity, order.selection)
-            self.latest[identity.lineage] = Latest(identity, epoch, order.published, whole, record)
+            # Who holds what was gone back to, and its record, is asked whenever that is needed.
+            published = order.published if order.back is None else None
+            self.latest[identity.lineage] = Latest(identity, epoch, published, whole, record)
             self.meant |= dict.fromkeys(order.selection or (EVERYBODY,), (epoch, identity.lineage))
         elif latest is not None and latest.identity == identity:
             latest.record = latest.record or record

@@ -1,0 +1,104 @@
+"""Progress of an update for people, bars on a terminal and lines in logs; then its report, or why there is none."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager
+from typing import Self
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.report import UpdateReport, human_bytes
+from ckpt_engine.v1 import manager_pb2
+
+
+class _Lines(AbstractContextManager["_Lines"]):
+    """A plain line for each new stage of each replica: for logs and pipes. quiet: nothing at all."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._last: dict[str, str] = {}
+
+    def __exit__(self, *_: object) -> None:
+        self._last.clear()
+
+    def progress(self, progress: manager_pb2.UpdateProgress) -> None:
+        said = describe(progress)
+        if not self._quiet and self._last.get(progress.replica) != said:
+            self._last[progress.replica] = said
+            typer.echo(f"{progress.replica or 'update'}: {said}", err=True)
+
+
+class _Bars(AbstractContextManager["_Bars"]):
+    """One bar a replica, on a terminal."""
+
+    def __init__(self) -> None:
+        self._bars = Progress(
+            TextColumn("{task.fields[replica]}", style="bold"),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[amount]}"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def progress(self, progress: manager_pb2.UpdateProgress) -> None:
+        name = progress.replica or "update"
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task("", replica=name, amount="", total=None)
+        task = self._tasks[name]
+        self._bars.update(task, description=describe(progress))
+        if progress.bytes_total:
+            amount = f"{human_bytes(progress.bytes_done)} of {human_bytes(progress.bytes_total)}"
+            self._bars.update(task, completed=progress.bytes_done, total=progress.bytes_total, amount=amount)
+
+
+def describe(progress: manager_pb2.UpdateProgress) -> str:
+    """What is going on, in a few words: what the manager says of the whole, or the stage of a replica."""
+    return progress.message or (manager_pb2.Stage.Name(progress.stage).lower() if progress.stage else "waiting")
+
+
+def shown(quiet: bool) -> _Lines | _Bars:
+    """What shows progress: bars on a terminal, lines elsewhere, nothing if it is to be quiet."""
+    return _Bars() if not quiet and Console(stderr=True).is_terminal else _Lines(quiet)
+
+
+def refused(command: str, error: CkptEngineError, json_output: bool) -> typer.Exit:
+    """Says why there is no report; to be raised."""
+    if json_output:
+        code = type(error.problem).Code.Name(error.problem.code)
+        typer.echo(json.dumps({"ok": False, "code": code, "problem": error.problem.message}))
+    else:
+        typer.echo(f"ckpt-engine {command}: {error}", err=True)
+    return typer.Exit(1)
+
+
+def interrupted(command: str) -> typer.Exit:
+    """Somebody pressed Ctrl-C; to be raised."""
+    typer.echo(f"ckpt-engine {command}: interrupted; what the replicas do is in `ckpt-engine status`", err=True)
+    return typer.Exit(130)
+
+
+def told(report: UpdateReport, json_output: bool) -> typer.Exit:
+    """Prints the report; to be raised. Its status is 0 only if all is well and verified, or all that was asked for was
+    that relays hold the version."""
+    typer.echo(json.dumps(report.to_dict()) if json_output else str(report))
+    return typer.Exit(0 if report.held or (report.ok and report.verified) else 1)

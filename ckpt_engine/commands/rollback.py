@@ -1,0 +1,54 @@
+"""``ckpt-engine rollback``: bring replicas back to a version that is still held."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckpt_engine.commands.asking import LOCAL, Manager
+from ckpt_engine.commands.choices import PauseMode
+from ckpt_engine.commands.options import configured_deadlines
+from ckpt_engine.commands.progress import interrupted, refused, shown, told
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.going_back import rollback as roll_back
+
+
+def rollback(
+    version: Annotated[int, typer.Option(min=0, help="The version to go back to, by its number.")],
+    manager: Manager = LOCAL,
+    lineage: Annotated[
+        str, typer.Option(help="Of which run. Default: the only one of which that version is held.")
+    ] = "",
+    replica: Annotated[list[str] | None, typer.Option(help="Only this one. May be repeated. Default: all.")] = None,
+    pause_mode: Annotated[
+        PauseMode | None, typer.Option(help="What becomes of running requests. Default: the engine's.")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(help="Of the whole rollback, seconds.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+) -> None:
+    """Bring replicas back to a version that relays still hold. No trainer is needed.
+
+    The number of the next update goes on above the highest ever used. Until then replicas that start late, or again,
+    are brought to the version that was gone back to.
+
+    Exits with 0 only if all of them serve that version, verified. A version that nobody holds is refused, with a list
+    of those that are held.
+    """
+    try:
+        with shown(quiet=json_output) as show:
+            report = roll_back(
+                manager,
+                version,
+                lineage,
+                pause_mode=pause_mode,
+                timeout=timeout,
+                replicas=tuple(replica or ()),
+                on_progress=show.progress,
+                deadlines=configured_deadlines(None),
+            )
+    except CkptEngineError as error:
+        raise refused("rollback", error, json_output) from error
+    except KeyboardInterrupt:
+        raise interrupted("rollback") from None
+    raise told(report, json_output)

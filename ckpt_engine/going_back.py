@@ -1,0 +1,79 @@
+"""Bringing replicas back to a version that is still held: for operators and their programs. No trainer need exist."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+
+from ckpt_engine.client import error_of, manager_stub, open_blocking_channel
+from ckpt_engine.core.deadlines import Deadlines, check_seconds
+from ckpt_engine.core.problems import internal, invalid
+from ckpt_engine.report import UpdateReport
+from ckpt_engine.v1 import manager_pb2
+
+
+def rollback(
+    address: str,
+    version: int,
+    lineage: str = "",
+    *,
+    pause_mode: str | None = None,
+    timeout: float | None = None,
+    replicas: Sequence[str] = (),
+    on_progress: Callable[[manager_pb2.UpdateProgress], object] | None = None,
+    deadlines: Deadlines | None = None,
+) -> UpdateReport:
+    """Brings replicas back to a version that relays, or other holders, hold. Returns when it is over.
+
+    address: the manager, host:port. version: by its number. lineage: of which run; empty: the only one of which that
+    number is held. pause_mode: "keep" (the engine's default), "abort", "wait" or "in_place". timeout: of the whole
+    rollback, seconds; none: the manager's default. replicas: only these; empty: all that are registered and receive
+    weights. on_progress: called on this thread with each UpdateProgress; what it raises ends the wait. deadlines: none:
+    the defaults, changed by CKPT_ENGINE_DEADLINES.
+
+    Versions that are sealed later count on above the highest number ever used. Replicas that start late or again are
+    brought to the version that was gone back to, until the next update.
+
+    Returns the report also if some replicas failed: look at `report.ok`. Raises CkptEngineError when it was refused (no
+    replica was touched): NOT_FOUND, naming what is held by whom, if nobody holds the version; INVALID_ARGUMENT if
+    several lineages are meant; FAILED_PRECONDITION if what is held cannot be believed or read, or no replica can take
+    it; ABORTED while an update of the lineage runs. KeyboardInterrupt ends the call, which is taken back unless the
+    intent is on the disk already.
+    """
+    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 63:
+        raise invalid(f"version {version!r} is not a count of steps: give a whole number from 0")
+    modes = [name.lower() for name, number in manager_pb2.PauseMode.items() if number]
+    if pause_mode is not None and pause_mode not in modes:
+        raise invalid(f"pause_mode {pause_mode!r} is none of {', '.join(modes)}")
+    if timeout is not None:
+        check_seconds("a timeout", timeout)
+    if isinstance(replicas, str):
+        raise invalid(f"replicas is a list of names: [{replicas!r}]")
+    request = manager_pb2.RollbackRequest(
+        lineage=lineage,
+        version=version,
+        pause_mode=manager_pb2.PAUSE_MODE_UNSPECIFIED if pause_mode is None else pause_mode.upper(),
+        timeout_seconds=timeout or 0.0,
+        replicas=replicas,
+    )
+    limits = deadlines or Deadlines.from_environment(os.environ)
+    seconds = (timeout or limits.update) + limits.call_grace
+    report: manager_pb2.UpdateReport | None = None
+    with open_blocking_channel(address) as channel:
+        call: Any = manager_stub(channel).Rollback(request, timeout=seconds)
+        try:
+            for event in call:
+                if event.HasField("report"):
+                    report = event.report
+                elif on_progress is not None:
+                    on_progress(event.progress)
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+        finally:
+            call.cancel()
+    if report is None:
+        raise internal("the manager ended the rollback without a report")
+    return UpdateReport(report)

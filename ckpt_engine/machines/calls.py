@@ -1,0 +1,71 @@
+"""Calls that reach the manager and that its machine answers.
+
+Their names can be taken from events.py too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NewType, TypeAlias
+
+from ckpt_engine.v1 import manager_pb2
+
+Call = NewType("Call", str)
+"""Names one call at the manager that its machine answers; made by the shell, never used again."""
+
+
+@dataclass(frozen=True)
+class UpdateCall:
+    """A trainer rank called UpdateWeights."""
+
+    call: Call
+    request: manager_pb2.UpdateWeightsRequest
+
+
+@dataclass(frozen=True)
+class RollbackCall:
+    """An operator called Rollback."""
+
+    call: Call
+    request: manager_pb2.RollbackRequest
+
+
+@dataclass(frozen=True)
+class WaitCall:
+    """Somebody called WaitForUpdate."""
+
+    call: Call
+    request: manager_pb2.WaitForUpdateRequest
+
+
+@dataclass(frozen=True)
+class SleepCall:
+    call: Call
+    request: manager_pb2.SleepRequest
+
+
+@dataclass(frozen=True)
+class WakeCall:
+    call: Call
+    request: manager_pb2.WakeRequest
+
+
+OperatorRequest: TypeAlias = (
+    manager_pb2.RetryReplicaRequest | manager_pb2.EvictReplicaRequest | manager_pb2.EvictTrainerRequest
+)
+OperatorResponse: TypeAlias = (
+    manager_pb2.RetryReplicaResponse | manager_pb2.EvictReplicaResponse | manager_pb2.EvictTrainerResponse
+)
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    call: Call
+    request: OperatorRequest
+
+
+@dataclass(frozen=True)
+class CallCancelled:
+    """The caller went away (or its own deadline passed) before `FinishCall`."""
+
+    call: Call

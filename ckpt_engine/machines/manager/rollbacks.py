@@ -1,0 +1,214 @@
+"""Rollbacks that were called and have not begun: which version each means, who holds it, and whose turn it is.
+
+A rollback is an update that reads a version which holders still hold. Decides
+- which version a name means: the number, and the lineage unless holders hold that number of one lineage only;
+- whether what holders hold under it is believed: only with the root that the ledger or a worker's words know it by;
+- when it begins: after what runs, as updates do, and before updates that are gathered.
+Changes nothing: what comes out is an Order, a Problem, or the wish to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ckpt_engine.core.deadlines import check_seconds
+from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invalid, not_found, precondition
+from ckpt_engine.machines.events import Call, Done, Key, Published
+from ckpt_engine.machines.manager.holdings import Holdings
+from ckpt_engine.machines.manager.order import Order
+from ckpt_engine.machines.manager.selection import replicas_for
+from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.versions import Latest, describe
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+STEP = "join back"
+
+MOST_NAMED = 8
+"""Held versions that a refusal names; what is beyond is counted."""
+
+
+@dataclass
+class Asked:
+    """One call. end: by when the rollback must have reported. order: once nothing is missing. lacks: what is."""
+
+    call: Call
+    request: manager_pb2.RollbackRequest
+    end: float
+    order: Order | None = None
+    lacks: str = "members dial in again, since the manager was restarted"
+
+
+@dataclass
+class Rollbacks:
+    """waiting: by number, in the order of their turns. running: the order of the one that has begun and is not over."""
+
+    state: State
+    waiting: dict[int, Asked] = field(default_factory=dict)
+    running: Order | None = None
+    numbers: int = 0
+
+    def __post_init__(self) -> None:
+        self.holdings = Holdings(self.state, STEP)
+
+    def join(self, call: Call, request: manager_pb2.RollbackRequest, now: float) -> None:
+        """Takes a call in. Raises INVALID_ARGUMENT for what can be no rollback."""
+        if request.version < 0:
+            raise invalid(f"version {request.version} is negative")
+        if request.timeout_seconds:
+            check_seconds("a timeout", request.timeout_seconds)
+        self.numbers += 1
+        end = now + (request.timeout_seconds or self.state.deadlines.update)
+        self.waiting[self.numbers] = Asked(call, request, end)
+        self.state.set_timer(("rollback", self.numbers), end - self.state.deadlines.report - now)
+
+    def cancelled(self, call: Call) -> None:
+        """Its caller has gone before it began."""
+        for number in [number for number, asked in self.waiting.items() if asked.call == call]:
+            self._end(number)
+
+    def look(self, settled: bool, others: Sequence[Order], now: float) -> None:
+        """After every event: refuses what cannot begin, and sees which lack nothing any more. others: what runs."""
+        taken: set[str] = set()
+        for number, asked in list(self.waiting.items()):
+            try:
+                self.state.check_ledger()
+                asked.order = self._order(asked, others, taken, now) if settled else None
+            except CkptEngineError as error:
+                self._refuse(number, error.problem)
+        if not any(order is self.running for order in others):
+            self.running = None
+        if not self.waiting and self.running is None:
+            self.holdings.by_lineage.clear()
+
+    def next(self) -> str | None:
+        """Whose turn it is, for people; None: nobody can begin."""
+        return next((_describe(asked) for asked in self.waiting.values() if asked.order is not None), None)
+
+    def begin(self) -> Order:
+        """The turn of the first one that lacks nothing has come."""
+        number, order = next((number, asked.order) for number, asked in self.waiting.items() if asked.order is not None)
+        self._end(number)
+        self.running = order
+        return order
+
+    def timer(self, key: Key) -> None:
+        """A rollback's time is over, or what holders hold is to be joined once more."""
+        match key:
+            case ("rollback", int() as number) if number in self.waiting:
+                asked = self.waiting[number]
+                lacks = "others to end" if asked.order is not None else asked.lacks
+                self._refuse(
+                    number, deadline(f"{_describe(asked)} did not begin in time: it waited for {lacks}").problem
+                )
+            case (_, str() as lineage):
+                self.holdings.again(lineage)
+
+    def done(self, done: Done) -> None:
+        """What holders hold of a version was joined, or could not be."""
+        match done.key:
+            case (_, str() as lineage, int() as number):
+                self.holdings.ended(lineage, number, done)
+
+    def blobs(self) -> list[manager_pb2.BlobRef]:
+        """Those that must stay until it is over."""
+        joined = [joining.joined for joining in self.holdings.by_lineage.values()]
+        return [each.published.manifest for each in joined if each is not None and each.published is not None]
+
+    def describe(self) -> str:
+        """What is going on, for people; empty if nothing is."""
+        return " | ".join(
+            f"{_describe(asked)} waits for {asked.lacks or 'its turn'}" for asked in self.waiting.values()
+        )
+
+    def _order(self, asked: Asked, others: Sequence[Order], taken: set[str], now: float) -> Order | None:
+        """What is wanted; None: wait. taken: lineages for which another one waits already. Raises CkptEngineError if it
+        must be refused."""
+        request = asked.request
+        identity = self._identity(request)
+        for order in others:
+            if order.late is None and order.lineage == identity.lineage:
+                raise aborted(f"an update of lineage {identity.lineage!r} runs, to version {order.version}: try again")
+        wishes = manager_pb2.UpdateWeightsRequest(pause_mode=request.pause_mode, replicas=request.replicas)
+        replicas = replicas_for(self.state, wishes, now)
+        if identity.lineage in taken:
+            asked.lacks = f"another rollback of lineage {identity.lineage!r}"
+            return None
+        taken.add(identity.lineage)
+        held = self._held(identity)
+        asked.lacks = "" if held is not None else f"a look at what holders hold of {describe(identity)}"
+        if held is None:
+            return None
+        published, record = held
+        return Order(
+            lineage=identity.lineage,
+            version=identity.version,
+            published=published,
+            replicas=replicas,
+            calls={0: asked.call},
+            pause_mode=request.pause_mode,
+            min_replicas=None,
+            selection=frozenset(request.replicas) or None,
+            end=asked.end,
+            record=record,
+            back=identity,
+        )
+
+    def _identity(self, request: manager_pb2.RollbackRequest) -> weights_pb2.Identity:
+        """Which version is meant. Raises NOT_FOUND, FAILED_PRECONDITION or INVALID_ARGUMENT, saying what is held."""
+        named = f"version {request.version}" + (f" of lineage {request.lineage!r}" if request.lineage else "")
+        held = [
+            (holder.source, each.identity) for holder in self.state.members.connected_holders() for each in holder.held
+        ]
+        found = [
+            (source, identity)
+            for source, identity in held
+            if identity.version == request.version and request.lineage in ("", identity.lineage)
+        ]
+        if not found:
+            raise not_found(f"nobody holds {named}: {_listed(held)}")
+        lineages = {identity.lineage: identity for _, identity in found if self.state.versions.knows(identity)}
+        if not lineages:
+            raise precondition(
+                f"neither the ledger nor a worker knows the root of {named}, so nobody is believed to hold it: "
+                + _listed(found)
+            )
+        if len(lineages) > 1:
+            raise invalid(f"{named} is held of the lineages {', '.join(map(repr, sorted(lineages)))}: name one of them")
+        return lineages.popitem()[1]
+
+    def _held(self, identity: weights_pb2.Identity) -> tuple[Published, manager_pb2.BlobRef] | None:
+        """Where the version lies, and its record; None: that is being looked at. Raises FAILED_PRECONDITION."""
+        held = self.holdings.of(Latest(identity, 0))
+        joining = self.holdings.by_lineage.get(identity.lineage)
+        if held is None and joining is not None and joining.joined is not None:
+            why = "; ".join(problem.message for _, problem in sorted(joining.joined.refused.items()))
+            raise precondition(f"what holders hold of {describe(identity)} cannot be read: {why}")
+        return held
+
+    def _refuse(self, number: int, problem: weights_pb2.Problem) -> None:
+        self.state.finish(self.waiting[number].call, problem)
+        self._end(number)
+
+    def _end(self, number: int) -> None:
+        del self.waiting[number]
+        self.state.cancel_timer(("rollback", number))
+
+
+def _describe(asked: Asked) -> str:
+    lineage = asked.order.lineage if asked.order is not None else asked.request.lineage
+    return f"rollback to version {asked.request.version}" + (f" of lineage {lineage!r}" if lineage else "")
+
+
+def _listed(held: list[tuple[str, weights_pb2.Identity]]) -> str:
+    """Which versions are held, and by whom."""
+    by_version: dict[str, list[str]] = {}
+    for source, identity in sorted(held, key=lambda each: (each[1].lineage, each[1].version, each[0])):
+        by_version.setdefault(describe(identity), []).append(source)
+    said = [
+        f"{', '.join(sources)} {'holds' if len(sources) == 1 else 'hold'} {each}"
+        for each, sources in by_version.items()
+    ]
+    if len(said) > MOST_NAMED:
+        said = [*said[:MOST_NAMED], f"and {len(said) - MOST_NAMED} more versions are held"]
+    return "; ".join(said) or "no holder of versions is connected"

@@ -1,0 +1,134 @@
+"""Calls that wait for the end of an update: for whoever returned when relays held its version, and for other processes.
+
+What runs is waited for. How an update ended is known from memory, or from the ledger if it ended before this manager
+began. Late replicas that were brought up are no updates here: nobody asked for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from ckpt_engine.core.deadlines import check_seconds
+from ckpt_engine.core.problems import aborted, deadline, invalid, not_found
+from ckpt_engine.machines.events import Call, Done, FindReport, FinishCall, Found
+from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.update import Update
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+REMEMBERED = 16
+"""Reports that are kept in memory: the ledger's disk may refuse what has happened all the same."""
+
+Version = tuple[str, int]
+"""A lineage and a number."""
+
+
+@dataclass
+class Waiting:
+    """One call. end: until when it waits. sought: the ledger is being asked."""
+
+    call: Call
+    version: Version
+    seconds: float
+    sought: bool = False
+
+
+@dataclass
+class Waits:
+    """waiting: by number. ended: reports by version, oldest first."""
+
+    state: State
+    waiting: dict[int, Waiting] = field(default_factory=dict)
+    ended: dict[Version, manager_pb2.UpdateReport] = field(default_factory=dict)
+    numbers: int = 0
+
+    def join(self, call: Call, request: manager_pb2.WaitForUpdateRequest, running: Sequence[Update]) -> None:
+        """Takes a call in. Raises INVALID_ARGUMENT for what names no version."""
+        if not request.lineage or request.version < 0:
+            raise invalid(f"version {request.version} of lineage {request.lineage!r} names no update")
+        if request.timeout_seconds:
+            check_seconds("a timeout", request.timeout_seconds)
+        version = request.lineage, request.version
+        known = self.ended.get(version)
+        if known is not None and _to(running, version) is None:
+            self.state.out.append(FinishCall(call, response=known))
+            return
+        self.numbers += 1
+        seconds = request.timeout_seconds or self.state.deadlines.update
+        waiting = self.waiting[self.numbers] = Waiting(call, version, seconds)
+        self.state.set_timer(("wait", self.numbers), seconds)
+        if _to(running, version) is None:
+            waiting.sought = True
+            self.state.run(("wait", self.numbers), FindReport(*version, self.state.deadlines.ledger))
+
+    def cancelled(self, call: Call) -> None:
+        """Its caller has gone."""
+        for number in [number for number, waiting in self.waiting.items() if waiting.call == call]:
+            self._end(number)
+
+    def over(self, update: Update) -> None:
+        """An update has ended: tells those who wait for it."""
+        if update.order.late is not None:
+            return
+        version = update.order.lineage, update.order.version
+        if update.report is not None:
+            self.ended.pop(version, None)
+            self.ended[version] = update.report
+            while len(self.ended) > REMEMBERED:
+                del self.ended[next(iter(self.ended))]
+        for number, waiting in list(self.waiting.items()):
+            if waiting.version == version and not waiting.sought:
+                self._finish(number, FinishCall(waiting.call, update.refusal, update.report))
+
+    def found(self, number: int, done: Done, running: Sequence[Update]) -> None:
+        """The ledger was asked."""
+        waiting = self.waiting.get(number)
+        if waiting is None:
+            return
+        waiting.sought = False
+        if _to(running, waiting.version) is not None:
+            return  # it began meanwhile
+        report, problem = self.ended.get(waiting.version), done.problem
+        if report is None and problem is None:
+            found = cast(Found, done.result)
+            early, unknown = _ended_early(waiting.version, found.epoch), _unknown(waiting.version, found.last)
+            report, problem = found.report, unknown if found.epoch is None else early
+        self._finish(number, FinishCall(waiting.call, None if report is not None else problem, report))
+
+    def timer(self, number: int, running: Sequence[Update]) -> None:
+        """A caller's time is over."""
+        waiting = self.waiting.get(number)
+        if waiting is not None:
+            update = _to(running, waiting.version)
+            what = "the ledger is asked" if update is None else update.describe()
+            problem = deadline(f"after {waiting.seconds:g} s it goes on: {what}").problem
+            self._finish(number, FinishCall(waiting.call, problem))
+
+    def _finish(self, number: int, finish: FinishCall) -> None:
+        self.state.out.append(finish)
+        self._end(number)
+
+    def _end(self, number: int) -> None:
+        del self.waiting[number]
+        self.state.cancel_timer(("wait", number))
+
+
+def _to(running: Sequence[Update], version: Version) -> Update | None:
+    """The one of those that run that is to this version."""
+    orders = ((update, update.order) for update in running)
+    return next((each for each, order in orders if not order.late and (order.lineage, order.version) == version), None)
+
+
+def _ended_early(version: Version, epoch: int | None) -> weights_pb2.Problem:
+    lineage, number = version
+    return aborted(
+        f"the manager ended during update {epoch} (version {number} of lineage {lineage!r}), so there is no report of "
+        "it: replicas that lack that version are brought to it if somebody holds it; `ckpt-engine status` shows them"
+    ).problem
+
+
+def _unknown(version: Version, last: Sequence[int]) -> weights_pb2.Problem:
+    lineage, number = version
+    said = f"its last ones were to {', '.join(map(str, last))}" if last else "none of this lineage is"
+    return not_found(f"no update to version {number} of lineage {lineage!r} is known: {said}").problem

@@ -1,0 +1,103 @@
+"""The ledger's file: its lock, its schema, and what takes it from an older schema to this one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import time
+import uuid
+from pathlib import Path
+
+from ckpt_engine.core.problems import CkptEngineError, precondition
+
+SCHEMA_VERSION = 6
+APPLICATION_ID = 0x636B7074  # "ckpt", so that `file` and we recognise it
+
+_MEANT = "CREATE TABLE meant (replica TEXT PRIMARY KEY, epoch INTEGER NOT NULL, lineage TEXT NOT NULL) STRICT;"
+_HIGHEST = "CREATE TABLE highest (lineage TEXT PRIMARY KEY, version INTEGER NOT NULL, root BLOB NOT NULL) STRICT;"
+_SCHEMA = f"""
+CREATE TABLE cluster (
+    id TEXT NOT NULL, made REAL NOT NULL, epoch INTEGER NOT NULL, generation INTEGER NOT NULL DEFAULT 0
+) STRICT;
+CREATE TABLE intents (
+    epoch INTEGER PRIMARY KEY, lineage TEXT NOT NULL, version INTEGER NOT NULL, root BLOB NOT NULL, time REAL NOT NULL,
+    selection TEXT NOT NULL DEFAULT '[]', late INTEGER NOT NULL DEFAULT 0
+) STRICT;
+CREATE TABLE outcomes (epoch INTEGER PRIMARY KEY, report BLOB NOT NULL, time REAL NOT NULL) STRICT;
+{_MEANT}
+{_HIGHEST}
+"""
+
+_MIGRATIONS = {
+    1: "ALTER TABLE cluster ADD COLUMN generation INTEGER NOT NULL DEFAULT 0;",
+    2: "ALTER TABLE intents ADD COLUMN selection TEXT NOT NULL DEFAULT '[]';",
+    3: _MEANT
+    + "INSERT INTO meant SELECT name.value, max(epoch), lineage FROM intents, "
+    + """json_each(CASE selection WHEN '[]' THEN '[""]' ELSE selection END) AS name GROUP BY name.value;""",
+    4: _HIGHEST + "INSERT INTO highest SELECT lineage, max(version), root FROM intents GROUP BY lineage;",
+    5: "ALTER TABLE intents ADD COLUMN late INTEGER NOT NULL DEFAULT 0;",
+}
+"""From a schema to the next one."""
+
+
+def take_lock(path: Path) -> int:
+    """Locks a file beside the ledger: SQLite drops its own locks when any other descriptor of the file is closed."""
+    lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(lock)
+        raise precondition(
+            f"ledger {path} is in use by pid {holder}: stop that manager, or give this one another --ledger"
+        ) from error
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, str(os.getpid()).encode("ascii"), 0)
+    return lock
+
+
+def prepare(path: Path, connection: sqlite3.Connection, cluster: str) -> None:
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    fresh = tables == 0 and version == 0
+    if not fresh and application != APPLICATION_ID:
+        raise precondition(f"{path} is an SQLite file of another program, not a ledger: pass another --ledger")
+    if version > SCHEMA_VERSION:
+        raise precondition(
+            f"the ledger {path} has schema {version}, this software knows up to {SCHEMA_VERSION}: upgrade ckpt-engine"
+        )
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    if not fresh and cluster:
+        (ours,) = connection.execute("SELECT id FROM cluster").fetchone()
+        if ours != cluster:
+            raise precondition(
+                f"the ledger {path} is that of cluster {ours}, not {cluster}: leave --cluster out, or name a file that "
+                "does not exist yet"
+            )
+    if fresh:
+        # One transaction, so that a crash here leaves an empty file and not half a schema.
+        connection.executescript(
+            f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA application_id = {APPLICATION_ID}; "
+            f"PRAGMA user_version = {SCHEMA_VERSION}; "
+            f"INSERT INTO cluster (id, made, epoch) VALUES ('{_cluster_id(cluster)}', {time.time()}, 0); COMMIT;"
+        )
+    elif version < SCHEMA_VERSION:
+        steps = " ".join(_MIGRATIONS[older] for older in range(version, SCHEMA_VERSION))
+        connection.executescript(f"BEGIN IMMEDIATE; {steps} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+    with connection:  # fails now, and not in the middle of an update, when the disk is full or read-only
+        connection.execute("UPDATE cluster SET generation = generation + 1")
+
+
+def _cluster_id(wanted: str) -> str:
+    """The id of a new cluster, as it goes into the schema's script: it must be a UUID and nothing else."""
+    try:
+        return str(uuid.UUID(wanted)) if wanted else str(uuid.uuid4())
+    except ValueError:
+        raise precondition(f"--cluster {wanted!r} is not a cluster's id, which is a UUID") from None
+
+
+def unusable(path: Path, error: Exception) -> CkptEngineError:
+    return precondition(f"the ledger {path} cannot be used: {error}. Free or repair its disk, or pass another --ledger")
