@@ -83,6 +83,16 @@ def test_replicas_go_back_and_late_ones_follow_while_numbers_go_on(story: Story,
     assert held_by(late) == held_by(agent) != first
 
 
+def test_a_manager_that_was_restarted_knows_older_versions_from_its_ledger(story: Story) -> None:
+    agent, group, (first, second) = two_versions(story)
+    holder_of(story, first)
+    restart_manager(story)
+    assert story.roll_back(first.version).ok
+    assert held_by(agent) == first
+    restart_manager(story)
+    assert next_version(story, group).version == second.version + 1
+
+
 def test_what_is_held_already_is_left_alone_and_meant_from_then_on(story: Story) -> None:
     agent, _, (_, second) = two_versions(story)
     holder_of(story, second)

@@ -160,12 +160,14 @@ def test_replicas_go_back_bit_for_bit_and_numbers_go_on_also_after_a_kill(
         ended, _ = trained_on_thread(trainer)
         assert reading.wait(60)
         process.kill()
-        threading.Timer(0.5, process.start).start()
+        again = threading.Timer(0.5, process.start)
+        again.start()
         with pytest.raises(CkptEngineError, match=r"the manager ended during update \d+ \(version 5") as raised:
             trainer.wait(5, timeout=60)
         assert raised.value.problem.code == weights_pb2.Problem.ABORTED
         go_on.set()
         assert ended.wait(60)
+        again.join(60)
 
 
 def test_refusals_name_what_is_held_and_touch_nothing(manager: str, replica: Start, hold: Hold) -> None:
