@@ -300,12 +300,14 @@ class UpdateReport:
         state = ("verified" if self.verified else "not verified") if self.ok else "NOT OK"
         if self.ok and serving < len(self.replicas):
             state += ", as many as were asked for"
+        what = (
+            f"{human_bytes(self.bytes)} to {serving} of {len(self.replicas)} replicas in {self.seconds:.2f} s, {state}"
+        )
         if self.held:
-            state = "held by relays; installs go on"
+            what = f"held by relays after {self.seconds:.2f} s, installs go on"
         head = (
             f"version {self.version} of {self.lineage} (root {self.root[:12]}, epoch {self.epoch}): "
-            f"{self.message.tensors} tensors, {human_bytes(self.bytes)} to "
-            f"{serving} of {len(self.replicas)} replicas in {self.seconds:.2f} s, {state}"
+            f"{self.message.tensors} tensors, {what}"
         )
         titles = ("replica", "outcome", "bytes", "sync", "pause", "GB/s", "transport")
         rows = [
@@ -329,7 +331,8 @@ class UpdateReport:
         warnings = [f"warning: {warning}" for warning in self.warnings]
         relays = [*map(str, self.relays), *([self.prefetch] if self.relays else [])]
         copied = map(str, self.copied)
-        return "\n".join([head, *_columns([titles, *rows]), *problems, *warnings, *relays, *copied])
+        table = _columns([titles, *rows]) if rows or not self.held else []
+        return "\n".join([head, *table, *problems, *warnings, *relays, *copied])
 
 
 def stage_seconds(stages: Sequence[manager_pb2.StageSeconds]) -> dict[str, float]:

@@ -31,6 +31,21 @@ class PauseMode(StrEnum):
     IN_PLACE = "in_place"
 
 
+class Prefetch(StrEnum):
+    """Whether relays are filled before anything is paused: see docs/relays.md."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class Until(StrEnum):
+    """What an update's caller waits for: see docs/relays.md."""
+
+    INSTALLED = "installed"
+    HELD = "held"
+
+
 class Tag(StrEnum):
     """Memory that an engine can take back by itself."""
 

@@ -19,7 +19,7 @@ from rich.progress import (
 )
 
 from ckpt_engine.commands.asking import LOCAL, Manager
-from ckpt_engine.commands.choices import PauseMode
+from ckpt_engine.commands.choices import PauseMode, Prefetch, Until
 from ckpt_engine.commands.options import configured_deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.extras import require
@@ -52,6 +52,12 @@ def update(
         ),
     ] = None,
     replica: Annotated[list[str] | None, typer.Option(help="Only this one. May be repeated. Default: all.")] = None,
+    prefetch: Annotated[
+        Prefetch, typer.Option(help="Whether relays bring the weights before anything is paused.")
+    ] = Prefetch.AUTO,
+    until: Annotated[
+        Until, typer.Option(help="Return when all replicas have an outcome, or when relays hold the weights.")
+    ] = Until.INSTALLED,
     check_finite: Annotated[
         bool, typer.Option("--check-finite", help="Refuse weights that hold NaN or infinity.")
     ] = False,
@@ -63,8 +69,8 @@ def update(
     lineage, "checkpoint", so versions rise from call to call, whichever directory they name.
 
     Exits with 0 only if every registered replica serves the new weights, verified, also those that are not connected;
-    with --min-replicas if at least so many do, with --replica if those do. Replicas that cannot take part are left out
-    and named.
+    with --min-replicas if at least so many do, with --replica if those do, with --until held if relays hold them.
+    Replicas that cannot take part are left out and named.
     """
     require("trainer", "torch", "numpy", what="this command")
     from ckpt_engine.trainer.trainer import Trainer
@@ -80,6 +86,8 @@ def update(
                 timeout=timeout,
                 min_replicas=min_replicas,
                 replicas=tuple(replica or ()),
+                prefetch=prefetch,
+                until=until,
                 on_progress=shown.progress,
             )
     except CkptEngineError as error:
@@ -93,7 +101,7 @@ def update(
         typer.echo("ckpt-engine update: interrupted; what the replicas do is in `ckpt-engine status`", err=True)
         raise typer.Exit(130) from None
     typer.echo(json.dumps(report.to_dict()) if json_output else str(report))
-    raise typer.Exit(0 if report.ok and report.verified else 1)
+    raise typer.Exit(0 if report.held or (report.ok and report.verified) else 1)
 
 
 class _Lines(AbstractContextManager["_Lines"]):

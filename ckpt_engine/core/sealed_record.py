@@ -37,6 +37,12 @@ class Recorded:
     root: bytes
 
     @cached_property
+    def cutting(self) -> bytes:
+        """A digest of manifest and cells: versions that were cut alike share it."""
+        alike = SealedRecord(manifest=self.record.manifest, cells=self.record.cells)
+        return hashlib.sha256(canonical(alike)).digest()
+
+    @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """Of each tensor; tensors that are cut alike share one."""
         known: dict[tuple[Box, ...], Layout] = {}

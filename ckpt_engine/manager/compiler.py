@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, TypeVar, cast
 
@@ -40,10 +40,11 @@ from ckpt_engine.machines.events import (
 from ckpt_engine.manager.blobs import BlobStore, describe
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-KEPT_PUBLICATIONS = 2
-KEPT_PLANS = 4
+KEPT_PUBLICATIONS = 8
+KEPT_PLANS = 8
 KEPT_RECORDS = 2
-"""More than one of each: runs alternate on one manager, and so do a late replica alone and all replicas together."""
+"""More than one of each: runs alternate on one manager, and so do a late replica alone and all replicas together; each
+relay has a publication and plans for each of its slots."""
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -91,7 +92,7 @@ class Compiler:
 
     def __init__(self, blobs: BlobStore) -> None:
         self._blobs = blobs
-        self._publications: _Recent[tuple[bytes, ...], Published] = _Recent(KEPT_PUBLICATIONS)
+        self._publications: _Recent[tuple[str | bytes, ...], Published] = _Recent(KEPT_PUBLICATIONS)
         self._plans: _Recent[tuple[object, ...], Compiled] = _Recent(KEPT_PLANS)
         self._records: _Recent[tuple[bytes, bytes], Recorded] = _Recent(KEPT_RECORDS)
 
@@ -126,11 +127,16 @@ class Compiler:
                 refused[offer.source] = _of_holder(offer, error)
         if not records:
             return Joined(None, None, refused)
-        manifest = self._recorded(records[0], task.identity.root).record.manifest
+        recorded = self._recorded(records[0], task.identity.root)
+        manifest = recorded.record.manifest
+        good = [offer for offer in task.offers if offer.source not in refused]
+        key = (recorded.cutting, *(name for offer in good for name in (offer.source, offer.table.digest)))
+        known = self._publications.get(key)
+        if known is not None:
+            self._blobs.put(_publication(known).manifest_bytes)
+            return Joined(known, records[0], refused)
         tables, refs = [], []
-        for offer in task.offers:
-            if offer.source in refused:
-                continue
+        for offer in good:
             try:
                 table = self._parsed(offer.table, weights_pb2.SourceTable(), "its table")
                 if table.HasField("rank") or table.id != offer.source:
@@ -146,7 +152,10 @@ class Compiler:
         if not tables:
             return Joined(None, None, refused)
         publication = join_sources(manifest, tables, [ref.digest for ref in refs])
-        return Joined(self._published(publication, refs), records[0], refused)
+        published = self._published(publication, refs)
+        if len(tables) == len(good):
+            self._publications.put(key, published)
+        return Joined(published, records[0], refused)
 
     def _published(self, publication: Publication, refs: Sequence[manager_pb2.BlobRef]) -> Published:
         return Published(
@@ -175,11 +184,13 @@ class Compiler:
         """
         publication = _publication(task.published)
         recorded = None if task.record is None else self._recorded(task.record, task.root)
-        record = b"" if task.record is None else task.record.digest
-        key = (publication.table_digests, record, tuple(map(_identity, task.workers)))
+        cutting = b"" if recorded is None else recorded.cutting
+        key = (publication.table_digests, cutting, tuple(map(_identity, task.workers)))
         compiled = self._plans.get(key)
         if compiled is not None and all(map(self._blobs.has, (*compiled.plans.values(), *compiled.atoms.values()))):
-            return compiled
+            if recorded is None:
+                return compiled
+            return replace(compiled, handle=_Planned(cast(_Planned, compiled.handle).plans, recorded))
         requests, unfit = self._requests(task)
         plans = _plans_for_all_that_fit(publication, requests, unfit, () if recorded is None else recorded.boxes)
         stored: dict[int, manager_pb2.BlobRef] = {}

@@ -349,7 +349,7 @@ class Trainer:
 
 def _choice(what: str, word: str, choices: Mapping[str, Choice]) -> Choice:
     """Raises INVALID_ARGUMENT for a word that there is not."""
-    if word not in choices:
+    if not isinstance(word, str) or word not in choices:
         raise invalid(f"{what} {word!r} is none of {', '.join(choices)}")
     return choices[word]
 

@@ -15,7 +15,7 @@ from ckpt_engine.commands import choices
 from ckpt_engine.core.sleeping import TAGS
 from ckpt_engine.core.transports import transport_kinds
 from ckpt_engine.engine.adapter import ADAPTERS
-from ckpt_engine.trainer.trainer import PAUSE_MODES
+from ckpt_engine.trainer.trainer import PAUSE_MODES, PREFETCH, UNTIL
 from ckpt_engine.v1 import manager_pb2
 
 Run = Callable[..., Result]
@@ -76,6 +76,8 @@ def test_choices_are_those_that_there_are(run: Run) -> None:
     assert {each.value for each in choices.Engine} == set(ADAPTERS)
     assert {each.name for each in choices.Mode} == {name for name, number in manager_pb2.Mode.items() if number}
     assert {each.value for each in choices.PauseMode} == set(PAUSE_MODES)
+    assert {each.value for each in choices.Prefetch} == set(PREFETCH)
+    assert {each.value for each in choices.Until} == set(UNTIL)
     assert {each.value for each in choices.Tag} == set(TAGS)
     shown = run("replica", "-h").stdout
     for kind in (choices.Engine, choices.Mode):

@@ -57,6 +57,9 @@ def said(call: Callable[[], object]) -> str:
         ({"replicas": "rollout-0"}, "replicas is a list of names: ['rollout-0']"),
         ({"replicas": [0]}, "replicas is a list of names, not [0]"),
         ({"pause_mode": "stop"}, "pause_mode 'stop' is none of keep, abort, wait, in_place"),
+        ({"prefetch": True}, "prefetch True is none of auto, always, never"),
+        ({"until": "hold"}, "until 'hold' is none of installed, held"),
+        ({"until": ["held"]}, "until ['held'] is none of installed, held"),
     ],
 )
 def test_arguments_of_an_update_that_cannot_be(wish: dict[str, Any], words: str) -> None:

@@ -18,6 +18,7 @@ from ckpt_engine.machines.events import (
     PlanWorker,
     Published,
 )
+from ckpt_engine.manager import compiler as compiler_module
 from ckpt_engine.manager.blobs import BlobStore
 from ckpt_engine.manager.compiler import Compiler
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -233,6 +234,31 @@ def test_a_late_worker_costs_no_digest_but_for_what_is_finer_than_the_record() -
     (ref,) = late.expected.values()
     wanted = digest_boxes([(weights["layer.weight"][1:3], [1, 0])])
     assert list(weights_pb2.Digests.FromString(blobs.get(ref)).values) == wanted
+
+
+def test_versions_that_were_cut_alike_are_joined_and_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each must find is its own all the same."""
+    blobs = BlobStore()
+    compiler, expected = Compiler(blobs), list[bytes]()
+    made: list[str] = []
+    for name in ("join_sources", "compile_plans"):
+        original = getattr(compiler_module, name)
+        monkeypatch.setattr(
+            compiler_module, name, lambda *args, n=name, o=original, **named: (made.append(n), o(*args, **named))[1]
+        )
+    for version in range(3):
+        weights = {name: tensor + version for name, tensor in some_weights().items()}
+        published, combined = sealed(compiler, blobs, weights)
+        made.clear()
+        identity = weights_pb2.Identity(lineage="run", version=version, root=combined.root)
+        joined = compiler.join(JoinSources(identity, (held(blobs, weights, combined.record),), None, SECONDS))
+        assert joined.published is not None
+        task = CompilePlans(joined.published, workers(blobs, published), SECONDS, joined.record, combined.root)
+        again = compiler.combine(CombineSeals(joined.published, compiler.compile(task), {}, SECONDS))
+        assert bool(made) == (version == 0)
+        found = {ref.digest for ref in again.expected.values()}
+        assert found == {ref.digest for ref in combined.expected.values()} - set(expected)
+        expected += found
 
 
 def test_a_holder_is_left_out_by_name_unless_its_record_hashes_to_the_root_and_its_table_fits() -> None:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.relay.member import RelayMachine
@@ -24,8 +23,9 @@ from tests.simulation.manager import Ledger, ManagerShell
 from tests.simulation.members import AgentShell, Cluster, TrainerShell
 from tests.simulation.relays import RelayShell
 from tests.simulation.shell import Faults
+from tests.simulation.training import Group, Training
 from tests.simulation.weights import Source, Truth
-from tests.simulation.world import Process, Steps, World
+from tests.simulation.world import World
 
 DEADLINES = Deadlines(
     heartbeat=1.0,
@@ -80,29 +80,6 @@ class Slant:
     repeats: float = 0.15
     relays: bool = False
     held: float = 0.4
-
-
-@dataclass
-class Group:
-    """The ranks of one trainer run. first: of which step its checkpoint was, if it numbers its versions itself."""
-
-    lineage: str
-    number: int
-    trainers: list[TrainerShell]
-    first: int | None = None
-    step: int = 0
-    reports: list[manager_pb2.UpdateReport] = field(default_factory=list)
-    gone: bool = False
-
-    def train(self) -> None:
-        """One step of the optimizer on all ranks."""
-        self.step += 1
-        self.load()
-
-    def load(self) -> None:
-        """All ranks have what they had after the last step, from a checkpoint."""
-        for trainer in self.trainers:
-            trainer.source.train(f"{self.lineage} from {self.number} step {self.step}")
 
 
 class Scenario:
@@ -266,7 +243,7 @@ class Scenario:
         self.world.note(f"{lineage}: {world_size} ranks, {kind}, {model}")
         group = self.join_group(lineage, kind, model, world_size)
         group.first = first
-        self.world.spawn(self._train(group))
+        self.world.spawn(Training(self, group).steps())
 
     def join_group(self, lineage: str, kind: str, model: str, world_size: int) -> Group:
         """The ranks of a run, which publish, and train when they are told to."""
@@ -335,80 +312,6 @@ class Scenario:
                 self.start_engine(new)
 
         self.world.after(seconds, again)
-
-    # -- training
-
-    def _train(self, group: Group) -> Steps:
-        while not group.gone:
-            yield self.world.between(0.05, 1.5)
-            repeat = bool(group.reports) and self.world.chance(self.slant.repeats)
-            if repeat:
-                group.load()
-            else:
-                group.train()
-            version = None if group.first is None else group.first + group.step
-            report = yield from self.update(group, group.reports[-1].identity.version if repeat else version)
-            if report is not None:
-                group.reports.append(report)
-            elif group.first is not None and self.world.chance(0.3):
-                self.end_group(group, in_good_order=True)  # the next one takes a new lineage, or goes on counting
-            if group.trainers[0].source.kind == "directory" and report is not None and self.world.chance(0.7):
-                self.end_group(group, in_good_order=True)
-
-    def update(self, group: Group, version: int | None) -> Steps:
-        """All ranks call; the report if all calls ended well."""
-        self.attempts += 1
-        wanted = [name for name in self.agents if self.world.chance(0.5)] if self.world.chance(self.faults.task) else []
-        prefetch, until = self._by_relay()
-        calls: list[Process] = []
-        for trainer in group.trainers:
-            request = manager_pb2.UpdateWeightsRequest(
-                timeout_seconds=self.world.random.choice((0.0, 12.0)), prefetch=prefetch, until=until
-            )
-            if version is not None:
-                request.version = version
-            elif self.world.chance(self.faults.task / 5):
-                request.version = 10_000  # one rank is confused
-            if wanted:
-                request.replicas.extend(wanted)
-                request.min_replicas = len(wanted)
-            elif group.number % 4 == 3:
-                request.min_replicas = 1
-            calls.append(self.world.spawn(self._call(trainer, request)))
-        reports = []
-        for call in calls:
-            report = yield call.over
-            reports.append(report)
-        if any(report is None for report in reports):
-            return None
-        self.succeeded += reports[0].ok or reports[0].held
-        return reports[0]
-
-    def _by_relay(self) -> tuple[manager_pb2.Prefetch, manager_pb2.Until]:
-        """What the callers want of relays: held only while nobody looks at how the installs of a report ended."""
-        if not self.relays:
-            return manager_pb2.PREFETCH_UNSPECIFIED, manager_pb2.UNTIL_UNSPECIFIED
-        if self.chaos is not None and self.world.chance(self.slant.held):
-            return manager_pb2.AUTO, manager_pb2.HELD
-        return self.world.random.choice((manager_pb2.AUTO, manager_pb2.ALWAYS)), manager_pb2.INSTALLED
-
-    def _call(self, trainer: TrainerShell, request: manager_pb2.UpdateWeightsRequest) -> Steps:
-        yield self.world.between(0.0, 0.3)
-        yield self.world.first_of(trainer.accepted, 3.0)
-        patience = (request.timeout_seconds or self.deadlines.update) + 2.0
-        if self.world.chance(self.faults.loss):
-            patience = self.world.between(0.0, 3.0)
-        try:
-            report = yield from trainer.update(request, patience)
-            if report.held or self.world.chance(0.5):
-                trainer.source.train(f"{trainer.name} trained at once at {self.world.now:.3f}")
-            return report
-        except CkptEngineError as error:
-            self.world.note(f"{trainer.name}: {error}")
-            # Its call is over, so nothing keeps this rank from training on while others still wait.
-            if self.world.chance(0.5):
-                trainer.source.train(f"{trainer.name} went on at {self.world.now:.3f}")
-            return None
 
 
 def run_seed(

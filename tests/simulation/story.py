@@ -9,7 +9,8 @@ from ckpt_engine.machines import events
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.engine import Engine
 from tests.simulation.members import AgentShell, TrainerShell
-from tests.simulation.scenario import Group, Machines, Scenario
+from tests.simulation.scenario import Machines, Scenario
+from tests.simulation.training import Group
 from tests.simulation.world import Steps
 
 Problem = weights_pb2.Problem

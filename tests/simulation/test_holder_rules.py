@@ -8,8 +8,8 @@ from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.holders import HolderShell
 from tests.simulation.members import AgentShell
-from tests.simulation.scenario import Group
 from tests.simulation.story import NEW, Problem, Story, outcomes, refused
+from tests.simulation.training import Group
 
 
 @pytest.fixture

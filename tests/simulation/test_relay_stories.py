@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from ckpt_engine.core.problems import data_loss
+from ckpt_engine.machines.manager.prefetch import Prefetch
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.members import AgentShell
 from tests.simulation.relays import RelayShell
-from tests.simulation.scenario import Group
 from tests.simulation.story import NEW, OLD, Problem, Story, outcomes, refused
+from tests.simulation.training import Group
+from tests.simulation.world import BrokenPromiseError
 
 ALWAYS, NEVER, HELD = manager_pb2.ALWAYS, manager_pb2.NEVER, manager_pb2.HELD
 
@@ -243,8 +245,8 @@ def test_the_next_update_prepares_beside_the_installs_and_its_intent_waits_for_t
     slow.stop_for(4.0)
     group.train()
     second = story.call(group.trainers[0], until=HELD)
-    until(story, lambda: phase(story).endswith("waiting"))
-    assert phase(story).count("installing") == 1
+    until(story, lambda: phase(story).endswith("waiting for the installs of the update before it"))
+    assert phase(story).count(": installing;") == 1
     third = story.call(group.trainers[0])
     story.wait(0.5)
     refused(third[0], Problem.ABORTED, "another update runs")
@@ -287,3 +289,69 @@ def test_a_manager_that_is_killed_after_a_held_report_leaves_the_version_to_rela
     story.start_manager()
     story.wait(12.0)
     assert all(holds(agent) == result[0].identity for agent in agents)
+
+
+def test_sleep_and_late_replicas_wait_for_installs_that_go_on_without_callers(story: Story) -> None:
+    relay_of(story)
+    slow, group = story.replica(), story.ranks()
+    story.replica()
+    result = story.call(group.trainers[0], until=HELD)
+    until(story, lambda: bool(result))
+    slow.stop_for(3.0)
+    story.join_replica(manager_pb2.STANDALONE)
+    manager = story.cluster.manager
+    assert manager is not None
+    over = manager.sleep_or_wake(False, ["replica-1"])
+    story.wait(2.5)
+    refused(over.value, Problem.ABORTED, "replicas are in use: update", ": installing")
+    late = story.agents["replica-2"]
+    assert holds(late) is None
+    story.wait(5.0)
+    assert holds(late) == result[0].identity
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_slot_that_replicas_read_is_kept_whatever_was_filled_since(
+    story: Story, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    """The other one holds a later version, of an update that was refused."""
+    if not kept:
+        _forget_what_is_to_be_kept(monkeypatch)
+    relay, slow, group = relay_of(story), story.replica(), story.ranks()
+    story.replica()
+    result = story.call(group.trainers[0], until=HELD)
+    until(story, lambda: bool(result))
+    slow.stop_for(4.0)
+    for fills in (2, 3):
+        group.train()
+        second = story.call(group.trainers[0], until=HELD)
+        if not kept and fills == 3:
+            with pytest.raises(BrokenPromiseError, match="fills a slot that replica-0 reads"):
+                story.wait(3.0)
+            return
+        until(story, lambda: "waiting for" in phase(story))
+        assert relay.fills == fills
+        if fills == 2:
+            _leave(story)
+    story.wait(8.0)
+    assert second[0].held
+
+
+def _forget_what_is_to_be_kept(patch: pytest.MonkeyPatch) -> None:
+    original = Prefetch._command
+
+    def command(self: Prefetch, *arguments: Any) -> manager_pb2.FillRelay:
+        made = original(self, *arguments)
+        made.ClearField("keep")
+        return made
+
+    patch.setattr(Prefetch, "_command", command)
+
+
+def _leave(story: Story) -> None:
+    """The caller goes."""
+    manager = story.cluster.manager
+    assert manager is not None
+    (call,) = manager.calls
+    manager.cancel_call(call)
+    story.wait(0.1)

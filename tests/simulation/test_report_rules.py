@@ -9,8 +9,8 @@ import pytest
 from ckpt_engine.machines import events
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.members import AgentShell, TrainerShell
-from tests.simulation.scenario import Group
 from tests.simulation.story import NEW, OLD, QUARANTINED, UNREACHED, AbleEngine, Problem, Story, outcomes, refused
+from tests.simulation.training import Group
 from tests.simulation.world import Steps
 
 

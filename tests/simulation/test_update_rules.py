@@ -8,8 +8,8 @@ from ckpt_engine.core.problems import internal
 from ckpt_engine.machines import events
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.members import TrainerShell
-from tests.simulation.scenario import Group
 from tests.simulation.story import NEW, Problem, Story, outcomes, refused
+from tests.simulation.training import Group
 from tests.simulation.weights import Source
 from tests.simulation.world import Steps
 

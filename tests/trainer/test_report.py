@@ -85,3 +85,27 @@ def test_as_json_it_holds_everything() -> None:
 def test_bytes_for_people() -> None:
     sizes = (0, 999, 13_118_464, 10**12)
     assert [human_bytes(size) for size in sizes] == ["0 B", "999 B", "13.1 MB", "1.0 TB"]
+
+
+def test_a_held_report_says_what_relays_hold_and_nothing_of_replicas() -> None:
+    message = manager_pb2.UpdateReport(
+        identity=weights_pb2.Identity(lineage="run", version=4), seconds=1.5, tensors=2, held=True, prefetch="because"
+    )
+    message.relays.add(relay="relay a", replicas=["r0", "r1"]).filled.MergeFrom(
+        manager_pb2.RelayFilled(bytes=3_000_000, wait_seconds=0.5, fill_seconds=0.25)
+    )
+    message.relays.add(relay="relay b", replicas=["r2"])
+    said = UpdateReport(message)
+    assert str(said).splitlines() == [
+        "version 4 of run (root , epoch 0): 2 tensors, held by relays after 1.50 s, installs go on",
+        "relay a: 3.0 MB in 0.75 s, for r0, r1",
+        "relay b: it did not answer, for r2",
+        "because",
+    ]
+    assert json.loads(json.dumps(said.to_dict()))["relays"][0] == {
+        "name": "relay a",
+        "replicas": ["r0", "r1"],
+        "bytes": 3_000_000,
+        "seconds": 0.75,
+        "problem": "",
+    }

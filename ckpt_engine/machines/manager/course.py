@@ -32,6 +32,11 @@ class Course:
         """Whether nothing was touched yet."""
         return self.phase in REFUSABLE
 
+    @property
+    def said(self) -> str:
+        """What it does, for people."""
+        return "waiting for the installs of the update before it" if self.phase == "waiting" else self.phase
+
     def begin(self, phase: str, seconds: float, now: float) -> None:
         """The next phase, which may take so long, and no longer than the order."""
         self.phase = phase
@@ -39,7 +44,7 @@ class Course:
         self._phase_end = max(now + SHORTEST_SECONDS, min(now + seconds, end))
         if phase in TIMED:
             self.timer(phase, self._phase_end - now)
-        self.tell(manager_pb2.UpdateProgress(stage=manager_pb2.PLAN, message=phase))
+        self.tell(manager_pb2.UpdateProgress(stage=manager_pb2.PLAN, message=self.said))
 
     def left(self, now: float) -> float:
         """Seconds for a task of this phase."""

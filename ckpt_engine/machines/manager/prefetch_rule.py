@@ -48,7 +48,8 @@ def prefetch_decision(
     elif len(far) > 1:
         why = f"these {len(far)} replicas would read the same memory of their host"
     elif far:
-        return Decision((), f"{relay} is not filled: {names} alone reads the trainer's memory, so it would add a copy")
+        why = f"{far[0]} alone reads the trainer's memory, so filling would add a copy"
+        return Decision((), f"{relay} is not filled: {why}")
     else:
         return Decision((), f"{relay} is not filled: {names} read the trainer's GPUs, nearer than memory of the host")
     return Decision(far, f"{relay} is filled for {', '.join(far)}: {why}")

@@ -97,10 +97,18 @@ class Relaying:
             self._prefetch.gone(relay, why)
             self._routes.gone(relay, why)
 
-    def filled(self, member: Member, body: manager_pb2.RelayFilled) -> None:
-        """An answer to filling."""
-        if self._course.phase == "filling" and isinstance(member, Holder):
+    def answered(self, member: Member, body: manager_pb2.RelayFilled | manager_pb2.RelayProgress) -> None:
+        """A relay was filled, or says how far it is."""
+        if self._course.phase != "filling" or not isinstance(member, Holder):
+            return
+        if isinstance(body, manager_pb2.RelayFilled):
             self._prefetch.take(member, body)
+        else:
+            said = f"filling {member.source}"
+            progress = manager_pb2.UpdateProgress(
+                stage=manager_pb2.PLAN, bytes_done=body.bytes_done, bytes_total=body.bytes_total, message=said
+            )
+            self._course.tell(progress)
 
     def sealed(self, body: manager_pb2.Sealed, now: float) -> None:
         """An answer to being asked for finer digests."""

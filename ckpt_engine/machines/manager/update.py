@@ -75,7 +75,7 @@ class Update:
         """What runs, for who must wait for it."""
         what = "update" if self.order.late is None else f"bringing up {self.order.replicas[0]}: update"
         version = f"version {self.order.version} of lineage {self.order.lineage!r}"
-        return f"{what} {(self.installs or self.fence).epoch} ({version}): {self.phase}"
+        return f"{what} {(self.installs or self.fence).epoch} ({version}): {self.course.said}"
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """Blobs that members may fetch for it, or that it still needs."""
@@ -177,8 +177,8 @@ class Update:
                     problem = self._sealing.take(body)
                 elif self._relaying is not None:
                     self._relaying.sealed(body, now)
-            case manager_pb2.RelayFilled() if self._relaying is not None and body.fence == self.fence:
-                self._relaying.filled(member, body)
+            case manager_pb2.RelayFilled() | manager_pb2.RelayProgress() if self._relaying and body.fence == self.fence:
+                self._relaying.answered(member, body)
             case manager_pb2.ReplicaOutcome() if isinstance(member, Replica) and body.fence == self.installs:
                 if self.phase == "installing":
                     self._targets.take_outcome(body, member.name)
@@ -376,7 +376,7 @@ class Update:
     def _out_of_time(self, now: float) -> None:
         seconds = now - self.course.started
         if self.course.refusable:
-            self._refuse(deadline(f"the update was still {self.phase} after {seconds:.1f} s").problem)
+            self._refuse(deadline(f"the update was still {self.course.said} after {seconds:.1f} s").problem)
         elif self.phase == "installing" and self._installing is not None:
             self._installing.out_of_time(seconds)
             self._go_on(now)

@@ -1,0 +1,116 @@
+"""Which relay counts, as its hellos and answers come and go."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.machines.events import Peer, Published
+from ckpt_engine.machines.manager.course import Course
+from ckpt_engine.machines.manager.order import Order
+from ckpt_engine.machines.manager.prefetch import Filling, Prefetch
+from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.targets import Targets
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+IDENTITY = weights_pb2.Identity(lineage="run", version=1, root=b"root")
+OLDER = weights_pb2.Identity(lineage="run", version=0, root=b"before")
+
+
+class Update:
+    """An update that fills one relay."""
+
+    def __init__(self) -> None:
+        self.state = State.from_ledger("cluster", 0, (), Deadlines())
+        self.state.spent = 2
+        published = Published(manager_pb2.BlobRef(digest=b"manifest"), (), 1, 1)
+        order = Order("run", 1, published, ("r",), {}, manager_pb2.PAUSE_MODE_UNSPECIFIED, None, None, 60.0)
+        self.course = Course(self.state, order)
+        self.prefetch = Prefetch(self.course, Targets(self.state, order, self.course.fence), IDENTITY)
+        command = manager_pb2.FillRelay(fence=self.course.fence, identity=IDENTITY)
+        self.prefetch._fillings["relay a"] = Filling("relay a", ("r",), command)
+
+    def hello(self, *held: tuple[weights_pb2.Identity, bytes], session: str = "first") -> None:
+        hello = manager_pb2.HolderHello(
+            kind="relay", name="a", session_id=session, filling=manager_pb2.Filling(memory_bytes=1)
+        )
+        for identity, table in held:
+            hello.held.add(identity=identity, table=manager_pb2.BlobRef(digest=table))
+        holder, _ = self.state.members.holder_hello(Peer(f"stream {session}"), hello, 0.0)
+        self.prefetch.back(holder)
+
+    def answer(self, table: bytes) -> None:
+        holder = self.state.members.holders["relay a"]
+        self.prefetch.take(holder, manager_pb2.RelayFilled(identity=IDENTITY, table=table))
+
+    def lose(self) -> None:
+        holder = self.state.members.holders["relay a"]
+        assert holder.peer is not None
+        self.state.members.lose(holder.peer)
+        self.prefetch.lost(holder)
+
+    @property
+    def counts(self) -> bool:
+        assert bool(self.prefetch.held()) != bool(self.prefetch.missing())
+        return bool(self.prefetch.held())
+
+    def commands(self) -> int:
+        """How many are sent to it when all is sent again."""
+        self.state.out.clear()
+        self.prefetch.send(1.0)
+        return len(self.state.out)
+
+
+@pytest.fixture
+def update() -> Update:
+    made = Update()
+    made.hello((OLDER, b"old"))
+    return made
+
+
+def test_it_counts_once_its_hello_names_the_table_of_its_answer(update: Update) -> None:
+    update.answer(b"new")
+    assert not update.counts
+    update.hello((OLDER, b"new"))
+    assert not update.counts, "that is another version"
+    update.hello((IDENTITY, b"old"), (OLDER, b"new"))
+    assert not update.counts, "it holds the version for other needs, where the next one will be filled"
+    update.hello((IDENTITY, b"new"))
+    assert update.counts
+
+
+def test_a_hello_alone_is_nothing(update: Update) -> None:
+    update.hello((IDENTITY, b"new"))
+    assert not update.counts
+    assert update.commands() == 1
+    update.answer(b"new")
+    assert update.counts
+    assert update.commands() == 0
+
+
+def test_another_process_is_told_again_and_the_same_one_is_not(update: Update) -> None:
+    update.hello((IDENTITY, b"new"))
+    update.answer(b"new")
+    update.lose()
+    assert not update.counts
+    update.hello((IDENTITY, b"new"))
+    assert update.counts
+    update.lose()
+    update.hello(session="second")
+    assert not update.counts
+    assert update.commands() == 1
+
+
+def test_one_that_is_back_is_not_gone(update: Update) -> None:
+    update.lose()
+    update.hello()
+    update.prefetch.gone("relay a", "it did not come back")
+    assert update.prefetch.missing()
+    update.lose()
+    update.prefetch.gone("relay a", "it did not come back")
+    assert not update.prefetch.missing()
+    assert not update.prefetch.held()
+    assert "relay a is left out: it did not come back" in update.prefetch.said()
+    update.hello((IDENTITY, b"new"))
+    update.answer(b"new")
+    assert not update.prefetch.held(), "what was left out stays out"
