@@ -111,6 +111,7 @@ def test_four_replicas_read_one_union_after_the_trainer_changed_its_weights(worl
             replica.serving(1)
             assert generate(replica, prompt, TOKENS) == tokens
             assert read_from(replica) == {("relay a", "relay_memory")}
+    assert not world.cluster.status().warnings
 
 
 def test_a_relay_that_is_killed_while_it_is_filled_costs_no_update(world: World, tmp_path: Path) -> None:

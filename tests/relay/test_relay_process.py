@@ -20,6 +20,7 @@ from ckpt_engine.machines.events import TrainerEvent
 from ckpt_engine.machines.relay.member import RelayMachine
 from ckpt_engine.relay.process import run_relay
 from ckpt_engine.relay.settings import RelaySettings
+from ckpt_engine.transport.relay_memory import RelayMemoryTransport
 from ckpt_engine.v1.manager_pb2 import (
     FillRelay,
     Goodbye,
@@ -231,6 +232,30 @@ async def test_of_two_relays_in_one_directory_the_second_names_the_first_and_a_k
     second.process.send_signal(signal.SIGINT)
     await second.ends(0)
     assert not left_in(relay_directory)
+
+
+async def test_stopping_waits_for_no_reader(manager: PlainManager, start: Start, relay_directory: Path) -> None:
+    """One that hangs in the middle of reading keeps a slot for --slot-grace, and a filling waits for it."""
+    relay = await start("--slot-grace", "600")
+    await manager.next(HolderHello)
+    checkpoint = Checkpoint(TensorParallel(0, 1).checkpoint(), 1)
+    transport, opened = RelayMemoryTransport(), []
+    for version in (1, 2):
+        checkpoint.weights = {name: weight + version for name, weight in checkpoint.weights.items()}
+        manager.send(order(manager, version, seal(checkpoint, []), tables(checkpoint)))
+        await manager.next(RelayFilled)
+        table = SourceTable.FromString(manager.blobs[manager.all(HolderHello)[-1].held[0].table.digest])
+        opened.append(transport.open(regions_of(table)))
+    manager.send(order(manager, 3, seal(checkpoint, []), tables(checkpoint)))
+    await manager.until(lambda: [each.identity.version for each in manager.all(HolderHello)[-1].held] == [2])
+    await manager.next(Heartbeat)
+    await manager.next(Heartbeat)
+    relay.process.send_signal(signal.SIGTERM)
+    await relay.ends(0)
+    assert len(manager.all(RelayFilled)) == 2
+    assert not left_in(relay_directory)
+    for each in opened:
+        each.close()
 
 
 async def test_a_relay_that_the_manager_refuses_for_good_ends(manager: PlainManager, start: Start) -> None:
