@@ -6,6 +6,7 @@ from scripted_members import HOST, ScriptedTrainer, some_weights
 
 from ckpt_engine.core.manifest import canonical, root
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.reach import Distance
 from ckpt_engine.digest.boxes import digest_boxes
 from ckpt_engine.machines.events import (
     Combined,
@@ -259,6 +260,51 @@ def test_versions_that_were_cut_alike_are_joined_and_planned_once(monkeypatch: p
         found = {ref.digest for ref in again.expected.values()}
         assert found == {ref.digest for ref in combined.expected.values()} - set(expected)
         expected += found
+
+
+def test_workers_that_reach_no_rank_are_planned_for_from_a_relay_of_what_was_sealed_without_them() -> None:
+    """As in a container of its own. Their needs did not cut the record, so the relay digests what is finer."""
+    blobs, weights = BlobStore(), some_weights()
+    compiler = Compiler(blobs)
+    refs = tables(blobs, weights)
+    published = compiler.merge(MergeTables("run", refs, SECONDS))
+    rows = [weights_pb2.WorkerNeeds(manifest_digest=published.manifest.digest) for _ in range(2)]
+    manifest = weights_pb2.Manifest.FromString(blobs.get(published.manifest))
+    for index, spec in enumerate(manifest.tensors):
+        for rank, (start, stop) in enumerate(((0, 1), (1, spec.shape[0]))):
+            rest = list(spec.shape[1:])
+            rows[rank].needs.add(tensor=index, start=[start] + [0] * len(rest), stop=[stop, *rest])
+    far = weights_pb2.Host()
+    far.CopyFrom(HOST)
+    far.pid_namespace, far.relay_directory = "another", "shared"
+    asking = tuple(
+        PlanWorker(("far", rank), blobs.put(canonical(needs)), far, ("shared_memory", "relay_memory"))
+        for rank, needs in enumerate(rows)
+    )
+    direct = compiler.compile(CompilePlans(published, asking, SECONDS))
+    assert not direct.plans
+    assert "but not its process ids" in direct.unfit["far"].message
+    answers = digests(blobs, refs, direct, weights)
+    combined = compiler.combine(CombineSeals(published, direct, answers, SECONDS))
+    offer = held(blobs, weights, combined.record)
+    table = weights_pb2.SourceTable.FromString(blobs.get(offer.table))
+    table.host.CopyFrom(far)
+    for region in table.regions:
+        region.offers[0].transport = "relay_memory"
+    offer = HeldOffer(offer.source, blobs.put(canonical(table)), offer.record)
+    identity = weights_pb2.Identity(lineage="run", version=1, root=combined.root)
+    joined = compiler.join(JoinSources(identity, (offer,), combined.record, SECONDS))
+    assert joined.published is not None
+    compiled = compiler.compile(CompilePlans(joined.published, asking, SECONDS, joined.record, combined.root))
+    assert set(compiled.plans) == {("far", 0), ("far", 1)}
+    assert set(compiled.distances.values()) == {Distance.HOST_MEMORY}
+    assert set(compiled.atoms) == {"keeper one"}
+    finer = digests(blobs, (offer.table,), compiled, weights)
+    last = compiler.combine(CombineSeals(joined.published, compiled, finer, SECONDS))
+    assert last.root == combined.root
+    first = manifest.tensors[0]
+    (wanted,) = digest_boxes([(weights[first.name][:1], [0] * len(first.shape))])
+    assert weights_pb2.Digests.FromString(blobs.get(last.expected["far", 0])).values[0] == wanted
 
 
 def test_a_holder_is_left_out_by_name_unless_its_record_hashes_to_the_root_and_its_table_fits() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ckpt_engine.core.problems import data_loss
+from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.prefetch import Prefetch
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.members import AgentShell
@@ -211,6 +213,41 @@ def test_a_late_replica_is_brought_up_from_a_relay_when_the_run_has_ended(story:
     late = story.replica()
     story.wait(3.0)
     assert holds(late) == report.identity
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_replica_that_cannot_read_the_trainer_is_installed_from_its_relay(
+    story: Story, monkeypatch: pytest.MonkeyPatch, sources: set[str], alone: bool
+) -> None:
+    """A fake of the planner's word, since the simulation has no transports: as in a container of its own."""
+    relay, far = relay_of(story), story.replica()
+    near = [] if alone else [story.replica()]
+    group = story.ranks()
+    manager = story.cluster.manager
+    assert manager is not None
+    original = manager._compile
+
+    def compile(task: events.CompilePlans) -> events.Compiled:
+        if task.record is not None:
+            return original(task)
+        done = original(replace(task, workers=tuple(each for each in task.workers if each.key[0] != far.name)))
+        problem = Problem(code=Problem.FAILED_PRECONDITION, message="no process ids in common")
+        return replace(done, unfit={far.name: problem})
+
+    monkeypatch.setattr(manager, "_compile", compile)
+    report = trained(story, group)
+    assert outcomes(report) == {agent.name: NEW for agent in (far, *near)}
+    assert f"{far.name} cannot read the trainer's weights directly" in report.prefetch
+    assert sources == {"relay relay-0"}
+    relay.crash()
+    story.wait(1.0)
+    result = trained(story, group)
+    if alone:
+        refused(result, Problem.FAILED_PRECONDITION, "no process ids in common")
+    else:
+        assert {each.replica: each.problem.message for each in result.replicas if each.problem.message} == {
+            far.name: "no process ids in common"
+        }
 
 
 # ---------------------------------------------------------------------------------------------------- held

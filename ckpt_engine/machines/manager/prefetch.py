@@ -40,15 +40,28 @@ class Filling:
     left_out: Problem | None = None
 
 
+Place = tuple[str, str]
+"""What decides which relays a process reaches: its host and its directory of relays."""
+
+
 def near_relays(state: State, targets: Targets) -> dict[str, set[str]]:
     """By relay: the replicas with a worker that reaches it."""
     relays = [holder for holder in state.members.connected_holders() if holder.filling is not None]
     found: dict[str, set[str]] = {holder.source: set() for holder in relays}
+    near: dict[Place, list[str]] = {}
     for worker in targets.workers():
-        for holder in relays:
-            if TRANSPORT in worker.transports and by_directory(holder.host, worker.host).ok:
-                found[holder.source].add(worker.key[0])
+        if TRANSPORT not in worker.transports:
+            continue
+        place = _place(worker.host)
+        if place not in near:
+            near[place] = [holder.source for holder in relays if by_directory(holder.host, worker.host).ok]
+        for relay in near[place]:
+            found[relay].add(worker.key[0])
     return found
+
+
+def _place(host: weights_pb2.Host) -> Place:
+    return host.boot_id, host.relay_directory
 
 
 class Prefetch:
@@ -67,14 +80,20 @@ class Prefetch:
         self, compiled: Compiled, record: manager_pb2.BlobRef, being_installed: weights_pb2.Identity | None
     ) -> None:
         """Decides which relays are filled. being_installed: what replicas may be reading from relays now."""
-        readers = self._readers(compiled.distances)
+        readers, known = self._readers(compiled.distances), self._needs()
         for holder in self._state.members.connected_holders():
             if holder.filling is None:
                 continue
             decision = prefetch_decision(holder.source, self._order.prefetch, self._order.until, readers[holder.source])
             self.why.append(decision.why)
             if decision.replicas:
-                command = self._command(holder, record, being_installed)
+                own = {
+                    digest: ref
+                    for host, needs in known.values()
+                    if by_directory(holder.host, host).ok
+                    for digest, ref in needs.items()
+                }
+                command = self._command(holder, record, own, being_installed)
                 self._fillings[holder.source] = Filling(holder.source, decision.replicas, command)
         if not self.why:
             self.why.append("no relay has a session with this manager")
@@ -202,7 +221,11 @@ class Prefetch:
         return {relay: {name: farthest[name] for name in names & lacking} for relay, names in near.items()}
 
     def _command(
-        self, holder: Holder, record: manager_pb2.BlobRef, being_installed: weights_pb2.Identity | None
+        self,
+        holder: Holder,
+        record: manager_pb2.BlobRef,
+        needs: Mapping[bytes, manager_pb2.BlobRef],
+        being_installed: weights_pb2.Identity | None,
     ) -> manager_pb2.FillRelay:
         assert holder.filling is not None
         latest = self._state.versions.latest.get(self._order.lineage)
@@ -217,21 +240,22 @@ class Prefetch:
             identity=self._identity,
             record=record,
             tables=[*(source.table for source in self._order.published.sources), *others],
-            needs=self._needs(holder),
+            needs=[needs[digest] for digest in sorted(needs)],
             everything=holder.filling.everything,
             keep=being_installed or (None if latest is None else latest.identity),
         )
 
-    def _needs(self, holder: Holder) -> list[manager_pb2.BlobRef]:
-        """Of all workers of its host, as far as they are known against this manifest; each once."""
+    def _needs(self) -> dict[Place, tuple[weights_pb2.Host, dict[bytes, manager_pb2.BlobRef]]]:
+        """Of all workers whose needs are known against this manifest, by where they are; each once."""
         manifest = self._order.published.manifest.digest
-        needs = {
-            worker.needs.digest: worker.needs
-            for worker in self._targets.workers()
-            if by_directory(holder.host, worker.host).ok
-        }
-        for replica in self._state.members.replicas.values():
-            for prepared in replica.prepared.values():
-                if prepared.manifest_digest == manifest and by_directory(holder.host, prepared.host).ok:
-                    needs.setdefault(prepared.needs.digest, prepared.needs)
-        return [needs[digest] for digest in sorted(needs)]
+        known = [(worker.host, worker.needs) for worker in self._targets.workers()]
+        known += [
+            (prepared.host, prepared.needs)
+            for replica in self._state.members.replicas.values()
+            for prepared in replica.prepared.values()
+            if prepared.manifest_digest == manifest
+        ]
+        found: dict[Place, tuple[weights_pb2.Host, dict[bytes, manager_pb2.BlobRef]]] = {}
+        for host, needs in known:
+            found.setdefault(_place(host), (host, {}))[1].setdefault(needs.digest, needs)
+        return found
