@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ckpt_engine.core.problems import CkptEngineError, deadline
 from ckpt_engine.core.relay_layout import SLOTS
+from ckpt_engine.digest.host import warm_up
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.host.relay_directory import made_directory, relay_directory
 from ckpt_engine.host.room import memory_room
@@ -64,6 +65,10 @@ async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
             settings.users,
         )
         try:
+            if slow := await asyncio.to_thread(warm_up):  # the first filling must not wait for a compiler
+                log.warning(
+                    "%s: what is brought is digested by numpy, at a tenth of the speed; pip install numba", slow
+                )
             relay = _Relay(settings, slots)
             try:
                 problem = await relay.until(stop)

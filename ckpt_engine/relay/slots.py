@@ -39,6 +39,9 @@ from ckpt_engine.v1.weights_pb2 import (
     WorkerNeeds,
 )
 
+CLOSE_SECONDS = 10.0
+"""For a filling to end once it was told to: it looks every 64 MiB."""
+
 
 @dataclass(frozen=True)
 class Wish:
@@ -267,10 +270,13 @@ class Slots:
             self._closed = True
             self._turn += 1
         self._door.close()
+        ended = self._writing.acquire(timeout=CLOSE_SECONDS)  # what reads sources must not find them closed
         for slot in range(SLOTS):
             self._held[slot] = None
             self._forget(slot)
         self._arena.close()
+        if ended:
+            self._writing.release()
 
     def _forget(self, slot: int) -> None:
         ready, self._ready[slot] = self._ready[slot], None

@@ -20,6 +20,7 @@ from ckpt_engine.machines.events import TrainerEvent
 from ckpt_engine.machines.relay.member import RelayMachine
 from ckpt_engine.relay.process import run_relay
 from ckpt_engine.relay.settings import RelaySettings
+from ckpt_engine.transport.relay_memory import RelayMemoryTransport
 from ckpt_engine.v1.manager_pb2 import (
     FillRelay,
     Goodbye,
@@ -178,8 +179,9 @@ async def test_a_version_is_brought_held_cut_finer_and_forgotten(
     assert not left_in(relay_directory)
 
 
-async def test_what_cannot_be_brought_says_why(manager: PlainManager, start: Start) -> None:
-    relay = await start(memory="4MiB")
+async def test_what_cannot_be_brought_says_why(manager: PlainManager, caplog: pytest.LogCaptureFixture) -> None:
+    stop = asyncio.Event()
+    running = asyncio.ensure_future(run_relay(RelaySettings(manager.address, 4 << 20), stop))
     await manager.next(HolderHello)
     checkpoint = Checkpoint({"weight": torch.ones(3 << 20, dtype=torch.uint8)})
     recorded = seal(checkpoint, [])
@@ -187,8 +189,10 @@ async def test_what_cannot_be_brought_says_why(manager: PlainManager, start: Sta
     filled = await manager.next(RelayFilled)
     assert "version 1 of run takes 4194304 bytes" in filled.problem.message
     assert "2097152" in filled.problem.message
-    await relay.says(f"version 1 of run is not brought: {filled.problem.message}")
-    assert relay.process.returncode is None
+    assert f"version 1 of run is not brought: {filled.problem.message}" in caplog.text
+    assert not running.done()
+    stop.set()
+    await asyncio.wait_for(running, SECONDS)
 
 
 async def test_a_manager_that_is_away_is_waited_for_and_what_is_held_outlives_it(
@@ -233,16 +237,48 @@ async def test_of_two_relays_in_one_directory_the_second_names_the_first_and_a_k
     assert not left_in(relay_directory)
 
 
-async def test_a_relay_that_the_manager_refuses_for_good_ends(manager: PlainManager, start: Start) -> None:
+async def test_stopping_waits_for_no_reader(manager: PlainManager, start: Start, relay_directory: Path) -> None:
+    """One that hangs in the middle of reading keeps a slot for --slot-grace, and a filling waits for it."""
+    relay = await start("--slot-grace", "600")
+    await manager.next(HolderHello)
+    checkpoint = Checkpoint(TensorParallel(0, 1).checkpoint(), 1)
+    transport, opened = RelayMemoryTransport(), []
+    for version in (1, 2):
+        checkpoint.weights = {name: weight + version for name, weight in checkpoint.weights.items()}
+        manager.send(order(manager, version, seal(checkpoint, []), tables(checkpoint)))
+        await manager.next(RelayFilled)
+        table = SourceTable.FromString(manager.blobs[manager.all(HolderHello)[-1].held[0].table.digest])
+        opened.append(transport.open(regions_of(table)))
+    manager.send(order(manager, 3, seal(checkpoint, []), tables(checkpoint)))
+    await manager.until(lambda: [each.identity.version for each in manager.all(HolderHello)[-1].held] == [2])
+    await manager.next(Heartbeat)
+    await manager.next(Heartbeat)
+    relay.process.send_signal(signal.SIGTERM)
+    await relay.ends(0)
+    assert len(manager.all(RelayFilled)) == 2
+    assert not left_in(relay_directory)
+    for each in opened:
+        each.close()
+
+
+async def said_of(settings: RelaySettings) -> str:
+    """Why a relay does not go on."""
+    with pytest.raises(CkptEngineError) as caught:
+        await asyncio.wait_for(run_relay(settings, asyncio.Event()), SECONDS)
+    return caught.value.problem.message
+
+
+async def test_a_relay_that_the_manager_refuses_for_good_ends(manager: PlainManager, relay_directory: Path) -> None:
     words = "relay a is connected from host 'x' as another process"
     manager.refuse = Problem(code=Problem.INVALID_ARGUMENT, message=words)
-    assert words in await (await start()).ends(1)
+    assert await said_of(RelaySettings(manager.address, 4 << 20)) == words
+    assert not left_in(relay_directory)
 
 
-async def test_a_directory_that_others_can_write_is_refused(start: Start, relay_directory: Path) -> None:
+async def test_a_directory_that_others_can_write_is_refused(manager: PlainManager, relay_directory: Path) -> None:
     os.mkdir(relay_directory)
     os.chmod(relay_directory, 0o777)
-    said = await (await start()).ends(1)
+    said = await said_of(RelaySettings(manager.address, 4 << 20))
     assert f"{relay_directory} belongs to user {os.geteuid()} with mode 777" in said
 
 
@@ -255,8 +291,5 @@ async def test_a_machine_that_raises_ends_the_relay(
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(RelayMachine, "_take", take)
-    with pytest.raises(CkptEngineError) as caught:
-        async with asyncio.timeout(SECONDS):
-            await run_relay(RelaySettings(manager.address, 8 << 20), asyncio.Event())
-    assert "the relay failed on Start" in caught.value.problem.message
+    assert "the relay failed on Start" in await said_of(RelaySettings(manager.address, 8 << 20))
     assert not left_in(relay_directory)

@@ -17,7 +17,7 @@ from ckpt_engine.core.problems import unavailable
 from ckpt_engine.machines.manager.members import Hello, Replica, speaker
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import describe
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1 import manager_pb2
 
 MOST_SKIPPED = 1 << 32
 """Epochs that a ledger is believed to have forgotten: what an update a second spends in 136 years. A ledger that was
@@ -75,7 +75,8 @@ class Recovery:
                     self._learn_version(hello.name, worker)
         if ours and isinstance(hello, manager_pb2.HolderHello):
             for held in hello.held:
-                self._take_number(held.identity, speaker(hello))
+                # Relays hold versions before they are decided on: only epochs tell that the ledger has lost something.
+                state.versions.take_number(held.identity)
         return skipped
 
     def learn_epochs(self, replica: Replica) -> bool:
@@ -120,13 +121,12 @@ class Recovery:
         return said
 
     def _learn_version(self, name: str, worker: manager_pb2.WorkerStatus) -> None:
-        self._take_number(worker.identity, "a replica")
+        if self.state.versions.take_number(worker.identity):
+            self.rolled_back = (
+                f"the ledger was rolled back: a replica holds {describe(worker.identity)}, which it lacks"
+            )
         self.state.versions.remember(worker.identity)
         self.state.versions.learn(name, worker.identity, worker.epoch)
-
-    def _take_number(self, identity: weights_pb2.Identity, name: str) -> None:
-        if self.state.versions.take_number(identity):
-            self.rolled_back = f"the ledger was rolled back: {name} holds {describe(identity)}, which it lacks"
 
     def _highest(self, hello: Hello) -> int:
         ours = hello.cluster == self.state.members.cluster
