@@ -164,6 +164,7 @@ def test_two_relays_on_one_host_of_which_one_has_too_little_memory(world: World,
     """Directories stand for what pods share: each replica reads the relay of its own. When that one ends, an agent that
     was told to have one starts the next."""
     models = [model_of(tmp_path, seed) for seed in (4, 5)]
+    world.relay("near", "a")
     small = world.relay("small", "b", "--memory", "4MiB")
     wide, auto = ("--tensor-parallel", "2"), ("--relay", "auto")
     other = world.replica("other", "b", wide, auto, CKPT_ENGINE_RELAY_MEMORY="64MiB").registered()
