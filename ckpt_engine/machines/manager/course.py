@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckpt_engine.core.problems import deadline
 from ckpt_engine.machines.events import Key, ManagerTask
 from ckpt_engine.machines.manager.order import Order
 from ckpt_engine.machines.manager.state import SHORTEST_SECONDS, State
@@ -36,6 +37,26 @@ class Course:
     def said(self) -> str:
         """What it does, for people."""
         return "waiting for the installs of the update before it" if self.phase == "waiting" else self.phase
+
+    def describe(self, fence: weights_pb2.Fence) -> str:
+        """What runs, for who must wait for it."""
+        order = self.order
+        what = "rollback" if order.back is not None else "update"
+        what = what if order.late is None else f"bringing up {order.replicas[0]}: update"
+        return f"{what} {fence.epoch} (version {order.version} of lineage {order.lineage!r}): {self.said}"
+
+    def check(self, identity: weights_pb2.Identity, now: float) -> None:
+        """Raises FAILED_PRECONDITION if the weights cannot be this version, DEADLINE_EXCEEDED if no time is left."""
+        self.state.versions.check_number(identity, self.order.sealed)
+        if self.order.end - self.state.deadlines.report <= now:
+            raise deadline("no time was left to install when the weights were sealed")
+
+    def start(self, now: float) -> None:
+        """The first phase, and the timers of the whole."""
+        self.started = now
+        self.timer("end", self.order.end - self.state.deadlines.report / 2 - now)
+        self.timer("resend", self.state.deadlines.resend)
+        self.begin("preparing", self.state.deadlines.prepare, now)
 
     def begin(self, phase: str, seconds: float, now: float) -> None:
         """The next phase, which may take so long, and no longer than the order."""

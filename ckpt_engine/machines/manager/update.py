@@ -80,10 +80,7 @@ class Update:
 
     def describe(self) -> str:
         """What runs, for who must wait for it."""
-        what = "update" if self.order.back is None else "rollback"
-        what = what if self.order.late is None else f"bringing up {self.order.replicas[0]}: update"
-        version = f"version {self.order.version} of lineage {self.order.lineage!r}"
-        return f"{what} {(self.installs or self.fence).epoch} ({version}): {self.course.said}"
+        return self.course.describe(self.installs or self.fence)
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """Blobs that members may fetch for it, or that it still needs."""
@@ -97,10 +94,7 @@ class Update:
 
     def start(self, now: float) -> None:
         """Takes the first step."""
-        self.course.started = now
-        self.course.timer("end", self.order.end - self.state.deadlines.report / 2 - now)
-        self.course.timer("resend", self.state.deadlines.resend)
-        self.course.begin("preparing", self.state.deadlines.prepare, now)
+        self.course.start(now)
         self._absences.begin(self.order.replicas, now)
         self._send_missing(now)
 
@@ -282,9 +276,8 @@ class Update:
         if self._too_few():
             return
         self.course.begin("planning", self.state.deadlines.plan, now)
-        sealed, workers = self.order.sealed, self._targets.workers()
-        root = b"" if sealed is None else sealed.root
-        task = CompilePlans(self.order.published, workers, self.course.left(now), self.order.record, root)
+        order, root = self.order, b"" if self.order.sealed is None else self.order.sealed.root
+        task = CompilePlans(order.published, self._targets.workers(), self.course.left(now), order.record, root)
         self.course.run("plan", task)
 
     def _seal(self, compiled: Compiled, now: float) -> None:
@@ -328,9 +321,7 @@ class Update:
         """Whether the version cannot be what it says, or has no time left."""
         assert self._identity is not None
         try:
-            self.state.versions.check_number(self._identity, self.order.sealed)
-            if self.order.end - self.state.deadlines.report <= now:
-                raise deadline("no time was left to install when the weights were sealed")
+            self.course.check(self._identity, now)
         except CkptEngineError as error:
             self._refuse(error.problem)
             return True
