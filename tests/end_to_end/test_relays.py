@@ -144,6 +144,7 @@ def test_a_relay_that_is_killed_while_it_is_filled_costs_no_update(world: World,
         assert generate(replica, prompt, TOKENS) == tokens
 
 
+@pytest.mark.slow
 def test_a_late_replica_is_brought_up_by_a_relay_after_everybody_else_has_gone(world: World, tmp_path: Path) -> None:
     model = model_of(tmp_path, 3)
     prompt, tokens = expected(model)
