@@ -1003,7 +1003,7 @@ class WatchReplicasResponse(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., run: _Optional[str] = ..., sequence: _Optional[int] = ..., snapshot: bool = ..., settling: bool = ..., replicas: _Optional[_Iterable[_Union[WatchedReplica, _Mapping]]] = ..., gone: _Optional[_Iterable[str]] = ..., latest: _Optional[_Iterable[_Union[_weights_pb2.Identity, _Mapping]]] = ...) -> None: ...
 
 class FillRelay(_message.Message):
-    __slots__ = ("fence", "identity", "record", "tables", "needs", "everything", "keep", "deadline_seconds")
+    __slots__ = ("fence", "identity", "record", "tables", "needs", "everything", "keep", "deadline_seconds", "keep_table")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
@@ -1012,6 +1012,7 @@ class FillRelay(_message.Message):
     EVERYTHING_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_TABLE_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     identity: _weights_pb2.Identity
     record: BlobRef
@@ -1020,7 +1021,8 @@ class FillRelay(_message.Message):
     everything: bool
     keep: _weights_pb2.Identity
     deadline_seconds: float
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., record: _Optional[_Union[BlobRef, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., needs: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., everything: bool = ..., keep: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
+    keep_table: bytes
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., record: _Optional[_Union[BlobRef, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., needs: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., everything: bool = ..., keep: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., keep_table: _Optional[bytes] = ...) -> None: ...
 
 class RelayFilled(_message.Message):
     __slots__ = ("fence", "identity", "problem", "bytes", "missing", "missing_cells", "faults", "brought", "again", "overruled", "wait_seconds", "fill_seconds", "table")

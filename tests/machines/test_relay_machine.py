@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from google.protobuf.message import Message as ProtobufMessage
 
+from ckpt_engine.core.manifest import blob_digest
 from ckpt_engine.machines.events import Done, Run
 from ckpt_engine.machines.relay.machine import HeldVersion, RelayCommand, RelayFilling, StopFilling
 from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot, SlotFilled
@@ -68,7 +70,9 @@ class Relay:
         self.running.clear()
         result: object = None
         if problem is None and isinstance(run.task, FillSlot):
-            result = SlotFilled(b"table", b"record", RelayFilled(bytes=7, missing_cells=missing))
+            result = SlotFilled(
+                b"table of slot %d" % run.task.slot, b"record", RelayFilled(bytes=7, missing_cells=missing)
+            )
         assert self.machine.done(Done(key, result, problem, answered), now)
 
     def bring(self, command: FillRelay) -> None:
@@ -213,6 +217,21 @@ def test_a_version_that_is_there_already_is_not_brought_again() -> None:
     assert relay.held == [1], "each version once"
     relay.tell(fill(4, 1, keep=1, needs=[b"c"]))
     assert relay.task is None
+
+
+@pytest.mark.parametrize("read", [0, 1, None])
+def test_of_two_slots_with_the_version_to_keep_the_one_that_is_read_stays(read: int | None) -> None:
+    """It holds the version twice, for needs that came later."""
+    relay = Relay()
+    relay.bring(fill(1, 1, needs=[b"a"]))
+    relay.bring(fill(2, 1, keep=1, needs=[b"b"]))
+    tables = [each.table for each in relay.said if isinstance(each, RelayFilled)]
+    assert tables == [blob_digest(b"table of slot %d" % slot) for slot in range(2)]
+    command = fill(3, 2, keep=1)
+    command.keep_table = b"" if read is None else tables[read]
+    relay.tell(command)
+    assert isinstance(relay.task, CountSlot)
+    assert relay.task.slot == {0: 1, 1: 0, None: 0}[read]
 
 
 def test_a_version_of_which_something_is_missing_is_brought_again() -> None:

@@ -11,6 +11,7 @@ from ckpt_engine.core.problems import data_loss
 from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.prefetch import Prefetch
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.simulation.manager import Ledger
 from tests.simulation.members import AgentShell
 from tests.simulation.relays import RelayShell
 from tests.simulation.story import NEW, OLD, Problem, Story, outcomes, refused
@@ -392,3 +393,42 @@ def _leave(story: Story) -> None:
     (call,) = manager.calls
     manager.cancel_call(call)
     story.wait(0.1)
+
+
+def test_a_version_that_was_brought_and_not_decided_on_takes_no_number(story: Story) -> None:
+    """Its update was refused; the trainer goes back to its checkpoint and comes to that step with other weights."""
+    relay, group = relay_of(story), story.ranks()
+    story.replica(), story.replica()
+    assert trained(story, group, version=3).ok
+    group.train()
+    story.call(group.trainers[0], version=4)
+    until(story, lambda: phase(story).endswith("joining"))
+    _leave(story)
+    assert relay.fills == 2
+    story.wait(2.0)
+    _restart_manager(story)
+    report = trained(story, group, version=4)
+    assert isinstance(report, manager_pb2.UpdateReport), report
+    assert report.ok
+    assert report.identity.version == 4
+    assert trained(story, group).identity.version == 5
+
+
+def test_numbers_of_a_ledger_that_was_lost_are_told_by_relays(story: Story) -> None:
+    relay_of(story)
+    story.replica(), story.replica()
+    group = story.ranks()
+    assert trained(story, group, version=3).ok
+    for agent in story.agents.values():
+        agent.crash()
+    story.ledger = Ledger(story.ledger.cluster)
+    _restart_manager(story)
+    story.replica()
+    refused(trained(story, group, version=2), Problem.FAILED_PRECONDITION, "goes backwards")
+
+
+def _restart_manager(story: Story) -> None:
+    assert story.cluster.manager is not None
+    story.cluster.manager.crash()
+    story.start_manager()
+    story.wait(6.0)

@@ -76,10 +76,8 @@ class Prefetch:
         self._fillings: dict[str, Filling] = {}
         self.why: list[str] = []
 
-    def choose(
-        self, compiled: Compiled, record: manager_pb2.BlobRef, being_installed: weights_pb2.Identity | None
-    ) -> None:
-        """Decides which relays are filled. being_installed: what replicas may be reading from relays now."""
+    def choose(self, compiled: Compiled, record: manager_pb2.BlobRef, before: Prefetch | None) -> None:
+        """Decides which relays are filled. before: of the update whose installs go on: replicas read what it filled."""
         readers, known = self._readers(compiled.distances), self._needs()
         for holder in self._state.members.connected_holders():
             if holder.filling is None:
@@ -93,7 +91,7 @@ class Prefetch:
                     if by_directory(holder.host, host).ok
                     for digest, ref in needs.items()
                 }
-                command = self._command(holder, record, own, being_installed)
+                command = self._command(holder, record, own, before)
                 self._fillings[holder.source] = Filling(holder.source, decision.replicas, command)
         if not self.why:
             self.why.append("no relay has a session with this manager")
@@ -204,6 +202,11 @@ class Prefetch:
             return False
         return any(self._is_it(filling, held) for held in holder.held)
 
+    def _table(self, relay: str) -> bytes:
+        """The digest of the table by which this relay is read; empty if it is not."""
+        filling = self._fillings.get(relay)
+        return b"" if filling is None or filling.answer is None else filling.answer.table
+
     def _is_it(self, filling: Filling, held: manager_pb2.Held) -> bool:
         """Whether this is what it was filled with: it may hold the version in another slot too, for other needs."""
         return (
@@ -225,7 +228,7 @@ class Prefetch:
         holder: Holder,
         record: manager_pb2.BlobRef,
         needs: Mapping[bytes, manager_pb2.BlobRef],
-        being_installed: weights_pb2.Identity | None,
+        before: Prefetch | None,
     ) -> manager_pb2.FillRelay:
         assert holder.filling is not None
         latest = self._state.versions.latest.get(self._order.lineage)
@@ -242,7 +245,8 @@ class Prefetch:
             tables=[*(source.table for source in self._order.published.sources), *others],
             needs=[needs[digest] for digest in sorted(needs)],
             everything=holder.filling.everything,
-            keep=being_installed or (None if latest is None else latest.identity),
+            keep=before._identity if before is not None else None if latest is None else latest.identity,
+            keep_table=b"" if before is None else before._table(holder.source),
         )
 
     def _needs(self) -> dict[Place, tuple[weights_pb2.Host, dict[bytes, manager_pb2.BlobRef]]]:

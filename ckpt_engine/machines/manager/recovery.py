@@ -73,11 +73,16 @@ class Recovery:
             for worker in hello.workers:
                 if worker.state == manager_pb2.CLEAN:
                     self._learn_version(hello.name, worker)
-        if ours and isinstance(hello, manager_pb2.HolderHello):
+        if ours and isinstance(hello, manager_pb2.HolderHello) and self._decided_on(hello):
             for held in hello.held:
                 # Relays hold versions before they are decided on: only epochs tell that the ledger has lost something.
                 state.versions.take_number(held.identity)
         return skipped
+
+    def _decided_on(self, hello: manager_pb2.HolderHello) -> bool:
+        """Whether what it holds has used up numbers. Relays hold versions before they are decided on, so of what a
+        whole ledger does not know nothing was installed."""
+        return not hello.HasField("filling") or bool(self.rolled_back)
 
     def learn_epochs(self, replica: Replica) -> bool:
         """The same from a heartbeat: an agent may say hello before its engine is there. Whether epochs were skipped."""

@@ -31,9 +31,9 @@ class Relaying:
         self._routes = Routes(course, targets, identity, record)
         self.ways: dict[str, Way] = {}
 
-    def start(self, compiled: Compiled, being_installed: weights_pb2.Identity | None, now: float) -> bool:
-        """Begins to fill relays; whether there are any to fill. being_installed: what replicas may be reading now."""
-        self._prefetch.choose(compiled, self._record, being_installed)
+    def start(self, compiled: Compiled, before: Relaying | None, now: float) -> bool:
+        """Begins to fill relays; whether there are any to fill. before: of the update whose installs go on."""
+        self._prefetch.choose(compiled, self._record, None if before is None else before._prefetch)
         if not self._prefetch.missing():
             return False
         seconds = min(self._course.state.deadlines.fill, (self._course.order.end - now) / 2)

@@ -311,7 +311,7 @@ class Update:
             self._intend(now)
             return
         self._relaying = Relaying(self.course, self._targets, self._identity, record)
-        before = None if self._before is None else self._before.under_way()[1]
+        before = None if self._before is None else self._before._relaying
         if self._compiled is not None and self._relaying.start(self._compiled, before, now):
             self._send_missing(now)
         else:

@@ -172,8 +172,8 @@ class RelayFilling:
             for number, slot in enumerate(self._slots)
             if not (command.HasField("keep") and slot.held is not None and slot.held.identity == command.keep)
         ]
-        if not free:  # both hold it, for other needs: the fuller one, which came later, stays
-            free = list(range(SLOTS))
+        if not free:  # both hold it, for other needs: the one that is read stays, else the fuller one, which came later
+            free = [number for number, slot in enumerate(self._slots) if not _is_read(slot, command)]
         return min(free, key=lambda number: (self._slots[number].held is not None, self._slots[number].since))
 
     def _run(self, work: _Work, step: str, task: RelayTask) -> None:
@@ -243,6 +243,10 @@ class RelayFilling:
 
 def _digests(refs: object) -> frozenset[bytes]:
     return frozenset(ref.digest for ref in cast(tuple[BlobRef, ...], refs))
+
+
+def _is_read(slot: _Slot, command: FillRelay) -> bool:
+    return slot.told is not None and slot.told.table == command.keep_table != b""
 
 
 def _serves(slot: _Slot, command: FillRelay) -> bool:
