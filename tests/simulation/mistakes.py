@@ -18,7 +18,7 @@ import pytest
 from tests.simulation.scenario import Machines, Slant, run_seed
 from tests.simulation.world import BrokenPromiseError
 
-SEEDS = 200
+SEEDS = 300
 NOTICED = Path(__file__).parent / "noticed.json"
 
 Patch = pytest.MonkeyPatch

@@ -75,7 +75,6 @@ class Recovery:
                     self._learn_version(hello.name, worker)
         if ours and isinstance(hello, manager_pb2.HolderHello) and self._decided_on(hello):
             for held in hello.held:
-                # Relays hold versions before they are decided on: only epochs tell that the ledger has lost something.
                 state.versions.take_number(held.identity)
         return skipped
 
