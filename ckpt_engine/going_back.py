@@ -10,9 +10,9 @@ import grpc
 
 from ckpt_engine.client import error_of, manager_stub, open_blocking_channel
 from ckpt_engine.core.deadlines import Deadlines, check_seconds
-from ckpt_engine.core.problems import internal, invalid
+from ckpt_engine.core.problems import internal, invalid, unavailable
 from ckpt_engine.report import UpdateReport
-from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
 def rollback(
@@ -71,7 +71,10 @@ def rollback(
                 elif on_progress is not None:
                     on_progress(event.progress)
         except grpc.RpcError as error:
-            raise error_of(error) from error
+            found = error_of(error)
+            if found.problem.code == weights_pb2.Problem.UNAVAILABLE:
+                found = unavailable(f"manager {address}: {found.problem.message}")
+            raise found from error
         finally:
             call.cancel()
     if report is None:

@@ -179,6 +179,10 @@ def test_refusals_name_what_is_held_and_touch_nothing(manager: str, replica: Sta
         assert trainer.update_weights(1, timeout=30).ok
     assert plain.identity is not None
     hold(manager, "one", plain.identity, weights)
+    nobody = free_address()
+    away = run("rollback", "--manager", nobody, "--version", "1")
+    assert away.exit_code == 1
+    assert f"manager {nobody}: nothing listens there" in away.stderr
     unknown = run("rollback", "--manager", manager, "--version", "7")
     assert unknown.exit_code == 1
     assert "nobody holds version 7: keeper one holds version 1 of lineage 'run'" in unknown.stderr
