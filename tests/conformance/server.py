@@ -31,14 +31,8 @@ class Server:
         return Trainer(self.cluster.address, lineage=f"{lineage}-{self.engine.kind}")
 
     def assert_serves(self, seed: int, version: int) -> None:
-        """A new request gets transformers' tokens, under the right version, says the gate, and the body if it tells."""
-        prompt, tokens = self.models.expected(seed)
-        answer = self.engine.complete(self.replica, prompt, TOKENS)
-        assert answer.status == 200, f"{answer}\n{self.replica.tail()}"
-        assert list(answer.tokens) == tokens, f"{answer}\n{self.replica.tail()}"
-        assert answer.admitted == str(version)
-        if self.engine.tells_versions:
-            assert answer.spans == (Span(version, 0, TOKENS),)
+        """See check_serves."""
+        check_serves(self.engine, self.replica, self.models, seed, version)
 
     def why_closed(self) -> str:
         """The server lives, and answers no request, for this reason."""
@@ -66,6 +60,17 @@ class Server:
     @property
     def _stub(self) -> manager_pb2_grpc.CheckpointEngineManagerStub:
         return manager_pb2_grpc.CheckpointEngineManagerStub(self.cluster.channel)
+
+
+def check_serves(engine: Engine, replica: Replica, models: Models, seed: int, version: int) -> None:
+    """A new request gets transformers' tokens, under the right version, says the gate, and the body if it tells."""
+    prompt, tokens = models.expected(seed)
+    answer = engine.complete(replica, prompt, TOKENS)
+    assert answer.status == 200, f"{answer}\n{replica.tail()}"
+    assert list(answer.tokens) == tokens, f"{answer}\n{replica.tail()}"
+    assert answer.admitted == str(version)
+    if engine.tells_versions:
+        assert answer.spans == (Span(version, 0, TOKENS),)
 
 
 def _problem(results: Sequence[manager_pb2.SleepWakeResult]) -> str:
