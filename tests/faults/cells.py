@@ -45,6 +45,7 @@ RELAY_STAGES = {
         Stage("count", "relay.does.CountSlot.begin", "relay"),
         Stage("fill", "relay.does.FillSlot.begin", "relay"),
         Stage("filled", "relay.sends.RelayFilled", "relay"),
+        Stage("quiesce", "agent.does.PauseEngine.begin", "agent"),
         Stage("transfer", "worker.install.transfer", "worker"),
         Stage("join", "relay.does.SealSource.begin", "relay"),
         Stage("idle", "", None),
@@ -104,6 +105,8 @@ class Cell:
             yield NEW  # what it cannot bring is read from the trainer, and what is mapped stays readable
             if self.stage == "join" and self.fault == "kill":
                 yield QUARANTINED  # what it held has gone with it, and nobody else has it
+            elif self.stage == "quiesce":
+                yield OLD  # the plan reads from it, and it is gone before anything was changed
             return
         harmless = self.fault in ("delay", "duplicate") or (
             self.fault != "kill" and self.victim in ("trainer", "manager")
@@ -134,6 +137,8 @@ class Cell:
     def _of_bystander(self) -> Iterator[str]:
         yield NEW
         if self.victim == RELAY:
+            if self.stage == "quiesce":
+                yield OLD
             return
         if self.stage in BEFORE or self.stage == "quiesce" or self.victim in ("trainer", "manager"):
             yield OLD  # never reached by its install, or the update was refused
