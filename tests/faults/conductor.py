@@ -40,6 +40,7 @@ def play(world: World, cell: Cell) -> Result:
     """Brings the world into order, lets the fault happen, looks, and makes the next update. Raises nothing."""
     result = Result(cell)
     started = time.monotonic()
+    world.by_relay = cell.victim == RELAY
     try:
         if wrong := world.update_all():
             result.wrong.append(f"before the fault: {wrong}")

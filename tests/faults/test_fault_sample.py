@@ -23,8 +23,6 @@ SAMPLE = (
     Cell("trainer", "cut", "plan"),
     Cell("agent", "duplicate", "resume"),
     Cell("trainer", "duplicate", "plan"),
-)
-RELAY_SAMPLE = (
     Cell("relay", "kill", "fill"),
     Cell("relay", "cut", "transfer"),
 )
@@ -32,13 +30,7 @@ RELAY_SAMPLE = (
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, models: tuple[Path, Path, Expected]) -> Iterator[World]:
-    with World(tmp_path_factory.mktemp("sample"), *models, {"one": 1, "two": 1}) as world:
-        yield world
-
-
-@pytest.fixture(scope="module")
-def relayed(tmp_path_factory: pytest.TempPathFactory, models: tuple[Path, Path, Expected]) -> Iterator[World]:
-    with World(tmp_path_factory.mktemp("relayed"), *models, {"one": 1, "two": 1}, relayed=True) as world:
+    with World(tmp_path_factory.mktemp("sample"), *models, {"one": 1, "two": 1}, relayed=True) as world:
         yield world
 
 
@@ -49,13 +41,6 @@ def test_a_sample_of_the_matrix(world: World, cell: Cell) -> None:
     assert not result.wrong, result
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("cell", RELAY_SAMPLE, ids=str)
-def test_a_sample_of_the_matrix_with_a_relay(relayed: World, cell: Cell) -> None:
-    result = play(relayed, cell)
-    assert not result.wrong, result
-
-
 def test_the_matrix_has_every_fault_at_every_stage() -> None:
     cells = all_cells()
     assert {cell.fault for cell in cells} == set(FAULTS)
@@ -63,7 +48,7 @@ def test_the_matrix_has_every_fault_at_every_stage() -> None:
     assert {(cell.fault, cell.stage) for cell in cells if cell.victim == RELAY} == {
         (fault, stage) for fault in FAULTS for stage in RELAY_STAGES
     }
-    assert {*SAMPLE, *RELAY_SAMPLE} <= set(cells)
+    assert set(SAMPLE) <= set(cells)
 
 
 @pytest.mark.slow

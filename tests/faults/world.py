@@ -1,8 +1,8 @@
 """A whole deployment on one machine whose every process and connection a test can fault: real gRPC, real HTTP.
 
 One manager, replicas of the reference engine (each an agent, an API server and workers), one trainer, and a relay if
-the world is to have one; then every update is told to go by way of it. Members reach the manager through proxies of
-their own. Every replica is asked for tokens all the time by a prober.
+the world is to have one; then updates go by way of it, unless `by_relay` is taken back. Members reach the manager
+through proxies of their own. Every replica is asked for tokens all the time by a prober.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ class World:
         self.trainer_proxy = self._proxy()
         self.relay_proxy = self._proxy() if relayed else None
         self.relay = self._relay()
+        self.by_relay = relayed
         self.replicas: dict[str, Rollout] = {}
         for name, workers in replicas.items():
             port, proxy = free_port(), self._proxy()
@@ -270,7 +271,7 @@ class World:
     def ask(self, timeout: float, until: str = "installed") -> int:
         """Begins an update with the next version; returns it."""
         self.version += 1
-        prefetch = "auto" if self.relay is None else "always"
+        prefetch = "always" if self.by_relay else "auto" if self.relay is None else "never"
         self.trainer.ask(self.version, self.version % SEEDS, timeout, prefetch, until)
         return self.version
 
@@ -337,7 +338,7 @@ class World:
         answer = self.answer(timeout)
         if answer is None or not answer.get("ok"):
             return f"the next update failed: {answer}; {self.describe()}"
-        if self.relay is not None and answer["ways"] != ["relay_memory"]:
+        if self.by_relay and answer["ways"] != ["relay_memory"]:
             return f"the next update did not go by way of the relay: {answer}; {self.describe()}"
         now = time.monotonic()
         for rollout in self.replicas.values():
