@@ -16,7 +16,7 @@ VICTIM, BYSTANDER = "one", "two"
 
 @dataclass(frozen=True)
 class Stage:
-    """point: where it is. holder: who reaches it, of trainer, manager, agent, worker; None: nothing goes on."""
+    """point: where it is. holder: who reaches it, of trainer, manager, agent, worker, relay; None: nothing goes on."""
 
     name: str
     point: str
@@ -38,8 +38,24 @@ STAGES = {
         Stage("idle", "", None),
     )
 }
+RELAY_STAGES = {
+    stage.name: stage
+    for stage in (
+        Stage("hello", "relay.sends.HolderHello", "relay"),
+        Stage("count", "relay.does.CountSlot.begin", "relay"),
+        Stage("fill", "relay.does.FillSlot.begin", "relay"),
+        Stage("filled", "relay.sends.RelayFilled", "relay"),
+        Stage("quiesce", "agent.does.PauseEngine.begin", "agent"),
+        Stage("transfer", "worker.install.transfer", "worker"),
+        Stage("join", "relay.does.SealSource.begin", "relay"),
+        Stage("idle", "", None),
+    )
+}
+"""Where a relay suffers. join: a replica has come whose workers need finer pieces of the version that is held, and the
+relay is to digest them."""
 WRITING = ("transfer", "install", "verify", "commit")
 BEFORE = ("register", "publish", "plan", "idle")
+ALL_STAGES = {**STAGES, **RELAY_STAGES}
 
 FAULTS = {
     "kill": "SIGKILL",
@@ -57,6 +73,8 @@ VICTIMS = {
     "delay": ("trainer", "agent"),
     "duplicate": ("trainer", "agent"),
 }
+RELAY = "relay"
+"""A victim in worlds that have one; it can suffer every fault."""
 LEFT_OUT = {
     ("cut", "worker"): "a worker's connections are Unix sockets of one host, whose other end is the agent or the API "
     "server: they break when one of the two dies, which are the kill and stop cells of those",
@@ -83,6 +101,13 @@ class Cell:
         return frozenset(self._of_victim()), frozenset(self._of_bystander())
 
     def _of_victim(self) -> Iterator[str]:
+        if self.victim == RELAY:
+            yield NEW  # what it cannot bring is read from the trainer, and what is mapped stays readable
+            if self.stage == "join" and self.fault == "kill":
+                yield QUARANTINED  # what it held has gone with it, and nobody else has it
+            elif self.stage == "quiesce":
+                yield OLD  # the plan reads from it, and it is gone before anything was changed
+            return
         harmless = self.fault in ("delay", "duplicate") or (
             self.fault != "kill" and self.victim in ("trainer", "manager")
         )
@@ -111,6 +136,10 @@ class Cell:
 
     def _of_bystander(self) -> Iterator[str]:
         yield NEW
+        if self.victim == RELAY:
+            if self.stage == "quiesce":
+                yield OLD
+            return
         if self.stage in BEFORE or self.stage == "quiesce" or self.victim in ("trainer", "manager"):
             yield OLD  # never reached by its install, or the update was refused
         if self.victim == "trainer" and self.fault == "kill" and self.stage not in BEFORE:
@@ -118,4 +147,5 @@ class Cell:
 
 
 def all_cells() -> list[Cell]:
-    return [Cell(victim, fault, stage) for fault in FAULTS for victim in VICTIMS[fault] for stage in STAGES]
+    without = [Cell(victim, fault, stage) for fault in FAULTS for victim in VICTIMS[fault] for stage in STAGES]
+    return without + [Cell(RELAY, fault, stage) for stage in RELAY_STAGES for fault in FAULTS]

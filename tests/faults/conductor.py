@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from ckpt_engine.v1 import manager_pb2
-from tests.faults.cells import BYSTANDER, NEW, OLD, QUARANTINED, STAGES, VICTIM, Cell
+from tests.faults.cells import ALL_STAGES, BYSTANDER, NEW, OLD, QUARANTINED, RELAY, VICTIM, Cell
 from tests.faults.listener import Held
 from tests.faults.proxy import Proxy
 from tests.faults.world import LEASE, World
@@ -21,6 +21,8 @@ SETTLE_SECONDS = 120.0
 TIMEOUT_SECONDS = 20.0
 SHORT_TIMEOUT_SECONDS = 8.0
 """Of updates whose engine stands still until their end."""
+FINER = 2
+"""Workers of a replica that joins: their pieces are finer than those that the version was sealed in."""
 
 
 @dataclass
@@ -38,16 +40,19 @@ def play(world: World, cell: Cell) -> Result:
     """Brings the world into order, lets the fault happen, looks, and makes the next update. Raises nothing."""
     result = Result(cell)
     started = time.monotonic()
+    world.by_relay = cell.victim == RELAY
     try:
         if wrong := world.update_all():
             result.wrong.append(f"before the fault: {wrong}")
-        before = world.version
+        before, workers = world.version, world.replicas[VICTIM].workers
         timeout = SHORT_TIMEOUT_SECONDS if _until_end(cell) else TIMEOUT_SECONDS
         with ExitStack() as undo:
             _inject(world, cell, undo, timeout)
-            answer = world.answer(timeout)
+            answer = world.answer(timeout) if cell.stage != "join" else {"replicas": "joined"}
             result.report = "died" if answer is None else str(answer.get("error") or answer.get("replicas"))
         _judge(world, cell, result, before)
+        if cell.stage == "join":
+            world.restart_agent(VICTIM, workers=workers)
         if wrong := world.update_all():
             result.wrong.append(f"after the fault: {wrong}")
     except Exception as error:
@@ -64,8 +69,8 @@ def _until_end(cell: Cell) -> bool:
 def _inject(world: World, cell: Cell, undo: ExitStack, timeout: float) -> None:
     """From now until `undo` ends the victim suffers, beginning at the cell's stage; an update has been asked for."""
     if cell.fault in ("delay", "duplicate"):
-        undo.enter_context(_tampering(world, cell))  # the member is on the relay before the stage comes
-    stage = STAGES[cell.stage]
+        undo.enter_context(_tampering(world, cell))  # the member is on the tamperer before the stage comes
+    stage = ALL_STAGES[cell.stage]
     if stage.holder is None:
         _suffer(world, cell, undo)
         if not world.trainer.alive or not world.manager.alive:
@@ -74,7 +79,9 @@ def _inject(world: World, cell: Cell, undo: ExitStack, timeout: float) -> None:
         return
     with _reaching(world, cell, timeout):
         _suffer(world, cell, undo)
-    if cell.stage in ("register", "publish"):
+    if cell.stage == "join":
+        return  # the version that is there is the one that it joins
+    if cell.stage in ("register", "publish", "hello"):
         if not world.trainer.alive or not world.manager.alive:
             world.heal()
         world.trainer.ready()
@@ -84,7 +91,7 @@ def _inject(world: World, cell: Cell, undo: ExitStack, timeout: float) -> None:
 @contextmanager
 def _reaching(world: World, cell: Cell, timeout: float) -> Iterator[Held]:
     """Makes the stage come, and holds the process that reaches it."""
-    stage = STAGES[cell.stage]
+    stage = ALL_STAGES[cell.stage]
     if cell.stage == "publish":
         with world.listener.holding(stage.point) as held:
             world.restart_trainer(wait=False)
@@ -93,8 +100,10 @@ def _reaching(world: World, cell: Cell, timeout: float) -> Iterator[Held]:
         return
     pids = {world.pid_of(str(stage.holder), VICTIM)}
     with world.listener.holding(stage.point, pids.__contains__) as held:
-        if cell.stage == "register":
+        if cell.stage in ("register", "hello"):
             world.restart_manager()
+        elif cell.stage == "join":
+            world.restart_agent(VICTIM, workers=FINER)
         else:
             world.ask(timeout)
         assert held.wait(REACH_SECONDS), f"nobody reached {stage.point}"
@@ -130,24 +139,27 @@ def _go_on(pid: int) -> None:
 
 def _proxies(world: World, victim: str) -> list[Proxy]:
     agents = [rollout.proxy for rollout in world.replicas.values()]
+    relays = [] if world.relay_proxy is None else [world.relay_proxy]
+    if victim == RELAY:
+        return relays
     if victim == "manager":
-        return [world.trainer_proxy, *agents]
+        return [world.trainer_proxy, *relays, *agents]
     return [world.trainer_proxy] if victim == "trainer" else [world.replicas[VICTIM].proxy]
 
 
 @contextmanager
 def _tampering(world: World, cell: Cell) -> Iterator[None]:
     (proxy,) = _proxies(world, cell.victim)
-    relay = world.relay(proxy)
+    tamperer = world.tampered(proxy)
     try:
         proxy.cut()
-        relay.delay = 1.0 if cell.fault == "delay" else 0.0
-        relay.duplicate = cell.fault == "duplicate"
+        tamperer.delay = 1.0 if cell.fault == "delay" else 0.0
+        tamperer.duplicate = cell.fault == "duplicate"
         world.heal()
         yield
-        assert relay.tampered, "no message came by the relay"
+        assert tamperer.tampered, "no message came by the tamperer"
     finally:
-        world.unrelay(proxy, relay)
+        world.untampered(proxy, tamperer)
 
 
 def _judge(world: World, cell: Cell, result: Result, before: int) -> None:
@@ -158,14 +170,14 @@ def _judge(world: World, cell: Cell, result: Result, before: int) -> None:
         world.restart_agent(VICTIM)
     for name, allowed in zip((VICTIM, BYSTANDER), cell.allowed(), strict=True):
         ended = world.until(
-            f"{name} is in an end state", SETTLE_SECONDS, lambda name=name: _end_of(world, name, before)
+            f"{name} is in an end state", SETTLE_SECONDS, lambda name=name: _end_of(world, cell, name, before)
         )
         result.ends[name] = ended
         if ended not in allowed:
             result.wrong.append(f"{name} is {ended}, allowed: {', '.join(sorted(allowed))}; {world.describe()}")
 
 
-def _end_of(world: World, name: str, before: int) -> str:
+def _end_of(world: World, cell: Cell, name: str, before: int) -> str:
     """new_serving and old_serving if its own answers say so, quarantined if it is closed with a reason; else ''."""
     status = world.status()
     found = next((each for each in status.replicas if each.name == name), None) if status is not None else None
@@ -180,6 +192,8 @@ def _end_of(world: World, name: str, before: int) -> str:
         if version == before:
             return OLD
         return f"serving version {version}"
+    if cell.stage == "join" and name == VICTIM and world.holds(world.version):
+        return ""  # its engine is new and closed, and there is a relay that brings it up
     return QUARANTINED if found.closed_reason and _is_closed(found) else ""
 
 

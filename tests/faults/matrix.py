@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.faults.cells import FAULTS, LEFT_OUT, STAGES, VICTIMS, Cell, all_cells
+from tests.faults.cells import FAULTS, LEFT_OUT, RELAY, RELAY_STAGES, STAGES, VICTIMS, Cell, all_cells
 from tests.faults.conductor import Result, play
 from tests.faults.prober import Expected, make_weights
 from tests.faults.world import World
@@ -33,27 +33,32 @@ def make_models(path: Path) -> tuple[Path, Path, Expected]:
     return path / "bare", path / "weights", expected
 
 
+def relayed(cell: Cell) -> bool:
+    """Played in a world that has a relay."""
+    return cell.victim == RELAY
+
+
 def restarts_an_engine(cell: Cell) -> bool:
     """Those cells take ten times as long as the others, so they come last."""
-    return cell.fault in ("kill", "stop") and cell.victim in (
-        "api",
-        "worker",
-        *(["agent"] if cell.fault == "kill" else []),
-    )
+    victims = {"kill": ("api", "worker", "agent"), "stop": ("api", "worker")}
+    return cell.stage == "join" or cell.victim in victims.get(cell.fault, ())
 
 
 def run(cells: Sequence[Cell], path: Path) -> list[Result]:
-    """Plays cells one after the other in one world, which is made anew after one that went wrong."""
+    """Plays cells one after the other in one world, which is made anew after one that went wrong; those with a relay in
+    another one."""
     model, weights, expected = make_models(path)
     results: list[Result] = []
-    todo = list(cells)
+    todo = sorted(cells, key=lambda cell: (relayed(cell), restarts_an_engine(cell)))
     worlds = 0
     while todo:
         worlds += 1
         place = path / f"world-{worlds}"
         place.mkdir()
-        with World(place, model, weights, expected, {"one": 2, "two": 1}) as world:
-            while todo:
+        by_relay = relayed(todo[0])
+        replicas = {"one": 1 if by_relay else 2, "two": 1}
+        with World(place, model, weights, expected, replicas, relayed=by_relay) as world:
+            while todo and relayed(todo[0]) == by_relay:
                 cell = todo.pop(0)
                 result = play(world, cell)
                 results.append(result)
@@ -97,6 +102,12 @@ def tables(results: Sequence[Result]) -> str:
             row = [text(by_cell.get(Cell(victim, fault, stage))) for victim in VICTIMS[fault]]
             lines.append(f"| {stage} | {' | '.join(row)} |")
         lines.append("")
+    lines += ["**A relay**, with two replicas of one worker each: the same faults.", ""]
+    lines += [f"| stage | {' | '.join(FAULTS)} |", "|---" * (1 + len(FAULTS)) + "|"]
+    for stage in RELAY_STAGES:
+        row = [text(by_cell.get(Cell(RELAY, fault, stage))) for fault in FAULTS]
+        lines.append(f"| {stage} | {' | '.join(row)} |")
+    lines.append("")
     lines.append("Cells that there are not:")
     lines.append("")
     lines += [f"- {fault} of {victim}: {why}." for (fault, victim), why in LEFT_OUT.items()]
@@ -131,7 +142,7 @@ def main() -> None:
     path.mkdir(parents=True, exist_ok=True)
     earlier = read(options.merge) if options.merge is not None else []
     done = {each.cell for each in earlier if not each.wrong}
-    results = run(sorted((cell for cell in cells if cell not in done), key=restarts_an_engine), path)
+    results = run([cell for cell in cells if cell not in done], path)
     results = list({each.cell: each for each in [*earlier, *results]}.values())
     keep(path, results)
     if options.write or not options.only:

@@ -1,4 +1,4 @@
-"""The processes that suffer: a manager, agents with their engines, a trainer. Each can be made anew."""
+"""The processes that suffer: a manager, agents with their engines, a trainer, a relay. Each can be made anew."""
 
 from __future__ import annotations
 
@@ -87,6 +87,12 @@ def start_engine(path: Path, name: str, model: Path, port: int, workers: int, en
     return Member([*command, "--tensor-parallel", str(workers)], path / f"{name}-engine.log", environment)
 
 
+def start_relay(path: Path, manager: str, environment: Mapping[str, str]) -> Member:
+    """`ckpt-engine relay` for everybody here; small, and of little patience with readers that keep a slot."""
+    command = ["-m", "ckpt_engine", "relay", "--manager", manager, "--name", "relay", "--memory", "16MiB"]
+    return Member([*command, "--slot-grace", "3"], path / "relay.log", environment)
+
+
 class TrainerMember(Member):
     """One run of trainer_process.py."""
 
@@ -113,11 +119,12 @@ class TrainerMember(Member):
             assert answer == {"published": True}, f"the trainer did not start: {answer}\n{self.tail()}"
             self._is_ready = True
 
-    def ask(self, version: int, seed: int, timeout: float) -> None:
+    def ask(self, version: int, seed: int, timeout: float, prefetch: str = "auto", until: str = "installed") -> None:
         """Begins an update; a trainer that is dead does not begin one."""
         assert self.process.stdin is not None
         try:
-            line = json.dumps({"version": version, "seed": seed, "timeout": timeout})
+            told = {"version": version, "seed": seed, "timeout": timeout, "prefetch": prefetch, "until": until}
+            line = json.dumps(told)
             self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
         except BrokenPipeError:

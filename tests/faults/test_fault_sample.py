@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.faults.cells import FAULTS, STAGES, Cell, all_cells
+from tests.faults.cells import FAULTS, RELAY, RELAY_STAGES, STAGES, Cell, all_cells
 from tests.faults.conductor import play
-from tests.faults.endurance import DEADLINES, endure
+from tests.faults.endurance import DEADLINES, MORE_BYTES, Checkpoint, Holdings, endure, judge
 from tests.faults.prober import Expected
 from tests.faults.world import World
 
@@ -22,12 +23,14 @@ SAMPLE = (
     Cell("trainer", "cut", "plan"),
     Cell("agent", "duplicate", "resume"),
     Cell("trainer", "duplicate", "plan"),
+    Cell("relay", "kill", "fill"),
+    Cell("relay", "cut", "transfer"),
 )
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, models: tuple[Path, Path, Expected]) -> Iterator[World]:
-    with World(tmp_path_factory.mktemp("sample"), *models, {"one": 1, "two": 1}) as world:
+    with World(tmp_path_factory.mktemp("sample"), *models, {"one": 1, "two": 1}, relayed=True) as world:
         yield world
 
 
@@ -41,7 +44,10 @@ def test_a_sample_of_the_matrix(world: World, cell: Cell) -> None:
 def test_the_matrix_has_every_fault_at_every_stage() -> None:
     cells = all_cells()
     assert {cell.fault for cell in cells} == set(FAULTS)
-    assert {cell.stage for cell in cells} == set(STAGES)
+    assert {cell.stage for cell in cells if cell.victim != RELAY} == set(STAGES)
+    assert {(cell.fault, cell.stage) for cell in cells if cell.victim == RELAY} == {
+        (fault, stage) for fault in FAULTS for stage in RELAY_STAGES
+    }
     assert set(SAMPLE) <= set(cells)
 
 
@@ -54,6 +60,50 @@ def test_a_few_updates_with_random_kills_leave_nothing_behind(
         story = endure(world, 24, seed=7, every=8)
     assert not story.wrong
     assert sum(story.kills.values()) > 0
+
+
+def test_what_grows_is_found_also_in_a_role_that_comes_later_and_files_of_dead_relays() -> None:
+    small, large = Holdings(20, 10, 40 << 20), Holdings(20, 10, (40 << 20) + MORE_BYTES + 1)
+
+    def stock(updates: int, sockets: int = 1, **roles: Holdings) -> Checkpoint:
+        return Checkpoint(updates, roles, 1, 1 << 20, 1 << 20, sockets)
+
+    assert judge([stock(1, relay=small), stock(2, relay=small, agent=large), stock(3, relay=small, agent=large)]) == []
+    assert judge([stock(1, relay=small), stock(2, relay=large)]) == [f"one relay grew from {small} to {large}"]
+    late = [stock(1), stock(2, agent=small), stock(3, agent=large)]
+    assert judge(late) == [f"one agent grew from {small} to {large}"]
+    assert len(judge([stock(1), stock(2, sockets=2)])) == 1
+
+
+def endured_with_a_relay(path: Path, models: tuple[Path, Path, Expected], updates: int, seed: int, every: int) -> None:
+    """Four replicas and a relay, which ends in order and leaves no file behind."""
+    names = {f"replica-{number}": 1 for number in range(4)}
+    with World(path, *models, names, snapshot=True, deadlines=DEADLINES, probe_pause=1.0, relayed=True) as world:
+        story = endure(world, updates, seed, every)
+        assert world.relay is not None
+        world.relay.end(signal.SIGTERM)
+        assert world.relay.process.returncode == 0, world.relay.tail()
+        assert not list(world.relay_directory.iterdir())
+    assert not story.wrong
+    assert story.kills[RELAY] > 0
+    assert story.ends["held"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_updates_by_way_of_a_relay_with_random_kills_and_calls_that_overlap(
+    tmp_path: Path, models: tuple[Path, Path, Expected]
+) -> None:
+    endured_with_a_relay(tmp_path, models, 20, seed=25, every=10)
+
+
+@pytest.mark.slow
+@pytest.mark.hours
+@pytest.mark.timeout(7200)
+def test_two_hundred_updates_by_way_of_a_relay_with_random_kills(
+    tmp_path: Path, models: tuple[Path, Path, Expected]
+) -> None:
+    endured_with_a_relay(tmp_path, models, 200, seed=25, every=25)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """A real manager whose ledger is kept, lost, rolled back, full, read-only or taken by another manager.
 
 One replica serves all the time and is asked for tokens; whatever happens to the ledger, it must go on, and the next
-update after the repair must reach it. Nothing is relaunched but the manager.
+update after the repair must reach it by way of the relay. Nothing is relaunched but the manager.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CAP_DAC_OVERRIDE, PR_CAPBSET_DROP = 1, 24
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory, models: tuple[Path, Path, Expected]) -> Iterator[World]:
-    with World(tmp_path_factory.mktemp("ledger"), *models, {"one": 1}) as world:
+    with World(tmp_path_factory.mktemp("ledger"), *models, {"one": 1}, relayed=True) as world:
         yield world
 
 
@@ -40,7 +40,9 @@ def running(tmp_path_factory: pytest.TempPathFactory, models: tuple[Path, Path, 
 def world(running: World) -> Iterator[World]:
     """Everybody there and serving; nobody has seen what must not be."""
     assert not running.update_all()
+    relay = running.relay
     yield running
+    assert running.relay is relay
     assert running.take_violations() == []
 
 

@@ -1,8 +1,9 @@
 """A trainer for fault injection: python trainer_process.py MANAGER LINEAGE WEIGHTS [snapshot] [RANK/WORLD].
 
 WEIGHTS has a directory for each seed with model.safetensors. Each line of input is JSON: {"version", "seed",
-"timeout"}: the parameters, which lie in shared memory, take that seed's values in place, and the replicas are updated.
-Each answer is a line of JSON: what came out. It imports no transformers, so that it is quickly up again.
+"timeout", "prefetch", "until"}: the parameters, which lie in shared memory, take that seed's values in place, and the
+replicas are updated. Each answer is a line of JSON: what came out. It imports no transformers, so that it is quickly up
+again.
 """
 
 from __future__ import annotations
@@ -35,15 +36,17 @@ def module_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
     return root
 
 
-def update(trainer: Trainer, version: int, timeout: float) -> dict[str, object]:
+def update(trainer: Trainer, version: int, timeout: float, prefetch: str, until: str) -> dict[str, object]:
     started = time.monotonic()
     try:
-        report = trainer.update_weights(version=version, timeout=timeout)
+        report = trainer.update_weights(version=version, timeout=timeout, prefetch=prefetch, until=until)
     except CkptEngineError as error:
         code = error.problem.Code.Name(error.problem.code)
         return {"error": f"{code}: {error.problem.message}", "seconds": time.monotonic() - started}
     replicas = {each.name: [each.outcome, each.problem] for each in report.replicas}
-    return {"ok": report.ok, "replicas": replicas, "seconds": time.monotonic() - started}
+    ways = sorted({use.transport for each in report.replicas for use in each.transports})
+    seconds = time.monotonic() - started
+    return {"ok": report.ok, "held": report.held, "replicas": replicas, "ways": ways, "seconds": seconds}
 
 
 def main() -> None:
@@ -62,7 +65,8 @@ def main() -> None:
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     parameter.copy_(values[name])
-            print(json.dumps(update(trainer, asked["version"], asked["timeout"])), flush=True)
+            asking = (asked[name] for name in ("version", "timeout", "prefetch", "until"))
+            print(json.dumps(update(trainer, *asking)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """A whole deployment on one machine whose every process and connection a test can fault: real gRPC, real HTTP.
 
-One manager, replicas of the reference engine (each an agent, an API server and workers), one trainer. Members reach
-the manager through proxies of their own. Every replica is asked for tokens all the time by a prober.
+One manager, replicas of the reference engine (each an agent, an API server and workers), one trainer, and a relay if
+the world is to have one; then updates go by way of it, unless `by_relay` is taken back. Members reach the manager
+through proxies of their own. Every replica is asked for tokens all the time by a prober.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import httpx
 import psutil
 
 from ckpt_engine.core.deadlines import ENVIRONMENT as DEADLINES_ENVIRONMENT
+from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.trace import ENVIRONMENT as TRACE_ENVIRONMENT
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
 from tests.faults.listener import Listener
@@ -30,10 +32,11 @@ from tests.faults.members import (
     start_attached_agent,
     start_engine,
     start_manager,
+    start_relay,
 )
 from tests.faults.prober import PAUSE_SECONDS, SEEDS, Expected, Prober
 from tests.faults.proxy import Loop, Proxy
-from tests.faults.relay import Relay
+from tests.faults.tampering import Tamperer
 from tests.ports import free_port
 
 LEASE = 3.0
@@ -68,7 +71,8 @@ class Rollout:
 
 
 class World:
-    """Use as a context manager. replicas: name to number of workers. attached: engines run beside their agents."""
+    """Use as a context manager. replicas: name to number of workers. attached: engines run beside their agents.
+    relayed: with a relay for all of them."""
 
     def __init__(
         self,
@@ -82,6 +86,7 @@ class World:
         deadlines: str = QUICK,
         probe_pause: float = PAUSE_SECONDS,
         attached: bool = False,
+        relayed: bool = False,
     ) -> None:
         self.path, self._model, self._weights, self._expected = path, model, weights, expected
         self._options = ("snapshot",) if snapshot else ()
@@ -91,6 +96,9 @@ class World:
         self.loop = Loop()
         self.listener = Listener(path / "trace.sock")
         self._environment = {DEADLINES_ENVIRONMENT: deadlines, TRACE_ENVIRONMENT: str(self.listener.path)}
+        self.relay_directory = path / "relays"
+        self.relay_directory.mkdir(mode=0o700, exist_ok=True)
+        self._environment[DIRECTORY] = str(self.relay_directory)
         self.manager_port = free_port()
         self.ledger = path / "ledger.sqlite"
         self.manager = start_manager(path, self.manager_port, self._environment, self.ledger)
@@ -99,6 +107,9 @@ class World:
         )
         self._stub = manager_pb2_grpc.CheckpointEngineManagerStub(self._channel)
         self.trainer_proxy = self._proxy()
+        self.relay_proxy = self._proxy() if relayed else None
+        self.relay = self._relay()
+        self.by_relay = relayed
         self.replicas: dict[str, Rollout] = {}
         for name, workers in replicas.items():
             port, proxy = free_port(), self._proxy()
@@ -118,9 +129,11 @@ class World:
         self.listener.__exit__()
         agents = [rollout.agent for rollout in self.replicas.values()]
         engines = [rollout.engine for rollout in self.replicas.values() if rollout.engine is not None]
-        for member in (self.trainer, *agents, *engines, self.manager):
+        relays = [self.relay] if self.relay is not None else []
+        for member in (self.trainer, *agents, *engines, *relays, self.manager):
             member.end()
-        for proxy in (self.trainer_proxy, *(rollout.proxy for rollout in self.replicas.values())):
+        proxies = [self.relay_proxy] if self.relay_proxy is not None else []
+        for proxy in (self.trainer_proxy, *proxies, *(rollout.proxy for rollout in self.replicas.values())):
             proxy.close()
         self._channel.close()
 
@@ -131,9 +144,11 @@ class World:
         self.manager.end()
         self.manager = start_manager(self.path, self.manager_port, self._environment, self.ledger, cluster)
 
-    def restart_agent(self, name: str) -> None:
+    def restart_agent(self, name: str, workers: int = 0) -> None:
+        """workers: of the engine that it launches, if another number than before."""
         rollout = self.replicas[name]
         rollout.agent.end()
+        rollout.workers = workers or rollout.workers
         rollout.agent = self._agent(name, rollout.port, rollout.workers, rollout.proxy, rollout.engine is not None)
 
     def restart_engine(self, name: str) -> None:
@@ -154,8 +169,8 @@ class World:
         """SIGKILL; returns when the process has gone."""
         process = psutil.Process(self.pid_of(victim, name))
         process.kill()
-        for member in (self.trainer, self.manager, self.replicas[name].agent):
-            if member.pid == process.pid:
+        for member in (self.trainer, self.manager, self.replicas[name].agent, self.relay):
+            if member is not None and member.pid == process.pid:
                 member.process.wait(30)
                 return
         process.wait(30)
@@ -166,12 +181,15 @@ class World:
         return engine_processes(rollout.engine or rollout.agent)
 
     def pid_of(self, victim: str, name: str) -> int:
-        """Of one of trainer, manager, agent, api, worker; the last three are those of the replica, the last worker."""
+        """Of trainer, manager, relay, or the replica's agent, api, or last worker."""
         match victim:
             case "trainer":
                 return self.trainer.pid
             case "manager":
                 return self.manager.pid
+            case "relay":
+                assert self.relay is not None, "this world has no relay"
+                return self.relay.pid
             case "agent":
                 return self.replicas[name].agent.pid
             case "api":
@@ -179,16 +197,16 @@ class World:
             case _:
                 return self.engine(name)[-1].pid
 
-    def relay(self, proxy: Proxy) -> Relay:
-        """From its next connection on this proxy's member is carried by a relay; `unrelay` ends that."""
-        relay = Relay(self.loop, f"127.0.0.1:{self.manager_port}")
-        proxy.upstream = ("127.0.0.1", relay.port)
-        return relay
+    def tampered(self, proxy: Proxy) -> Tamperer:
+        """From its next connection on this proxy's member is carried by a tamperer; `untampered` ends that."""
+        tamperer = Tamperer(self.loop, f"127.0.0.1:{self.manager_port}")
+        proxy.upstream = ("127.0.0.1", tamperer.port)
+        return tamperer
 
-    def unrelay(self, proxy: Proxy, relay: Relay) -> None:
+    def untampered(self, proxy: Proxy, tamperer: Tamperer) -> None:
         proxy.upstream = ("127.0.0.1", self.manager_port)
         proxy.cut()
-        relay.close()
+        tamperer.close()
 
     # -- what is seen
 
@@ -210,6 +228,18 @@ class World:
         status = self.status()
         return next((each for each in status.replicas if each.name == name), None) if status else None
 
+    def has_relay(self) -> bool:
+        """Whether one has a session with the manager."""
+        status = self.status()
+        return status is not None and any(each.connected and each.kind == "relay" for each in status.holders)
+
+    def holds(self, version: int) -> bool:
+        """Whether the manager knows the relay as one that has this version."""
+        status = self.status()
+        return status is not None and any(
+            each.connected and version in [held.version for held in each.held] for each in status.holders
+        )
+
     def until(self, what: str, seconds: float, look: Callable[[], Any]) -> Any:
         """What `look` finds; AssertionError naming `what` after `seconds`."""
         end = time.monotonic() + seconds
@@ -230,14 +260,19 @@ class World:
         trainers = [
             f"{each.lineage}: connected={each.connected} published={each.published}" for each in status.trainers
         ]
-        return "; ".join([status.phase, *replicas, *trainers])
+        relays = [
+            f"relay {each.name}: connected={each.connected} holds={[held.version for held in each.held]}"
+            for each in status.holders
+        ]
+        return "; ".join([status.phase, *replicas, *trainers, *relays])
 
     # -- what is done
 
-    def ask(self, timeout: float) -> int:
+    def ask(self, timeout: float, until: str = "installed") -> int:
         """Begins an update with the next version; returns it."""
         self.version += 1
-        self.trainer.ask(self.version, self.version % SEEDS, timeout)
+        prefetch = "always" if self.by_relay else "auto" if self.relay is None else "never"
+        self.trainer.ask(self.version, self.version % SEEDS, timeout, prefetch, until)
         return self.version
 
     def answer(self, timeout: float) -> dict[str, Any] | None:
@@ -262,13 +297,17 @@ class World:
                 self.restart_engine(rollout.name)
             if not rollout.agent.alive:
                 self.restart_agent(rollout.name)
+        if self.relay is not None and not self.relay.alive:
+            self.relay = self._relay()
         if not self.trainer.alive:
             self.restart_trainer()
         self.trainer.ready()
 
     def _complete(self) -> bool:
         status = self.status()
-        for member in (self.trainer, self.manager, *(rollout.agent for rollout in self.replicas.values())):
+        relays = [self.relay] if self.relay is not None else []
+        agents = [rollout.agent for rollout in self.replicas.values()]
+        for member in (self.trainer, self.manager, *relays, *agents):
             assert member.alive, f"a member does not stay up:\n{member.tail()}"
         if status is None:
             return False
@@ -285,6 +324,8 @@ class World:
                 for name, rollout in self.replicas.items()
             )
             and status.phase == "idle"
+            and all(each.connected for each in status.holders if each.kind == "relay")
+            and len(status.holders) >= len(relays)
             and bool(trainer)
             and trainer[0].connected
             and trainer[0].published
@@ -297,6 +338,8 @@ class World:
         answer = self.answer(timeout)
         if answer is None or not answer.get("ok"):
             return f"the next update failed: {answer}; {self.describe()}"
+        if self.by_relay and answer["ways"] != ["relay_memory"]:
+            return f"the next update did not go by way of the relay: {answer}; {self.describe()}"
         now = time.monotonic()
         for rollout in self.replicas.values():
             if not rollout.prober.answered(version, now, 120):
@@ -313,6 +356,10 @@ class World:
 
     def _proxy(self) -> Proxy:
         return Proxy(self.loop, ("127.0.0.1", self.manager_port))
+
+    def _relay(self) -> Member | None:
+        proxy = self.relay_proxy
+        return None if proxy is None else start_relay(self.path, proxy.address, self._environment)
 
     def _agent(self, name: str, port: int, workers: int, proxy: Proxy, attached: bool) -> Member:
         if attached:

@@ -1,7 +1,7 @@
 """A gRPC server between one member and the manager that can delay session messages and send them twice.
 
 Real gRPC on both sides: it accepts the member's calls and makes the same ones to the manager, and the bytes of every
-message stay as they are. Only messages of the two session streams are tampered with; a stream keeps its order, so a
+message stay as they are. Only messages of the session streams are tampered with; a stream keeps its order, so a
 delay lets other calls (blobs, UpdateWeights) overtake the session, and repetitions come right behind each other and,
 once more, after the next message.
 """
@@ -18,10 +18,10 @@ import grpc.aio
 from ckpt_engine.client import channel_options
 from tests.faults.proxy import Loop
 
-SESSIONS = ("TrainerSession", "ReplicaSession")
+SESSIONS = ("TrainerSession", "ReplicaSession", "HolderSession")
 
 
-class Relay:
+class Tamperer:
     """delay: seconds that each session message waits, both ways. duplicate: whether each is sent three times in all."""
 
     def __init__(self, loop: Loop, manager: str) -> None:
@@ -99,15 +99,15 @@ class Relay:
 
 
 class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]
-    def __init__(self, relay: Relay) -> None:
-        self._relay = relay
+    def __init__(self, tamperer: Tamperer) -> None:
+        self._tamperer = tamperer
 
     def service(self, details: Any) -> Any:
         """Every method is carried as streams both ways; a unary call is a stream of one message on the wire."""
         method = details.method
 
         async def forward(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-            async for message in self._relay.forward(method, requests, context):
+            async for message in self._tamperer.forward(method, requests, context):
                 yield message
 
         return grpc.stream_stream_rpc_method_handler(forward)
