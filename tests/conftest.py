@@ -16,6 +16,8 @@ LONGEST = (
     "test_lint.py",
     "test_fault_sample.py",
     "test_sleeping_replicas.py",
+    "test_relays.py",
+    "test_gateway.py",
     "test_conformance.py",
     "test_demo_runs.py",
     "test_missing_replicas.py",

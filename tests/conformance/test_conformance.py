@@ -249,10 +249,7 @@ def test_waking_goes_from_weights_to_caches(server: Server) -> None:
 @pytest.mark.parametrize(
     "crash",
     # Each costs a start of the engine; with the real ones all are played.
-    [
-        crash if crash.stage in ("transfer", "idle") else pytest.param(crash, marks=pytest.mark.slow)
-        for crash in CRASHES
-    ],
+    [crash if crash.stage == "transfer" else pytest.param(crash, marks=pytest.mark.slow) for crash in CRASHES],
     ids=lambda crash: f"{crash.stage}-{crash.part}",
 )
 def test_a_killed_server_comes_back_with_whole_weights(server: Server, crash: Crash) -> None:

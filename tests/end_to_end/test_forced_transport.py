@@ -11,8 +11,9 @@ from tests.cluster import outcomes, running_cluster
 from tests.end_to_end.conftest import PADDED_VOCABULARY
 from tests.tiny_model import make_tiny_qwen3
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_an_impossible_transport_is_named_and_its_replica_not_touched(tmp_path: Path, bare_model: Path) -> None:
     model = make_tiny_qwen3(tmp_path / "model", 3, vocabulary=PADDED_VOCABULARY)
     with running_cluster(tmp_path / "cluster") as cluster:

@@ -21,6 +21,8 @@ from tests.ports import free_address
 from tests.reference.engine_process import engine
 from tests.tiny_model import make_tiny_qwen3
 
+pytestmark = pytest.mark.slow
+
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app_for(arguments), list(arguments), catch_exceptions=False)
@@ -45,7 +47,6 @@ def updates_by_outcome(http: str) -> dict[str, float]:
     return {name.split('"')[1]: float(value) for name, value in found}
 
 
-@pytest.mark.slow
 def test_a_replica_that_is_away_counts_and_a_misfit_is_left_out(
     tmp_path: Path, bare_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,13 +15,14 @@ from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS, ENVIRONMENT
 from tests.cluster import Cluster, eventually, running_cluster
 from tests.tiny_model import make_tiny_qwen3
 
+pytestmark = pytest.mark.slow
+
 
 def operate(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ckpt_engine", "replica", *words, "--manager", cluster.address]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.slow
 def test_a_replica_that_was_given_up_is_tried_again_and_an_evicted_one_ends(
     tmp_path: Path, bare_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

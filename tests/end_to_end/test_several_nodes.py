@@ -28,6 +28,8 @@ from tests.faults.proxy import Loop, Proxy
 from tests.ports import free_address
 from tests.tiny_model import decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 8
 
 
@@ -169,7 +171,6 @@ def test_weights_that_are_torn_on_the_other_node_only_close_the_replica(
     check_serves(nodes, model)
 
 
-@pytest.mark.slow
 def test_a_worker_of_the_other_node_that_stands_still_closes_the_replica(
     nodes: TwoNodes, trainer: Trainer, tmp_path: Path
 ) -> None:
@@ -193,7 +194,6 @@ def test_a_worker_of_the_other_node_that_stands_still_closes_the_replica(
     check_serves(nodes, model)
 
 
-@pytest.mark.slow
 def test_a_worker_of_the_other_node_that_dies_ends_the_whole_engine(
     nodes: TwoNodes, trainer: Trainer, tmp_path: Path
 ) -> None:
@@ -241,7 +241,6 @@ def test_a_link_that_breaks_for_a_moment_costs_no_engine(nodes: TwoNodes, traine
     assert boot_ids(nodes) == before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_agent_that_is_killed_takes_the_whole_engine_with_it(
     nodes: TwoNodes, trainer: Trainer, tmp_path: Path, rank: int

@@ -19,6 +19,8 @@ from tests.end_to_end.conftest import PADDED_VOCABULARY
 from tests.reference.engine_process import engine
 from tests.tiny_model import decisive_prompts, make_tiny_qwen3, reference_tokens
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 16
 
 
@@ -126,7 +128,6 @@ def test_no_update_touches_a_colocated_judge(cluster: Cluster, tmp_path: Path) -
     assert [worker.state for worker in status.workers] == [manager_pb2.NONE]
 
 
-@pytest.mark.slow
 def test_sleep_outlives_the_agent(tmp_path: Path, bare_model: Path) -> None:
     """An engine that runs beside its agent: killed while the engine sleeps, the agent's successor finds it asleep, and
     the update wakes it."""

@@ -67,6 +67,7 @@ def test_different_updates_in_a_row(cluster: Cluster, tmp_path: Path, updates: i
             assert_serves(cluster, model)
 
 
+@pytest.mark.slow
 @SEVERAL
 def test_updates_from_two_ranks_that_shard_with_fsdp2(cluster: Cluster, tmp_path: Path, updates: int) -> None:
     """Two gloo ranks publish their shards, and no rank holds the whole model: 2 -> 1 and 2 -> TP2 at once."""

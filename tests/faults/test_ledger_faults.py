@@ -24,7 +24,7 @@ from tests.faults.prober import Expected
 from tests.faults.world import World
 from tests.ports import free_port
 
-pytestmark = pytest.mark.timeout(900)  # engines start slowly on a busy machine
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # engines start slowly on a busy machine
 
 SECONDS = 120.0
 CAP_DAC_OVERRIDE, PR_CAPBSET_DROP = 1, 24
@@ -60,7 +60,6 @@ def serves(world: World, version: int) -> bool:
     return world.replicas["one"].prober.answered(version, time.monotonic(), SECONDS)
 
 
-@pytest.mark.slow
 def test_a_kept_ledger_goes_on_where_it_was(world: World) -> None:
     cluster, epoch = cluster_and_epoch(world)
     worker = world.engine("one")[-1].pid
@@ -165,7 +164,6 @@ def test_a_second_manager_on_the_same_ledger_does_not_start(world: World, tmp_pa
     assert not world.update_all()
 
 
-@pytest.mark.slow
 def test_a_manager_that_lost_its_lock_begins_nothing_more(world: World, tmp_path: Path) -> None:
     version = world.version
     world.ledger.with_name("ledger.sqlite.lock").unlink()

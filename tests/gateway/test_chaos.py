@@ -48,6 +48,7 @@ def play(path: Path, replicas: int, streams: int, seconds: float, kills_apart: f
     return tally
 
 
+@pytest.mark.slow
 def test_a_short_while(tmp_path: Path) -> None:
     tally = play(tmp_path, replicas=2, streams=24, seconds=8, kills_apart=30, first_kill=3)
     assert tally.crossed
