@@ -22,7 +22,7 @@ from tests.tiny_model import ROUNDING, make_tiny_qwen3, regrets
 PROMPT = [3, 5, 7]
 COUNTS = (150, 120, 90, 60)
 """Tokens of each stream's requests. Streams of one length would end all at once, and no update would meet one."""
-UPDATES, MOST_UPDATES = 4, 24
+UPDATES, MOST_UPDATES = 4, 150
 """So many at least; then until one has met a request in the middle."""
 
 COMPLETION = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "return_token_ids": True}
