@@ -73,7 +73,7 @@ WITHOUT_TENSORS = (
     "ckpt_engine_adapters.vllm.driver",
     "ckpt_engine_adapters.sglang.driver",
 )
-"""What a manager and the agent beside an engine load: tensors would cost each of them seconds and 200 MB."""
+"""What a manager and the agent beside an engine load: tensors would cost each of them seconds and 130 MB."""
 
 
 @cache
