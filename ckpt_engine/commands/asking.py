@@ -9,15 +9,11 @@ from typing import Annotated, Any, TypeVar
 import grpc
 import typer
 
-from ckpt_engine.addresses import MANAGER
 from ckpt_engine.client import error_of, manager_stub, open_channel
 from ckpt_engine.core.deadlines import NOTICE_SECONDS
 from ckpt_engine.core.problems import CkptEngineError
 
 Answer = TypeVar("Answer")
-
-LOCAL = MANAGER
-"""Where `ckpt-engine serve` listens unless it is told otherwise."""
 
 Manager = Annotated[str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="The manager, host:port.")]
 Names = Annotated[list[str] | None, typer.Argument(help="Replicas, as `ckpt-engine status` names them. Default: all.")]

@@ -6,14 +6,15 @@ from typing import Annotated
 
 import typer
 
-from ckpt_engine.commands.asking import LOCAL, Manager, ask_manager
+from ckpt_engine.addresses import MANAGER
+from ckpt_engine.commands.asking import Manager, ask_manager
 from ckpt_engine.commands.options import configured_deadlines
 from ckpt_engine.v1 import manager_pb2
 
 Name = Annotated[str, typer.Argument(help="The replica, as `ckpt-engine status` names it.")]
 
 
-def retry(name: Name, manager: Manager = LOCAL) -> None:
+def retry(name: Name, manager: Manager = MANAGER) -> None:
     """Bring a quarantined replica to the latest version now, however often that has failed before.
 
     Exits with 1 and says why if that cannot work, for example because no source of that version stays sealed.
@@ -26,7 +27,7 @@ def retry(name: Name, manager: Manager = LOCAL) -> None:
 
 def evict(
     name: Name,
-    manager: Manager = LOCAL,
+    manager: Manager = MANAGER,
     reason: Annotated[str, typer.Option(help="For the log of its agent.")] = "",
 ) -> None:
     """Take a replica out: its agent ends for good, and with it an engine that it launched. Its name is free then.

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ckpt_engine.commands.asking import LOCAL, Manager
+from ckpt_engine.addresses import MANAGER
+from ckpt_engine.commands.asking import Manager
 from ckpt_engine.commands.choices import PauseMode
 from ckpt_engine.commands.options import configured_deadlines
 from ckpt_engine.commands.progress import interrupted, refused, shown, told
@@ -16,7 +17,7 @@ from ckpt_engine.going_back import rollback as roll_back
 
 def rollback(
     version: Annotated[int, typer.Option(min=0, help="The version to go back to, by its number.")],
-    manager: Manager = LOCAL,
+    manager: Manager = MANAGER,
     lineage: Annotated[
         str, typer.Option(help="Of which run. Default: the only one of which that version is held.")
     ] = "",

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ckpt_engine.commands.asking import LOCAL, Manager, Names, ask_manager
+from ckpt_engine.addresses import MANAGER
+from ckpt_engine.commands.asking import Manager, Names, ask_manager
 from ckpt_engine.core.deadlines import Deadlines, check_seconds
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.v1 import manager_pb2
@@ -26,7 +27,7 @@ Timeout = Annotated[float, typer.Option(help="Seconds that the slowest may take.
 
 def sleep(
     replicas: Names = None,
-    manager: Manager = LOCAL,
+    manager: Manager = MANAGER,
     level: Annotated[int, typer.Option(help="1 keeps weights on the host, 2 discards them.", min=1)] = 1,
     timeout: Timeout = Deadlines.sleep_wake,
 ) -> None:

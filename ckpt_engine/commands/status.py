@@ -16,8 +16,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ckpt_engine.addresses import MANAGER
 from ckpt_engine.client import error_of, manager_stub, open_channel
-from ckpt_engine.commands.asking import LOCAL, Manager, failed
+from ckpt_engine.commands.asking import Manager, failed
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.machines.manager.status import replica_state
 from ckpt_engine.report import human_bytes
@@ -36,7 +37,7 @@ _STATE_STYLES = {"serving": "green", "asleep": "cyan", "closed": "red", "disconn
 
 
 def status(
-    manager: Manager = LOCAL,
+    manager: Manager = MANAGER,
     watch: Annotated[bool, typer.Option("--watch", help="Keep showing until interrupted.")] = False,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print JSON: one object, or with --watch one a line.")

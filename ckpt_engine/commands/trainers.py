@@ -9,14 +9,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckpt_engine.commands.asking import LOCAL, Manager, ask_manager
+from ckpt_engine.addresses import MANAGER
+from ckpt_engine.commands.asking import Manager, ask_manager
 from ckpt_engine.commands.options import configured_deadlines
 from ckpt_engine.v1 import manager_pb2
 
 Lineage = Annotated[str, typer.Argument(help="The run's lineage, as `ckpt-engine trainer list` names it.")]
 
 
-def list_runs(manager: Manager = LOCAL) -> None:
+def list_runs(manager: Manager = MANAGER) -> None:
     """Show each run, how many of its ranks are connected, and what the manager keeps for whom."""
     seconds = configured_deadlines(None).status
     answer = ask_manager(
@@ -27,7 +28,7 @@ def list_runs(manager: Manager = LOCAL) -> None:
 
 def evict(
     lineage: Lineage,
-    manager: Manager = LOCAL,
+    manager: Manager = MANAGER,
     reason: Annotated[str, typer.Option(help="For the logs of its ranks.")] = "",
 ) -> None:
     """Forget a run and all that the manager keeps of it; ranks that are connected are sent away for good.

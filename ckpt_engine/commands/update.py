@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ckpt_engine.commands.asking import LOCAL, Manager
+from ckpt_engine.addresses import MANAGER
+from ckpt_engine.commands.asking import Manager
 from ckpt_engine.commands.choices import PauseMode, Prefetch, Until
 from ckpt_engine.commands.options import configured_deadlines
 from ckpt_engine.commands.progress import interrupted, refused, shown, told
@@ -24,7 +25,7 @@ LINEAGE = "checkpoint"
 
 def update(
     checkpoint: Annotated[Path, typer.Option(help="A directory of safetensors files, or one such file.")],
-    manager: Manager = LOCAL,
+    manager: Manager = MANAGER,
     version: Annotated[
         int | None, typer.Option(help="Rises from update to update. Default: the lineage's last one plus one.")
     ] = None,

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ckpt_engine.commands.asking import LOCAL, Manager, Names, ask_manager
+from ckpt_engine.addresses import MANAGER
+from ckpt_engine.commands.asking import Manager, Names, ask_manager
 from ckpt_engine.commands.choices import Tag
 from ckpt_engine.commands.sleep import Timeout, show
 from ckpt_engine.core.deadlines import Deadlines
@@ -15,7 +16,7 @@ from ckpt_engine.v1 import manager_pb2
 
 def wake(
     replicas: Names = None,
-    manager: Manager = LOCAL,
+    manager: Manager = MANAGER,
     tag: Annotated[list[Tag] | None, typer.Option(help="Weights first; repeatable. Default: both.")] = None,
     timeout: Timeout = Deadlines.sleep_wake,
 ) -> None:

@@ -20,10 +20,16 @@ def process_start_time(pid: int) -> int:
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
-def peer_user(connection: socket.socket) -> int:
-    """The user of the process at the other end of a Unix socket, as this process's user namespace numbers them."""
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """The process at the other end of a Unix socket and its user, as this process's namespaces number them."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", credentials)[1])
+    process, user, _ = struct.unpack("3i", credentials)
+    return process, user
+
+
+def peer_user(connection: socket.socket) -> int:
+    """The user of the process at the other end of a Unix socket."""
+    return peer(connection)[1]
 
 
 def is_ours(user: int) -> bool:

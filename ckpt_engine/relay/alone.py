@@ -5,13 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt_engine.core.problems import CkptEngineError, precondition
+from ckpt_engine.host.processes import peer
 from ckpt_engine.host.relay_directory import DIRECTORY, socket_address
 
 
@@ -57,6 +57,5 @@ def _who(folder: Path) -> str:
             asked.setblocking(False)
             with socket_address(path.name) as address:
                 asked.connect(address)
-            told = asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            return f" (process {struct.unpack('3i', told)[0]})"
+            return f" (process {peer(asked)[0]})"
     return ""
