@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 
 from ckpt_engine.client import channel_options
+from ckpt_engine.grpc_loops import quiet_loop
 from tests.faults.proxy import Loop
 
 SESSIONS = ("TrainerSession", "ReplicaSession", "HolderSession")
@@ -36,6 +37,7 @@ class Tamperer:
         self._loop.run(self._stop())
 
     async def _start(self) -> int:
+        quiet_loop()
         self._channel = grpc.aio.insecure_channel(self._manager, options=channel_options())
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         self._server.add_generic_rpc_handlers((_Handler(self),))
