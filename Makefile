@@ -7,6 +7,9 @@ INSTALLED := $(VENV)/.installed
 ENGINES ?= vllm sglang routers
 FRAMEWORKS ?= trl
 
+# Tests start some hundred processes: Python files are compiled once, not in each of them.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-engines test-frameworks test-slow fuzz bench lint format proto clean fault-matrix endurance mutants
 
 demo: DEMO_ENGINE = $(strip $(foreach engine,vllm sglang,$(findstring $(engine),$(ARGS))))
