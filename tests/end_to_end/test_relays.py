@@ -21,6 +21,8 @@ from tests.end_to_end.conftest import PADDED_VOCABULARY
 from tests.faults.listener import Listener
 from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 16
 MEMORY = ("--memory", "64MiB")
 
@@ -119,7 +121,6 @@ def test_four_replicas_read_one_union_after_the_trainer_changed_its_weights(worl
     assert not world.cluster.status().warnings
 
 
-@pytest.mark.slow
 def test_a_relay_that_is_killed_while_it_is_filled_costs_no_update(world: World, tmp_path: Path) -> None:
     model = model_of(tmp_path, 2)
     prompt, tokens = expected(model)
@@ -144,7 +145,6 @@ def test_a_relay_that_is_killed_while_it_is_filled_costs_no_update(world: World,
         assert generate(replica, prompt, TOKENS) == tokens
 
 
-@pytest.mark.slow
 def test_a_late_replica_is_brought_up_by_a_relay_after_everybody_else_has_gone(world: World, tmp_path: Path) -> None:
     model = model_of(tmp_path, 3)
     prompt, tokens = expected(model)
@@ -160,7 +160,6 @@ def test_a_late_replica_is_brought_up_by_a_relay_after_everybody_else_has_gone(w
     assert relay.held[0] == 3
 
 
-@pytest.mark.slow
 def test_two_relays_on_one_host_of_which_one_has_too_little_memory(world: World, tmp_path: Path) -> None:
     """Directories stand for what pods share: each replica reads the relay of its own. When that one ends, an agent that
     was told to have one starts the next."""

@@ -18,16 +18,17 @@ from tests.ports import free_port
 
 
 class GatewayProcess:
-    """`ckpt-engine gateway`. Use `running_gateway`."""
+    """`ckpt-engine gateway`. Use `running_gateway`. It is ready however long replicas take to start."""
 
     def __init__(self, log: Path, *options: str) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
         self.log = log
         self._output = log.open("ab")
         command = [sys.executable, "-m", "ckpt_engine", "gateway", "--listen", self.url.removeprefix("http://")]
+        command += ["--unready-after", "3600"]
         self.process = subprocess.Popen([*command, *options], stdout=self._output, stderr=subprocess.STDOUT)
 
-    def ready(self, seconds: float = 60.0) -> GatewayProcess:
+    def ready(self, seconds: float = 180.0) -> GatewayProcess:
         """Waits until /readyz says so."""
 
         def look() -> bool:

@@ -143,7 +143,7 @@ def running(world: World) -> list[Replica]:
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 def test_an_update_in_the_middle_is_no_end(world: World, mode: str) -> None:
     thread, found = ask_in_the_background(world, LONG)
-    eventually("it runs", 30, lambda: running(world))
+    eventually("it runs", 90, lambda: running(world))
     before, after = world.version, world.update(pause_mode=mode)
     thread.join(120)
     choice = found[0].json()["choices"][0]
@@ -170,7 +170,7 @@ def test_what_is_not_resumable_ends_with_the_reason_and_the_ids_so_far(world: Wo
 
 def interrupted(world: World, body: dict[str, Any], **headers: str) -> httpx.Response:
     thread, found = ask_in_the_background(world, body, **headers)
-    eventually("it runs", 30, lambda: running(world))
+    eventually("it runs", 90, lambda: running(world))
     world.update(pause_mode="abort")
     thread.join(120)
     answer: httpx.Response = found[0]
@@ -180,7 +180,7 @@ def interrupted(world: World, body: dict[str, Any], **headers: str) -> httpx.Res
 def test_a_caller_who_leaves_cancels_its_leg(world: World) -> None:
     with pytest.raises(httpx.ReadTimeout):
         world.gateway.post("/v1/completions", LONG, timeout=0.3)
-    eventually("nothing runs", 20, lambda: not running(world))
+    eventually("nothing runs", 90, lambda: not running(world))
 
 
 def test_versions_that_are_asked_for(world: World) -> None:
@@ -203,7 +203,7 @@ def test_versions_that_are_asked_for(world: World) -> None:
 def test_an_exact_version_ends_where_the_replica_goes_on(world: World) -> None:
     before = world.version
     thread, found = ask_in_the_background(world, LONG, x_ckpt_engine_version=str(before))
-    eventually("it runs", 30, lambda: running(world))
+    eventually("it runs", 90, lambda: running(world))
     world.update(pause_mode="keep")
     thread.join(120)
     problem = found[0].json()
@@ -288,7 +288,7 @@ def test_sigterm_lets_requests_end_and_then_ends_them_with_what_they_have(world:
 def test_a_replica_that_is_killed_costs_no_token(world: World) -> None:
     """The last one here but the slow: its replica takes a while to come back."""
     thread, found = ask_in_the_background(world, LONG)
-    (victim,) = eventually("it runs", 30, lambda: running(world))
+    (victim,) = eventually("it runs", 90, lambda: running(world))
     (worker,) = victim.workers()
     server = psutil.Process(worker.ppid())
     server.kill()

@@ -80,7 +80,7 @@ def hold(tmp_path: Path) -> Iterator[Hold]:
     def start(address: str, name: str, identity: weights_pb2.Identity, weights: Weights) -> None:
         keeper = Keeper(address, name, tmp_path / name, weights).start(identity)
         started.append(keeper)
-        eventually("the manager knows what it holds", 30, lambda: keeper.told)
+        eventually("the manager knows what it holds", 90, lambda: keeper.told)
 
     yield start
     for each in started:

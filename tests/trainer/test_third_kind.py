@@ -20,7 +20,7 @@ from ckpt_engine.v1 import weights_pb2
 Start = Callable[..., PlainReplica]
 
 
-def eventually(what: str, look: Callable[[], object], seconds: float = 30.0) -> None:
+def eventually(what: str, look: Callable[[], object], seconds: float = 90.0) -> None:
     end = time.monotonic() + seconds
     while not look():
         assert time.monotonic() < end, f"not within {seconds} s: {what}"
