@@ -1,32 +1,38 @@
-"""Brings a version into a slot: reads sealed boxes where they lie, digests them in the same pass, and compares.
+"""Brings a version into a slot: reads sealed boxes where they lie, digests what has arrived, and compares.
 
 Each cell is compared with the sealed record. One that differs is read again from the next holder, and what nobody
 brings as it was sealed is left out, with a reason. Nothing here touches a replica, and nothing that was not compared is
-ever offered. Runs on the threads that digests of host memory use; `run` in any one thread at a time.
+ever offered. What must be copied before it can be digested is copied on a thread beside, while the batch before it is
+digested (relay/batches.py). `run` in any one thread at a time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from ckpt_engine.copy.prepared import PreparedCopy
 from ckpt_engine.core.boxes import Box
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline
 from ckpt_engine.core.relay_layout import SlotLayout
 from ckpt_engine.core.sealed_record import Recorded
-from ckpt_engine.digest.host import HostDigests
-from ckpt_engine.relay.sources import Reading, Sources
-from ckpt_engine.transport.base import Move
+from ckpt_engine.relay.batches import Batch, Piece, Words
+from ckpt_engine.relay.sources import Sources
 from ckpt_engine.v1.weights_pb2 import Problem
 
-BATCH_BYTES = 64 << 20
-"""At least, between two looks at the clock; also the most of a tensor that is read at once."""
+BATCH_BYTES = 256 << 20
+"""At least, between two looks at the clock; also the most of a tensor that is read at once. Some milliseconds of a
+GPU's link or of 16 threads, and so long that starting and ending a batch costs little beside it."""
+
+AHEAD = 2
+"""Batches that wait to be copied while one is digested: one is copied, and the next one is there when it ends."""
 
 NAMED = 16
 
@@ -35,8 +41,6 @@ Memory = Callable[[int, tuple[int, ...], torch.dtype], torch.Tensor]
 
 Progress = Callable[[int, int], None]
 """(bytes that were read, bytes that are to be read)."""
-
-Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -59,61 +63,6 @@ class Filled:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A part of an atom that one read brings. holders: who has it, in the order in which they are asked."""
-
-    cell: int
-    tensor: int
-    box: Box
-    destination: torch.Tensor
-    holders: tuple[Reading, ...]
-
-    @property
-    def bytes(self) -> int:
-        return self.destination.nbytes
-
-
-class _Batch:
-    """Pieces that one call brings from their first holders."""
-
-    def __init__(self, pieces: Sequence[_Piece], attempt: int = 0) -> None:
-        self.pieces = pieces
-        self.readings = [piece.holders[attempt % len(piece.holders)] for piece in pieces]
-        self.cells = np.fromiter((piece.cell for piece in pieces), dtype=np.int64, count=len(pieces))
-        plain = [index for index, reading in enumerate(self.readings) if reading.is_plain]
-        other = [index for index, reading in enumerate(self.readings) if not reading.is_plain]
-        self._order = np.array(plain + other, dtype=np.int64)
-        self._plain = HostDigests(
-            [(pieces[index].destination, pieces[index].box.start) for index in plain],
-            sources=[self.readings[index].view(pieces[index].box) for index in plain],
-        )
-        self._copies = _copies([(pieces[index], self.readings[index]) for index in other])
-        self._copied = HostDigests([(pieces[index].destination, pieces[index].box.start) for index in other])
-
-    @property
-    def bytes(self) -> int:
-        return sum(piece.bytes for piece in self.pieces)
-
-    def run(self) -> Words:
-        """The digest of each piece as it was written. Raises what a transport raises."""
-        found = np.zeros(len(self.pieces), dtype=np.uint64)
-        values = self._plain.run()
-        for copy in self._copies:
-            copy.run()
-        found[self._order] = np.array([*values, *self._copied.run()], dtype=np.uint64)
-        return found
-
-
-def _copies(pieces: Sequence[tuple[_Piece, Reading]]) -> list[PreparedCopy]:
-    """Of what must be cast on the way, or lies on a GPU: copied first, digested then."""
-    moves: dict[int, tuple[Reading, list[Move]]] = {}
-    for piece, reading in pieces:
-        _, found = moves.setdefault(id(reading.opened), (reading, []))
-        found.append(reading.move(piece.box, piece.destination))
-    return [reading.opened.prepare(found) for reading, found in moves.values()]
-
-
 class Filling:
     """A slot's layout and who has what of it, made ready; `run` brings what the sources have sealed by then.
 
@@ -127,7 +76,7 @@ class Filling:
         self._expected = layout.recorded.values
         self._held = np.zeros(len(self._expected), dtype=np.bool_)
         self._unheld: dict[int, Problem] = {}
-        pieces: list[_Piece] = []
+        pieces: list[Piece] = []
         for atom in layout.atoms:
             self._held[atom.cell] = True
             dtype = sources.dtype(atom.tensor)
@@ -140,14 +89,14 @@ class Filling:
                     for first, start, stop in zip(atom.box.start, box.start, box.stop, strict=True)
                 )
                 if holders:
-                    pieces += _parts(_Piece(atom.cell, atom.tensor, box, whole[inside], holders))
+                    pieces += _parts(Piece(atom.cell, atom.tensor, box, whole[inside], holders))
                 else:
                     self._unheld.setdefault(atom.cell, sources.why_not(atom.tensor, box))
             if covered != atom.box.volume:
                 self._unheld.setdefault(atom.cell, sources.why_not(atom.tensor, atom.box))
         pieces = [piece for piece in pieces if piece.cell not in self._unheld]
         pieces.sort(key=lambda piece: piece.holders[0].place(piece.box))
-        self._batches = [_Batch(batch) for batch in _in_batches(pieces)]
+        self._batches = [Batch(batch) for batch in _in_batches(pieces)]
 
     def check(self) -> None:
         """Raises NOT_FOUND, saying why, if nobody within reach holds any of what is asked for."""
@@ -175,15 +124,16 @@ class Filling:
         failed: dict[int, Problem] = {}
         try:
             done, total = 0, sum(batch.bytes for batch in self._batches)
-            for batch in self._batches:
-                self._carry_on(stop_at, cancelled)
-                self._bring(batch, found, brought, failed)
-                done += batch.bytes
-                progress(done, total)
+            with closing(self._copied()) as batches:
+                for batch, problem in batches:
+                    self._carry_on(stop_at, cancelled)
+                    self._add(batch, problem, found, brought, failed)
+                    done += batch.bytes
+                    progress(done, total)
             missing = dict(self._unheld)
             wrong = self._wrong(found, failed)
             again = len(wrong)
-            pieces: dict[int, list[_Piece]] = {cell: [] for cell in wrong}
+            pieces: dict[int, list[Piece]] = {cell: [] for cell in wrong}
             for batch in self._batches if wrong else ():
                 for piece in batch.pieces:
                     if piece.cell in pieces:
@@ -204,11 +154,49 @@ class Filling:
         if time.monotonic() >= stop_at:
             raise deadline("bringing this version into the relay took longer than it may")
 
-    def _bring(self, batch: _Batch, found: Words, brought: dict[str, int], failed: dict[int, Problem]) -> None:
+    def _copied(self) -> Iterator[tuple[Batch, Problem | None]]:
+        """Each batch once what must be copied of it was, or why that could not be; meanwhile the next ones are copied.
+        Whoever ends it early waits for the one that is on its way."""
+        if not any(batch.copies for batch in self._batches):
+            for batch in self._batches:
+                yield batch, self._copy(batch)
+            return
+        waiting = iter(self._batches)
+        ahead: deque[tuple[Batch, Future[Problem | None]]] = deque()
+        with ThreadPoolExecutor(1, thread_name_prefix="ckpt-engine fill ahead") as pool:
+            try:
+                ahead.extend((batch, pool.submit(self._copy, batch)) for batch in islice(waiting, AHEAD))
+                while ahead:
+                    batch, copied = ahead.popleft()
+                    problem = copied.result()
+                    ahead.extend((each, pool.submit(self._copy, each)) for each in islice(waiting, 1))
+                    yield batch, problem
+            finally:
+                for _, copied in ahead:
+                    copied.cancel()
+
+    def _copy(self, batch: Batch) -> Problem | None:
         try:
             if (lost := self._sources.lost(batch.readings)) is not None:
-                raise CkptEngineError(lost)
-            np.add.at(found, batch.cells, batch.run())
+                return lost
+            batch.copy()
+        except CkptEngineError as error:
+            return error.problem
+        return None
+
+    def _add(
+        self,
+        batch: Batch,
+        problem: Problem | None,
+        found: Words,
+        brought: dict[str, int],
+        failed: dict[int, Problem],
+    ) -> None:
+        """Digests a batch, which was copied unless there is a problem."""
+        try:
+            if problem is not None:
+                raise CkptEngineError(problem)
+            np.add.at(found, batch.cells, batch.digest())
         except CkptEngineError as error:
             failed.update((int(cell), error.problem) for cell in batch.cells)
             return
@@ -223,7 +211,7 @@ class Filling:
     def _retry(
         self,
         cell: int,
-        pieces: Sequence[_Piece],
+        pieces: Sequence[Piece],
         found: Words,
         brought: dict[str, int],
         failed: dict[int, Problem],
@@ -237,17 +225,17 @@ class Filling:
         # What failed may have failed for the sake of another cell, which was read along with it.
         for attempt in range(0 if cell in failed else 1, max(len(piece.holders) for piece in pieces)):
             self._carry_on(stop_at, cancelled)
-            batch = _Batch(pieces, attempt)
+            batch = Batch(pieces, attempt)
             found[cell] = 0
             failed.pop(cell, None)
-            self._bring(batch, found, brought, failed)
+            self._add(batch, self._copy(batch), found, brought, failed)
             if cell not in failed and found[cell] == self._expected[cell]:
                 return None
             problem = failed.get(cell) or self._fault(cell, pieces, attempt)
             faults.append(problem)
         return problem
 
-    def _fault(self, cell: int, pieces: Sequence[_Piece], attempt: int) -> Problem:
+    def _fault(self, cell: int, pieces: Sequence[Piece], attempt: int) -> Problem:
         sources = sorted({piece.holders[attempt % len(piece.holders)].source for piece in pieces})
         tensor = pieces[0].tensor
         box = self.layout.recorded.boxes[tensor][cell - self.layout.recorded.first[tensor]]
@@ -259,7 +247,7 @@ class Filling:
         )
 
 
-def _parts(piece: _Piece) -> Iterable[_Piece]:
+def _parts(piece: Piece) -> Iterable[Piece]:
     """The piece, cut along its longest axis so that no part takes much longer than a batch."""
     count = -(-piece.bytes // BATCH_BYTES)
     if count <= 1:
@@ -274,12 +262,12 @@ def _parts(piece: _Piece) -> Iterable[_Piece]:
         low = (*start[:axis], start[axis] + first, *start[axis + 1 :])
         high = (*stop[:axis], start[axis] + first + length, *stop[axis + 1 :])
         part = piece.destination.narrow(axis, first, length)
-        found.append(_Piece(piece.cell, piece.tensor, Box(low, high), part, piece.holders))
+        found.append(Piece(piece.cell, piece.tensor, Box(low, high), part, piece.holders))
     return found
 
 
-def _in_batches(pieces: Sequence[_Piece]) -> Iterable[list[_Piece]]:
-    batch: list[_Piece] = []
+def _in_batches(pieces: Sequence[Piece]) -> Iterable[list[Piece]]:
+    batch: list[Piece] = []
     size = 0
     for piece in pieces:
         batch.append(piece)

@@ -35,6 +35,7 @@ class Reading:
     dtype: str
     nearness: tuple[int, int]
     is_plain: bool  # in memory of the host and of the served dtype, so it is digested while it is copied
+    gpu: int | None = None  # the ordinal of the GPU that reads it, if it lies on one
 
     def offset(self, box: Box) -> int:
         """Of a box's first element, bytes from the start of the region."""
@@ -79,11 +80,16 @@ class Sources:
         self._host = host
         self._gpus = gpus or TrainersGpus()
         self._publication = self._joined(list(tables))
-        self._opened: dict[tuple[int, int], tuple[OpenedRegions, Region, int]] = {}
+        self._opened: dict[tuple[int, int], tuple[OpenedRegions, Region, int, int | None]] = {}
         self._lost: dict[int, Problem] = {}  # by what was opened
         for number, table in enumerate(self._publication.tables):
             self._open(number, table)
         self._readings: dict[tuple[int, int], Reading] = {}
+
+    @property
+    def reading_gpus(self) -> list[int]:
+        """Ordinals of the GPUs with which it reads what lies on some GPU."""
+        return sorted({gpu for *_, gpu in self._opened.values() if gpu is not None})
 
     def dtype(self, tensor: int) -> torch.dtype:
         """What a tensor of the record is served as."""
@@ -134,7 +140,7 @@ class Sources:
         self._opened, self._readings = {}, {}
 
     def _each(self) -> list[OpenedRegions]:
-        return list({id(opened): opened for opened, _, _ in self._opened.values()}.values())
+        return list({id(opened): opened for opened, *_ in self._opened.values()}.values())
 
     def _joined(self, tables: list[SourceTable]) -> Publication:
         manifest = self._recorded.record.manifest
@@ -166,13 +172,14 @@ class Sources:
                 chosen.setdefault(choice.transport, (choice, []))[1].append(way)
         for transport, (choice, regions) in chosen.items():
             try:
-                with self._gpus.on(table, self._host):
+                with self._gpus.on(table, self._host) as gpu:
                     opened = self._transports[transport].open(regions)
             except CkptEngineError as error:
                 self.faults.append(error.problem)
                 continue
             for each in regions:
-                self._opened[number, each.id] = opened, each, choice.distance
+                on_gpu = gpu if GPU_MEMORY in memory_of(each.transport) else None
+                self._opened[number, each.id] = opened, each, choice.distance, on_gpu
 
     def _reading(self, tensor: int, holder: Holder) -> Reading | None:
         key = holder.source, holder.shard
@@ -180,7 +187,7 @@ class Sources:
             place = self._publication.places[holder.source][holder.shard]
             if (holder.source, place.region) not in self._opened:
                 return None
-            opened, region, distance = self._opened[holder.source, place.region]
+            opened, region, distance, gpu = self._opened[holder.source, place.region]
             table = self._publication.tables[holder.source]
             shard = table.shards[holder.shard]
             plain = not place.stored and GPU_MEMORY not in memory_of(region.transport) and isinstance(opened, Viewable)
@@ -193,5 +200,6 @@ class Sources:
                 dtype=self._specs[tensor].dtype,
                 nearness=(distance, holder.source),
                 is_plain=plain,
+                gpu=gpu,
             )
         return self._readings[key]

@@ -11,13 +11,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.problems import CkptEngineError, unavailable
 from ckpt_engine.core.sealed_record import Recorded
+from ckpt_engine.core.transports import GPU_MEMORY
 from ckpt_engine.digest.boxes import digest_box
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.relay import arena as relay_arena
 from ckpt_engine.relay import fill as relay_fill
+from ckpt_engine.relay import sources as relay_sources
 from ckpt_engine.relay.arena import Arena, free_huge_pages
+from ckpt_engine.relay.batches import Batch, Words
 from ckpt_engine.relay.fill import Filling
 from ckpt_engine.relay.slots import Held, Slots, Wish
 from ckpt_engine.source.directory import directory_source
@@ -208,14 +211,14 @@ def test_a_filling_ends_at_its_deadline_and_when_it_is_overtaken(slots: Slots, m
         slots.fill(0, all, -1.0)
     assert caught.value.problem.code == Problem.DEADLINE_EXCEEDED
     assert slots.held(0) is None
-    original = Filling._bring
+    original = Batch.digest
 
-    def bring(self: Filling, *arguments: object) -> None:
+    def digest(self: Batch) -> Words:
         slots.stop()
-        original(self, *arguments)  # type: ignore[arg-type]
+        return original(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Filling, "_bring", bring)
+        patch.setattr(Batch, "digest", digest)
         with pytest.raises(CkptEngineError, match="overtaken") as caught:
             slots.fill(1, all, 60.0)
     assert caught.value.problem.code == Problem.ABORTED
@@ -229,6 +232,100 @@ def test_pieces_larger_than_a_batch_are_cut_and_add_up(slots: Slots, monkeypatch
     held = slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
     assert (held.filled.missing, held.filled.again) == ((), 0)
     assert_holds(held, checkpoint)
+
+
+@pytest.fixture
+def copied_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of this host is read as if it lay on a GPU: copied, then digested; in many small batches."""
+    monkeypatch.setattr(relay_sources, "memory_of", lambda transport: frozenset({GPU_MEMORY}))
+    monkeypatch.setattr(relay_fill, "BATCH_BYTES", 4096)
+
+
+def test_the_next_batch_is_copied_while_one_is_digested(
+    copied_first: None, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, recorded = checkpoint_of(11)
+    copy, digest = Batch.copy, Batch.digest
+    begun: list[Batch] = []
+    more = threading.Semaphore(0)
+
+    def counted(self: Batch) -> None:
+        begun.append(self)
+        more.release()
+        copy(self)
+
+    def waiting(self: Batch) -> Words:
+        assert self in begun
+        ahead = len(begun) - 1 - begun.index(self)
+        last = begun.index(self) == slots_batches(slots) - 1
+        assert last or ahead or wait_for_more(begun, self, more), "nothing is copied meanwhile"
+        return digest(self)
+
+    monkeypatch.setattr(Batch, "copy", counted)
+    monkeypatch.setattr(Batch, "digest", waiting)
+    for _ in range(2):
+        begun.clear()
+        held = slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+        assert len(begun) == slots_batches(slots) > 4, "each is copied once"
+        assert_holds(held, checkpoint)
+
+
+def slots_batches(slots: Slots) -> int:
+    (ready,) = [each for each in slots._ready if each is not None]
+    return len(ready.filling._batches)
+
+
+def wait_for_more(begun: list[Batch], batch: Batch, more: threading.Semaphore) -> bool:
+    """Whether another copy begins within a minute."""
+    while begun.index(batch) == len(begun) - 1:
+        if not more.acquire(timeout=60):
+            return False
+    return True
+
+
+def test_a_batch_that_cannot_be_copied_leaves_the_others_as_they_are(
+    copied_first: None, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, recorded = checkpoint_of(12)
+    copy = Batch.copy
+    names = sorted(checkpoint.weights)
+    broken = [spec.name for spec in recorded.record.manifest.tensors].index("norm.weight")
+
+    def fails(self: Batch) -> None:
+        if any(piece.tensor == broken for piece in self.pieces):
+            raise unavailable("the trainer has gone")
+        copy(self)
+
+    monkeypatch.setattr(Batch, "copy", fails)
+    held = slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    assert {missing.problem.message for missing in held.filled.missing} == {"the trainer has gone"}
+    assert sorted(spec.name for spec in held.table.tensors) == [name for name in names if name != "norm.weight"]
+    monkeypatch.setattr(Batch, "copy", copy)
+    assert_holds(slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0), checkpoint)
+
+
+def test_what_is_overtaken_writes_nothing_any_more(
+    copied_first: None, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two fillings at once would write to one memory."""
+    checkpoint, recorded = checkpoint_of(13)
+    copy = Batch.copy
+    begun: list[Batch] = []
+    ended: list[Batch] = []
+
+    def counted(self: Batch) -> None:
+        begun.append(self)
+        slots.stop()
+        time.sleep(0.01)
+        copy(self)
+        ended.append(self)
+
+    monkeypatch.setattr(Batch, "copy", counted)
+    with pytest.raises(CkptEngineError, match="overtaken"):
+        slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    assert begun == ended, "a copy goes on after the filling has ended"
+    assert len(begun) < slots_batches(slots)
+    assert slots.held(0) is None
 
 
 def test_an_update_of_the_same_shapes_lays_out_nothing(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
