@@ -118,7 +118,7 @@ def test_filling_from_a_gpu(
         table.id, table.rank = "rank 0", 0
         needs = needs_of(table, ranks)
         joined = join_sources(manifest_of(table.tensors), [table])
-        asked = [PlanRequest(rank, each, this_host(), ["cuda_ipc"]) for rank, each in enumerate(needs)]
+        asked = [PlanRequest(rank, each, table.host, ["cuda_ipc"]) for rank, each in enumerate(needs)]
         plans = compile_plans(joined, joined.table_digests, asked)
         values = trainer.ask("trainer.seal_atoms", atoms=plans.atoms[0].SerializeToString().hex())
         found = check_replicas(plans, {0: Digests(values=values)})

@@ -53,7 +53,7 @@ def published(trainer: Peer, **wishes: str) -> SourceTable:
 def wish(trainer: Peer, table: SourceTable, version: int, needs: list[WorkerNeeds]) -> Wish:
     """What the trainer has on its GPU now, sealed along what workers need; everything, if nobody needs anything."""
     joined = join_sources(manifest_of(table.tensors), [table])
-    asked = [PlanRequest(rank, each, this_host(), ["cuda_ipc"]) for rank, each in enumerate(needs)]
+    asked = [PlanRequest(rank, each, table.host, ["cuda_ipc"]) for rank, each in enumerate(needs)]
     plans = compile_plans(joined, joined.table_digests, asked)
     values = trainer.ask("trainer.seal_atoms", atoms=plans.atoms[0].SerializeToString().hex())
     found = check_replicas(plans, {0: Digests(values=values)})
