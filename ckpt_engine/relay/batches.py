@@ -27,8 +27,9 @@ from ckpt_engine.transport.base import Move
 
 log = logging.getLogger("ckpt_engine.relay")
 
-READ_BACK = True
-"""Whether a GPU digests what it has brought, by reading it back over its link, which carries both ways at once."""
+READ_BACK = False
+"""Whether a GPU digests what it has brought, by reading it back over its link, rather than processors. Slower where
+measured: on an H200's host both ways together carry no more than one."""
 
 Words = npt.NDArray[np.uint64]
 

@@ -2,8 +2,8 @@
 
 Each cell is compared with the sealed record. One that differs is read again from the next holder, and what nobody
 brings as it was sealed is left out, with a reason. Nothing here touches a replica, and nothing that was not compared is
-ever offered. What must be copied before it can be digested is copied on a thread beside, while the batch before it is
-digested (relay/batches.py). `run` in any one thread at a time.
+ever offered. What must be copied before it can be digested is copied on a thread of its own, while batches before it
+are digested (relay/batches.py). `run` in any one thread at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import torch
@@ -31,8 +30,11 @@ BATCH_BYTES = 256 << 20
 """At least, between two looks at the clock; also the most of a tensor that is read at once. Some milliseconds of a
 GPU's link or of 16 threads, and so long that starting and ending a batch costs little beside it."""
 
-AHEAD = 2
-"""Batches that wait to be copied while one is digested: one is copied, and the next one is there when it ends."""
+AHEAD = 3
+"""Batches that are copied or digested, or wait for that, behind the one that is waited for."""
+
+DIGESTING = 2
+"""Batches that are digested at once, on the same threads: one has work for them while the other one begins or ends."""
 
 NAMED = 16
 
@@ -113,7 +115,7 @@ class Filling:
         """Fills the slot. recorded: of this version, with the layout's manifest and cells. stop_at: of the monotonic
         clock. progress: told after each batch, on this thread.
 
-        Raises DEADLINE_EXCEEDED or ABORTED within a batch of its end; the slot holds nothing then.
+        Raises DEADLINE_EXCEEDED or ABORTED within a few batches of its end; the slot holds nothing then.
         """
         began = time.monotonic()
         self._expected = recorded.values
@@ -124,10 +126,10 @@ class Filling:
         failed: dict[int, Problem] = {}
         try:
             done, total = 0, sum(batch.bytes for batch in self._batches)
-            with closing(self._copied()) as batches:
-                for batch, problem in batches:
+            with closing(self._brought()) as batches:
+                for batch, result in batches:
                     self._carry_on(stop_at, cancelled)
-                    self._add(batch, problem, found, brought, failed)
+                    self._add(batch, result, found, brought, failed)
                     done += batch.bytes
                     progress(done, total)
             missing = dict(self._unheld)
@@ -154,52 +156,61 @@ class Filling:
         if time.monotonic() >= stop_at:
             raise deadline("bringing this version into the relay took longer than it may")
 
-    def _copied(self) -> Iterator[tuple[Batch, Problem | None]]:
-        """Each batch once what must be copied of it was, or why that could not be; meanwhile the next ones are copied.
-        Whoever ends it early waits for the one that is on its way."""
-        if not any(batch.copies for batch in self._batches):
-            for batch in self._batches:
-                yield batch, self._copy(batch)
-            return
-        waiting = iter(self._batches)
-        ahead: deque[tuple[Batch, Future[Problem | None]]] = deque()
-        with ThreadPoolExecutor(1, thread_name_prefix="ckpt-engine fill ahead") as pool:
+    def _brought(self) -> Iterator[tuple[Batch, Words | Problem]]:
+        """Each batch in turn with its digests, or why there are none; meanwhile the next ones are copied and digested.
+        Whoever ends it early waits for what is on its way."""
+        digesting = min(DIGESTING, torch.get_num_threads())
+        ahead: deque[tuple[Batch, Future[Words | Problem]]] = deque()
+        with (
+            ThreadPoolExecutor(digesting, thread_name_prefix="ckpt-engine fill digest") as digests,
+            ThreadPoolExecutor(1, thread_name_prefix="ckpt-engine fill copy") as copies,
+        ):
             try:
-                ahead.extend((batch, pool.submit(self._copy, batch)) for batch in islice(waiting, AHEAD))
+                for batch in self._batches:
+                    copied = copies.submit(self._copy, batch) if batch.copies else None
+                    ahead.append((batch, digests.submit(self._digest, batch, copied)))
+                    if len(ahead) > AHEAD:
+                        first, found = ahead.popleft()
+                        yield first, found.result()
                 while ahead:
-                    batch, copied = ahead.popleft()
-                    problem = copied.result()
-                    ahead.extend((each, pool.submit(self._copy, each)) for each in islice(waiting, 1))
-                    yield batch, problem
+                    first, found = ahead.popleft()
+                    yield first, found.result()
             finally:
-                for _, copied in ahead:
-                    copied.cancel()
+                for pool in (copies, digests):
+                    pool.shutdown(wait=False, cancel_futures=True)
 
     def _copy(self, batch: Batch) -> Problem | None:
+        """Why it could not be done."""
+        if (lost := self._sources.lost(batch.readings)) is not None:
+            return lost
         try:
-            if (lost := self._sources.lost(batch.readings)) is not None:
-                return lost
             batch.copy()
         except CkptEngineError as error:
             return error.problem
         return None
 
+    def _digest(self, batch: Batch, copied: Future[Problem | None] | None) -> Words | Problem:
+        """Of a batch that is copied before it is digested, or else along with it."""
+        problem = self._sources.lost(batch.readings) if copied is None else copied.result()
+        if problem is not None:
+            return problem
+        try:
+            return batch.digest()
+        except CkptEngineError as error:
+            return error.problem
+
     def _add(
         self,
         batch: Batch,
-        problem: Problem | None,
+        result: Words | Problem,
         found: Words,
         brought: dict[str, int],
         failed: dict[int, Problem],
     ) -> None:
-        """Digests a batch, which was copied unless there is a problem."""
-        try:
-            if problem is not None:
-                raise CkptEngineError(problem)
-            np.add.at(found, batch.cells, batch.digest())
-        except CkptEngineError as error:
-            failed.update((int(cell), error.problem) for cell in batch.cells)
+        if isinstance(result, Problem):
+            failed.update((int(cell), result) for cell in batch.cells)
             return
+        np.add.at(found, batch.cells, result)
         for piece, reading in zip(batch.pieces, batch.readings, strict=True):
             brought[reading.source] = brought.get(reading.source, 0) + piece.bytes
 
@@ -228,7 +239,8 @@ class Filling:
             batch = Batch(pieces, attempt)
             found[cell] = 0
             failed.pop(cell, None)
-            self._add(batch, self._copy(batch), found, brought, failed)
+            problem = self._copy(batch)
+            self._add(batch, problem or self._digest(batch, None), found, brought, failed)
             if cell not in failed and found[cell] == self._expected[cell]:
                 return None
             problem = failed.get(cell) or self._fault(cell, pieces, attempt)

@@ -90,7 +90,6 @@ def test_a_trainers_gpu_is_read_bit_for_bit(
                 f"version {version}: {size / 1e9:.3f} GB in {held.filled.seconds:.3f} s, context "
                 f"{slots.gpu_context_bytes / 1e6:.0f} MB, torch {torch.__version__}"
             )
-        assert slots.gpu_context_bytes > 0
 
 
 @pytest.mark.parametrize("read_back", [True, False], ids=["by the GPU", "by processors"])
