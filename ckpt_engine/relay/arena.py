@@ -20,6 +20,8 @@ import torch
 
 from ckpt_engine.core.problems import invalid, unavailable
 from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS, check_memory, check_room
+from ckpt_engine.cuda.pinning import Pin, pin
+from ckpt_engine.host.numa import spread
 from ckpt_engine.host.room import memory_room
 from ckpt_engine.transport.base import ArenaMemory
 
@@ -32,7 +34,8 @@ _HUGE_2MB = 21 << 26  # MFD_HUGE_2MB
 
 
 class Arena:
-    """Two slots of equal size. Written by its relay alone; any thread.
+    """Two slots of equal size. Written by its relay alone; any thread. nodes: of the host's memory, over which its
+    pages are spread evenly; fewer than two: they are where the thread that takes them runs.
 
     memory: bytes of both slots together, rounded down; nothing is taken before `reserve`. Raises INVALID_ARGUMENT if
     that is too little for anything, UNAVAILABLE if the kernel gives no such memory.
@@ -45,6 +48,7 @@ class Arena:
             raise invalid(f"a relay needs {SLOTS * GROUP_BYTES} bytes of memory or more, and {memory} were given")
         self.id = secrets.token_bytes(16)
         self._reserved = [0] * SLOTS
+        self._pins: dict[int, tuple[int, Pin]] = {}  # slots to how much of them is pinned
         reserved = free_huge_pages(huge_pages) * _HUGE >= self.size
         self.pages = "2 MiB pages" if reserved else "pages as the kernel gives them: no 2 MiB pages are reserved for it"
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | ((os.MFD_HUGETLB | _HUGE_2MB) if reserved else 0)
@@ -62,6 +66,7 @@ class Arena:
             raise unavailable(f"{self.size} bytes of shared memory cannot be had: {error}") from error
         # A child would share the pages, and could write to what was verified.
         self._memory.madvise(mmap.MADV_DONTFORK)
+        self.nodes = spread(torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr(), self.size)
         if not reserved and hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
@@ -86,6 +91,20 @@ class Arena:
         except OSError as error:
             raise unavailable(f"{more} more bytes of memory for {what} cannot be had: {error}") from error
         self._reserved[slot] = size
+
+    def pin(self, slot: int, gpu: int) -> None:
+        """Registers what was reserved of a slot with the driver of GPUs, for all of them, so that they write to it at
+        the speed of their link. Some 0.1 s a GB, once. gpu: the ordinal of one that CUDA was started on. Raises
+        CudaDriverError; INVALID_ARGUMENT after `close`."""
+        size = -(-self._reserved[slot] // mmap.PAGESIZE) * mmap.PAGESIZE
+        pinned = self._pins.get(slot)
+        if not size or (pinned is not None and pinned[0] == size):
+            return
+        address = self.tensor(slot, 0, (1,), torch.uint8).data_ptr()
+        if pinned is not None:
+            del self._pins[slot]
+            pinned[1].release()
+        self._pins[slot] = size, pin(self, self._memory, address, size, gpu)
 
     @property
     def reserved(self) -> int:

@@ -1,7 +1,8 @@
-"""What one call brings into a slot: pieces of atoms, digested as they arrive.
+"""Pieces of a version that are brought together, and digested as they then lie in the slot.
 
-Memory of the host is copied and digested in one pass. What comes over a network lands in the slot, and is digested
-there while the next batches are on their way. What must be cast on the way, or lies on a GPU, is copied first.
+Memory of this host, as it is served, is copied and digested in one pass, on the threads that digests of host memory
+use. All else is brought first: what comes over a network, what lies on a GPU, and what must be cast. A digest of what
+was sent would prove nothing.
 """
 
 from __future__ import annotations
@@ -23,14 +24,12 @@ from ckpt_engine.transport.base import Move
 from ckpt_engine.transport.fetched import FetchedRegions
 from ckpt_engine.transport.landing import Landing
 
-BATCH_BYTES = 64 << 20
-"""At least, between two looks at the clock; also the most of a tensor that is read at once."""
+BATCH_BYTES = 256 << 20
+"""At least, between two looks at the clock; also the most of a tensor that is read at once. Some milliseconds of a
+GPU's link or of 16 threads, and so long that starting and ending a batch costs little beside it."""
 
 LANDING_BYTES = 16 << 20
 """The same of what comes over a network: several are on their way at a time."""
-
-AHEAD = 4
-"""Batches that are asked for over a network before the first of them is needed, that one included."""
 
 _POLL_SECONDS = 50e-6
 _LONGEST_POLL_SECONDS = 1e-3
@@ -56,7 +55,10 @@ class Piece:
 
 
 class Batch:
-    """Pieces that one call brings. readings: from whom each comes. All of them land over a network, or none."""
+    """Pieces that are brought together. readings: from whom each comes. All of them land over a network, or none.
+
+    `bring`, then `digest`, maybe on another thread. `start`, `bring` and `abandon` belong to one thread at a time.
+    """
 
     def __init__(self, pieces: Sequence[Piece], readings: Sequence[Reading]) -> None:
         self.pieces, self.readings = pieces, readings
@@ -72,11 +74,16 @@ class Batch:
         pairs = [(pieces[index], readings[index]) for index in other]
         self._landings = _landings(pairs) if self.lands else []
         self._copies = [] if self.lands else _copies(pairs)
-        self._copied = HostDigests([(pieces[index].destination, pieces[index].box.start) for index in other])
+        self._brought = HostDigests([(pieces[index].destination, pieces[index].box.start) for index in other])
 
     @property
     def bytes(self) -> int:
         return sum(piece.bytes for piece in self.pieces)
+
+    @property
+    def is_brought_first(self) -> bool:
+        """Whether `bring` has anything to do."""
+        return bool(self._copies or self._landings)
 
     def start(self) -> None:
         """Asks for what comes over a network, if that was not done yet. Waits for nothing. Raises what a transport
@@ -85,17 +92,19 @@ class Batch:
             if not landing.started:
                 landing.start()
 
-    def run(self, carry_on: Callable[[], None]) -> Words:
-        """The digest of each piece as it was written. carry_on: called while it waits; what it raises ends the
-        batch. Raises what a transport raises."""
-        found = np.zeros(len(self.pieces), dtype=np.uint64)
-        values = self._plain.run()
+    def bring(self, carry_on: Callable[[], None]) -> None:
+        """Brings what must be there before it can be digested. carry_on: called while it waits; what it raises ends
+        the batch. Raises what a transport raises."""
         for copy in self._copies:
             copy.run()
         self.start()
         for landing in self._landings:
             _await(landing, carry_on)
-        found[self._order] = np.array([*values, *self._copied.run()], dtype=np.uint64)
+
+    def digest(self) -> Words:
+        """Brings the rest; the digest of each piece as it has arrived."""
+        found = np.zeros(len(self.pieces), dtype=np.uint64)
+        found[self._order] = np.array([*self._plain.run(), *self._brought.run()], dtype=np.uint64)
         return found
 
     def abandon(self) -> None:

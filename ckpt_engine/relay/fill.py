@@ -1,15 +1,15 @@
-"""Brings a version into a slot: reads sealed boxes where they lie, digests them in the same pass, and compares.
+"""Brings a version into a slot: reads sealed boxes where they lie, digests what has arrived, and compares.
 
 Each cell is compared with the sealed record. One that differs is read again from the next holder, and what nobody
 brings as it was sealed is left out, with a reason. Nothing here touches a replica, and nothing that was not compared is
-ever offered. Runs on the threads that digests of host memory use; `run` in any one thread at a time.
+ever offered. Batches are on their way on threads of their own (relay/pipeline.py). `run` in any one thread at a time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,8 @@ import torch
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline
 from ckpt_engine.core.relay_layout import SlotLayout
 from ckpt_engine.core.sealed_record import Recorded
-from ckpt_engine.relay.batches import AHEAD, Batch, Piece, Words, in_batches, parts_of
+from ckpt_engine.relay.batches import Batch, Piece, Words, in_batches, parts_of
+from ckpt_engine.relay.pipeline import brought as brought_in_turn
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.v1.weights_pb2 import Problem
 
@@ -105,7 +106,7 @@ class Filling:
         """Fills the slot. recorded: of this version, with the layout's manifest and cells. stop_at: of the monotonic
         clock. progress: told after each batch, on this thread.
 
-        Raises DEADLINE_EXCEEDED or ABORTED within a batch of its end; the slot holds nothing then.
+        Raises DEADLINE_EXCEEDED or ABORTED within a few batches of its end; the slot holds nothing then.
         """
         began = time.monotonic()
         self._expected = recorded.values
@@ -144,26 +145,19 @@ class Filling:
         carry_on: Callable[[], None],
         progress: Progress,
     ) -> None:
-        """One after the other; those that come over a network are asked for ahead. What ends it leaves nothing that
-        could still land."""
+        """What ends it leaves nothing that could still be written."""
         done, total = 0, sum(batch.bytes for batch in batches)
-        try:
-            for number, batch in enumerate(batches):
+        with closing(brought_in_turn(batches, self._sources.lost, carry_on)) as results:
+            for batch, result in results:
                 carry_on()
-                for each in batches[number + 1 : number + AHEAD] if batch.lands else ():
-                    self._ask_ahead(batch, each)
-                self._bring(batch, found, brought, failed, carry_on)
+                if isinstance(result, Problem):
+                    failed.update((int(cell), result) for cell in batch.cells)
+                else:
+                    np.add.at(found, batch.cells, result)
+                    for piece, reading in zip(batch.pieces, batch.readings, strict=True):
+                        brought[reading.source] = brought.get(reading.source, 0) + piece.bytes
                 done += batch.bytes
                 progress(done, total)
-        finally:
-            for batch in batches:
-                batch.abandon()
-
-    def _ask_ahead(self, batch: Batch, later: Batch) -> None:
-        with contextlib.suppress(CkptEngineError):  # it is asked once more, and told then
-            batch.start()  # first, so that it is served first
-            if self._sources.lost(later.readings) is None:
-                later.start()
 
     def _bring_what_was_cut_off(
         self,
@@ -211,25 +205,6 @@ class Filling:
             raise aborted("bringing this version was overtaken by a newer command")
         if time.monotonic() >= stop_at:
             raise deadline("bringing this version into the relay took longer than it may")
-
-    def _bring(
-        self,
-        batch: Batch,
-        found: Words,
-        brought: dict[str, int],
-        failed: dict[int, Problem],
-        carry_on: Callable[[], None],
-    ) -> None:
-        try:
-            if (lost := self._sources.lost(batch.readings)) is not None:
-                raise CkptEngineError(lost)
-            np.add.at(found, batch.cells, batch.run(carry_on))
-        except CkptEngineError as error:
-            carry_on()  # it may be what ended the batch
-            failed.update((int(cell), error.problem) for cell in batch.cells)
-            return
-        for piece, reading in zip(batch.pieces, batch.readings, strict=True):
-            brought[reading.source] = brought.get(reading.source, 0) + piece.bytes
 
     def _wrong(self, found: Words, failed: Mapping[int, Problem]) -> list[int]:
         differ = self._held & (found != self._expected)

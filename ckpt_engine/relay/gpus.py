@@ -40,14 +40,14 @@ class TrainersGpus:
         return found
 
     @contextlib.contextmanager
-    def on(self, table: SourceTable, host: Host) -> Iterator[None]:
-        """Inside, memory is mapped for the GPU on which the source has its weights."""
+    def on(self, table: SourceTable, host: Host) -> Iterator[int | None]:
+        """Inside, memory is mapped for the GPU on which the source has its weights: its ordinal, or None."""
         found = self._of(table, host)
         if not found:
-            yield
+            yield None
             return
         with torch.cuda.device(found[0][0]):
-            yield
+            yield found[0][0]
 
     def _of(self, table: SourceTable, host: Host) -> list[tuple[int, Gpu]]:
         lends = any(NAME in by_transport(region) for region in table.regions)

@@ -7,6 +7,7 @@ and `withdraw` block the calling thread, all else is quick.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from ckpt_engine.core.problems import aborted, deadline, precondition
 from ckpt_engine.core.relay_layout import SLOTS, SlotLayout, lay_out, wanted_of
 from ckpt_engine.core.sealed_record import Recorded, read_record
 from ckpt_engine.core.transports import arena_kinds, made
+from ckpt_engine.cuda.driver import CudaDriverError
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.door import Door
 from ckpt_engine.relay.fill import Filled, Filling, Progress
@@ -41,8 +43,10 @@ from ckpt_engine.v1.weights_pb2 import (
     WorkerNeeds,
 )
 
+log = logging.getLogger("ckpt_engine.relay")
+
 CLOSE_SECONDS = 10.0
-"""For a filling to end once it was told to: it looks every 64 MiB."""
+"""For a filling to end once it was told to: it looks after each batch."""
 
 
 @dataclass(frozen=True)
@@ -244,6 +248,7 @@ class Slots:
                 return self._arena.tensor(slot, offset, shape, dtype)
 
             try:
+                self._pin(slot, sources)
                 filling = Filling(layout, memory, sources)
                 filling.check()
             except BaseException:
@@ -255,6 +260,14 @@ class Slots:
             ready.recorded = read_record(wish.record, wish.identity.root)
             ready.root = wish.identity.root
         return ready
+
+    def _pin(self, slot: int, sources: Sources) -> None:
+        """If GPUs are read: what is to be filled, once."""
+        for gpu in sources.reading_gpus[:1]:
+            try:
+                self._arena.pin(slot, gpu)
+            except CudaDriverError as error:
+                log.warning("slot %d cannot be pinned, so GPUs are read at a fraction of the speed: %s", slot, error)
 
     def _fill(
         self,

@@ -37,6 +37,7 @@ class Reading:
     nearness: tuple[int, int]
     is_plain: bool  # in memory of the host and of the served dtype, so it is digested while it is copied
     lands: bool  # it is brought over a network, right to where it belongs, and digested there
+    gpu: int | None = None  # the ordinal of the GPU that reads it, if it lies on one
 
     def offset(self, box: Box) -> int:
         """Of a box's first element, bytes from the start of the region."""
@@ -84,11 +85,16 @@ class Sources:
         self._gpus = gpus or TrainersGpus()
         self._landing = landing
         self._publication = self._joined(list(tables))
-        self._opened: dict[tuple[int, int], tuple[OpenedRegions, Region, int]] = {}
+        self._opened: dict[tuple[int, int], tuple[OpenedRegions, Region, int, int | None]] = {}
         self._lost: dict[int, Problem] = {}  # by what was opened
         for number, table in enumerate(self._publication.tables):
             self._open(number, table)
         self._readings: dict[tuple[int, int], Reading] = {}
+
+    @property
+    def reading_gpus(self) -> list[int]:
+        """Ordinals of the GPUs with which it reads what lies on some GPU."""
+        return sorted({gpu for *_, gpu in self._opened.values() if gpu is not None})
 
     def dtype(self, tensor: int) -> torch.dtype:
         """What a tensor of the record is served as."""
@@ -160,7 +166,7 @@ class Sources:
         self._opened, self._readings = {}, {}
 
     def _each(self) -> list[OpenedRegions]:
-        return list({id(opened): opened for opened, _, _ in self._opened.values()}.values())
+        return list({id(opened): opened for opened, *_ in self._opened.values()}.values())
 
     def _joined(self, tables: list[SourceTable]) -> Publication:
         manifest = self._recorded.record.manifest
@@ -195,13 +201,14 @@ class Sources:
                 chosen.setdefault(choice.transport, (choice, []))[1].append(way)
         for transport, (choice, regions) in chosen.items():
             try:
-                with self._gpus.on(table, self._host):
+                with self._gpus.on(table, self._host) as gpu:
                     opened = self._opened_over(self._transports[transport], table, regions)
             except CkptEngineError as error:
                 self.faults.append(error.problem)
                 continue
             for each in regions:
-                self._opened[number, each.id] = opened, each, choice.distance
+                on_gpu = gpu if GPU_MEMORY in memory_of(each.transport) else None
+                self._opened[number, each.id] = opened, each, choice.distance, on_gpu
 
     def _opened_over(self, transport: Transport, table: SourceTable, regions: Sequence[Region]) -> OpenedRegions:
         if isinstance(transport, FetchedTransport) and not any(shard.stored_dtype for shard in table.shards):
@@ -214,7 +221,7 @@ class Sources:
             place = self._publication.places[holder.source][holder.shard]
             if (holder.source, place.region) not in self._opened:
                 return None
-            opened, region, distance = self._opened[holder.source, place.region]
+            opened, region, distance, gpu = self._opened[holder.source, place.region]
             table = self._publication.tables[holder.source]
             shard = table.shards[holder.shard]
             plain = not place.stored and GPU_MEMORY not in memory_of(region.transport) and isinstance(opened, Viewable)
@@ -228,5 +235,6 @@ class Sources:
                 nearness=(distance, holder.source),
                 is_plain=plain,
                 lands=isinstance(opened, FetchedRegions) and not opened.stages,
+                gpu=gpu,
             )
         return self._readings[key]

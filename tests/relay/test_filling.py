@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.problems import CkptEngineError, unavailable
 from ckpt_engine.core.sealed_record import Recorded
+from ckpt_engine.core.transports import GPU_MEMORY
 from ckpt_engine.digest.boxes import digest_box
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.relay import arena as relay_arena
 from ckpt_engine.relay import batches as relay_batches
+from ckpt_engine.relay import sources as relay_sources
 from ckpt_engine.relay.arena import Arena, free_huge_pages
+from ckpt_engine.relay.batches import Batch, Words
 from ckpt_engine.relay.fill import Filling
 from ckpt_engine.relay.slots import Held, Slots, Wish
 from ckpt_engine.source.directory import directory_source
@@ -208,14 +211,14 @@ def test_a_filling_ends_at_its_deadline_and_when_it_is_overtaken(slots: Slots, m
         slots.fill(0, all, -1.0)
     assert caught.value.problem.code == Problem.DEADLINE_EXCEEDED
     assert slots.held(0) is None
-    original = Filling._bring
+    original = Batch.digest
 
-    def bring(self: Filling, *arguments: object) -> None:
+    def digest(self: Batch) -> Words:
         slots.stop()
-        original(self, *arguments)  # type: ignore[arg-type]
+        return original(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Filling, "_bring", bring)
+        patch.setattr(Batch, "digest", digest)
         with pytest.raises(CkptEngineError, match="overtaken") as caught:
             slots.fill(1, all, 60.0)
     assert caught.value.problem.code == Problem.ABORTED
@@ -229,6 +232,89 @@ def test_pieces_larger_than_a_batch_are_cut_and_add_up(slots: Slots, monkeypatch
     held = slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
     assert (held.filled.missing, held.filled.again) == ((), 0)
     assert_holds(held, checkpoint)
+
+
+@pytest.fixture
+def copied_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of this host is read as if it lay on a GPU: copied, then digested; in many small batches."""
+    monkeypatch.setattr(relay_sources, "memory_of", lambda transport: frozenset({GPU_MEMORY}))
+    monkeypatch.setattr(relay_batches, "BATCH_BYTES", 4096)
+
+
+def test_the_next_batch_is_copied_while_one_is_digested(
+    copied_first: None, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, recorded = checkpoint_of(11)
+    bring, digest = Batch.bring, Batch.digest
+    copied: list[Batch] = []
+    second = threading.Event()
+
+    def counted(self: Batch, carry_on: Callable[[], None]) -> None:
+        copied.append(self)
+        bring(self, carry_on)
+        if len(copied) == 2:
+            second.set()
+
+    def waiting(self: Batch) -> Words:
+        assert self in copied, "it is digested before it was copied"
+        assert second.wait(60), "nothing is copied meanwhile"
+        return digest(self)
+
+    monkeypatch.setattr(Batch, "bring", counted)
+    monkeypatch.setattr(Batch, "digest", waiting)
+    held = slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    assert len(copied) == len(set(copied)) == batches_of(slots) > 4, "each is copied once"
+    assert_holds(held, checkpoint)
+
+
+def batches_of(slots: Slots) -> int:
+    (ready,) = [each for each in slots._ready if each is not None]
+    return len(ready.filling._batches)
+
+
+def test_a_batch_that_cannot_be_copied_leaves_the_others_as_they_are(
+    copied_first: None, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, recorded = checkpoint_of(12)
+    bring = Batch.bring
+    names = sorted(checkpoint.weights)
+    broken = [spec.name for spec in recorded.record.manifest.tensors].index("norm.weight")
+
+    def fails(self: Batch, carry_on: Callable[[], None]) -> None:
+        if any(piece.tensor == broken for piece in self.pieces):
+            raise unavailable("the trainer has gone")
+        bring(self, carry_on)
+
+    monkeypatch.setattr(Batch, "bring", fails)
+    held = slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    assert {missing.problem.message for missing in held.filled.missing} == {"the trainer has gone"}
+    assert sorted(spec.name for spec in held.table.tensors) == [name for name in names if name != "norm.weight"]
+    monkeypatch.setattr(Batch, "bring", bring)
+    assert_holds(slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0), checkpoint)
+
+
+def test_what_is_overtaken_writes_nothing_any_more(
+    copied_first: None, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two fillings at once would write to one memory."""
+    checkpoint, recorded = checkpoint_of(13)
+    bring = Batch.bring
+    begun: list[Batch] = []
+    ended: list[Batch] = []
+
+    def counted(self: Batch, carry_on: Callable[[], None]) -> None:
+        begun.append(self)
+        slots.stop()
+        time.sleep(0.01)
+        bring(self, carry_on)
+        ended.append(self)
+
+    monkeypatch.setattr(Batch, "bring", counted)
+    with pytest.raises(CkptEngineError, match="overtaken"):
+        slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    assert begun == ended, "a copy goes on after the filling has ended"
+    assert len(begun) < batches_of(slots)
+    assert slots.held(0) is None
 
 
 def test_an_update_of_the_same_shapes_lays_out_nothing(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
