@@ -106,6 +106,13 @@ _OWN = (
         relays_only=True,
         arena="ckpt_engine.transport.ucx.lender:UcxLender",
     ),
+    TransportKind(
+        name="tcp",
+        reach=by_network,
+        reader="ckpt_engine.transport.tcp:TcpFetcher",
+        relays_only=True,
+        arena="ckpt_engine.transport.tcp:TcpArenaLender",
+    ),
 )
 
 _registered: dict[str, TransportKind] = {}

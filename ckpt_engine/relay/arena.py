@@ -22,6 +22,7 @@ import torch
 from ckpt_engine.core.problems import CkptEngineError, invalid, unavailable
 from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS, check_memory, check_room
 from ckpt_engine.host.room import memory_room
+from ckpt_engine.transport.base import ArenaMemory
 from ckpt_engine.transport.ucx.lanes import Lanes
 
 log = logging.getLogger(__name__)
@@ -126,6 +127,13 @@ class Arena:
             )
         start = slot * self.slot_bytes + offset
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).view(tuple(shape))
+
+    def lendable(self) -> ArenaMemory:
+        """What lenders between relays read. Raises INVALID_ARGUMENT after `close`."""
+        if self._memory is None:
+            raise invalid("the relay's memory was closed")
+        whole = torch.frombuffer(self._memory, dtype=torch.uint8, count=self.size)
+        return ArenaMemory(self.id, whole, self.descriptor, self.slot_bytes)
 
     def close(self) -> None:
         """Nobody gets its descriptor from now on. The memory goes when nobody maps it any more. May be repeated."""

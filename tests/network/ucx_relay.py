@@ -15,7 +15,7 @@ import torch
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.digest.boxes import digest_box
 from ckpt_engine.relay.arena import Arena
-from ckpt_engine.transport.base import ArenaMemory, Network, Run
+from ckpt_engine.transport.base import Network, Run
 from ckpt_engine.transport.ucx.lender import UcxLender
 from ckpt_engine.transport.ucx.reader import UcxFetcher, UcxLink
 from ckpt_engine.v1.weights_pb2 import Region
@@ -35,10 +35,11 @@ class Relay:
             self.arena.reserve(slot, slot_bytes, "a test")
         assert self.arena.lanes is not None
         self.lanes = self.arena.lanes
-        whole = torch.frombuffer(self.arena._memory, dtype=torch.uint8)  # type: ignore[arg-type]
-        self.lender = UcxLender(
-            ArenaMemory(self.arena.id, whole, self.arena.descriptor, slot_bytes), Network("", "", "a test")
-        )
+        try:
+            self.lender = UcxLender(self.arena.lendable(), Network("", "", 5.0))
+        except CkptEngineError:
+            self.arena.close()
+            raise
         self.fetcher = UcxFetcher(stall)
 
     def slot(self, slot: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpt_engine.core.problems import unavailable
 from ckpt_engine.transport.base import ArenaMemory, Network
 from ckpt_engine.transport.ucx.lanes import lanes_of
-from ckpt_engine.transport.ucx.reader import NAME
+from ckpt_engine.transport.ucx.settings import UCX
 from ckpt_engine.v1.ucx_pb2 import UcxLocator
 from ckpt_engine.v1.weights_pb2 import Region
 
@@ -16,7 +16,8 @@ class UcxLender:
     Its readers' processes read without a word to this one. So `retire` waits for nobody: what somebody was still
     reading does not hash, and is read from another holder.
 
-    Raises UNAVAILABLE if the arena was made without UCX.
+    Raises UNAVAILABLE if the arena was made without UCX, or with what NIXL says: its helpers are started at once, so
+    that a device which is none is found here and not in the first update.
     """
 
     def __init__(self, arena: ArenaMemory, network: Network) -> None:
@@ -25,6 +26,7 @@ class UcxLender:
             raise unavailable("this relay's memory was not made for UCX: start it with --ucx-devices")
         self._lanes = lanes
         self._arena = arena
+        lanes.metadata(0, 0)
 
     def offer(self, id: int, slot: int, offset: int, size: int) -> Region:
         """The region that lets other relays read it. Registers the slot so far. Raises UNAVAILABLE with what NIXL says,
@@ -37,7 +39,7 @@ class UcxLender:
             token=self._lanes.tokens[slot],
             lanes=[UcxLocator.Lane(metadata=data, memory=memory, board=board) for data, memory, board in found],
         )
-        return Region(id=id, transport=NAME, size=size, locator=locator.SerializeToString(deterministic=True))
+        return Region(id=id, transport=UCX, size=size, locator=locator.SerializeToString(deterministic=True))
 
     @property
     def readers(self) -> int:

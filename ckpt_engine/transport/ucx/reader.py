@@ -19,13 +19,11 @@ from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.ucx import channel as c
 from ckpt_engine.transport.ucx.lanes import Lanes, Peer, lanes_of
 from ckpt_engine.transport.ucx.packages import installed
-from ckpt_engine.transport.ucx.settings import DEVICES, ucx_devices
+from ckpt_engine.transport.ucx.settings import DEVICES, UCX, ucx_devices
 from ckpt_engine.v1.ucx_pb2 import UcxLocator
 from ckpt_engine.v1.weights_pb2 import Problem, Region
 
 log = logging.getLogger(__name__)
-
-NAME = "ucx"
 
 REQUEST_BYTES = 8 << 20
 """Of one request to a helper: what progress is told by, and what lanes take in turns."""
@@ -39,7 +37,7 @@ _TOKEN_BYTES = 16
 class UcxFetcher:
     """Reads relays' memory over UCX. One instance a relay. stall: seconds, as STALL_SECONDS."""
 
-    name = NAME
+    name = UCX
 
     def __init__(self, stall: float = STALL_SECONDS) -> None:
         self._stall = stall
@@ -54,7 +52,7 @@ class UcxFetcher:
         Raises as Fetcher.connect; UNAVAILABLE too if the owner does not lend the slot now.
         """
         until = time.monotonic() + seconds
-        locator = locator_of(region, NAME, UcxLocator)
+        locator = locator_of(region, UCX, UcxLocator)
         if not locator.lanes or len(locator.token) != _TOKEN_BYTES or locator.slot >= SLOTS:
             raise invalid(f"the locator of {source_of(region)} names no memory that UCX could read")
         lanes = lanes_of(landing.data_ptr(), landing.nbytes)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+UCX = "ucx"
+"""As in Region.transport."""
+
 DEVICES = "CKPT_ENGINE_RELAY_UCX_DEVICES"
 """Names the environment variable: what `ckpt-engine relay --ucx-devices` sets, too."""
 
