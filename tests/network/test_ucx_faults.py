@@ -42,6 +42,11 @@ def reader(environment: None) -> Iterator[Relay]:
     relay.close()
 
 
+def reading(relay: Relay) -> list[int]:
+    """The helpers with which it reads."""
+    return [peer.helper.pid for peer in relay.lanes._peers.values()]
+
+
 def failed(ticket: UcxTicket) -> CkptEngineError:
     """What a read fails with."""
     end = time.monotonic() + 60.0
@@ -87,7 +92,7 @@ def is_written_when_the_owner_goes_on(reader: Relay, link: UcxLink, lender: int,
 
 def test_a_read_that_was_severed_never_lands(owner: Other, reader: Relay) -> None:
     link, ticket, lender = stalled(owner, reader)
-    (helper,) = reader.lanes.helpers
+    (helper,) = reading(reader)
     assert not is_written_when_the_owner_goes_on(reader, link, lender, 0.5)
     assert not alive(helper)
     with pytest.raises(CkptEngineError, match="severed"):
@@ -123,8 +128,8 @@ def test_an_owner_that_was_stopped_for_a_moment_goes_on(owner: Other, environmen
 
 def test_a_helper_that_hangs_is_killed_and_the_next_has_another_name(owner: Other, reader: Relay) -> None:
     link, region = hasty(owner, reader), owner.offered()
-    (first,) = reader.lanes.helpers
-    names = {helper.name for helper in reader.lanes._server._helpers}
+    (first,) = reading(reader)
+    (name,) = [peer.helper.name for peer in reader.lanes._peers.values()]
     os.kill(first, signal.SIGSTOP)
     ticket = link.read(WHOLE)
     assert failed(ticket).problem.code == Problem.DEADLINE_EXCEEDED
@@ -132,7 +137,7 @@ def test_a_helper_that_hangs_is_killed_and_the_next_has_another_name(owner: Othe
     until(lambda: not alive(first))
     fetched(reader.linked(region), WHOLE)
     assert bool((reader.slot(0) == pattern(SLOT, 1)).all())
-    assert not names & {helper.name for helper in reader.lanes._server._helpers if not helper.killed}
+    assert name not in [peer.helper.name for peer in reader.lanes._peers.values()]
 
 
 def test_an_owner_that_was_killed_leaves_no_helper_and_fails_the_read(owner: Other, reader: Relay) -> None:
