@@ -141,7 +141,7 @@ class FetchedRegions:
             with Naming(self._regions[locator]):
                 _check(link, self._seconds)
         except CkptEngineError as found:
-            if found.problem.code not in (Problem.UNAVAILABLE, Problem.DEADLINE_EXCEEDED):
+            if found.problem.code != Problem.UNAVAILABLE:
                 raise
             return False
         return True

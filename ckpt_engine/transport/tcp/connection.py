@@ -230,9 +230,9 @@ def _connected(locator: TcpLocator, owner: str, stop_at: float) -> socket.socket
         try:
             return _connected_to(address, locator, owner, left)
         except TimeoutError:
-            problem = deadline(f"{owner} did not answer at {address} within {left:.3g} s")
+            problem = deadline(f"{owner} did not answer within {left:.3g} s")
         except OSError as error:
-            problem = unavailable(f"{owner} cannot be reached at {address}: {error}")
+            problem = unavailable(f"{owner} cannot be reached: {error}")
         except CkptEngineError as error:
             problem = error
     raise problem
@@ -252,11 +252,11 @@ def _connected_to(address: str, locator: TcpLocator, owner: str, seconds: float)
             kind, size = wire.read_frame(receive(connection, wire.FRAME.size))
             words = receive(connection, size) if size else b""
         except Silence as error:
-            raise deadline(f"{owner} did not answer at {address} within {seconds:.3g} s") from error
+            raise deadline(f"{owner} did not answer within {seconds:.3g} s") from error
         except HungUp as error:
-            raise unavailable(f"{owner} at {address} is gone: {error}") from error
+            raise unavailable(f"{owner} is gone: {error}") from error
         if kind != wire.YES:
-            raise unavailable(f"{owner} at {address} does not let us read: {_words(words)}")
+            raise unavailable(f"{owner} does not let us read: {_words(words)}")
         tuned(connection, STALL_SECONDS)
     except BaseException:
         connection.close()

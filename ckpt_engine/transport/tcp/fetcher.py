@@ -203,7 +203,7 @@ class TcpFetcher:
         with self._lock:
             self._lanes = {name: lanes for name, lanes in self._lanes.items() if _is_up(lanes)}
             if key not in self._lanes:
-                owner = f"{region.source or 'the relay'} at {' or '.join(locator.addresses)}"
+                owner = f"the relay at {' or '.join(locator.addresses)}"
                 self._lanes[key] = Lanes(locator, owner, min(seconds, connection.ASK_SECONDS))
             return TcpLink(self._lanes[key], locator, region.size, landing)
 
