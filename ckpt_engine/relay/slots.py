@@ -278,6 +278,8 @@ class Slots:
         waited = time.monotonic() - began
         layout = ready.filling.layout
         filled = ready.filling.run(ready.recorded, stop_at, cancelled, progress)
+        if filled.faults:  # a source may be reached in another way by the next time
+            self._forget(slot)
         missing = {each.cell for each in filled.missing}
         table, sealed = self._table(slot, ready.recorded, layout, missing)
         held = Held(wish.identity, wish.record, table, layout, filled, overruled, waited, sealed)

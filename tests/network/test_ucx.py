@@ -17,7 +17,7 @@ from ckpt_engine.transport.base import Run
 from ckpt_engine.v1.ucx_pb2 import UcxLocator
 from ckpt_engine.v1.weights_pb2 import Problem, Region
 from tests.network.ucx_relay import Relay, fetched, pattern
-from tests.network.ucx_world import NEEDS_NIXL, SLOT, Other, alive
+from tests.network.ucx_world import NEEDS_NIXL, SLOT, Other, alive, until
 
 pytestmark = NEEDS_NIXL
 
@@ -169,4 +169,4 @@ def test_nothing_is_left_when_a_relay_closes(environment: None, owner: Other) ->
     assert len(pids) == 3
     relay.close()
     relay.close()
-    assert not [pid for pid in pids if alive(pid)]
+    until(lambda: not [pid for pid in pids if alive(pid)])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckpt_engine.host.processes import process_start_time
 from ckpt_engine.transport.ucx.packages import installed
 from ckpt_engine.v1.weights_pb2 import Region
 from tests.line_process import LineProcess
@@ -39,8 +39,8 @@ class Other(LineProcess):
 
 
 def alive(pid: int) -> bool:
-    """Whether there is such a process, also one that nobody has waited for."""
-    return Path(f"/proc/{pid}").exists()
+    """Whether there is such a process; one that has ended and that nobody has waited for yet is none."""
+    return process_start_time(pid) != 0
 
 
 def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
