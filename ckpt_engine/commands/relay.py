@@ -81,6 +81,14 @@ def relay(
             help="Send weights to other hosts without encryption.",
         ),
     ] = False,
+    ucx_devices: Annotated[
+        str,
+        typer.Option(
+            envvar="CKPT_ENGINE_RELAY_UCX_DEVICES",
+            help="Read other relays, and be read, over UCX as well: its devices, such as mlx5_0:1,mlx5_1:1, each a "
+            "lane with helper processes of its own, or all. Nothing is encrypted. Default: no UCX.",
+        ),
+    ] = "",
     until_stdin_ends: Annotated[bool, typer.Option("--until-stdin-ends", hidden=True)] = False,
     deadline: Deadline = None,
     log_level: LogLevel = Level.INFO,
@@ -96,12 +104,18 @@ def relay(
     from ckpt_engine.host.relay_directory import DIRECTORY
     from ckpt_engine.relay.alone import TakenError
     from ckpt_engine.relay.settings import RelaySettings, bytes_of, half_of_the_room
+    from ckpt_engine.transport.ucx.reader import availability
+    from ckpt_engine.transport.ucx.settings import DEVICES
 
     deadlines = configured_deadlines(deadline)
     log_to_stderr(log_level, log_format, **({"relay": name} if name else {}))
     log = logging.getLogger("ckpt_engine.relay")
     if directory is not None:
         os.environ[DIRECTORY] = str(directory.absolute())
+    if ucx_devices:
+        os.environ[DEVICES] = ucx_devices
+        if not (found := availability()).ok:
+            raise typer.BadParameter(found.reason, param_hint="--ucx-devices")
     try:
         size = bytes_of(memory) if memory else half_of_the_room()
         settings = RelaySettings(

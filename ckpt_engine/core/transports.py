@@ -100,6 +100,13 @@ _OWN = (
         on_host="ckpt_engine.transport.on_host:file",
     ),
     TransportKind(
+        name="ucx",
+        reach=by_network,
+        reader="ckpt_engine.transport.ucx.reader:UcxFetcher",
+        relays_only=True,
+        arena="ckpt_engine.transport.ucx.lender:UcxLender",
+    ),
+    TransportKind(
         name="tcp",
         reach=by_network,
         reader="ckpt_engine.transport.tcp:TcpFetcher",

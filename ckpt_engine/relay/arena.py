@@ -2,7 +2,8 @@
 
 The file's size is sealed, and so is writing by whoever gets its descriptor (F_SEAL_FUTURE_WRITE): what this process
 mapped before stays writable, nothing else ever is. Memory is taken slot by slot, as far as a version needs it, after
-it was counted; it stays the relay's until the relay ends. Nothing is left on the disk whoever dies.
+it was counted; it stays the relay's until the relay ends. Nothing is left on the disk whoever dies. One other process
+may map it writable, if the relay is told so: the one that makes UCX helpers, which maps it before it is sealed.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from pathlib import Path
 
 import torch
 
-from ckpt_engine.core.problems import invalid, unavailable
+from ckpt_engine.core.problems import CkptEngineError, invalid, unavailable
 from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS, check_memory, check_room
 from ckpt_engine.cuda.pinning import Pin, pin
 from ckpt_engine.host.numa import spread
 from ckpt_engine.host.room import memory_room
 from ckpt_engine.transport.base import ArenaMemory
+from ckpt_engine.transport.ucx.lanes import Lanes
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +39,19 @@ class Arena:
     """Two slots of equal size. Written by its relay alone; any thread. nodes: of the host's memory, over which its
     pages are spread evenly; fewer than two: they are where the thread that takes them runs.
 
-    memory: bytes of both slots together, rounded down; nothing is taken before `reserve`. Raises INVALID_ARGUMENT if
-    that is too little for anything, UNAVAILABLE if the kernel gives no such memory.
+    memory: bytes of both slots together, rounded down; nothing is taken before `reserve`. ucx: the devices of each lane
+    (transport/ucx/lanes.py); none: no other process ever writes to it.
+
+    Raises INVALID_ARGUMENT if that is too little for anything, UNAVAILABLE if the kernel gives no such memory, or if no
+    process for UCX can be started; DEADLINE_EXCEEDED.
     """
 
-    def __init__(self, memory: int, huge_pages: Path = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")) -> None:
+    def __init__(
+        self,
+        memory: int,
+        huge_pages: Path = Path("/sys/kernel/mm/hugepages/hugepages-2048kB"),
+        ucx: Sequence[str] = (),
+    ) -> None:
         self.slot_bytes = memory // SLOTS // GROUP_BYTES * GROUP_BYTES
         self.size = SLOTS * self.slot_bytes
         if not self.slot_bytes:
@@ -60,10 +70,14 @@ class Arena:
         try:
             os.ftruncate(self.descriptor, self.size)
             self._memory: mmap.mmap | None = mmap.mmap(self.descriptor, self.size, flags=mmap.MAP_SHARED)
+            self.lanes = self._lanes(self._memory, ucx) if ucx else None
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS | _FUTURE_WRITE)
         except (OSError, ValueError) as error:
             self._closer()
             raise unavailable(f"{self.size} bytes of shared memory cannot be had: {error}") from error
+        except CkptEngineError:
+            self._closer()
+            raise
         # A child would share the pages, and could write to what was verified.
         self._memory.madvise(mmap.MADV_DONTFORK)
         self.nodes = spread(torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr(), self.size)
@@ -72,6 +86,10 @@ class Arena:
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
             except OSError:
                 log.info("ckpt-engine: this kernel has no transparent huge pages for shared memory")
+
+    def _lanes(self, memory: mmap.mmap, devices: Sequence[str]) -> Lanes:
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        return Lanes(self.descriptor, self.size, address, self.slot_bytes, tuple(devices))
 
     def reserve(self, slot: int, size: int, what: str) -> None:
         """Takes memory for the first `size` bytes of a slot, if it has none yet.
@@ -139,6 +157,8 @@ class Arena:
     def close(self) -> None:
         """Nobody gets its descriptor from now on. The memory goes when nobody maps it any more. May be repeated."""
         self._memory = None
+        if self.lanes is not None:
+            self.lanes.close()
         self._closer()
 
 

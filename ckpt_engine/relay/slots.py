@@ -18,8 +18,8 @@ import torch
 
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.offers import region_offered
-from ckpt_engine.core.problems import aborted, deadline, precondition
-from ckpt_engine.core.relay_layout import SLOTS, SlotLayout, lay_out, wanted_of
+from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, precondition
+from ckpt_engine.core.relay_layout import SLOTS, Group, SlotLayout, lay_out, wanted_of
 from ckpt_engine.core.sealed_record import Recorded, read_record
 from ckpt_engine.core.transports import arena_kinds, made
 from ckpt_engine.cuda.driver import CudaDriverError
@@ -32,11 +32,13 @@ from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.source.host_memory import contiguous
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import ArenaLender, Network, Transport
+from ckpt_engine.transport.ucx.settings import UCX, ucx_devices
 from ckpt_engine.v1.weights_pb2 import (
     Atoms,
     Host,
     Identity,
     OfferedRegion,
+    Region,
     SealedRecord,
     Shard,
     SourceTable,
@@ -110,7 +112,7 @@ class Slots:
         self._id = f"relay {name}"
         self._transports = dict(transports)
         self._lock = threading.Lock()
-        self._arena = Arena(memory)
+        self._arena = Arena(memory, ucx=ucx_devices() if network is not None and UCX in transports else ())
         self._door = Door(self._arena, slot_grace, users)
         self._lenders = self._lent_over(network)
         self._gpus = TrainersGpus()
@@ -129,6 +131,8 @@ class Slots:
         found: list[ArenaLender] = []
         try:
             for kind in arena_kinds() if network is not None else ():
+                if kind.name not in self._transports:
+                    continue
                 assert kind.arena is not None, kind.name
                 found.append(made(kind.arena, self._arena.lendable(), network))
         except BaseException:
@@ -284,6 +288,8 @@ class Slots:
         waited = time.monotonic() - began
         layout = ready.filling.layout
         filled = ready.filling.run(ready.recorded, stop_at, cancelled, progress)
+        if filled.faults:  # a source may be reached in another way by the next time
+            self._forget(slot)
         missing = {each.cell for each in filled.missing}
         table, sealed = self._table(slot, ready.recorded, layout, missing)
         held = Held(wish.identity, wish.record, table, layout, filled, overruled, waited, sealed)
@@ -344,11 +350,18 @@ class Slots:
         )
 
     def _offered(self, slot: int, layout: SlotLayout) -> list[OfferedRegion]:
-        """A region for each group, in every way in which it is lent."""
+        """A region for each group, in every way in which it can be lent: a network that fails costs that way only."""
         return [
-            region_offered([near, *(lender.offer(near.id, slot, group.offset, group.size) for lender in self._lenders)])
+            region_offered([near, *self._far(near.id, slot, group)])
             for near, group in zip(self._door.regions(slot, layout.groups), layout.groups, strict=True)
         ]
+
+    def _far(self, id: int, slot: int, group: Group) -> Iterator[Region]:
+        for lender in self._lenders:
+            try:
+                yield lender.offer(id, slot, group.offset, group.size)
+            except CkptEngineError as error:
+                log.warning("a region of slot %d is not lent in every way: %s", slot, error.problem.message)
 
     def _table(
         self, slot: int, recorded: Recorded, layout: SlotLayout, missing: Collection[int]

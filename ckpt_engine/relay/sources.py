@@ -183,9 +183,10 @@ class Sources:
             return join_sources(manifest, fitting)
 
     def _open(self, number: int, table: SourceTable) -> None:
-        """Each region by the nearest of the ways that reach it; those of one transport are opened together."""
+        """Each region by the nearest of the ways that reach it, or by the next if that one cannot be opened. Those of
+        one transport are opened together."""
         host = self._gpus.seen_from(table, self._host)
-        chosen: dict[str, tuple[Choice, list[Region]]] = {}
+        left: dict[int, list[tuple[Choice, Region]]] = {}
         for region in table.regions:
             ways: list[tuple[Choice, Region]] = []
             faults: list[Problem] = []
@@ -194,21 +195,24 @@ class Sources:
                     ways.append((choose_transport(table.host, transport, host, list(self._transports)), way))
                 except CkptEngineError as error:
                     faults.append(error.problem)
+            left[region.id] = sorted(ways, key=lambda each: each[0].distance)
             if not ways:
                 self.faults += faults
-            else:
-                choice, way = min(ways, key=lambda each: each[0].distance)
+        while left := {id: ways for id, ways in left.items() if ways}:
+            chosen: dict[str, tuple[Choice, list[Region]]] = {}
+            for choice, way in (ways.pop(0) for ways in left.values()):
                 chosen.setdefault(choice.transport, (choice, []))[1].append(way)
-        for transport, (choice, regions) in chosen.items():
-            try:
-                with self._gpus.on(table, self._host) as gpu:
-                    opened = self._opened_over(self._transports[transport], table, regions)
-            except CkptEngineError as error:
-                self.faults.append(error.problem)
-                continue
-            for each in regions:
-                on_gpu = gpu if GPU_MEMORY in memory_of(each.transport) else None
-                self._opened[number, each.id] = opened, each, choice.distance, on_gpu
+            for transport, (choice, regions) in chosen.items():
+                try:
+                    with self._gpus.on(table, self._host) as gpu:
+                        opened = self._opened_over(self._transports[transport], table, regions)
+                except CkptEngineError as error:
+                    self.faults.append(error.problem)
+                    continue
+                for each in regions:
+                    on_gpu = gpu if GPU_MEMORY in memory_of(each.transport) else None
+                    self._opened[number, each.id] = opened, each, choice.distance, on_gpu
+                    del left[each.id]
 
     def _opened_over(self, transport: Transport, table: SourceTable, regions: Sequence[Region]) -> OpenedRegions:
         if isinstance(transport, FetchedTransport) and not any(shard.stored_dtype for shard in table.shards):

@@ -6,7 +6,6 @@ wonders why an edge took shared memory gets an answer.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +68,6 @@ def unbuilt() -> Mapping[str, Availability]:
     """Transports of the design that this version does not have, with what they would find on this host."""
     return {
         "nccl": Availability(False, f"not built yet; {_cuda()}; {_nccl()}"),
-        "ucx": Availability(False, f"not built yet; {_nixl()}"),
     }
 
 
@@ -85,13 +83,3 @@ def _nccl() -> str:
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         return "this torch has NCCL"
     return "this torch has no NCCL"
-
-
-def _nixl() -> str:
-    if (
-        importlib.util.find_spec("nixl")
-        or importlib.util.find_spec("nixl_cu13")
-        or importlib.util.find_spec("nixl_cu12")
-    ):
-        return "NIXL is installed"
-    return "NIXL is not installed"

@@ -1,0 +1,82 @@
+"""Relays that fill themselves from each other over UCX, on loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from ckpt_engine.host.facts import this_host
+from ckpt_engine.relay.slots import Slots
+from ckpt_engine.transport.fetched import FetchedTransport
+from ckpt_engine.transport.registry import all_transports
+from ckpt_engine.transport.shared_memory import SharedMemoryTransport
+from ckpt_engine.transport.tcp import TcpFetcher
+from ckpt_engine.transport.ucx.reader import UcxFetcher
+from ckpt_engine.transport.ucx.settings import DEVICES
+from tests.install.install_world import Checkpoint
+from tests.network.test_tcp import LOOPBACK, assert_same, filled, odd
+from tests.network.ucx_world import NEEDS_NIXL, alive, until
+from tests.relay.relay_world import seal, tables
+
+pytestmark = NEEDS_NIXL
+
+
+def relay(name: str, *fetchers: UcxFetcher | TcpFetcher) -> Slots:
+    transports = {each.name: each for each in (SharedMemoryTransport(), *(FetchedTransport(each) for each in fetchers))}
+    return Slots(name, this_host(), 32 << 20, transports, 5.0, (), LOOPBACK)
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Slots, Slots]]:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv(DEVICES, "lo")
+    near, far = relay("near", UcxFetcher(), TcpFetcher()), relay("far", UcxFetcher(), TcpFetcher())
+    yield near, far
+    near.close()
+    far.close()
+
+
+def test_a_relay_fills_itself_over_ucx_bit_for_bit(pair: tuple[Slots, Slots]) -> None:
+    near, far = pair
+    weights = odd()
+    checkpoint = Checkpoint(weights, 2)
+    recorded = seal(checkpoint, [])
+    table = filled(near, 0, recorded, tables(checkpoint)).table
+    assert [[offer.transport for offer in each.offers] for each in table.regions] == [["relay_memory", "ucx", "tcp"]]
+    read = far._arena.lanes
+    assert read is not None
+    assert len(read.helpers) == 1  # its own lender
+    for slot in (0, 1, 0):
+        held = filled(far, slot, recorded, [table])
+        assert_same(held, weights)
+        assert held.filled.brought == {"relay near": sum(weight.nbytes for weight in weights.values())}
+        assert not held.filled.faults
+    assert len(read.helpers) == 2  # one reads for both slots
+
+
+def test_without_ucx_the_next_way_is_taken(pair: tuple[Slots, Slots]) -> None:
+    near, far = pair
+    weights = odd()
+    checkpoint = Checkpoint(weights, 1)
+    recorded = seal(checkpoint, [])
+    table = filled(near, 0, recorded, tables(checkpoint)).table
+    assert far._arena.lanes is not None
+    server = far._arena.lanes.fork_server
+    (lender,) = far._arena.lanes.helpers
+    os.kill(server, signal.SIGKILL)
+    until(lambda: not alive(lender))
+    held = filled(far, 0, recorded, [table])
+    assert_same(held, weights)
+    assert [fault.message for fault in held.filled.faults] != []
+    assert [offer.transport for offer in held.table.regions[0].offers] == ["relay_memory", "tcp"]
+
+
+def test_nobody_uses_ucx_who_was_not_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DEVICES, raising=False)
+    assert "ucx" not in all_transports(relay=True)
+    monkeypatch.setenv(DEVICES, "all")
+    assert "ucx" in all_transports(relay=True)
+    assert "ucx" not in all_transports()
