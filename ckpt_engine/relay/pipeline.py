@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -31,7 +31,7 @@ Lost = Callable[[Sequence[Reading]], Problem | None]
 
 def brought(
     batches: Sequence[Batch], lost: Lost, carry_on: Callable[[], None]
-) -> Iterator[tuple[Batch, Words | Problem]]:
+) -> Generator[tuple[Batch, Words | Problem], None, None]:
     """Each batch in turn with its digests, or why there are none; meanwhile the next ones are brought and digested.
 
     carry_on: called before each batch and while a network is waited for; what it raises ends that batch. Close the
