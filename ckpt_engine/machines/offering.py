@@ -36,6 +36,7 @@ from ckpt_engine.machines.events import (
     TimerFired,
     TrainerCommand,
     TrainerEvent,
+    WithdrawTable,
 )
 from ckpt_engine.machines.session import Session
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -106,6 +107,8 @@ class OfferingMachine:
                 self._seal_done(epoch, result, problem)
             case PublishTable(table):
                 self._offer((OfferedVersion(table),))
+            case WithdrawTable():
+                self._offer(())
             case HoldVersions(versions):
                 self._offer(versions)
             case Start():

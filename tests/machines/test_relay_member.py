@@ -6,13 +6,14 @@ from google.protobuf.message import Message as ProtobufMessage
 
 from ckpt_engine.machines import events
 from ckpt_engine.machines.relay.member import RelayMachine
-from ckpt_engine.machines.relay.tasks import CountSlot, FillingProgress, FillSlot, SlotFilled, StopFilling
+from ckpt_engine.machines.relay.tasks import CountSlot, FillingProgress, FillSlot, LetGoOf, SlotFilled, StopFilling
 from ckpt_engine.v1.manager_pb2 import (
     BlobRef,
     Filling,
     FillRelay,
     Goodbye,
     HolderHello,
+    LetGo,
     RelayFilled,
     RelayProgress,
     RelayWithdrawn,
@@ -226,3 +227,21 @@ def test_stopping_ends_the_filling_and_says_goodbye() -> None:
     relay.feed(events.Stop("asked to"))
     assert any(isinstance(each, StopFilling) for each in relay.commands)
     assert isinstance(relay.said[-1], Goodbye)
+
+
+def test_memory_that_is_taken_back_is_let_go_of_beside_a_filling_and_what_was_brought_stays() -> None:
+    relay = Relay().welcome()
+    relay.bring(1, 1)
+    relay.tell(fill(2, 2))
+    relay.commands.clear()
+    relay.tell(LetGo(tables=[b"a", b"b"]))
+    (run,) = (each for each in relay.commands if isinstance(each, events.Run))
+    assert isinstance(run.task, LetGoOf)
+    assert run.task.tables == (b"a", b"b")
+    assert StopFilling() not in relay.commands
+    relay.feed(events.Done(run.key, None, Problem(code=Problem.DEADLINE_EXCEEDED)))
+    relay.tasks.remove(run)
+    relay.end()
+    relay.end()
+    assert relay.story[-1] == ("RelayFilled", 2)
+    assert [each.identity.version for each in relay.hello().held] == [2, 1]

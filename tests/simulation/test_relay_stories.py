@@ -251,6 +251,80 @@ def test_a_replica_that_cannot_read_the_trainer_is_installed_from_its_relay(
         }
 
 
+@pytest.mark.parametrize("how", ["withdrawn", "withdrawn while it is away", "killed"])
+def test_memory_that_is_taken_back_is_let_go_of_and_late_replicas_read_what_the_relay_keeps(
+    story: Story, sources: set[str], how: str
+) -> None:
+    relay = relay_of(story)
+    story.replica(), story.replica()
+    group = story.ranks(kind="snapshot")
+    report = trained(story, group)
+    (trainer,) = group.trainers
+    (table,) = relay.mapped
+    if how != "killed":
+        if how != "withdrawn":
+            story.faults.cuts |= {(trainer.name, True), (trainer.name, False)}
+        trainer.withdraw()
+        story.wait(1.0)
+        story.faults.cuts.clear()
+        if how != "withdrawn":
+            trainer.break_streams()  # what it said before is lost
+        story.wait(4.0)
+    else:
+        story.end_group(group, in_good_order=False)
+        story.wait(story.deadlines.forget + 2.0)
+    assert relay.mapped == set()
+    sources.clear()
+    late = story.replica()
+    story.wait(3.0)
+    assert holds(late) == report.identity
+    assert sources == {"relay relay-0"}
+    if how != "killed":
+        trainer.publish()
+        story.wait(1.0)
+        assert trained(story, group).ok
+        assert relay.mapped == {table}
+
+
+def test_what_is_taken_back_while_a_late_replica_is_to_read_it_is_read_from_a_relay(story: Story) -> None:
+    relay_of(story)
+    story.replica(), story.replica()
+    group = story.ranks(kind="snapshot")
+    report = trained(story, group)
+    story.join_replica(manager_pb2.STANDALONE)
+    until(story, lambda: phase(story).startswith("bringing up") and phase(story).endswith(("preparing", "planning")))
+    group.trainers[0].withdraw()
+    story.wait(6.0)
+    assert holds(story.agents["replica-2"]) == report.identity
+
+
+def test_without_a_relay_a_late_replica_waits_for_what_was_taken_back(story: Story) -> None:
+    story.replica()
+    group = story.ranks(kind="snapshot")
+    report = trained(story, group)
+    group.trainers[0].withdraw()
+    story.wait(1.0)
+    late = story.replica()
+    story.wait(6.0)
+    assert holds(late) is None
+    refused(story.retry(late.name), Problem.FAILED_PRECONDITION, "no source of version 0", "stays sealed")
+    group.trainers[0].publish()
+    story.wait(1.0)
+    assert trained(story, group).identity.version == report.identity.version + 1
+    assert holds(late) != report.identity
+
+
+def test_an_update_is_refused_when_a_rank_takes_back_what_it_published(story: Story) -> None:
+    story.replica()
+    group = story.ranks(world_size=2)
+    results = [story.call(trainer) for trainer in group.trainers]
+    until(story, lambda: phase(story).endswith("preparing"))
+    group.trainers[1].withdraw()
+    story.wait(3.0)
+    for (result,) in results:
+        refused(result, Problem.UNAVAILABLE, "rank 1 took back what it had published while")
+
+
 # ---------------------------------------------------------------------------------------------------- held
 
 

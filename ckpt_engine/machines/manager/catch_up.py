@@ -133,7 +133,13 @@ class CatchUp:
         held = self.holdings.of(latest)
         if held is not None:
             return held
-        return (offered, None) if offered is not None and sealed else None
+        back = offered is None or any(self._taken_back(latest, source) for source in offered.sources)
+        return (offered, None) if offered is not None and sealed and not back else None
+
+    def _taken_back(self, latest: Latest, source: SourceOffer) -> bool:
+        """Whether nothing is to be hoped for: its rank is there and offers something else, or nothing."""
+        rank = None if source.rank is None else self.state.members.ranks(latest.identity.lineage).get(source.rank)
+        return not source.outlives and rank is not None and rank.peer is not None and rank.table != source.table
 
     def _is_there(self, latest: Latest, source: SourceOffer) -> bool:
         return source.outlives or self.state.members.source(latest.identity.lineage, source) is not None

@@ -141,8 +141,8 @@ class Update:
         if isinstance(member, Trainer):
             tables = {source.rank: source.table for source in self.order.published.sources}
             if self.order.sealed is None and self.course.refusable and member.table != tables.get(member.rank):
-                message = f"rank {member.rank} published another table while {self.phase}"
-                self._refuse(unavailable(message, ranks=(member.rank,)).problem)
+                did = "took back what it had published" if member.table is None else "published another table"
+                self._refuse(unavailable(f"rank {member.rank} {did} while {self.phase}", ranks=(member.rank,)).problem)
         elif isinstance(member, Replica) and member.last_outcome is not None:
             self.message(member, member.last_outcome, now)
         self._send_missing(now)
