@@ -245,3 +245,21 @@ def test_memory_that_is_taken_back_is_let_go_of_beside_a_filling_and_what_was_br
     relay.end()
     assert relay.story[-1] == ("RelayFilled", 2)
     assert [each.identity.version for each in relay.hello().held] == [2, 1]
+
+
+def test_other_digests_under_one_fence_are_a_new_order_and_the_former_ones_answer_is_nobodys() -> None:
+    relay = Relay().welcome()
+    relay.bring(1, 1)
+    for atoms in (b"first", b"second"):
+        command = seal(1)
+        command.atoms.digest = atoms
+        relay.tell(command)
+        relay.tell(command)
+    first, second = relay.tasks
+    said = len(relay.said)
+    relay.feed(events.Done(first.key, events.SealResult(BlobRef(), 0.0, 0.0)))
+    assert len(relay.said) == said
+    relay.feed(events.Done(second.key, events.SealResult(BlobRef(), 0.0, 0.0)))
+    answer = relay.said[-1]
+    assert isinstance(answer, Sealed)
+    assert answer.atoms.digest == b"second"

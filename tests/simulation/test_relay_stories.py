@@ -170,6 +170,52 @@ def test_one_of_two_relays_that_fails_does_not_spoil_the_other(story: Story, sou
     assert sources == {"relay relay-1"}
 
 
+@pytest.mark.parametrize("how", ["killed", "stopped", "digests nothing", "its table is refused"])
+def test_one_of_two_relays_that_fails_once_it_is_filled_is_left_out_alone(
+    story: Story, sources: set[str], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    first, second, group = relay_of(story), relay_of(story), story.ranks()
+    agents = [story.replica(), story.replica()]
+    monkeypatch.setattr(story.world, "chance", lambda probability: probability >= 1)  # all digest finer pieces
+    if how == "digests nothing":
+
+        def fails(task: Any) -> Any:
+            yield 0.01
+            raise data_loss("made to fail")
+
+        monkeypatch.setattr(first, "_seal", fails)
+    elif how == "its table is refused":
+        manager = story.cluster.manager
+        assert manager is not None
+        original = manager._join
+
+        def join(task: events.JoinSources) -> events.Joined:
+            if len(task.offers) > 1:
+                raise data_loss("these do not fit together")
+            return original(task)
+
+        monkeypatch.setattr(manager, "_join", join)
+    result = story.call(group.trainers[0], until=HELD)
+    until(story, lambda: phase(story).endswith("joining"))
+    if how == "killed":
+        first.crash()
+    elif how == "stopped":
+        first.stop_for(60.0)
+    story.wait(30.0)
+    (report,) = result
+    assert isinstance(report, manager_pb2.UpdateReport), report
+    assert report.held
+    assert not report.replicas
+    assert all(holds(agent) == report.identity for agent in agents)
+    if how == "its table is refused":
+        assert "left out" not in report.prefetch
+    else:
+        assert sources == {"relay relay-1"}
+        assert "relay relay-0 is left out: " in report.prefetch
+        assert "relay relay-1 is left out" not in report.prefetch
+    assert second.fills == 1
+
+
 def test_needs_of_replicas_that_are_away_are_brought_too(story: Story) -> None:
     relay, group = relay_of(story), story.ranks()
     away, _ = story.replica(), story.replica()

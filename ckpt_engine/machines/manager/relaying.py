@@ -54,12 +54,12 @@ class Relaying:
             self._routes.start(self._prefetch.held(), now)
         return self._course.phase == "joining" and self._routes.over
 
-    def overdue(self, seconds: float) -> None:
+    def overdue(self, seconds: float, now: float) -> None:
         """This phase's time is over, `seconds` after the update began: who has not answered is left out."""
         if self._course.phase == "filling":
             self._prefetch.overdue(seconds)
         else:
-            self._routes.overdue(seconds)
+            self._routes.overdue(seconds, now)
 
     def settle(self) -> None:
         """Decides how each replica is installed, and leaves those out that cannot be."""
@@ -91,11 +91,11 @@ class Relaying:
         """It said hello; whether it takes part."""
         return self._prefetch.back(holder)
 
-    def gone(self, relay: str, why: str) -> None:
+    def gone(self, relay: str, why: str, now: float) -> None:
         """It is not there any more, and nobody waits for it."""
         if self._course.refusable:
             self._prefetch.gone(relay, why)
-            self._routes.gone(relay, why)
+            self._routes.gone(relay, why, now)
 
     def answered(self, member: Member, body: manager_pb2.RelayFilled | manager_pb2.RelayProgress) -> None:
         """A relay was filled, or says how far it is."""

@@ -150,7 +150,7 @@ class Update:
     def member_gone(self, member: Member, now: float) -> None:
         """It said goodbye, was replaced by another process, or did not come back in time."""
         if isinstance(member, Holder) and self._relaying is not None:
-            self._relaying.gone(member.source, "it left while it was being filled")
+            self._relaying.gone(member.source, "it left while it was being filled", now)
             self._go_on(now)
         if not self._absences.concern(member):
             return
@@ -237,7 +237,7 @@ class Update:
         elif step.startswith("lost ") and (member := self._absences.not_back(step)) is not None:
             self.member_gone(member, now)
         elif step.startswith("relay ") and self._relaying is not None:
-            self._relaying.gone(step.removeprefix("relay "), "it lost its session and did not come back")
+            self._relaying.gone(step.removeprefix("relay "), "it lost its session and did not come back", now)
             self._go_on(now)
 
     # -- from phase to phase
@@ -369,7 +369,7 @@ class Update:
         elif self.phase == "sealing" and self._sealing is not None:
             self._refuse(self._sealing.overdue(seconds))
         elif self._relaying is not None:
-            self._relaying.overdue(seconds)
+            self._relaying.overdue(seconds, now)
             self._go_on(now)
 
     def _out_of_time(self, now: float) -> None:
