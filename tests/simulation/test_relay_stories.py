@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
+from ckpt_engine.core.problems import data_loss
 from ckpt_engine.machines import events
-from ckpt_engine.machines.manager.prefetch import Prefetch
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.manager import Ledger
-from tests.simulation.story import NEW, OLD, Problem, Story, outcomes, refused
-from tests.simulation.world import BrokenPromiseError
+from tests.simulation.story import NEW, Problem, Story, outcomes, refused
 
 ALWAYS, NEVER, HELD = manager_pb2.ALWAYS, manager_pb2.NEVER, manager_pb2.HELD
 
@@ -108,6 +106,45 @@ def test_a_late_replica_is_brought_up_from_a_relay_when_the_run_has_ended(story:
     assert story.held_by(late) == report.identity
 
 
+@pytest.mark.parametrize(
+    ("kind", "read"), [("directory", {"relay relay-0"}), ("snapshot", {"relay relay-0", "rank 0"})]
+)
+def test_a_late_replica_reads_whoever_is_nearest_of_all_that_hold_the_version(
+    story: Story, sources: set[str], kind: str, read: set[str]
+) -> None:
+    """The relay's memory before a trainer's files, and no less than a trainer's memory."""
+    story.relay()
+    story.replica()
+    group = story.ranks(kind=kind)
+    report = story.trained(group, prefetch=ALWAYS)
+    sources.clear()
+    late = story.replica()
+    story.wait(3.0)
+    assert story.held_by(late) == report.identity
+    assert sources == read
+
+
+def test_a_late_replica_reads_the_ranks_if_what_holders_hold_cannot_be_joined(
+    story: Story, sources: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story.relay()
+    story.replica()
+    group = story.ranks(kind="snapshot")
+    report = story.trained(group, prefetch=ALWAYS)
+    sources.clear()
+    manager = story.cluster.manager
+    assert manager is not None
+
+    def join(task: events.JoinSources) -> events.Joined:
+        raise data_loss("made to fail")
+
+    monkeypatch.setattr(manager, "_join", join)
+    late = story.replica()
+    story.wait(6.0)
+    assert story.held_by(late) == report.identity
+    assert sources == {"rank 0"}
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_replica_that_cannot_read_the_trainer_is_installed_from_its_relay(
     story: Story, monkeypatch: pytest.MonkeyPatch, sources: set[str], alone: bool
@@ -141,141 +178,6 @@ def test_a_replica_that_cannot_read_the_trainer_is_installed_from_its_relay(
         assert {each.replica: each.problem.message for each in result.replicas if each.problem.message} == {
             far.name: "no process ids in common"
         }
-
-
-# ---------------------------------------------------------------------------------------------------- held
-
-
-def test_callers_return_when_relays_hold_the_version_and_installs_go_on(story: Story, sources: set[str]) -> None:
-    story.relay()
-    agents, group = [story.replica(), story.replica()], story.ranks()
-    result = story.call(group.trainers[0], until=HELD)
-    story.until(lambda: bool(result))
-    (report,) = result
-    assert report.held
-    assert not report.ok
-    assert not report.replicas
-    assert story.phase.endswith("installing")
-    group.train()  # the weights change while replicas install
-    story.wait(3.0)
-    assert all(story.held_by(agent) == report.identity for agent in agents)
-    assert sources == {"relay relay-0"}
-    final = story.ledger.reports[report.fence.epoch]
-    assert final.ok
-    assert not final.held
-    assert outcomes(final) == {agent.name: NEW for agent in agents}
-
-
-def test_the_next_update_prepares_beside_the_installs_and_its_intent_waits_for_them(story: Story) -> None:
-    story.relay()
-    slow, group = story.replica(), story.ranks()
-    story.replica()
-    result = story.call(group.trainers[0], until=HELD)
-    story.until(lambda: bool(result))
-    slow.stop_for(4.0)
-    group.train()
-    second = story.call(group.trainers[0], until=HELD)
-    story.until(lambda: story.phase.endswith("waiting for the installs of the update before it"))
-    assert story.phase.count(": installing;") == 1
-    third = story.call(group.trainers[0])
-    story.wait(0.5)
-    refused(third[0], Problem.ABORTED, "another update runs")
-    assert len(story.ledger.intents) == 1
-    story.wait(8.0)
-    assert second[0].held
-    assert story.held_by(slow) == second[0].identity
-
-
-def test_a_replica_without_a_relay_keeps_what_it_serves(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
-    story.relay()
-    near, far, group = story.replica(), story.replica(), story.ranks()
-    first = story.trained(group)
-    far.machine._transports = ("shared_memory",)
-    far.break_streams()
-    story.wait(3.0)
-    held = story.trained(group, until=HELD)
-    assert held.held
-    assert outcomes(held) == {far.name: OLD}
-    assert "no relay within its reach" in held.replicas[0].problem.message
-    assert held.replicas[0].after == first.identity
-    assert story.held_by(near) == held.identity
-    refused(story.trained(group, until=HELD, min_replicas=2), Problem.FAILED_PRECONDITION, "1 replicas", far.name)
-
-
-def test_without_any_relay_nothing_can_be_held(story: Story) -> None:
-    story.replica()
-    refused(story.trained(story.ranks(), until=HELD), Problem.FAILED_PRECONDITION, "no relay within its reach")
-    assert not story.ledger.intents
-
-
-def test_a_manager_that_is_killed_after_a_held_report_leaves_the_version_to_relays(story: Story) -> None:
-    story.relay()
-    agents, group = [story.replica(), story.replica()], story.ranks()
-    result = story.call(group.trainers[0], until=HELD)
-    story.until(lambda: bool(result))
-    assert story.cluster.manager is not None
-    story.cluster.manager.crash()
-    story.end_group(group, in_good_order=False)
-    story.start_manager()
-    story.wait(12.0)
-    assert all(story.held_by(agent) == result[0].identity for agent in agents)
-
-
-def test_sleep_and_late_replicas_wait_for_installs_that_go_on_without_callers(story: Story) -> None:
-    story.relay()
-    slow, group = story.replica(), story.ranks()
-    story.replica()
-    result = story.call(group.trainers[0], until=HELD)
-    story.until(lambda: bool(result))
-    slow.stop_for(3.0)
-    story.join_replica(manager_pb2.STANDALONE)
-    manager = story.cluster.manager
-    assert manager is not None
-    over = manager.sleep_or_wake(False, ["replica-1"])
-    story.wait(2.5)
-    refused(over.value, Problem.ABORTED, "replicas are in use: update", ": installing")
-    late = story.agents["replica-2"]
-    assert story.held_by(late) is None
-    story.wait(5.0)
-    assert story.held_by(late) == result[0].identity
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_the_slot_that_replicas_read_is_kept_whatever_was_filled_since(
-    story: Story, monkeypatch: pytest.MonkeyPatch, kept: bool
-) -> None:
-    """The other one holds a later version, of an update that was refused."""
-    if not kept:
-        _forget_what_is_to_be_kept(monkeypatch)
-    relay, slow, group = story.relay(), story.replica(), story.ranks()
-    story.replica()
-    result = story.call(group.trainers[0], until=HELD)
-    story.until(lambda: bool(result))
-    slow.stop_for(4.0)
-    for fills in (2, 3):
-        group.train()
-        second = story.call(group.trainers[0], until=HELD)
-        if not kept and fills == 3:
-            with pytest.raises(BrokenPromiseError, match="fills a slot that replica-0 reads"):
-                story.wait(3.0)
-            return
-        story.until(lambda: "waiting for" in story.phase)
-        assert relay.fills == fills
-        if fills == 2:
-            story.leave()
-    story.wait(8.0)
-    assert second[0].held
-
-
-def _forget_what_is_to_be_kept(patch: pytest.MonkeyPatch) -> None:
-    original = Prefetch._command
-
-    def command(self: Prefetch, *arguments: Any) -> manager_pb2.FillRelay:
-        made = original(self, *arguments)
-        made.ClearField("keep")
-        return made
-
-    patch.setattr(Prefetch, "_command", command)
 
 
 def test_a_version_that_was_brought_and_not_decided_on_takes_no_number(story: Story) -> None:

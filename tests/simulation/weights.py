@@ -81,6 +81,10 @@ class Source:
             raise SourceGoneError(f"rank {self.rank} of {self.lineage} has sealed nothing")
         return content[index]
 
+    def has(self, index: int) -> bool:
+        """Whether its table lists a slice."""
+        return index % self.world_size == self.rank
+
     def digests(self) -> dict[str, str]:
         """Of what is readable."""
         return {str(index): self.read(index) for index in self.memory}
