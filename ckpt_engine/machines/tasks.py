@@ -99,11 +99,13 @@ class MergeTables:
 
 @dataclass(frozen=True)
 class HeldOffer:
-    """What a holder offers of one version. source: its id. record: None if it brings none."""
+    """What a holder, or a rank, offers of one version. source: its id. record: None if it brings none. rank: None if it
+    is no trainer rank."""
 
     source: str
     table: manager_pb2.BlobRef
     record: manager_pb2.BlobRef | None
+    rank: int | None = None
 
 
 @dataclass(frozen=True)

@@ -139,10 +139,10 @@ class Compiler:
         for offer in good:
             try:
                 table = self._parsed(offer.table, weights_pb2.SourceTable(), "its table")
-                if table.HasField("rank") or table.id != offer.source:
-                    raise invalid(
-                        f"its table is that of {label(table)}; its id must be {offer.source!r}, without a rank"
-                    )
+                rank = table.rank if table.HasField("rank") else None
+                if rank != offer.rank or table.id != offer.source:
+                    which = "without a rank" if offer.rank is None else f"of rank {offer.rank}"
+                    raise invalid(f"its table is that of {label(table)}; its id must be {offer.source!r}, {which}")
                 join_sources(manifest, [table], [offer.table.digest])
             except CkptEngineError as error:
                 refused[offer.source] = _of_holder(offer, error)

@@ -29,7 +29,7 @@ from ckpt_engine.machines.events import (
     Task,
 )
 from ckpt_engine.machines.relay.member import RelayMachine
-from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot
+from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot, LetGoOf
 from ckpt_engine.relay import narration
 from ckpt_engine.relay.alone import alone
 from ckpt_engine.relay.fill import Progress
@@ -141,7 +141,7 @@ class _Relay:
     # -- the machine's tasks, on the loop
 
     async def _perform(self, task: Task) -> object:
-        assert isinstance(task, CountSlot | FillSlot | ForgetSlot), "a relay's machine asks for nothing else"
+        assert isinstance(task, CountSlot | FillSlot | ForgetSlot | LetGoOf), "a relay's machine asks for nothing else"
         try:
             done = await self._loop.run_in_executor(self._worker, self._work.perform, task, self._progress(task))
         except CkptEngineError as error:

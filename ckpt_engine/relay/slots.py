@@ -83,9 +83,11 @@ class Held:
 
 @dataclass(eq=False)
 class _Ready:
-    """What is kept from one filling of a slot to the next. recorded: of the version with this root."""
+    """What is kept from one filling of a slot to the next. tables: digests of those that are opened. recorded: of the
+    version with this root."""
 
     key: tuple[object, ...]
+    tables: frozenset[bytes]
     root: bytes
     recorded: Recorded
     filling: Filling
@@ -259,7 +261,8 @@ class Slots:
                 sources.close()
                 raise
             self._forget(slot)
-            ready = self._ready[slot] = _Ready(key, wish.identity.root, recorded, filling, sources)
+            tables = frozenset(blob_digest(canonical(table)) for table in wish.tables)
+            ready = self._ready[slot] = _Ready(key, tables, wish.identity.root, recorded, filling, sources)
         elif ready.root != wish.identity.root:
             ready.recorded = read_record(wish.record, wish.identity.root)
             ready.root = wish.identity.root
@@ -316,6 +319,15 @@ class Slots:
         overruled = self._retire(slot)
         self._forget(slot)
         return overruled
+
+    def let_go(self, tables: Collection[bytes], seconds: float) -> None:
+        """Unmaps what the tables with these digests offer, once no filling goes on; what the slots hold stays. The next
+        filling opens its sources anew. Raises DEADLINE_EXCEEDED."""
+        with self._writes(seconds):
+            for slot in range(SLOTS):
+                ready = self._ready[slot]
+                if ready is not None and not ready.tables.isdisjoint(tables):
+                    self._forget(slot)
 
     def close(self) -> None:
         """Ends all leases and lets go of all sources. A filling that goes on ends with ABORTED. May be repeated."""

@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError, Message
 
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import invalid
-from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, RelayTask, SlotFilled
+from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, LetGoOf, RelayTask, SlotFilled
 from ckpt_engine.relay.fill import NAMED, Progress
 from ckpt_engine.relay.slots import Held, Slots, Wish
 from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled
@@ -37,7 +37,10 @@ class RelayWork:
             held = self._slots.fill(task.slot, self._wish(task.command, task.seconds), task.seconds, progress)
             self._fetched = None
             return SlotFilled(canonical(held.table), canonical(held.record), told(held))
-        self._slots.withdraw(task.slot)
+        if isinstance(task, LetGoOf):
+            self._slots.let_go(task.tables, task.seconds)
+        else:
+            self._slots.withdraw(task.slot)
         return None
 
     def stop(self) -> None:

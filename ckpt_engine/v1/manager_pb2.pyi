@@ -319,7 +319,7 @@ class HolderMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[HolderHello, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., filled: _Optional[_Union[RelayFilled, _Mapping]] = ..., withdrawn: _Optional[_Union[RelayWithdrawn, _Mapping]] = ..., progress: _Optional[_Union[RelayProgress, _Mapping]] = ...) -> None: ...
 
 class HolderCommand(_message.Message):
-    __slots__ = ("welcome", "refused", "publication_accepted", "seal", "release", "heartbeat", "fill", "withdraw")
+    __slots__ = ("welcome", "refused", "publication_accepted", "seal", "release", "heartbeat", "fill", "withdraw", "let_go")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     PUBLICATION_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -328,6 +328,7 @@ class HolderCommand(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     FILL_FIELD_NUMBER: _ClassVar[int]
     WITHDRAW_FIELD_NUMBER: _ClassVar[int]
+    LET_GO_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     publication_accepted: PublicationAccepted
@@ -336,7 +337,8 @@ class HolderCommand(_message.Message):
     heartbeat: Heartbeat
     fill: FillRelay
     withdraw: WithdrawRelay
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., publication_accepted: _Optional[_Union[PublicationAccepted, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fill: _Optional[_Union[FillRelay, _Mapping]] = ..., withdraw: _Optional[_Union[WithdrawRelay, _Mapping]] = ...) -> None: ...
+    let_go: LetGo
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., publication_accepted: _Optional[_Union[PublicationAccepted, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fill: _Optional[_Union[FillRelay, _Mapping]] = ..., withdraw: _Optional[_Union[WithdrawRelay, _Mapping]] = ..., let_go: _Optional[_Union[LetGo, _Mapping]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("rank", "boot_id", "pid", "state", "epoch", "identity", "node")
@@ -1086,3 +1088,9 @@ class RelayWithdrawn(_message.Message):
     fence: _weights_pb2.Fence
     identity: _weights_pb2.Identity
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ...) -> None: ...
+
+class LetGo(_message.Message):
+    __slots__ = ("tables",)
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    tables: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, tables: _Optional[_Iterable[bytes]] = ...) -> None: ...

@@ -161,6 +161,26 @@ def test_a_late_replica_is_brought_up_by_a_relay_after_everybody_else_has_gone(w
 
 
 @pytest.mark.slow
+def test_what_a_trainer_takes_back_is_let_go_of_and_late_replicas_read_the_relay(world: World, tmp_path: Path) -> None:
+    model = model_of(tmp_path, 6)
+    prompt, tokens = expected(model)
+    relay = world.relay("keeps", "a")
+    maps = Path(f"/proc/{relay.process.pid}/maps")
+    with Trainer(world.cluster.address, lineage="run") as trainer:
+        trainer.publish(model, snapshot=True)
+        report = trainer.update_weights(version=4, prefetch="always")
+        assert report.ok, report
+        mapped = maps.read_text().count("memfd")
+        trainer.withdraw()
+        eventually("the relay unmaps it", 60.0, lambda: maps.read_text().count("memfd") < mapped)
+        late = world.replica("later", "a").registered().serving(4)
+        assert generate(late, prompt, TOKENS) == tokens
+        assert read_from(late) == {("relay keeps", "relay_memory")}
+        trainer.publish(model)
+        assert trainer.update_weights(version=4, prefetch="always").ok
+
+
+@pytest.mark.slow
 def test_two_relays_on_one_host_of_which_one_has_too_little_memory(world: World, tmp_path: Path) -> None:
     """Directories stand for what pods share: each replica reads the relay of its own. When that one ends, an agent that
     was told to have one starts the next."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.problems import CkptEngineError, unavailable
 from ckpt_engine.core.sealed_record import Recorded
 from ckpt_engine.core.transports import GPU_MEMORY
@@ -352,6 +353,23 @@ def test_what_is_withdrawn_is_lent_to_nobody(slots: Slots) -> None:
         slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
     with pytest.raises(CkptEngineError, match="was closed"):
         slots.count(0, all_of(recorded, tables(checkpoint)), 60.0)
+
+
+def test_memory_that_its_owner_takes_back_is_unmapped_and_what_was_brought_stays(slots: Slots) -> None:
+    checkpoint, recorded = checkpoint_of()
+    sources = tables(checkpoint)
+    held = slots.fill(0, all_of(recorded, sources), 60.0)
+    mapped = _mapped_files()
+    slots.let_go([b"another table"], 1.0)
+    assert _mapped_files() == mapped
+    slots.let_go([blob_digest(canonical(sources[0]))], 1.0)
+    assert _mapped_files() < mapped
+    assert_holds(held, checkpoint)
+    assert_holds(slots.fill(0, all_of(recorded, sources, 2), 60.0), checkpoint)
+
+
+def _mapped_files() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd")
 
 
 def test_closing_ends_a_filling_that_waits_for_a_reader(slots: Slots) -> None:

@@ -315,7 +315,7 @@ class ManagerShell(Shell):
     def _compile(self, task: events.CompilePlans) -> events.Compiled:
         sources = task.published.sources
         record = None if task.record is None else self._record(task.record, task.root)
-        holder = {str(index): sources[index % len(sources)].table.digest.hex() for index in range(SLICES)}
+        holder = {str(index): self._nearest(sources, index).table.digest.hex() for index in range(SLICES)}
         for worker in task.workers:
             self.blobs.get(worker.needs)
         wanted = [worker.needs.digest.hex() for worker in task.workers]
@@ -327,6 +327,12 @@ class ManagerShell(Shell):
             for source in ([] if coarse else sources)
         }
         return events.Compiled(plans, atoms, dict.fromkeys(plans, SLICES), (record, task.root), distances=distances)
+
+    def _nearest(self, sources: Sequence[events.SourceOffer], index: int) -> events.SourceOffer:
+        """Who is read for a slice: of those that have it memory before files, and all in turn."""
+        having = [each for each in sources if self.truth.sources[each.table.digest].has(index)]
+        near = [each for each in having if not each.outlives] or having
+        return near[index % len(near)]
 
     def _combine(self, task: events.CombineSeals) -> events.Combined:
         record, root = task.compiled.handle  # type: ignore[misc]
@@ -353,15 +359,16 @@ class ManagerShell(Shell):
         sources, records, model = [], [] if task.record is None else [task.record], ""
         for offer in task.offers:
             try:
-                assert offer.record is not None
-                self._record(offer.record, task.identity.root)
+                if offer.record is not None:
+                    self._record(offer.record, task.identity.root)
                 table = weights_pb2.SourceTable.FromString(self.blobs.get(offer.table))
             except CkptEngineError as error:
                 refused[offer.source] = error.problem
                 continue
-            records.append(offer.record)
+            records += [] if offer.record is None else [offer.record]
             model = json.loads(table.description)[3]
-            sources.append(events.SourceOffer(table.id, None, offer.table, True, 0, False))
+            on_disk = self._on_disk(offer.table)
+            sources.append(events.SourceOffer(table.id, offer.rank, offer.table, True, 0, on_disk))
         if not sources:
             return events.Joined(None, None, refused)
         published = events.Published(self.blobs.put(model.encode()), tuple(sources), SLICES, SLICES)

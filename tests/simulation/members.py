@@ -301,6 +301,17 @@ class TrainerShell(MemberShell):
         self.feed(events.Start())
         self.feed(events.PublishTable(source.table()))
 
+    def withdraw(self) -> None:
+        """Takes back what it published: nobody reads it any more."""
+        self.source.offered = False
+        self.accepted = Signal()
+        self.feed(events.WithdrawTable())
+
+    def publish(self) -> None:
+        """Offers its weights again."""
+        self.source.offered = True
+        self.feed(events.PublishTable(self.source.table()))
+
     def crash(self) -> None:
         """Its memory is gone with it, files are not."""
         super().crash()
@@ -330,6 +341,8 @@ class TrainerShell(MemberShell):
 
     def _seal(self, task: events.SealSource) -> Steps:
         yield self.world.between(0.001, 0.02)
+        if not self.source.offered:
+            raise precondition("nothing is published")
         if task.epoch < self._sealed_epoch:
             raise aborted(f"epoch {task.epoch} was overtaken by {self._sealed_epoch}")
         if not task.keep and not self.calling:

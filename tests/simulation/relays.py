@@ -14,7 +14,7 @@ from ckpt_engine.core.problems import aborted, data_loss, deadline, invalid
 from ckpt_engine.core.relay_layout import SLOTS
 from ckpt_engine.machines import events
 from ckpt_engine.machines.relay.member import KIND, RelayMachine
-from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot, SlotFilled, StopFilling
+from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot, LetGoOf, SlotFilled, StopFilling
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.members import Cluster, MemberShell
 from tests.simulation.shell import HOST
@@ -23,7 +23,8 @@ from tests.simulation.world import Signal, Steps
 
 
 class RelayShell(MemberShell):
-    """One relay. fills: how often it began to overwrite a slot. watched: called with the slot before that."""
+    """One relay. fills: how often it began to overwrite a slot. watched: called with the slot before that. mapped:
+    digests of the tables whose memory it has open."""
 
     envelopes = (manager_pb2.HolderMessage, manager_pb2.HolderCommand)
 
@@ -37,6 +38,7 @@ class RelayShell(MemberShell):
         self._last.set()
         self._stops = 0  # how often it was told to stop
         self.watched: list[Any] = []
+        self.mapped: set[bytes] = set()
         self.feed(events.Start())
         self.feed(events.HoldVersions(()))
 
@@ -73,6 +75,8 @@ class RelayShell(MemberShell):
                 self.run_task(key, task.seconds, self._fill(task, self.world.now + task.seconds, self._stops))
             case ForgetSlot():
                 self.run_task(key, task.seconds, self._forget(task))
+            case LetGoOf():
+                self.run_task(key, task.seconds, self._let_go(task))
 
     def _seal(self, task: events.SealSource) -> Steps:
         yield self.world.between(0.001, 0.02)
@@ -86,6 +90,7 @@ class RelayShell(MemberShell):
     def _count(self, task: CountSlot) -> Steps:
         command = task.command
         yield from self.fetch((command.record, *command.tables, *command.needs))
+        self.mapped |= {table.digest for table in command.tables}
         return 1
 
     def _fill(self, task: FillSlot, end: float, stops: int) -> Steps:
@@ -130,6 +135,10 @@ class RelayShell(MemberShell):
             if found == wanted:
                 return found
         raise data_loss(f"nobody brings slice {index} as it was sealed")
+
+    def _let_go(self, task: LetGoOf) -> Steps:
+        yield self._last
+        self.mapped -= set(task.tables)
 
     def _forget(self, task: ForgetSlot) -> Steps:
         yield self.world.between(0.001, 0.02)

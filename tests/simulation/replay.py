@@ -61,7 +61,12 @@ class Recipe:
     def tell(self) -> Scenario:
         """Raises BrokenPromiseError."""
         often = OPERATED if self.seed % OPERATED_EVERY == 0 else frozenset[str]()
-        slant = Slant(without=self.without, often=often - self.without, relays="relays" not in self.without)
+        slant = Slant(
+            without=self.without,
+            often=often - self.without,
+            relays="relays" not in self.without,
+            withdraws=0.0 if "withdraws" in self.without else 0.15,
+        )
         return run_seed(self.seed, crashes=self.crashes, slant=slant, bad_seconds=self.seconds)
 
 
@@ -85,6 +90,7 @@ def shortest(recipe: Recipe, told: str) -> tuple[Recipe, str]:
     names = [
         "ledger",
         "relays",
+        "withdraws",
         *sorted({action.__name__ for action in chaos}),
         *sorted(vars(Faults()).keys() - {"cuts"}),
     ]

@@ -71,7 +71,8 @@ class Slant:
     without: names of faults and of the chaos's actions that are left out, to find a shorter story. often: actions that
     make up half of what the chaos does. worse: faults that are as bad as this, to bring something about more often.
     repeats: how often a run asks for the version again that it asked for last. relays: whether there may be some.
-    held: how often callers return when these hold the version.
+    held: how often callers return when these hold the version. withdraws: how often a run takes back what it published
+    after an update.
     """
 
     without: frozenset[str] = frozenset()
@@ -80,6 +81,7 @@ class Slant:
     repeats: float = 0.15
     relays: bool = False
     held: float = 0.4
+    withdraws: float = 0.0
 
 
 class Scenario:

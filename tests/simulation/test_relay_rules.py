@@ -34,9 +34,9 @@ def what_is_held_is_installed_from_relays_only(patch: Patch) -> None:
         identity: weights_pb2.Identity,
         planned: Collection[str],
         why: Mapping[str, Problem],
-        direct: bool,
+        never: str,
     ) -> None:
-        original(self, identity, planned, why, True)
+        original(self, identity, planned, why, "")
 
     patch.setattr(Targets, "take_ways", take_ways)
 

@@ -28,7 +28,7 @@ class Source:
     """What a rank offers: the slices s with s % world_size == rank.
 
     kind: "live": readers read the trainer's own memory. "snapshot": sealing copies it, and the copy stays. "directory":
-    files, which stay when the process is gone. alive: whether the owner's process is.
+    files, which stay when the process is gone. alive: whether the owner's process is. offered: not taken back.
     """
 
     lineage: str
@@ -40,6 +40,7 @@ class Source:
     memory: dict[int, str] = field(default_factory=dict)
     sealed: dict[int, str] = field(default_factory=dict)
     alive: bool = True
+    offered: bool = True
 
     @property
     def stays_sealed(self) -> bool:
@@ -73,10 +74,16 @@ class Source:
         """What is there at this moment."""
         if not self.alive and self.kind != "directory":
             raise SourceGoneError(f"rank {self.rank} of {self.lineage} is gone")
+        if not self.offered and self.kind != "directory":
+            raise SourceGoneError(f"rank {self.rank} of {self.lineage} has taken back what it published")
         content = self.memory if self.kind == "live" else self.sealed
         if index not in content:
             raise SourceGoneError(f"rank {self.rank} of {self.lineage} has sealed nothing")
         return content[index]
+
+    def has(self, index: int) -> bool:
+        """Whether its table lists a slice."""
+        return index % self.world_size == self.rank
 
     def digests(self) -> dict[str, str]:
         """Of what is readable."""

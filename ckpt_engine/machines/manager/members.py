@@ -314,8 +314,6 @@ class Members:
         trainer = Trainer(
             hello.lineage, hello.rank, hello.world_size, hello.session_id, hello.host, peer, now, _table(hello)
         )
-        if old is not None and old.session_id == hello.session_id and trainer.table is None:
-            trainer.table = old.table
         before = None if old is None else old.peer
         return trainer, self._speaks(peer, trainer, before, self.trainers, (hello.lineage, hello.rank))
 

@@ -18,7 +18,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 class Relaying:
     """Of one update whose root is known. record: its sealed record. ways: of the replicas that are installed from
-    relays, once that is settled."""
+    relays, once that is settled. left: why the trainer is not to be read any more; None: it may be."""
 
     def __init__(
         self, course: Course, targets: Targets, identity: weights_pb2.Identity, record: manager_pb2.BlobRef
@@ -30,6 +30,7 @@ class Relaying:
         self._prefetch = Prefetch(course, targets, identity)
         self._routes = Routes(course, targets, identity, record)
         self.ways: dict[str, Way] = {}
+        self.left: weights_pb2.Problem | None = None
 
     def start(self, compiled: Compiled, before: Relaying | None, now: float) -> bool:
         """Begins to fill relays; whether there are any to fill. before: of the update whose installs go on."""
@@ -54,12 +55,12 @@ class Relaying:
             self._routes.start(self._prefetch.held(), now)
         return self._course.phase == "joining" and self._routes.over
 
-    def overdue(self, seconds: float) -> None:
+    def overdue(self, seconds: float, now: float) -> None:
         """This phase's time is over, `seconds` after the update began: who has not answered is left out."""
         if self._course.phase == "filling":
             self._prefetch.overdue(seconds)
         else:
-            self._routes.overdue(seconds)
+            self._routes.overdue(seconds, now)
 
     def settle(self) -> None:
         """Decides how each replica is installed, and leaves those out that cannot be."""
@@ -67,8 +68,20 @@ class Relaying:
         for relay, problem in self._routes.unread().items():
             self._prefetch.leave_out(relay, problem)
         why = {**self._prefetch.why_not(), **self._routes.unfit()}
-        direct = self._course.order.until != manager_pb2.HELD
-        self._targets.take_ways(self._identity, self.ways.keys(), why, direct)
+        never, unknown = "", "no relay within its reach holds the version"
+        if self.left is not None:
+            never, unknown = self.left.message, "no relay was filled for it"
+        elif self._course.order.until == manager_pb2.HELD:
+            never = "the trainer goes on when relays hold the version"
+        why = dict.fromkeys(self._targets.prepared(), weights_pb2.Problem(message=unknown)) | why
+        self._targets.take_ways(self._identity, self.ways.keys(), why, never)
+
+    def alone(self, problem: weights_pb2.Problem) -> bool:
+        """The trainer is gone, or may change its weights: whether the update goes on without it, from relays that hold
+        the version or are being filled. Then nobody is to read the trainer."""
+        if self.left is None and (self._prefetch.missing() or self._prefetch.held()):
+            self.left = problem
+        return self.left is not None
 
     def add_to(self, report: manager_pb2.UpdateReport) -> None:
         """What relays did."""
@@ -91,11 +104,11 @@ class Relaying:
         """It said hello; whether it takes part."""
         return self._prefetch.back(holder)
 
-    def gone(self, relay: str, why: str) -> None:
+    def gone(self, relay: str, why: str, now: float) -> None:
         """It is not there any more, and nobody waits for it."""
         if self._course.refusable:
             self._prefetch.gone(relay, why)
-            self._routes.gone(relay, why)
+            self._routes.gone(relay, why, now)
 
     def answered(self, member: Member, body: manager_pb2.RelayFilled | manager_pb2.RelayProgress) -> None:
         """A relay was filled, or says how far it is."""

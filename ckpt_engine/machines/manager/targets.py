@@ -114,18 +114,17 @@ class Targets:
                 self._leave_out_unplanned(name, problem)
 
     def take_ways(
-        self, identity: weights_pb2.Identity, planned: Collection[str], why: Mapping[str, Problem], direct: bool
+        self, identity: weights_pb2.Identity, planned: Collection[str], why: Mapping[str, Problem], never: str
     ) -> None:
-        """planned: those that are installed from relays. direct: whether the others may read the trainer; those that
-        cannot, or may not, are left out. why: what is known of why they are not installed from relays."""
+        """planned: those that are installed from relays. never: why the others may not read the trainer; empty: they
+        may. Those that cannot, or may not, are left out. why: of all, why they are not installed from relays."""
         for name in self.lacking(identity):
             if name in planned:
                 continue
             if name in self._cut_off:
                 self._leave_out_unplanned(name, self._cut_off[name])
-            elif not direct:
-                reason = why[name].message if name in why else "no relay within its reach holds the version"
-                message = f"it keeps what it serves, since the trainer goes on when relays hold the version: {reason}"
+            elif never:
+                message = f"it keeps what it serves, since {never}: {why[name].message}"
                 self.leave_out(name, precondition(message, replica=name).problem)
 
     def too_few(self) -> Problem | None:

@@ -47,6 +47,14 @@ class ForgetSlot:
 
 
 @dataclass(frozen=True)
+class LetGoOf:
+    """Unmap what these tables offer, once nothing reads it. Result: None. tables: digests."""
+
+    tables: tuple[bytes, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
 class StopFilling:
     """A command: end the task that counts or fills, soon; its Done comes as ever."""
 
@@ -60,4 +68,4 @@ class FillingProgress:
     bytes_total: int
 
 
-RelayTask: TypeAlias = CountSlot | FillSlot | ForgetSlot
+RelayTask: TypeAlias = CountSlot | FillSlot | ForgetSlot | LetGoOf
