@@ -6,6 +6,7 @@ the doctor's and the transport's own job.
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
@@ -125,6 +126,39 @@ def by_gpu(source: Host, worker: Host) -> Verdict:
             "transport='shared_memory'",
         )
     return _across_gpus(source, worker)
+
+
+def by_network(source: Host, worker: Host) -> Verdict:
+    """Memory that a relay sends over a network, to whoever reaches the address that it told."""
+    where = name_of(source)
+    if not source.address:
+        return Verdict(
+            False,
+            f"host {where} told no address at which others reach it; start its relay with --listen HOST:PORT and "
+            "--advertise",
+        )
+    if _is_loopback(source.address) and not (
+        same_host(source, worker) and source.network_namespace and source.network_namespace == worker.network_namespace
+    ):
+        return Verdict(
+            False,
+            f"the relay of host {where} is reached at {source.address} only, which leads to no other host than its "
+            f"own, and not from host {name_of(worker)}; start it with --listen HOST:PORT, or --advertise another "
+            "address",
+        )
+    return Verdict(
+        True,
+        f"the relay of host {where} sends its memory over the network, from {source.address}",
+        Distance.NETWORK,
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether only processes of one network namespace reach it. A name counts as reachable."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
 
 
 def _across_gpus(source: Host, worker: Host) -> Verdict:

@@ -243,6 +243,62 @@ class Lender(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ArenaMemory:
+    """A relay's memory, all slots of it. id: 16 bytes that no other arena has. bytes: uint8[slots * slot_bytes], which
+    lenders only read. descriptor: the memory file that it maps as a whole; nobody who gets it can write to it."""
+
+    id: bytes
+    bytes: torch.Tensor
+    descriptor: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Where a relay is on its networks. listen: host:port to bind to; port 0: a free one. address: at which other hosts
+    reach it; the same as Host.address. name: the relay's, for messages."""
+
+    listen: str
+    address: str
+    name: str
+
+
+class ArenaLender(Protocol):
+    """The owner's side of a transport between relays. One instance an arena; any thread.
+
+    A region is a part of a slot, and the same from version to version: so is its locator. What changes with each
+    version is the lending: `lend` begins one, `refuse` ends it. A reader holds a lending before it reads, and what it
+    asks for after the lending has ended is refused, whoever it is.
+    """
+
+    def offer(self, id: int, slot: int, offset: int, size: int) -> Region:
+        """The region that lets other relays read `size` bytes from `offset` of a slot while it is lent."""
+        ...
+
+    @property
+    def readers(self) -> int:
+        """Relays that are connected now."""
+        ...
+
+    def lend(self, slot: int) -> None:
+        """Readers may hold the slot from now on."""
+        ...
+
+    def refuse(self, slot: int) -> None:
+        """Nobody who does not hold the slot may from now on. Waits for nobody."""
+        ...
+
+    def retire(self, slot: int) -> int:
+        """As `refuse`, and waits for those who hold the slot, each for as long as it may keep it. Returns how many were
+        overruled: nothing of the slot is sent to them any more."""
+        ...
+
+    def close(self) -> None:
+        """Ends every lending and every connection. May be repeated. Never raises."""
+        ...
+
+
 def source_of(region: Region) -> str:
     """The source of a region as messages name it."""
     return f"{region.source or 'its source'} (region {region.id} over {region.transport})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.reach import Distance
+from ckpt_engine.core.reach import Distance, by_network
 from ckpt_engine.core.topology import choose_transport
 from ckpt_engine.v1.weights_pb2 import Gpu, GpuReach, Host, Problem
 
@@ -128,3 +128,28 @@ def test_a_relay_reaches_whoever_sees_its_directory_in_whatever_namespace() -> N
     unknown = Host(boot_id="a", name="h1")
     with pytest.raises(CkptEngineError, match="unknown and unknown"):
         choose_transport(unknown, "relay_memory", unknown, ("relay_memory",))
+
+
+NETWORKED = Host(boot_id="b", network_namespace="net:[3]", name="h2", address="10.0.0.2")
+ALONE = Host(boot_id="b", network_namespace="net:[3]", name="h2", address="127.0.0.1")
+BESIDE = Host(boot_id="b", network_namespace="net:[3]", name="h2b")
+
+
+@pytest.mark.parametrize(
+    ("source", "reader", "ok", "words"),
+    [
+        (NETWORKED, HERE, True, ("h2", "10.0.0.2")),
+        (HERE, NETWORKED, False, ("h1", "no address", "--listen")),
+        (ALONE, HERE, False, ("h2", "127.0.0.1", "h1", "--listen")),
+        (ALONE, BESIDE, True, ("127.0.0.1",)),
+        (ALONE, Host(boot_id="b", name="pod"), False, ("127.0.0.1", "pod")),  # the same host, another network
+    ],
+)
+def test_a_network_reaches_who_told_an_address_that_leads_there(
+    source: Host, reader: Host, ok: bool, words: tuple[str, ...]
+) -> None:
+    verdict = by_network(source, reader)
+    assert verdict.ok is ok
+    assert not ok or verdict.distance == Distance.NETWORK
+    for word in words:
+        assert word in verdict.reason
