@@ -12,7 +12,7 @@ from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.members import Holder, Member
 from ckpt_engine.machines.manager.prefetch import Prefetch
 from ckpt_engine.machines.manager.routes import Routes
-from ckpt_engine.machines.manager.targets import Targets, Way
+from ckpt_engine.machines.manager.targets import Targets, Way, with_words
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -26,14 +26,13 @@ class Relaying:
         self._course = course
         self._targets = targets
         self._identity = identity
-        self._record = record
-        self._prefetch = Prefetch(course, targets, identity)
+        self._prefetch = Prefetch(course, targets, identity, record)
         self._routes = Routes(course, targets, identity, record)
         self.ways: dict[str, Way] = {}
 
     def start(self, compiled: Compiled, before: Relaying | None, now: float) -> bool:
         """Begins to fill relays; whether there are any to fill. before: of the update whose installs go on."""
-        self._prefetch.choose(compiled, self._record, None if before is None else before._prefetch)
+        self._prefetch.choose(compiled, None if before is None else before._prefetch)
         if not self._prefetch.missing():
             return False
         seconds = min(self._course.state.deadlines.fill, (self._course.order.end - now) / 2)
@@ -49,6 +48,8 @@ class Relaying:
 
     def over(self, now: float) -> bool:
         """Goes on if it can; whether everything is known."""
+        if self._course.phase == "filling":
+            self._prefetch.advance(self._course.left(now))
         if self._course.phase == "filling" and not self._prefetch.missing():
             self._course.begin("joining", self._course.state.deadlines.plan, now)
             self._routes.start(self._prefetch.held(), now)
@@ -67,6 +68,9 @@ class Relaying:
         for relay, problem in self._routes.unread().items():
             self._prefetch.leave_out(relay, problem)
         why = {**self._prefetch.why_not(), **self._routes.unfit()}
+        for name, lacks in self._prefetch.lacking().items():
+            if name in why:
+                why[name] = with_words(why[name], lacks)
         direct = self._course.order.until != manager_pb2.HELD
         self._targets.take_ways(self._identity, self.ways.keys(), why, direct)
 
