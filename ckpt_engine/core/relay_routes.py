@@ -282,6 +282,12 @@ class _Routing:
             found: list[Choice] = []
             failures: list[str] = []
             for transport in sorted(transports):
+                if transport not in relay.reads:
+                    failures.append(
+                        f"{relay.name} cannot read over {transport} (it can over {', '.join(relay.reads) or 'none'}); "
+                        f"run `ckpt-engine doctor` on host {name_of(relay.host)} to see why"
+                    )
+                    continue
                 try:
                     found.append(self._choose(host, transport, reader, relay.reads))
                 except CkptEngineError as error:

@@ -130,7 +130,10 @@ def test_a_relay_does_not_fill_itself() -> None:
         ([relay("b", "B")], ("start a relay on the host A", "ckpt-engine relay", "are two hosts")),
         ([relay("a", "A", lends="memory"), relay("b", "B")], ("reads no relay", "a: ", "are two hosts")),
         ([relay("a", "A", address=""), relay("b", "B")], ("a: ", "no address")),
-        ([relay("a", "A"), relay("b", "B", reads="memory")], ("a: ", "B cannot use wire")),
+        (
+            [relay("a", "A"), relay("b", "B", reads="memory")],
+            ("b cannot read over wire (it can over memory)", "host B"),
+        ),
     ],
 )
 def test_what_nobody_reaches_is_told_what_to_start(relays: list[Station], words: tuple[str, ...]) -> None:

@@ -7,8 +7,9 @@ import pytest
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.machines.events import Peer, Published
 from ckpt_engine.machines.manager.course import Course
+from ckpt_engine.machines.manager.filling import Filling
 from ckpt_engine.machines.manager.order import Order
-from ckpt_engine.machines.manager.prefetch import Filling, Prefetch
+from ckpt_engine.machines.manager.prefetch import Prefetch
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.targets import Targets
 from ckpt_engine.v1 import manager_pb2, weights_pb2

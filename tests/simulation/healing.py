@@ -56,6 +56,11 @@ class Healed:
                     raise BrokenPromiseError(f"{agent.name} belongs to {cluster}, and nobody is told")
                 self.world.note(f"{agent.name} of {cluster} is moved")
                 self.scenario.restart_agent(agent, 0.1)
+        for relay in list(self.scenario.relays):
+            cluster = relay.machine._session.cluster
+            if relay.alive and cluster not in ("", self.scenario.ledger.cluster):
+                relay.crash()
+                self.scenario.join_relay(relay.name, relay.host)
 
     def _nobody_gave_up(self) -> None:
         for agent in self.scenario.agents.values():

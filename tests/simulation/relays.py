@@ -35,7 +35,7 @@ class RelayShell(MemberShell):
         host: weights_pb2.Host = HOST,
     ) -> None:
         session = f"{name}-{cluster.world.random.getrandbits(32):08x}"
-        filling = manager_pb2.Filling(memory_bytes=1 << 30, reads=RELAYS_READ, lends=(RELAY, NETWORK))
+        self.filling = filling = manager_pb2.Filling(memory_bytes=1 << 30, reads=RELAYS_READ, lends=(RELAY, NETWORK))
         super().__init__(cluster, name, machine(name, session, host, filling, cluster.deadlines))
         self.host = host
         self.slots = [self._slot() for _ in range(SLOTS)]

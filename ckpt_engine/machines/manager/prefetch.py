@@ -3,7 +3,8 @@
 - A relay is filled for replicas that have a worker which reaches it, and with what all workers of its host need, also
   those of replicas that are away now. One that others further away read is filled for them too.
 - Each is told once those that it reads hold the version (`core.relay_routes`). Where one of these fails, whoever waits
-  for it is routed anew; whoever was reading it is told again as soon as somebody else holds the version.
+  for it is routed anew; whoever was reading it is told again as soon as somebody else holds the version. One that
+  failed although all that it reads hold it tries again a few times: networks may be cut for a moment.
 - A relay counts when its hello names the version under the very table of its answer.
 - A relay that fails, leaves, or does not answer in time is left out with a reason; no replica is touched by that.
 - The slot that replicas may be reading is never given up: that of the version which is being installed beside this
@@ -13,7 +14,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from ckpt_engine.core.problems import deadline, precondition, unavailable
 from ckpt_engine.core.reach import name_of
@@ -21,6 +21,7 @@ from ckpt_engine.core.relay_routes import Route, relay_routes
 from ckpt_engine.machines.events import Compiled, WorkerKey
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.fill_command import fill_command
+from ckpt_engine.machines.manager.filling import FINAL, Filling
 from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.machines.manager.prefetch_rule import by_way_of, in_between, prefetch_decision
 from ckpt_engine.machines.manager.relay_facts import (
@@ -33,32 +34,6 @@ from ckpt_engine.machines.manager.targets import Targets
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
-
-
-@dataclass
-class Filling:
-    """One relay that is filled. replicas: that are to be installed from it; none: it is a step in between. route: from
-    whom it is filled. command: what it was told last, by which route (`told`); None: it waits for its upstream. tried:
-    tables of relays that it was told to read. session: of the process that answered. left_out: why it does not
-    count."""
-
-    relay: str
-    replicas: tuple[str, ...]
-    route: Route = field(default_factory=lambda: Route(0, ()))
-    command: manager_pb2.FillRelay | None = None
-    told: Route | None = None
-    attempts: int = 0
-    tried: set[bytes] = field(default_factory=set)
-    answer: manager_pb2.RelayFilled | None = None
-    session: str = ""
-    left_out: Problem | None = None
-
-    @property
-    def failed(self) -> bool:
-        """Whether its answer says that it has not brought all that it was to bring."""
-        if self.answer is None or self.told is None:
-            return False
-        return self.answer.HasField("problem") or bool(self.answer.missing_cells and not self.told.lacks)
 
 
 class Prefetch:
@@ -77,6 +52,8 @@ class Prefetch:
         self._fillings: dict[str, Filling] = {}
         self._routed = 0  # how many were left out when routes were made
         self._from: dict[str, str] = {}  # by relay, a sentence that says why it is filled from or for others
+        # Whoever does not answer on a network is found to be gone after a lease.
+        self._tries = 1 + int(self._state.deadlines.lease / self._state.deadlines.resend)
         self.why: dict[str, str] = {}
 
     def choose(self, compiled: Compiled, before: Prefetch | None) -> None:
@@ -144,6 +121,13 @@ class Prefetch:
             filling.tried.clear()
         return True
 
+    def again(self, source: str) -> None:
+        """It has waited for a moment since it failed."""
+        filling = self._fillings.get(source)
+        if filling is not None:
+            filling.pausing = False
+            filling.tried.clear()
+
     def gone(self, source: str, why: str) -> None:
         """It will not come back, or has not in time."""
         filling = self._fillings.get(source)
@@ -159,7 +143,7 @@ class Prefetch:
                 filling.left_out = filling.answer.problem
             elif filling.command is None:
                 waits = ", ".join(name for name in filling.route.upstream if not self._has(name))
-                filling.left_out = deadline(f"it is filled from {waits or 'others'}, not filled {since}").problem
+                filling.left_out = deadline(f"it waited for {waits or 'its turn'} to hold the version {since}").problem
             else:
                 said = "does not say that it holds the version" if filling.answer is not None else "has not answered"
                 filling.left_out = deadline(f"it {said} {since}").problem
@@ -301,7 +285,14 @@ class Prefetch:
             filling.told, filling.answer = filling.route, None
             self._tell(filling, seconds)
             return True
-        if filling.answer is not None and filling.answer.HasField("problem"):
+        if filling.pausing:
+            return False
+        assert filling.answer is not None
+        if tables and filling.attempts <= self._tries and filling.answer.problem.code not in FINAL:
+            filling.pausing = True
+            self._course.timer(f"again {filling.relay}", self._state.deadlines.resend)
+            return True
+        if filling.answer.HasField("problem"):
             filling.left_out = filling.answer.problem
             return True
         return False
@@ -310,7 +301,7 @@ class Prefetch:
         """Whether it holds what it ever will. Some of it may be missing: then it is waited for whoever has more."""
         if not self._holds(filling):
             return False
-        return not filling.failed or all(self._has(name) for name in filling.route.upstream)
+        return not filling.failed or (not filling.pausing and all(map(self._has, filling.route.upstream)))
 
     def _counts(self, filling: Filling) -> bool:
         return filling.left_out is None and self._holds(filling)

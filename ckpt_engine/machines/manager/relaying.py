@@ -101,6 +101,15 @@ class Relaying:
             self._prefetch.gone(relay, why)
             self._routes.gone(relay, why)
 
+    def timer(self, step: str) -> bool:
+        """A timer of the update fired; whether it is one of a relay's."""
+        what, _, relay = step.partition(" ")
+        if what == "relay":
+            self.gone(relay, "it lost its session and did not come back")
+        elif what == "again":
+            self._prefetch.again(relay)
+        return what in ("relay", "again")
+
     def answered(self, member: Member, body: manager_pb2.RelayFilled | manager_pb2.RelayProgress) -> None:
         """A relay was filled, or says how far it is."""
         if self._course.phase != "filling" or not isinstance(member, Holder):

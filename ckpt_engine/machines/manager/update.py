@@ -236,8 +236,7 @@ class Update:
             self._phase_over(now)
         elif step.startswith("lost ") and (member := self._absences.not_back(step)) is not None:
             self.member_gone(member, now)
-        elif step.startswith("relay ") and self._relaying is not None:
-            self._relaying.gone(step.removeprefix("relay "), "it lost its session and did not come back")
+        elif self._relaying is not None and self._relaying.timer(step):
             self._go_on(now)
 
     # -- from phase to phase
