@@ -20,7 +20,7 @@ ALWAYS, HELD = manager_pb2.ALWAYS, manager_pb2.HELD
 
 @pytest.fixture
 def story() -> Story:
-    made = Story(far=True, fill=16.0)
+    made = Story(far=True, fill=16.0, update=40.0)
     made.hosts = [A, B, C]
     return made
 
@@ -142,7 +142,7 @@ def test_whoever_waits_for_a_relay_takes_another(story: Story, when: str, how: s
             return bool(a.streams) and any(phase(story).endswith(each) for each in ("sealing", "combining"))
         return a.fills == 1 if when == "while it is filled" else b.fills == 1
 
-    result = begun(story, group, reached, timeout_seconds=40.0)
+    result = begun(story, group, reached)
     if "killed" in how:
         a.crash()
         if "again" in how:
