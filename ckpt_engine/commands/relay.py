@@ -59,9 +59,28 @@ def relay(
     slot_grace: Annotated[
         float, typer.Option(help="Seconds that a reader may keep a version which is to be overwritten.", min=0)
     ] = 30.0,
+    listen: Annotated[
+        str,
+        typer.Option(
+            envvar="CKPT_ENGINE_RELAY_LISTEN",
+            help="HOST:PORT at which relays of other hosts reach it; port 0: a free one. Default: none of them does.",
+        ),
+    ] = "127.0.0.1:0",
     advertise: Annotated[
-        str, typer.Option(envvar="CKPT_ENGINE_ADVERTISE", help="Name or IP at which other hosts reach this one.")
+        str,
+        typer.Option(
+            envvar="CKPT_ENGINE_ADVERTISE",
+            help="Name or IP at which they do. Default: the one it listens on; of all: the one towards the manager.",
+        ),
     ] = "",
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            envvar="CKPT_ENGINE_RELAY_INSECURE",
+            help="Send weights to other hosts without encryption.",
+        ),
+    ] = False,
     until_stdin_ends: Annotated[bool, typer.Option("--until-stdin-ends", hidden=True)] = False,
     deadline: Deadline = None,
     log_level: LogLevel = Level.INFO,
@@ -92,7 +111,9 @@ def relay(
             everything=hold is Hold.EVERYTHING,
             users=tuple(user or ()),
             slot_grace=slot_grace,
+            listen=listen,
             advertise=advertise,
+            insecure=insecure,
             deadlines=deadlines,
         )
     except CkptEngineError as error:

@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
-from ckpt_engine.core.reach import Rule, by_directory, by_file, by_gpu, by_process
+from ckpt_engine.core.reach import Rule, by_directory, by_file, by_gpu, by_network, by_process
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,13 @@ _OWN = (
         lends=frozenset({FILES}),
         outlives=True,
         on_host="ckpt_engine.transport.on_host:file",
+    ),
+    TransportKind(
+        name="tcp",
+        reach=by_network,
+        reader="ckpt_engine.transport.tcp:TcpFetcher",
+        relays_only=True,
+        arena="ckpt_engine.transport.tcp:TcpArenaLender",
     ),
 )
 

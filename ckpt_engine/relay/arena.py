@@ -21,6 +21,7 @@ import torch
 from ckpt_engine.core.problems import invalid, unavailable
 from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS, check_memory, check_room
 from ckpt_engine.host.room import memory_room
+from ckpt_engine.transport.base import ArenaMemory
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,13 @@ class Arena:
             )
         start = slot * self.slot_bytes + offset
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).view(tuple(shape))
+
+    def lendable(self) -> ArenaMemory:
+        """What lenders between relays read. Raises INVALID_ARGUMENT after `close`."""
+        if self._memory is None:
+            raise invalid("the relay's memory was closed")
+        whole = torch.frombuffer(self._memory, dtype=torch.uint8, count=self.size)
+        return ArenaMemory(self.id, whole, self.descriptor, self.slot_bytes)
 
     def close(self) -> None:
         """Nobody gets its descriptor from now on. The memory goes when nobody maps it any more. May be repeated."""

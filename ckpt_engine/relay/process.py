@@ -60,9 +60,10 @@ async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
             settings.called,
             this_host(settings.advertise),
             settings.memory,
-            all_transports(),
+            all_transports(relay=True),
             settings.slot_grace,
             settings.users,
+            settings.network(),
         )
         try:
             if slow := await asyncio.to_thread(warm_up):  # the first filling must not wait for a compiler
@@ -114,8 +115,7 @@ class _Relay:
                 in_words(room),
             )
         self._filling = manager_pb2.Filling(memory_bytes=memory, everything=settings.everything)
-        host = this_host(settings.advertise)  # the directory is there by now
-        machine = RelayMachine(settings.called, uuid.uuid4().hex, host, self._filling, settings.deadlines)
+        machine = RelayMachine(settings.called, uuid.uuid4().hex, slots.host, self._filling, settings.deadlines)
         self._session = OfferingSession(
             settings.manager, machine, self._seal, self._notified, settings.deadlines.goodbye, self._perform, "relay"
         )

@@ -20,6 +20,7 @@ from ckpt_engine.core.offers import region_offered
 from ckpt_engine.core.problems import aborted, deadline, precondition
 from ckpt_engine.core.relay_layout import SLOTS, SlotLayout, lay_out, wanted_of
 from ckpt_engine.core.sealed_record import Recorded, read_record
+from ckpt_engine.core.transports import arena_kinds, made
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.door import Door
 from ckpt_engine.relay.fill import Filled, Filling, Progress
@@ -28,11 +29,12 @@ from ckpt_engine.relay.sources import Sources
 from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.source.host_memory import contiguous
 from ckpt_engine.torch_dtypes import torch_dtype
-from ckpt_engine.transport.base import Transport
+from ckpt_engine.transport.base import ArenaLender, Network, Transport
 from ckpt_engine.v1.weights_pb2 import (
     Atoms,
     Host,
     Identity,
+    OfferedRegion,
     SealedRecord,
     Shard,
     SourceTable,
@@ -87,8 +89,8 @@ class _Ready:
 class Slots:
     """The memory of one relay. Any thread. name: of the relay; its tables' id.
 
-    memory: bytes of both slots. slot_grace: see Door. users: that may read, besides this user and root.
-    Raises as Arena and Door.
+    memory: bytes of both slots. slot_grace: see Door. users: that may read, besides this user and root. network: where
+    relays of other hosts find it; None: they do not. Raises as Arena, Door and lenders between relays.
     """
 
     def __init__(
@@ -99,21 +101,44 @@ class Slots:
         transports: Mapping[str, Transport],
         slot_grace: float = 30.0,
         users: Collection[int] = (),
+        network: Network | None = None,
     ) -> None:
         self._id = f"relay {name}"
         self._transports = dict(transports)
         self._lock = threading.Lock()
         self._arena = Arena(memory)
         self._door = Door(self._arena, slot_grace, users)
+        self._lenders = self._lent_over(network)
         self._gpus = TrainersGpus()
         self._host = Host()
         self._host.CopyFrom(host)
         self._host.relay_directory = self._door.directory
+        if network is not None:
+            self._host.address = network.address
         self._held: list[Held | None] = [None] * SLOTS
         self._ready: list[_Ready | None] = [None] * SLOTS
         self._writing = threading.Lock()
         self._turn = 0
         self._closed = False
+
+    def _lent_over(self, network: Network | None) -> list[ArenaLender]:
+        found: list[ArenaLender] = []
+        try:
+            for kind in arena_kinds() if network is not None else ():
+                assert kind.arena is not None, kind.name
+                found.append(made(kind.arena, self._arena.lendable(), network))
+        except BaseException:
+            for lender in found:
+                lender.close()
+            self._door.close()
+            self._arena.close()
+            raise
+        return found
+
+    @property
+    def host(self) -> Host:
+        """As its tables have it."""
+        return self._host
 
     @property
     def slot_bytes(self) -> int:
@@ -137,8 +162,8 @@ class Slots:
 
     @property
     def readers(self) -> int:
-        """Processes that map it now."""
-        return self._door.readers
+        """Processes that map it now, and connections of other relays."""
+        return self._door.readers + sum(lender.readers for lender in self._lenders)
 
     def held(self, slot: int) -> Held | None:
         """What can be read in a slot."""
@@ -212,7 +237,8 @@ class Slots:
             recorded = read_record(wish.record, wish.identity.root)
             layout = lay_out(recorded, [wanted_of(needs, recorded) for needs in wish.needs], wish.everything)
             self._arena.reserve(slot, layout.size, f"version {wish.identity.version} of {wish.identity.lineage}")
-            sources = Sources(recorded, wish.tables, self._transports, self._host, self._gpus)
+            landing = self._arena.tensor(slot, 0, (layout.size,), torch.uint8)
+            sources = Sources(recorded, wish.tables, self._transports, self._host, self._gpus, landing)
 
             def memory(offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
                 return self._arena.tensor(slot, offset, shape, dtype)
@@ -241,7 +267,7 @@ class Slots:
     ) -> Held:
         began = time.monotonic()
         self._held[slot] = None
-        overruled = self._door.retire(slot)
+        overruled = self._retire(slot)
         waited = time.monotonic() - began
         layout = ready.filling.layout
         filled = ready.filling.run(ready.recorded, stop_at, cancelled, progress)
@@ -253,14 +279,22 @@ class Slots:
                 raise aborted("bringing this version was overtaken by a newer command")
             self._held[slot] = held
             self._door.lend(slot)
+            for lender in self._lenders:
+                lender.lend(slot)
         return held
+
+    def _retire(self, slot: int) -> int:
+        """Waits for whoever reads a slot, here and elsewhere. Returns how many were overruled."""
+        for lender in self._lenders:
+            lender.refuse(slot)
+        return self._door.retire(slot) + sum(lender.retire(slot) for lender in self._lenders)
 
     def withdraw(self, slot: int) -> int:
         """Forgets what is in a slot once its readers are done, or were overruled; returns how many were. Its memory
         stays the relay's."""
         self.stop()  # a filling that nobody waits for any more must not lend it afterwards
         self._held[slot] = None
-        overruled = self._door.retire(slot)
+        overruled = self._retire(slot)
         self._forget(slot)
         return overruled
 
@@ -270,6 +304,8 @@ class Slots:
             self._closed = True
             self._turn += 1
         self._door.close()
+        for lender in self._lenders:
+            lender.close()
         ended = self._writing.acquire(timeout=CLOSE_SECONDS)  # what reads sources must not find them closed
         for slot in range(SLOTS):
             self._held[slot] = None
@@ -294,6 +330,13 @@ class Slots:
             wish.everything,
         )
 
+    def _offered(self, slot: int, layout: SlotLayout) -> list[OfferedRegion]:
+        """A region for each group, in every way in which it is lent."""
+        return [
+            region_offered([near, *(lender.offer(near.id, slot, group.offset, group.size) for lender in self._lenders)])
+            for near, group in zip(self._door.regions(slot, layout.groups), layout.groups, strict=True)
+        ]
+
     def _table(
         self, slot: int, recorded: Recorded, layout: SlotLayout, missing: Collection[int]
     ) -> tuple[SourceTable, list[torch.Tensor]]:
@@ -302,13 +345,13 @@ class Slots:
         atoms = [atom for atom in layout.atoms if atom.cell not in missing and atom.box.volume]
         tensors = sorted({atom.tensor for atom in atoms})
         place = {tensor: index for index, tensor in enumerate(tensors)}
-        regions = self._door.regions(slot, layout.groups)
+        regions = self._offered(slot, layout)
         used = {atom.group for atom in atoms}
         table = SourceTable(
             host=self._host,
             id=self._id,
             tensors=[specs[tensor] for tensor in tensors],
-            regions=[region_offered([region]) for region in regions if region.id in used],
+            regions=[region for region in regions if region.id in used],
             shards=[
                 Shard(
                     tensor=place[atom.tensor],

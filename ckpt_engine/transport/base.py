@@ -158,6 +158,20 @@ class Link(Protocol):
 
 
 @runtime_checkable
+class LeasedLink(Protocol):
+    """What a Link can do besides, if its owner waits for its readers before it writes to what they read."""
+
+    def hold(self, seconds: float) -> None:
+        """Asks the owner to leave the memory as it is until `rest`. Raises UNAVAILABLE if it is gone or brings another
+        version there, DEADLINE_EXCEEDED if it does not answer."""
+        ...
+
+    def rest(self) -> None:
+        """Nothing is read before the next `hold`. Never raises."""
+        ...
+
+
+@runtime_checkable
 class Fetcher(Protocol):
     """The reader's side of a fetched transport. One instance a worker."""
 
@@ -256,12 +270,14 @@ class ArenaMemory:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Where a relay is on its networks. listen: host:port to bind to; port 0: a free one. address: at which other hosts
-    reach it; the same as Host.address. name: the relay's, for messages."""
+    """Where a relay is on its networks. listen: host:port to bind to; port 0: a free one. address: name or IP at which
+    other hosts reach it; the same as Host.address. slot_grace: seconds that a reader may keep a slot which the relay
+    wants to fill. insecure: others than this host may be served without encryption."""
 
     listen: str
     address: str
-    name: str
+    slot_grace: float
+    insecure: bool = False
 
 
 class ArenaLender(Protocol):

@@ -16,7 +16,7 @@ from ckpt_engine.core.sealed_record import Recorded
 from ckpt_engine.digest.boxes import digest_box
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.relay import arena as relay_arena
-from ckpt_engine.relay import fill as relay_fill
+from ckpt_engine.relay import batches as relay_batches
 from ckpt_engine.relay.arena import Arena, free_huge_pages
 from ckpt_engine.relay.fill import Filling
 from ckpt_engine.relay.slots import Held, Slots, Wish
@@ -200,7 +200,7 @@ def test_memory_is_counted_before_a_slot_is_given_up(monkeypatch: pytest.MonkeyP
 
 def test_a_filling_ends_at_its_deadline_and_when_it_is_overtaken(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither leaves anything that could be read."""
-    monkeypatch.setattr(relay_fill, "BATCH_BYTES", 1024)
+    monkeypatch.setattr(relay_batches, "BATCH_BYTES", 1024)
     checkpoint, recorded = checkpoint_of()
     all = all_of(recorded, tables(checkpoint))
     slots.fill(0, all, 60.0)
@@ -224,7 +224,7 @@ def test_a_filling_ends_at_its_deadline_and_when_it_is_overtaken(slots: Slots, m
 
 
 def test_pieces_larger_than_a_batch_are_cut_and_add_up(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_fill, "BATCH_BYTES", 100)
+    monkeypatch.setattr(relay_batches, "BATCH_BYTES", 100)
     checkpoint, recorded = checkpoint_of(5)
     held = slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
     assert (held.filled.missing, held.filled.again) == ((), 0)
