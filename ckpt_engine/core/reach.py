@@ -50,14 +50,15 @@ def by_process(source: Host, worker: Host) -> Verdict:
         return Verdict(
             False,
             f"the source's memory is on host {name_of(source)}, and the worker runs on host {name_of(worker)}; start a "
-            "replica on the trainer's host, or publish from a checkpoint directory that both can read",
+            "relay on both hosts (`ckpt-engine relay`), since only relays read over a network",
         )
     if not source.pid_namespace or source.pid_namespace != worker.pid_namespace:
         return Verdict(
             False,
             f"source and worker share host {name_of(source)} but not its process ids ({_namespace(source)} and "
             f"{_namespace(worker)}), so the worker cannot open the source's memory; run both in one container, or "
-            "their containers with a common PID namespace (docker run --pid=host, Kubernetes shareProcessNamespace)",
+            "their containers with a common PID namespace (docker run --pid=host, Kubernetes shareProcessNamespace), or "
+            "start a relay in each (`ckpt-engine relay`)",
         )
     return Verdict(
         True,
@@ -105,7 +106,7 @@ def by_gpu(source: Host, worker: Host) -> Verdict:
         return Verdict(
             False,
             f"the source's GPU memory is on host {where}, and the worker runs on host {name_of(worker)}; start a "
-            "replica on the trainer's host, or publish from a checkpoint directory that both can read",
+            "relay on both hosts (`ckpt-engine relay`), since only relays read over a network",
         )
     for what, one, other in (
         ("process ids", source.pid_namespace, worker.pid_namespace),

@@ -153,3 +153,20 @@ def test_a_network_reaches_who_told_an_address_that_leads_there(
     assert not ok or verdict.distance == Distance.NETWORK
     for word in words:
         assert word in verdict.reason
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "cuda_ipc", "relay_memory"])
+def test_containers_without_common_namespaces_are_hosts_of_their_own(transport: str) -> None:
+    """One machine, so one boot id; and nothing else in common."""
+    card = [gpu(1)]
+    one = Host(
+        boot_id="a", pid_namespace="pid:[1]", network_namespace="net:[1]", relay_directory="8:1", name="one", gpus=card
+    )
+    other = Host(
+        boot_id="a", pid_namespace="pid:[2]", network_namespace="net:[2]", relay_directory="8:2", name="two", gpus=card
+    )
+    assert choose_transport(one, transport, one, (transport,)).transport == transport
+    with pytest.raises(CkptEngineError, match="but not"):
+        choose_transport(one, transport, other, (transport,))
+    one.address = "10.0.0.1"
+    assert by_network(one, other).ok
