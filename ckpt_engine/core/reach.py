@@ -57,8 +57,8 @@ def by_process(source: Host, worker: Host) -> Verdict:
             False,
             f"source and worker share host {name_of(source)} but not its process ids ({_namespace(source)} and "
             f"{_namespace(worker)}), so the worker cannot open the source's memory; run both in one container, or "
-            "their containers with a common PID namespace (docker run --pid=host, Kubernetes shareProcessNamespace), or "
-            "start a relay in each (`ckpt-engine relay`)",
+            "their containers with a common PID namespace (docker run --pid=host, Kubernetes shareProcessNamespace), "
+            "or start a relay in each",
         )
     return Verdict(
         True,
