@@ -13,7 +13,9 @@ from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.record.record import record
 from ckpt_engine.transport.file import file_region
 from ckpt_engine.transport.shared_memory import SharedArena
+from ckpt_engine.transport.tcp import wire
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from ckpt_engine.v1.relay_pb2 import TcpLocator
 
 HOST = weights_pb2.Host(boot_id="boot", pid_namespace="pid", name="here")
 DIGEST = bytes(range(32))
@@ -209,6 +211,24 @@ def region_seeds() -> list[bytes]:
         file_region(1, __file__, 0, 64).SerializeToString(),
         cuda.SerializeToString(),
     ]
+
+
+def relay_reader() -> bytes:
+    """All that a relay says that reads another one over TCP."""
+    read = wire.question(wire.READ, bytes(range(16)), [(0, 64), (128, 3968)])
+    said = wire.hello(0, bytes(16), bytes(32)) + wire.question(wire.HOLD)
+    return said + read + wire.question(wire.RELEASE)
+
+
+def relay_owner() -> bytes:
+    """Answers to it."""
+    lending = wire.frame(wire.YES, 0) + wire.frame(wire.YES, 16) + bytes(16)
+    return lending + wire.frame(wire.DATA, 3) + b"abc" + wire.refusal(wire.GONE, "it was given up")
+
+
+def tcp_region() -> bytes:
+    locator = TcpLocator(addresses=["10.0.0.1:7000"], arena=bytes(16), token=bytes(32), offset=64)
+    return weights_pb2.Region(transport="tcp", size=64, locator=locator.SerializeToString()).SerializeToString()
 
 
 def safetensors_file() -> bytes:

@@ -26,9 +26,12 @@ from tests.fuzz.readers import (
     orders,
     records,
     regions,
+    relay_answers,
+    relay_readers,
     safetensors,
     state_page,
     tables,
+    tcp_locators,
     texts,
     uploads,
     worker_needs,
@@ -46,10 +49,13 @@ from tests.fuzz.seeds import (
     ready_order,
     ref,
     region_seeds,
+    relay_owner,
+    relay_reader,
     safetensors_file,
     sealed_record,
     serialised,
     table,
+    tcp_region,
 )
 
 IDENTITY = weights_pb2.Identity(lineage="run", version=1, root=b"r" * 32)
@@ -160,6 +166,9 @@ TARGETS = [
     Target("ready orders", [ready_order()], lambda: orders(worker_pb2.ReadyOrder), worker_pb2.ReadyOrder),
     Target("install orders", [install_order()], lambda: orders(worker_pb2.InstallOrder), worker_pb2.InstallOrder),
     Target("regions", region_seeds(), regions, weights_pb2.Region),
+    Target("relays that read", [relay_reader()], relay_readers),
+    Target("answers of relays", [relay_owner()], relay_answers),
+    Target("TCP locators", [tcp_region()], tcp_locators, weights_pb2.Region),
     Target("state page", [bytes(SLOT)], state_page, weight=0.02),
     Target("gate", [b"generate\nx-ckpt-engine-token: x", b"pause", b"ckpt_engine/install"], gate_requests),
     Target(

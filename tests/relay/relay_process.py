@@ -72,7 +72,7 @@ def written(wish: Wish) -> dict[str, Any]:
     }
 
 
-def _wish(told: dict[str, Any]) -> Wish:
+def read_wish(told: dict[str, Any]) -> Wish:
     return Wish(
         Identity.FromString(bytes.fromhex(told["identity"])),
         SealedRecord.FromString(bytes.fromhex(told["record"])),
@@ -83,7 +83,7 @@ def _wish(told: dict[str, Any]) -> Wish:
 
 
 def _fill(slots: Slots, slot: int, wish: dict[str, Any], seconds: float) -> dict[str, Any]:
-    held = slots.fill(slot, _wish(wish), seconds)
+    held = slots.fill(slot, read_wish(wish), seconds)
     return {
         "table": held.table.SerializeToString().hex(),
         "missing": [each.problem.message for each in held.filled.missing],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import ssl
 import struct
@@ -86,9 +87,9 @@ def shut(connection: socket.socket) -> None:
 
 def has_hung_up(connection: socket.socket) -> bool:
     """Whether the other side has, as far as one can tell without waiting."""
+    asked = select.poll()
     try:
-        return socket.socket.recv(connection, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
+        asked.register(connection.fileno(), select.POLLRDHUP)
+        return bool(asked.poll(0))
+    except (OSError, ValueError):  # closed already
         return True
