@@ -56,11 +56,12 @@ async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
     machine failed (INTERNAL).
     """
     with alone(made_directory(bool(settings.users)), LOOKERS_SECONDS):
+        transports = all_transports(relay=True)
         slots = Slots(
             settings.called,
             this_host(settings.advertise),
             settings.memory,
-            all_transports(relay=True),
+            transports,
             settings.slot_grace,
             settings.users,
             settings.network(),
@@ -70,7 +71,7 @@ async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
                 log.warning(
                     "%s: what is brought is digested by numpy, at a tenth of the speed; pip install numba", slow
                 )
-            relay = _Relay(settings, slots)
+            relay = _Relay(settings, slots, tuple(transports))
             try:
                 problem = await relay.until(stop)
             finally:
@@ -83,9 +84,10 @@ async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
 
 
 class _Relay:
-    """Made on the loop. slots: closed by whoever made them, after this one."""
+    """Made on the loop. slots: closed by whoever made them, after this one. reads: the transports that it can read
+    with."""
 
-    def __init__(self, settings: RelaySettings, slots: Slots) -> None:
+    def __init__(self, settings: RelaySettings, slots: Slots, reads: Sequence[str]) -> None:
         self._settings = settings
         self._slots = slots
         self._work = RelayWork(slots, self._fetch)
@@ -114,7 +116,9 @@ class _Relay:
                 in_words(memory),
                 in_words(room),
             )
-        self._filling = manager_pb2.Filling(memory_bytes=memory, everything=settings.everything)
+        self._filling = manager_pb2.Filling(
+            memory_bytes=memory, everything=settings.everything, reads=reads, lends=slots.lends
+        )
         machine = RelayMachine(settings.called, uuid.uuid4().hex, slots.host, self._filling, settings.deadlines)
         self._session = OfferingSession(
             settings.manager, machine, self._seal, self._notified, settings.deadlines.goodbye, self._perform, "relay"

@@ -51,6 +51,10 @@ CLOSE_SECONDS = 10.0
 """For a filling to end once it was told to: it looks after each batch."""
 
 
+NEAR = "relay_memory"
+"""The transport over which processes of the host read it."""
+
+
 @dataclass(frozen=True)
 class Wish:
     """A version to bring. record: hashes to identity.root, or it is refused. tables: of those who hold it, in the order
@@ -98,7 +102,9 @@ class Slots:
     """The memory of one relay. Any thread. name: of the relay; its tables' id.
 
     memory: bytes of both slots. slot_grace: see Door. users: that may read, besides this user and root. network: where
-    relays of other hosts find it; None: they do not. Raises as Arena, Door and lenders between relays.
+    relays of other hosts find it; None: they do not. lends: the transports over which it is read.
+
+    Raises as Arena, Door and lenders between relays.
     """
 
     def __init__(
@@ -116,6 +122,7 @@ class Slots:
         self._lock = threading.Lock()
         self._arena = Arena(memory, ucx=ucx_devices() if network is not None and UCX in transports else ())
         self._door = Door(self._arena, slot_grace, users)
+        self.lends: tuple[str, ...] = (NEAR,)
         self._lenders = self._lent_over(network)
         self._gpus = TrainersGpus()
         self._host = Host()
@@ -137,6 +144,7 @@ class Slots:
                     continue
                 assert kind.arena is not None, kind.name
                 found.append(made(kind.arena, self._arena.lendable(), network))
+                self.lends = (*self.lends, kind.name)
         except BaseException:
             for lender in found:
                 lender.close()

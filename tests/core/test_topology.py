@@ -25,14 +25,19 @@ def test_one_host_shares_memory_and_the_reason_is_a_sentence() -> None:
     assert choose_transport(HERE, "file", CONTAINER, BOTH).transport == "file"
 
 
+def test_a_directory_that_two_hosts_may_have_is_proposed_last() -> None:
+    for source, worker in ((HERE, THERE), (NOWHERE, NOWHERE)):
+        choice = choose_transport(source, "file", worker, BOTH)
+        assert choice.distance == Distance.SHARED_FILE == max(Distance)
+        assert "a directory that both have" in choice.reason
+
+
 @pytest.mark.parametrize(
     ("source", "transport", "worker", "available", "words"),
     [
         (HERE, "shared_memory", THERE, BOTH, ("h1", "h2")),
         (HERE, "shared_memory", CONTAINER, BOTH, ("pid:[1]", "pid:[2]", "PID namespace")),
-        (HERE, "file", THERE, BOTH, ("h1", "h2")),
         (NOWHERE, "shared_memory", NOWHERE, BOTH, ("host",)),  # unknown is never "the same"
-        (NOWHERE, "file", NOWHERE, BOTH, ("host",)),
         (HERE, "shared_memory", HERE, ("file",), ("shared_memory", "doctor")),
         (HERE, "file", HERE, (), ("none", "doctor")),
         (HERE, "pigeon", HERE, ("pigeon",), ("pigeon", "version")),
@@ -153,3 +158,20 @@ def test_a_network_reaches_who_told_an_address_that_leads_there(
     assert not ok or verdict.distance == Distance.NETWORK
     for word in words:
         assert word in verdict.reason
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "cuda_ipc", "relay_memory"])
+def test_containers_without_common_namespaces_are_hosts_of_their_own(transport: str) -> None:
+    """One machine, so one boot id; and nothing else in common."""
+    card = [gpu(1)]
+    one = Host(
+        boot_id="a", pid_namespace="pid:[1]", network_namespace="net:[1]", relay_directory="8:1", name="one", gpus=card
+    )
+    other = Host(
+        boot_id="a", pid_namespace="pid:[2]", network_namespace="net:[2]", relay_directory="8:2", name="two", gpus=card
+    )
+    assert choose_transport(one, transport, one, (transport,)).transport == transport
+    with pytest.raises(CkptEngineError, match="but not"):
+        choose_transport(one, transport, other, (transport,))
+    one.address = "10.0.0.1"
+    assert by_network(one, other).ok

@@ -1,7 +1,7 @@
 """The simulated shell of a relay: two slots that are filled slice by slice, while whoever has a plan may read them.
 
 A slot's table is the same whatever version lies in it, so a plan of a version that was given up reads the next one. It
-waits for no reader, which is the worst that a real one does.
+waits for no reader, which is the worst that a real one does. Like a real one it reads nothing that it does not reach.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import json
 from typing import Any
 
 from ckpt_engine.core.offers import holder_id
-from ckpt_engine.core.problems import aborted, data_loss, deadline, invalid
+from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, invalid
 from ckpt_engine.core.relay_layout import SLOTS
 from ckpt_engine.machines import events
 from ckpt_engine.machines.relay.member import KIND, RelayMachine
 from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot, LetGoOf, SlotFilled, StopFilling
-from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.simulation.hosts import HOST, NETWORK, RELAY, RELAYS_READ, ways
 from tests.simulation.members import Cluster, MemberShell
-from tests.simulation.shell import HOST
-from tests.simulation.weights import SLICES, HeldSource, SourceGoneError, ref_of
+from tests.simulation.weights import SLICES, HeldSource, Source, SourceGoneError, ref_of
 from tests.simulation.world import Signal, Steps
 
 
@@ -28,10 +28,17 @@ class RelayShell(MemberShell):
 
     envelopes = (manager_pb2.HolderMessage, manager_pb2.HolderCommand)
 
-    def __init__(self, cluster: Cluster, name: str, machine: type[RelayMachine] = RelayMachine) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        machine: type[RelayMachine] = RelayMachine,
+        host: weights_pb2.Host = HOST,
+    ) -> None:
         session = f"{name}-{cluster.world.random.getrandbits(32):08x}"
-        filling = manager_pb2.Filling(memory_bytes=1 << 30)
-        super().__init__(cluster, name, machine(name, session, HOST, filling, cluster.deadlines))
+        self.filling = filling = manager_pb2.Filling(memory_bytes=1 << 30, reads=RELAYS_READ, lends=(RELAY, NETWORK))
+        super().__init__(cluster, name, machine(name, session, host, filling, cluster.deadlines))
+        self.host = host
         self.slots = [self._slot() for _ in range(SLOTS)]
         self.fills = 0
         self._last = Signal()
@@ -44,13 +51,26 @@ class RelayShell(MemberShell):
 
     def _slot(self) -> HeldSource:
         number = self.world.random.getrandbits(32)
-        return HeldSource("", 0, 1, "held", "", number, {}, {}, source=holder_id(KIND, self.name))
+        return HeldSource(
+            "", 0, 1, "held", "", number, {}, {}, host=self.host, source=holder_id(KIND, self.name), relay=self.name
+        )
 
     def crash(self) -> None:
         """What is mapped stays readable; who has not mapped it finds nothing. Here: nothing."""
         super().crash()
         for slot in self.slots:
             slot.alive = False
+
+    def stop_for(self, seconds: float) -> None:
+        """What is mapped can be read; on the network nobody answers."""
+        super().stop_for(seconds)
+        for slot in self.slots:
+            slot.silent = self._held is not None
+
+    def _go_on(self) -> None:
+        for slot in self.slots:
+            slot.silent = False
+        super()._go_on()
 
     def own(self, command: Any) -> None:
         """Ends a filling."""
@@ -83,7 +103,7 @@ class RelayShell(MemberShell):
         wanted = yield from self.fetch((task.atoms,))
         table = json.loads(wanted[0])["table"]
         for slot in self.slots:
-            if table == ref_of(slot.table()).digest.hex() and len(slot.memory) == SLICES:
+            if table == ref_of(slot.table()).digest.hex() and len(slot.memory) == SLICES - len(slot.lacks):
                 return (yield from self.put_digests(slot, task.atoms))
         raise invalid("these atoms are of nothing that it holds")
 
@@ -112,12 +132,25 @@ class RelayShell(MemberShell):
         truth.sources[ref_of(slot.table()).digest] = slot
         (data,) = yield from self.fetch((command.record,))
         record = json.loads(data)
+        lacks: dict[int, weights_pb2.Problem] = {}
         for index in range(SLICES):
             yield self.world.between(0.001, 0.03)
+            if self._over_network(command):
+                yield self.world.between(0.0, self.faults.wire_delay)
             self._may_go_on(end, stops)
-            slot.memory[index] = slot.sealed[index] = self._read(command, index, record[str(index)])
-        slot.filled = command.identity
-        return SlotFilled(slot.table(), data, manager_pb2.RelayFilled(bytes=SLICES))
+            try:
+                slot.memory[index] = slot.sealed[index] = self._read(command, index, record[str(index)])
+            except CkptEngineError as error:
+                slot.memory.pop(index, None)
+                lacks[index] = error.problem
+        if len(lacks) == SLICES:
+            raise CkptEngineError(lacks[0])
+        slot.filled, slot.lacks = command.identity, frozenset(lacks)
+        truth.sources[ref_of(slot.table()).digest] = slot
+        told = manager_pb2.RelayFilled(
+            bytes=SLICES - len(lacks), missing=list(lacks.values()), missing_cells=len(lacks)
+        )
+        return SlotFilled(slot.table(), data, told)
 
     def _may_go_on(self, end: float, stops: int) -> None:
         if self._stops != stops:
@@ -125,9 +158,21 @@ class RelayShell(MemberShell):
         if self.world.now >= end:
             raise deadline("the time for filling is over")
 
+    def _over_network(self, command: manager_pb2.FillRelay) -> bool:
+        sources = (self.cluster.truth.sources[ref.digest] for ref in command.tables)
+        return any(self._way(source) == NETWORK for source in sources)
+
+    def _way(self, source: Source) -> str:
+        """The transport over which it reads a source; empty if none leads there."""
+        found = ways(source.host, source.offered, self.host, RELAYS_READ)
+        return found[0].transport if found else ""
+
     def _read(self, command: manager_pb2.FillRelay, index: int, wanted: str) -> str:
         for ref in command.tables:
             source = self.cluster.truth.sources[ref.digest]
+            way = self._way(source)
+            if not way or (way == NETWORK and self._fails(source)):
+                continue
             try:
                 found = source.read(index)
             except SourceGoneError:
@@ -139,6 +184,10 @@ class RelayShell(MemberShell):
     def _let_go(self, task: LetGoOf) -> Steps:
         yield self._last
         self.mapped -= set(task.tables)
+
+    def _fails(self, source: Source) -> bool:
+        cut = frozenset({source.host.name, self.host.name}) in self.faults.wire_cuts
+        return cut or (isinstance(source, HeldSource) and source.silent) or self.world.chance(self.faults.wire)
 
     def _forget(self, task: ForgetSlot) -> Steps:
         yield self.world.between(0.001, 0.02)

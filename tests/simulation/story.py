@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ckpt_engine.core.problems import CkptEngineError
@@ -12,7 +13,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.engine import Engine
 from tests.simulation.members import AgentShell, TrainerShell
 from tests.simulation.relays import RelayShell
-from tests.simulation.scenario import Machines, Scenario
+from tests.simulation.scenario import Machines, Scenario, Slant
 from tests.simulation.training import Group
 from tests.simulation.world import Steps
 
@@ -32,21 +33,31 @@ class AbleEngine(Engine):
 class Story(Scenario):
     """A good world in which only happens what the test says. Invariants are checked all the same."""
 
-    def __init__(self) -> None:
-        super().__init__(seed=1, calm=True, machines=Machines(engine=AbleEngine))
+    def __init__(self, far: bool = False, **deadlines: float) -> None:
+        super().__init__(seed=1, calm=True, machines=Machines(engine=AbleEngine), slant=Slant(far=far))
+        self.deadlines = self.cluster.deadlines = replace(self.deadlines, **deadlines)
         self.start_manager()
 
-    def replica(self, mode: manager_pb2.Mode = manager_pb2.STANDALONE) -> AgentShell:
+    def replica(
+        self, mode: manager_pb2.Mode = manager_pb2.STANDALONE, host: weights_pb2.Host | None = None
+    ) -> AgentShell:
         """A replica whose engine is ready and can load both models."""
-        self.join_replica(mode)
+        self.join_replica(mode, host)
         self.wait(3.0)
         agent = list(self.agents.values())[-1]
         assert agent.engine is not None
         return agent
 
-    def ranks(self, lineage: str = "run", world_size: int = 1, kind: str = "live", model: str = "model A") -> Group:
+    def ranks(
+        self,
+        lineage: str = "run",
+        world_size: int = 1,
+        kind: str = "live",
+        model: str = "model A",
+        hosts: list[weights_pb2.Host] | None = None,
+    ) -> Group:
         """Ranks that have trained once and whose tables are accepted."""
-        group = self.join_group(lineage, kind, model, world_size)
+        group = self.join_group(lineage, kind, model, world_size, hosts)
         group.train()
         self.wait(1.0)
         return group

@@ -139,7 +139,7 @@ class Installing(LabellingOperation):
         elif self._left(now) <= 0:
             self._fail(self._issue(Problem.DEADLINE_EXCEEDED, "fetching the plan took all the time there was"))
         if self._going_back:
-            self._conclude_untouched(now)
+            self.run("not ready", ReadWords())  # a worker may have died meanwhile
             return
         contents = cast(tuple[bytes, ...], done.result)
         self._blobs = {ref.digest: data for ref, data in zip(self._refs, contents, strict=True)}

@@ -26,10 +26,11 @@ CATCH_UP: Key = ("catch up",)
 
 @dataclass
 class Attempts:
-    """Of bringing the same workers to the same version."""
+    """Of bringing the same workers to the same version, while the same relays are there: they may be what lacked."""
 
     workers: tuple[bytes, ...]
     identity: bytes
+    relays: frozenset[str]
     count: int = 0
     next: float = 0.0
 
@@ -164,9 +165,10 @@ class CatchUp:
 
     def _attempts(self, replica: Replica, latest: Latest) -> Attempts:
         workers, identity = replica.boot_ids(), latest.identity.SerializeToString(deterministic=True)
+        relays = frozenset(each.session_id for each in self.state.members.holders.values() if each.filling is not None)
         known = self.attempts.get(replica.name)
-        if known is None or known.workers != workers or known.identity != identity:
-            known = self.attempts[replica.name] = Attempts(workers, identity)
+        if known is None or (known.workers, known.identity) != (workers, identity) or not relays <= known.relays:
+            known = self.attempts[replica.name] = Attempts(workers, identity, relays)
         return known
 
 

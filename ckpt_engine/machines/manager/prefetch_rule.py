@@ -6,7 +6,7 @@ read bytes that were brought there once, a pause covers no disk, and a trainer m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ckpt_engine.core.reach import Distance
@@ -53,3 +53,19 @@ def prefetch_decision(
     else:
         return Decision((), f"{relay} is not filled: {names} read the trainer's GPUs, nearer than memory of the host")
     return Decision(far, f"{relay} is filled for {', '.join(far)}: {why}")
+
+
+def in_between(relay: str, children: Sequence[str], whom: str) -> str:
+    """Why a relay is filled that has no replicas to install. whom: those whose weights these relays do not reach."""
+    verb = "does" if len(children) == 1 else "do"
+    return f"{relay} is filled for {_and(children)}, which {verb} not reach {whom}"
+
+
+def by_way_of(upstream: Sequence[str], whom: str) -> str:
+    """From whom a relay is filled that does not reach the sources themselves."""
+    return f"it is filled from {_and(upstream)}, since it does not reach {whom}"
+
+
+def _and(names: Sequence[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last

@@ -12,7 +12,7 @@ from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.members import Holder, Member
 from ckpt_engine.machines.manager.prefetch import Prefetch
 from ckpt_engine.machines.manager.routes import Routes
-from ckpt_engine.machines.manager.targets import Targets, Way
+from ckpt_engine.machines.manager.targets import Targets, Way, with_words
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -26,15 +26,14 @@ class Relaying:
         self._course = course
         self._targets = targets
         self._identity = identity
-        self._record = record
-        self._prefetch = Prefetch(course, targets, identity)
+        self._prefetch = Prefetch(course, targets, identity, record)
         self._routes = Routes(course, targets, identity, record)
         self.ways: dict[str, Way] = {}
         self.left: weights_pb2.Problem | None = None
 
     def start(self, compiled: Compiled, before: Relaying | None, now: float) -> bool:
         """Begins to fill relays; whether there are any to fill. before: of the update whose installs go on."""
-        self._prefetch.choose(compiled, self._record, None if before is None else before._prefetch)
+        self._prefetch.choose(compiled, None if before is None else before._prefetch)
         if not self._prefetch.missing():
             return False
         seconds = min(self._course.state.deadlines.fill, (self._course.order.end - now) / 2)
@@ -50,6 +49,8 @@ class Relaying:
 
     def over(self, now: float) -> bool:
         """Goes on if it can; whether everything is known."""
+        if self._course.phase == "filling":
+            self._prefetch.advance(self._course.left(now))
         if self._course.phase == "filling" and not self._prefetch.missing():
             self._course.begin("joining", self._course.state.deadlines.plan, now)
             self._routes.start(self._prefetch.held(), now)
@@ -68,6 +69,9 @@ class Relaying:
         for relay, problem in self._routes.unread().items():
             self._prefetch.leave_out(relay, problem)
         why = {**self._prefetch.why_not(), **self._routes.unfit()}
+        for name, lacks in self._prefetch.lacking().items():
+            if name in why:
+                why[name] = with_words(why[name], lacks)
         never, unknown = "", "no relay within its reach holds the version"
         if self.left is not None:
             never, unknown = self.left.message, "no relay was filled for it"
@@ -109,6 +113,15 @@ class Relaying:
         if self._course.refusable:
             self._prefetch.gone(relay, why)
             self._routes.gone(relay, why, now)
+
+    def timer(self, step: str, now: float) -> bool:
+        """A timer of the update fired; whether it is one of a relay's."""
+        what, _, relay = step.partition(" ")
+        if what == "relay":
+            self.gone(relay, "it lost its session and did not come back", now)
+        elif what == "again":
+            self._prefetch.again(relay)
+        return what in ("relay", "again")
 
     def answered(self, member: Member, body: manager_pb2.RelayFilled | manager_pb2.RelayProgress) -> None:
         """A relay was filled, or says how far it is."""

@@ -28,7 +28,7 @@ from ckpt_engine.machines.events import (
     Published,
 )
 from ckpt_engine.machines.manager.course import Course
-from ckpt_engine.machines.manager.prefetch import Filling
+from ckpt_engine.machines.manager.filling import Filling
 from ckpt_engine.machines.manager.sealing import Sealing, refs_of
 from ckpt_engine.machines.manager.targets import Targets, Way
 from ckpt_engine.v1 import manager_pb2, weights_pb2

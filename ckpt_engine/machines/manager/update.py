@@ -22,8 +22,8 @@ from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.installing import Installing
 from ckpt_engine.machines.manager.members import Holder, Member, Replica, Trainer
 from ckpt_engine.machines.manager.order import Order
-from ckpt_engine.machines.manager.prefetch import near_relays
 from ckpt_engine.machines.manager.ranks import Ranks
+from ckpt_engine.machines.manager.relay_facts import near_relays
 from ckpt_engine.machines.manager.relaying import Relaying
 from ckpt_engine.machines.manager.sealing import Sealing, refs_of
 from ckpt_engine.machines.manager.state import State
@@ -234,8 +234,7 @@ class Update:
             self._ranks.timer(step)
         elif step.startswith("lost ") and (member := self._absences.not_back(step)) is not None:
             self.member_gone(member, now)
-        elif step.startswith("relay ") and self._relaying is not None:
-            self._relaying.gone(step.removeprefix("relay "), "it lost its session and did not come back", now)
+        elif self._relaying is not None and self._relaying.timer(step, now):
             self._go_on(now)
 
     # -- from phase to phase
@@ -280,8 +279,7 @@ class Update:
 
     def _seal(self, compiled: Compiled, now: float) -> None:
         kept = self.order.sealed is not None
-        by_relay = set() if kept else set().union(*near_relays(self.state, self._targets).values())
-        self._targets.take_unplanned(compiled.unfit, by_relay)
+        self._targets.take_unplanned(compiled.unfit, set().union(*near_relays(self.state, self._targets).values()))
         if self._too_few():
             return
         self.course.begin("sealing", self.state.deadlines.seal, now)
@@ -304,8 +302,9 @@ class Update:
         self._identity = weights_pb2.Identity(lineage=order.lineage, version=order.version, root=root)
         if self._refused_identity(now):
             return
-        record = None if self._combined is None else self._combined.record
-        if order.sealed is not None or record is None:
+        record = (None if self._combined is None else self._combined.record) or order.record
+        needed = order.sealed is None or bool(self._targets.cut_off)
+        if record is None or not needed:
             self._intend(now)
             return
         self._relaying = self._ranks.relaying = Relaying(self.course, self._targets, self._identity, record)

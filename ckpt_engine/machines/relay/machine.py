@@ -2,7 +2,8 @@
 
 Its session, and the digests that it is asked for, are those of every holder. Here is only the filling. The rules:
 
-- A fill fence below the highest one is not obeyed; an equal one is a repetition and is answered as before.
+- A fill fence below the highest one is not obeyed, nor an attempt of one fence below its highest; equal ones are a
+  repetition and answered as before.
 - One filling at a time. A newer command ends the one that goes on, and waits until that has ended: two would write to
   one memory.
 - The slot of the version that replicas are to hold now is never filled.
@@ -96,7 +97,16 @@ class RelayFilling:
         self._next: _Work | None = None  # waits until `_work`, which it overtook, has ended
         self._answer: RelayFilled | RelayWithdrawn | None = None
         self._count = 0
-        self.epoch = 0
+        self._obeyed = (0, 0)  # epoch and attempt
+
+    @property
+    def epoch(self) -> int:
+        """The highest that it has obeyed."""
+        return self._obeyed[0]
+
+    def is_newer(self, body: FillRelay | WithdrawRelay) -> bool:
+        """Whether a command is none of those that it has obeyed, nor before them."""
+        return _turn(body) > self._obeyed
 
     @property
     def held(self) -> tuple[HeldVersion, ...]:
@@ -110,13 +120,13 @@ class RelayFilling:
 
     def message(self, body: FillRelay | WithdrawRelay, cluster: str, now: float) -> None:
         """A command of the manager of `cluster`."""
-        if body.fence.cluster != cluster or body.fence.epoch < self.epoch:
+        if body.fence.cluster != cluster or _turn(body) < self._obeyed:
             return
-        if body.fence.epoch == self.epoch:
+        if not self.is_newer(body):
             if self._answer is not None and self._answer.fence == body.fence:
                 self._send(self._answer)
             return
-        self.epoch = body.fence.epoch
+        self._obeyed = _turn(body)
         self._answer = None
         seconds = bounded(body.deadline_seconds) if isinstance(body, FillRelay) else FORGET_SECONDS
         self._next = _Work(body, now + seconds)
@@ -236,9 +246,15 @@ class RelayFilling:
             answer.CopyFrom(told)
             answer.fence.CopyFrom(work.command.fence)
             answer.identity.CopyFrom(work.command.identity)
+            answer.attempt = _turn(work.command)[1]
             self._answer = answer
             self._send(answer)
         self._begin(now)
+
+
+def _turn(body: FillRelay | WithdrawRelay) -> tuple[int, int]:
+    """Epoch and attempt."""
+    return body.fence.epoch, body.attempt if isinstance(body, FillRelay) else 0
 
 
 def _digests(refs: object) -> frozenset[bytes]:

@@ -60,7 +60,7 @@ class RelayMachine(HolderMachine):
         match body:
             case manager_pb2.FillRelay() | manager_pb2.WithdrawRelay():
                 if body.fence.epoch >= self._obeyed():
-                    if body.fence.epoch > self._filling.epoch:
+                    if self._filling.is_newer(body):
                         self._brought = None
                     self._filling.message(body, self._session.cluster, now)
             case manager_pb2.LetGo():
