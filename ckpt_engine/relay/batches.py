@@ -2,13 +2,15 @@
 
 What lies in memory of this host, as it is served, is copied and digested in one pass, on the threads that digests of
 host memory use. All else is copied first: what must be cast, what comes over a network, and what lies on a GPU. Then
-what has arrived is digested: by the processors, or, where a GPU brought it, by that GPU, which reads it back. A digest
-of what was sent would prove nothing.
+what has arrived is digested: by processors, or, where a GPU brought it, by that GPU, which reads it back. A digest of
+what was sent would prove nothing.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -19,7 +21,6 @@ import torch
 
 from ckpt_engine.copy.prepared import PreparedCopy
 from ckpt_engine.core.boxes import Box
-from ckpt_engine.cuda.arena import device_bytes
 from ckpt_engine.digest.factors import SEED
 from ckpt_engine.digest.host import HostDigests
 from ckpt_engine.relay.sources import Reading
@@ -27,11 +28,9 @@ from ckpt_engine.transport.base import Move
 
 log = logging.getLogger("ckpt_engine.relay")
 
-READ_BACK = False
-"""Whether a GPU digests what it has brought, by reading it back over its link, rather than processors. Slower where
-measured: on an H200's host both ways together carry no more than one."""
-
 Words = npt.NDArray[np.uint64]
+
+_ALIGNMENT = 256
 
 _Boxes = list[tuple[torch.Tensor, Sequence[int]]]
 
@@ -55,8 +54,10 @@ class Batch:
     """Pieces that are brought together, from their first holders (or those of a later attempt). `copy`, then `digest`,
     maybe on another thread."""
 
-    def __init__(self, pieces: Sequence[Piece], attempt: int = 0) -> None:
+    def __init__(self, pieces: Sequence[Piece], attempt: int = 0, stage_bytes: int = 0) -> None:
+        """stage_bytes: memory of each GPU for what it reads back; 0: it reads nothing back."""
         self.pieces = pieces
+        self._stage_bytes = stage_bytes
         self.readings = [piece.holders[attempt % len(piece.holders)] for piece in pieces]
         self.cells = np.fromiter((piece.cell for piece in pieces), dtype=np.int64, count=len(pieces))
         plain, near, by_gpu = self._sorted()
@@ -65,7 +66,7 @@ class Batch:
         far = [index for index, reading in enumerate(self.readings) if not reading.is_plain]
         self._copies = _copies([(pieces[index], self.readings[index]) for index in far])
         self._near = HostDigests(self._boxes(near))
-        self._read_back = [_read_back(self._boxes(group), gpu) for gpu, group in by_gpu.items()]
+        self._read_back = [_read_back(self._boxes(group), gpu, stage_bytes) for gpu, group in by_gpu.items()]
 
     @property
     def bytes(self) -> int:
@@ -96,7 +97,7 @@ class Batch:
         for index, (piece, reading) in enumerate(zip(self.pieces, self.readings, strict=True)):
             if reading.is_plain:
                 plain.append(index)
-            elif READ_BACK and reading.gpu is not None and piece.destination.is_pinned():
+            elif self._stage_bytes and reading.gpu is not None and piece.destination.is_pinned():
                 by_gpu.setdefault(reading.gpu, []).append(index)
             else:
                 near.append(index)
@@ -115,39 +116,81 @@ def _copies(pieces: Sequence[tuple[Piece, Reading]]) -> list[PreparedCopy]:
     return [reading.opened.prepare(found) for reading, found in moves.values()]
 
 
-def _read_back(boxes: _Boxes, gpu: int) -> HostDigests | _ReadBack:
+def _read_back(boxes: _Boxes, gpu: int, stage_bytes: int) -> HostDigests | _ReadBack:
     try:
-        return _ReadBack(boxes, gpu)
+        return _ReadBack(boxes, gpu, stage_bytes)
     except Exception as error:  # no compiler, no memory: processors do it, slower and not wrong
         log.warning("GPU %d cannot digest what it brought: %s: %s", gpu, type(error).__name__, error)
         return HostDigests(boxes)
 
 
-class _ReadBack:
-    """Digests of pinned memory of this host by a GPU. On a stream beside that of copies, which it does not wait for."""
+class _Stage:
+    """Memory of a GPU that holds what is read back, one batch at a time, and the stream on which that is done."""
 
-    def __init__(self, boxes: _Boxes, gpu: int) -> None:
+    def __init__(self, gpu: int) -> None:
+        self.gpu = gpu
+        self.lock = threading.Lock()
+        self.stream = torch.cuda.Stream(gpu)
+        self._memory = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", gpu))
+
+    @property
+    def bytes(self) -> int:
+        return self._memory.numel()
+
+    def memory(self, size: int) -> torch.Tensor:
+        """So many bytes of it. More than there were: other memory."""
+        if size > self._memory.numel():
+            self._memory = torch.empty(size, dtype=torch.uint8, device=self._memory.device)
+        return self._memory[:size]
+
+
+_stages: weakref.WeakValueDictionary[int, _Stage] = weakref.WeakValueDictionary()
+"""Of this process, by GPU: the fillings of both slots share one."""
+
+
+def stage_bytes_taken() -> int:
+    """GPU memory that reading back takes now, all GPUs together."""
+    return sum(stage.bytes for stage in _stages.values())
+
+
+def _stage(gpu: int) -> _Stage:
+    found = _stages.get(gpu)
+    if found is None:
+        found = _stages[gpu] = _Stage(gpu)
+    return found
+
+
+def staged_bytes(view: torch.Tensor) -> int:
+    """What it takes of the memory for what is read back."""
+    return -(-view.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class _ReadBack:
+    """Digests of pinned memory of this host by a GPU: copied to its memory, for which link and copy engines have a way
+    of their own, and digested there. A kernel that reads the host itself would get in the way of what arrives."""
+
+    def __init__(self, boxes: _Boxes, gpu: int, stage_bytes: int) -> None:
         # Imported here: it loads Triton, which only a relay that reads GPUs needs.
         from ckpt_engine.digest.cuda import CudaDigests, missing
 
         if why := missing():
             raise RuntimeError(why)
-        self._keep = boxes  # the memory: what is digested are addresses of it
-        self._stream = torch.cuda.Stream(gpu)
-        with torch.cuda.stream(self._stream):
-            seen = [(_as_of(view, gpu), tuple(start), view.dtype) for view, start in boxes]
+        self._stage = _stage(gpu)
+        memory = self._stage.memory(stage_bytes)
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        first = 0
+        for view, _ in boxes:
+            self._copies.append((memory[first : first + view.nbytes].view(view.dtype).view(view.shape), view))
+            first += staged_bytes(view)
+        with torch.cuda.stream(self._stage.stream):
+            seen = [
+                (there, tuple(start), there.dtype) for (there, _), (_, start) in zip(self._copies, boxes, strict=True)
+            ]
             self._digests = CudaDigests(seen, SEED)
-            self._stream.synchronize()  # tables were copied, and the kernel compiled
+            self._stage.stream.synchronize()  # tables were copied, and the kernel compiled
 
     def run(self) -> list[int]:
-        with torch.cuda.stream(self._stream):
+        with self._stage.lock, torch.inference_mode(), torch.cuda.stream(self._stage.stream):
+            for there, view in self._copies:
+                there.copy_(view, non_blocking=True)
             return self._digests.run()
-
-
-def _as_of(view: torch.Tensor, gpu: int) -> torch.Tensor:
-    """Pinned memory as a GPU's kernels see it: at the same addresses."""
-    if not view.numel():
-        return torch.empty(view.shape, dtype=view.dtype, device=torch.device("cuda", gpu))
-    span = 1 + sum((extent - 1) * step for extent, step in zip(view.shape, view.stride(), strict=True))
-    there = device_bytes(view.data_ptr(), span * view.itemsize, gpu).view(view.dtype)
-    return there.as_strided(view.shape, view.stride())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ from ckpt_engine.core.boxes import Box
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline
 from ckpt_engine.core.relay_layout import SlotLayout
 from ckpt_engine.core.sealed_record import Recorded
-from ckpt_engine.relay.batches import Batch, Piece, Words
+from ckpt_engine.relay.batches import Batch, Piece, Words, staged_bytes
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.v1.weights_pb2 import Problem
 
 BATCH_BYTES = 256 << 20
-"""At least, between two looks at the clock; also the most of a tensor that is read at once. Some milliseconds of a
+"""At most, between two looks at the clock; also the most of a tensor that is read at once. Some milliseconds of a
 GPU's link or of 16 threads, and so long that starting and ending a batch costs little beside it."""
 
 AHEAD = 3
@@ -35,6 +35,10 @@ AHEAD = 3
 
 DIGESTING = 2
 """Batches that are digested at once, on the same threads: one has work for them while the other one begins or ends."""
+
+READ_BACK = 2
+"""Of batches that a GPU brings, every so many-th one is digested by that GPU, which reads it back over its link, which
+carries both ways at once: 0 none, 1 all. The others are digested by processors, so neither has to keep up alone."""
 
 NAMED = 16
 
@@ -98,7 +102,12 @@ class Filling:
                 self._unheld.setdefault(atom.cell, sources.why_not(atom.tensor, atom.box))
         pieces = [piece for piece in pieces if piece.cell not in self._unheld]
         pieces.sort(key=lambda piece: piece.holders[0].place(piece.box))
-        self._batches = [Batch(batch) for batch in _in_batches(pieces)]
+        parts = list(_in_batches(pieces))
+        stage_bytes = max((sum(staged_bytes(piece.destination) for piece in part) for part in parts), default=0)
+        self._batches = [
+            Batch(part, stage_bytes=stage_bytes if READ_BACK and number % READ_BACK == 0 else 0)
+            for number, part in enumerate(parts)
+        ]
 
     def check(self) -> None:
         """Raises NOT_FOUND, saying why, if nobody within reach holds any of what is asked for."""
@@ -156,7 +165,7 @@ class Filling:
         if time.monotonic() >= stop_at:
             raise deadline("bringing this version into the relay took longer than it may")
 
-    def _brought(self) -> Iterator[tuple[Batch, Words | Problem]]:
+    def _brought(self) -> Generator[tuple[Batch, Words | Problem], None, None]:
         """Each batch in turn with its digests, or why there are none; meanwhile the next ones are copied and digested.
         Whoever ends it early waits for what is on its way."""
         digesting = min(DIGESTING, torch.get_num_threads())
@@ -239,8 +248,7 @@ class Filling:
             batch = Batch(pieces, attempt)
             found[cell] = 0
             failed.pop(cell, None)
-            problem = self._copy(batch)
-            self._add(batch, problem or self._digest(batch, None), found, brought, failed)
+            self._add(batch, self._copy(batch) or self._digest(batch, None), found, brought, failed)
             if cell not in failed and found[cell] == self._expected[cell]:
                 return None
             problem = failed.get(cell) or self._fault(cell, pieces, attempt)
@@ -282,10 +290,10 @@ def _in_batches(pieces: Sequence[Piece]) -> Iterable[list[Piece]]:
     batch: list[Piece] = []
     size = 0
     for piece in pieces:
-        batch.append(piece)
-        size += piece.bytes
-        if size >= BATCH_BYTES:
+        if batch and size + piece.bytes > BATCH_BYTES:
             yield batch
             batch, size = [], 0
+        batch.append(piece)
+        size += piece.bytes
     if batch:
         yield batch

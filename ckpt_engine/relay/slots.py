@@ -23,6 +23,7 @@ from ckpt_engine.core.relay_layout import SLOTS, SlotLayout, lay_out, wanted_of
 from ckpt_engine.core.sealed_record import Recorded, read_record
 from ckpt_engine.cuda.driver import CudaDriverError
 from ckpt_engine.relay.arena import Arena
+from ckpt_engine.relay.batches import stage_bytes_taken
 from ckpt_engine.relay.door import Door
 from ckpt_engine.relay.fill import Filled, Filling, Progress
 from ckpt_engine.relay.gpus import TrainersGpus
@@ -86,6 +87,7 @@ class _Ready:
     recorded: Recorded
     filling: Filling
     sources: Sources
+    lent: tuple[SourceTable, Sequence[torch.Tensor]] | None = None  # if nothing was missing: as from version to version
 
 
 class Slots:
@@ -118,6 +120,7 @@ class Slots:
         self._writing = threading.Lock()
         self._turn = 0
         self._closed = False
+        self._keyed: tuple[Wish, tuple[object, ...]] | None = None
 
     @property
     def slot_bytes(self) -> int:
@@ -136,8 +139,8 @@ class Slots:
 
     @property
     def gpu_context_bytes(self) -> int:
-        """GPU memory that it has taken for reading GPUs."""
-        return self._gpus.context_bytes
+        """GPU memory that it has taken for reading GPUs: contexts, and what is read back to be digested."""
+        return self._gpus.context_bytes + stage_bytes_taken()
 
     @property
     def readers(self) -> int:
@@ -259,7 +262,9 @@ class Slots:
         layout = ready.filling.layout
         filled = ready.filling.run(ready.recorded, stop_at, cancelled, progress)
         missing = {each.cell for each in filled.missing}
-        table, sealed = self._table(slot, ready.recorded, layout, missing)
+        table, sealed = (ready.lent if not missing else None) or self._table(slot, ready.recorded, layout, missing)
+        if not missing:
+            ready.lent = table, sealed
         held = Held(wish.identity, wish.record, table, layout, filled, overruled, waited, sealed)
         with self._lock:
             if cancelled():
@@ -297,7 +302,12 @@ class Slots:
             ready.sources.close()
 
     def _key(self, wish: Wish) -> tuple[object, ...]:
-        """What a layout and its reading depend on: not on what the weights are."""
+        """What a layout and its reading depend on: not on what the weights are. Counting and filling ask alike."""
+        if self._keyed is None or self._keyed[0] is not wish:
+            self._keyed = wish, self._made_key(wish)
+        return self._keyed[1]
+
+    def _made_key(self, wish: Wish) -> tuple[object, ...]:
         cells = b"".join(cell.SerializeToString() for cell in wish.record.cells)
         return (
             canonical(wish.record.manifest),

@@ -66,12 +66,12 @@ def assert_filled(held: Held) -> None:
     assert held.filled.again == 0
 
 
-@pytest.mark.parametrize("read_back", [True, False], ids=["by the GPU", "by processors"])
+@pytest.mark.parametrize("read_back", [1, 0, 2], ids=["by the GPU", "by processors", "by both"])
 @pytest.mark.parametrize("shapes", [SHAPES, many_shapes()], ids=["odd", "many"])
 def test_a_trainers_gpu_is_read_bit_for_bit(
-    shapes: dict[str, tuple[list[int], str]], read_back: bool, monkeypatch: pytest.MonkeyPatch
+    shapes: dict[str, tuple[list[int], str]], read_back: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "READ_BACK", read_back)
+    monkeypatch.setattr(fill, "READ_BACK", read_back)
     monkeypatch.setattr(fill, "BATCH_BYTES", 32 << 20)
     with Peer() as trainer, relay() as slots:
         trainer.ask("trainer.make", shapes=shapes)
@@ -92,10 +92,10 @@ def test_a_trainers_gpu_is_read_bit_for_bit(
             )
 
 
-@pytest.mark.parametrize("read_back", [True, False], ids=["by the GPU", "by processors"])
-def test_halves_of_rows_and_casts_arrive_as_workers_need_them(read_back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("read_back", [1, 0, 2], ids=["by the GPU", "by processors", "by both"])
+def test_halves_of_rows_and_casts_arrive_as_workers_need_them(read_back: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strided boxes, and float32 served as bfloat16: both written by a kernel into pinned memory."""
-    monkeypatch.setattr(batches, "READ_BACK", read_back)
+    monkeypatch.setattr(fill, "READ_BACK", read_back)
     shapes = {"wide": ([512, 4096], "float32"), "long": ([4096, 640], "float32"), "norm": ([4099], "float32")}
     with Peer() as trainer, relay() as slots:
         trainer.ask("trainer.make", shapes=shapes)
@@ -123,9 +123,9 @@ def test_halves_of_rows_and_casts_arrive_as_workers_need_them(read_back: bool, m
             assert {name: _hash(tensor) for name, tensor in found.items()} == expected
 
 
-@pytest.mark.parametrize("read_back", [True, False], ids=["by the GPU", "by processors"])
-def test_what_changed_after_it_was_sealed_is_left_out_by_name(read_back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "READ_BACK", read_back)
+@pytest.mark.parametrize("read_back", [1, 0, 2], ids=["by the GPU", "by processors", "by both"])
+def test_what_changed_after_it_was_sealed_is_left_out_by_name(read_back: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fill, "READ_BACK", read_back)
     with Peer() as trainer, relay() as slots:
         trainer.ask("trainer.make", shapes={"w": ([512, 384], "bfloat16"), "v": ([4099], "bfloat16")})
         table = published(trainer)
@@ -153,9 +153,9 @@ def test_memory_that_arrived_wrong_is_noticed_by_whoever_digests(monkeypatch: py
     with Peer() as trainer, relay() as slots:
         trainer.ask("trainer.make", shapes={"w": ([512, 384], "bfloat16"), "v": ([40], "bfloat16")})
         table = published(trainer)
-        for read_back in (True, False):
-            monkeypatch.setattr(batches, "READ_BACK", read_back)
-            held = slots.fill(int(read_back), wish(trainer, table, 1, []), 60.0)
+        for read_back in (1, 0):
+            monkeypatch.setattr(fill, "READ_BACK", read_back)
+            held = slots.fill(read_back, wish(trainer, table, 1, []), 60.0)
             assert [list(each.problem.tensors) for each in held.filled.missing] == [["w"]]
 
 
