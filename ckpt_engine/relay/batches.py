@@ -1,15 +1,16 @@
 """Pieces of a version that are brought together, and digested as they then lie in the slot.
 
 Memory of this host, as it is served, is copied and digested in one pass, on the threads that digests of host memory
-use. All else is brought first: what comes over a network, what lies on a GPU, and what must be cast. A digest of what
-was sent would prove nothing.
+use. All else is brought first: what comes over a network, what lies on a GPU, and what must be cast. Then processors
+digest it, or, where a GPU brought it, that GPU, which reads it back. A digest of what was sent would prove nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -19,17 +20,22 @@ from ckpt_engine.copy.prepared import PreparedCopy
 from ckpt_engine.core.boxes import Box
 from ckpt_engine.core.relay_layout import ATOM_BYTES
 from ckpt_engine.digest.host import HostDigests
+from ckpt_engine.relay.read_back import Boxes, digests_by_gpu, staged_bytes
 from ckpt_engine.relay.sources import Reading
 from ckpt_engine.transport.base import Move
 from ckpt_engine.transport.fetched import FetchedRegions
 from ckpt_engine.transport.landing import Landing
 
 BATCH_BYTES = 256 << 20
-"""At least, between two looks at the clock; also the most of a tensor that is read at once. Some milliseconds of a
+"""At most, between two looks at the clock; also the most of a tensor that is read at once. Some milliseconds of a
 GPU's link or of 16 threads, and so long that starting and ending a batch costs little beside it."""
 
 LANDING_BYTES = 16 << 20
 """The same of what comes over a network: several are on their way at a time."""
+
+READ_BACK = 2
+"""Of batches that a GPU brings, every so many-th one is digested by that GPU, which reads it back over its link, which
+carries both ways at once: 0 none, 1 all. The others are digested by processors, so neither has to keep up alone."""
 
 _POLL_SECONDS = 50e-6
 _LONGEST_POLL_SECONDS = 1e-3
@@ -60,21 +66,24 @@ class Batch:
     `bring`, then `digest`, maybe on another thread. `start`, `bring` and `abandon` belong to one thread at a time.
     """
 
-    def __init__(self, pieces: Sequence[Piece], readings: Sequence[Reading]) -> None:
+    def __init__(self, pieces: Sequence[Piece], readings: Sequence[Reading], stage_bytes: int = 0) -> None:
+        """stage_bytes: memory of each GPU for what it reads back; 0: it reads nothing back."""
         self.pieces, self.readings = pieces, readings
         self.cells = np.fromiter((piece.cell for piece in pieces), dtype=np.int64, count=len(pieces))
         plain = [index for index, reading in enumerate(readings) if reading.is_plain]
         other = [index for index, reading in enumerate(readings) if not reading.is_plain]
-        self._order = np.array(plain + other, dtype=np.int64)
+        by_gpu = self._by_gpu(other) if stage_bytes else {}
+        near = sorted(set(other).difference(*by_gpu.values()))
+        self._order = np.array([*plain, *near, *chain.from_iterable(by_gpu.values())], dtype=np.int64)
         self._plain = HostDigests(
-            [(pieces[index].destination, pieces[index].box.start) for index in plain],
-            sources=[readings[index].view(pieces[index].box) for index in plain],
+            self._boxes(plain), sources=[readings[index].view(pieces[index].box) for index in plain]
         )
         self.lands = all(reading.lands for reading in readings)
         pairs = [(pieces[index], readings[index]) for index in other]
         self._landings = _landings(pairs) if self.lands else []
         self._copies = [] if self.lands else _copies(pairs)
-        self._brought = HostDigests([(pieces[index].destination, pieces[index].box.start) for index in other])
+        self._near = HostDigests(self._boxes(near))
+        self._read_back = [digests_by_gpu(self._boxes(group), gpu, stage_bytes) for gpu, group in by_gpu.items()]
 
     @property
     def bytes(self) -> int:
@@ -104,7 +113,8 @@ class Batch:
     def digest(self) -> Words:
         """Brings the rest; the digest of each piece as it has arrived."""
         found = np.zeros(len(self.pieces), dtype=np.uint64)
-        found[self._order] = np.array([*self._plain.run(), *self._brought.run()], dtype=np.uint64)
+        read_back = [value for digests in self._read_back for value in digests.run()]
+        found[self._order] = np.array([*self._plain.run(), *self._near.run(), *read_back], dtype=np.uint64)
         return found
 
     def abandon(self) -> None:
@@ -112,6 +122,18 @@ class Batch:
         for landing in self._landings:
             if landing.started:
                 landing.sever()
+
+    def _by_gpu(self, indices: Sequence[int]) -> dict[int, list[int]]:
+        """Those that a GPU brings into pinned memory."""
+        found: dict[int, list[int]] = {}
+        for index in indices:
+            gpu = self.readings[index].gpu
+            if gpu is not None and self.pieces[index].destination.is_pinned():
+                found.setdefault(gpu, []).append(index)
+        return found
+
+    def _boxes(self, indices: Sequence[int]) -> Boxes:
+        return [(self.pieces[index].destination, self.pieces[index].box.start) for index in indices]
 
 
 def _await(landing: Landing, carry_on: Callable[[], None]) -> None:
@@ -161,22 +183,26 @@ def parts_of(piece: Piece) -> list[Piece]:
     return found
 
 
-def in_batches(pieces: Sequence[tuple[Piece, Reading]]) -> Iterator[Batch]:
+def in_batches(pieces: Sequence[tuple[Piece, Reading]]) -> list[Batch]:
     """In their order; what comes over a network apart from what does not."""
-    batch: list[tuple[Piece, Reading]] = []
+    parts: list[list[tuple[Piece, Reading]]] = []
     size = 0
     for piece, reading in pieces:
-        if batch and reading.lands != batch[-1][1].lands:
-            yield _batch(batch)
-            batch, size = [], 0
-        batch.append((piece, reading))
+        most = LANDING_BYTES if reading.lands else BATCH_BYTES
+        if not parts or reading.lands != parts[-1][-1][1].lands or size + piece.bytes > most:
+            parts.append([])
+            size = 0
+        parts[-1].append((piece, reading))
         size += piece.bytes
-        if size >= (LANDING_BYTES if reading.lands else BATCH_BYTES):
-            yield _batch(batch)
-            batch, size = [], 0
-    if batch:
-        yield _batch(batch)
-
-
-def _batch(pairs: Sequence[tuple[Piece, Reading]]) -> Batch:
-    return Batch([piece for piece, _ in pairs], [reading for _, reading in pairs])
+    staged = (
+        sum(staged_bytes(piece.destination) for piece, reading in part if reading.gpu is not None) for part in parts
+    )
+    stage_bytes = max(staged, default=0)
+    return [
+        Batch(
+            [piece for piece, _ in part],
+            [reading for _, reading in part],
+            stage_bytes if READ_BACK and number % READ_BACK == 0 else 0,
+        )
+        for number, part in enumerate(parts)
+    ]

@@ -89,7 +89,7 @@ class Filling:
                 self._unheld.setdefault(atom.cell, sources.why_not(atom.tensor, atom.box))
         pieces = [piece for piece in pieces if piece.cell not in self._unheld]
         pieces.sort(key=lambda piece: piece.holders[0].place(piece.box))
-        self._batches = list(in_batches([(piece, piece.holders[0]) for piece in pieces]))
+        self._batches = in_batches([(piece, piece.holders[0]) for piece in pieces])
 
     def check(self) -> None:
         """Raises NOT_FOUND, saying why, if nobody within reach holds any of what is asked for."""
@@ -188,7 +188,7 @@ class Filling:
             again += len(there)
             pairs = [(piece, reading) for cell in there for piece in pieces[cell] if (reading := readings[id(piece)])]
             pairs.sort(key=lambda pair: pair[1].place(pair[0].box))
-            batches = list(in_batches(pairs))
+            batches = in_batches(pairs)
             self._bring_all(batches, found, brought, failed, carry_on, lambda done, total: None)
         return again
 
@@ -229,7 +229,7 @@ class Filling:
             pairs = [(piece, piece.holders[attempt % len(piece.holders)]) for piece in pieces]
             found[cell] = 0
             failed.pop(cell, None)
-            self._bring_all(list(in_batches(pairs)), found, brought, failed, carry_on, lambda done, total: None)
+            self._bring_all(in_batches(pairs), found, brought, failed, carry_on, lambda done, total: None)
             if cell not in failed and found[cell] == self._expected[cell]:
                 return None
             problem = failed.get(cell) or self._fault(cell, pieces, attempt)

@@ -27,6 +27,7 @@ from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.door import Door
 from ckpt_engine.relay.fill import Filled, Filling, Progress
 from ckpt_engine.relay.gpus import TrainersGpus
+from ckpt_engine.relay.read_back import stage_bytes_taken
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.source.host_memory import contiguous
@@ -96,6 +97,7 @@ class _Ready:
     recorded: Recorded
     filling: Filling
     sources: Sources
+    lent: tuple[SourceTable, Sequence[torch.Tensor]] | None = None  # if nothing was missing: as from version to version
 
 
 class Slots:
@@ -135,6 +137,7 @@ class Slots:
         self._writing = threading.Lock()
         self._turn = 0
         self._closed = False
+        self._keyed: tuple[Wish, tuple[object, ...]] | None = None
 
     def _lent_over(self, network: Network | None) -> list[ArenaLender]:
         found: list[ArenaLender] = []
@@ -175,8 +178,8 @@ class Slots:
 
     @property
     def gpu_context_bytes(self) -> int:
-        """GPU memory that it has taken for reading GPUs."""
-        return self._gpus.context_bytes
+        """GPU memory that it has taken for reading GPUs: contexts, and what is read back to be digested."""
+        return self._gpus.context_bytes + stage_bytes_taken()
 
     @property
     def readers(self) -> int:
@@ -302,7 +305,9 @@ class Slots:
         if filled.faults:  # a source may be reached in another way by the next time
             self._forget(slot)
         missing = {each.cell for each in filled.missing}
-        table, sealed = self._table(slot, ready.recorded, layout, missing)
+        table, sealed = (ready.lent if not missing else None) or self._table(slot, ready.recorded, layout, missing)
+        if not missing:
+            ready.lent = table, sealed
         held = Held(wish.identity, wish.record, table, layout, filled, overruled, waited, sealed)
         with self._lock:
             if cancelled():
@@ -359,7 +364,12 @@ class Slots:
             ready.sources.close()
 
     def _key(self, wish: Wish) -> tuple[object, ...]:
-        """What a layout and its reading depend on: not on what the weights are."""
+        """What a layout and its reading depend on: not on what the weights are. Counting and filling ask alike."""
+        if self._keyed is None or self._keyed[0] is not wish:
+            self._keyed = wish, self._made_key(wish)
+        return self._keyed[1]
+
+    def _made_key(self, wish: Wish) -> tuple[object, ...]:
         cells = b"".join(cell.SerializeToString() for cell in wish.record.cells)
         return (
             canonical(wish.record.manifest),

@@ -57,8 +57,6 @@ class Sealer:
                 raise precondition("nothing is published")
             if atoms.table_digest != self._table_digest:
                 raise precondition("other weights were published since this was planned; update again")
-            if not keep:
-                self._source.check()
             copy_seconds = self._source.seal(keep)
             if self._check_finite and not keep and (wrong := not_finite(self._source.tensors())):
                 rank = self._source.table().rank

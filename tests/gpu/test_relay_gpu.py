@@ -3,7 +3,7 @@ it says what the GPU's memory pays for it, and names what was changed after it w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from ckpt_engine.core.sealed import check_replicas
 from ckpt_engine.core.sealed_record import record_of
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.host.relay_directory import DIRECTORY
-from ckpt_engine.relay import batches, fill
+from ckpt_engine.relay import batches
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.slots import Held, Slots, Wish
 from ckpt_engine.transport.registry import all_transports
@@ -66,13 +66,13 @@ def assert_filled(held: Held) -> None:
     assert held.filled.again == 0
 
 
-@pytest.mark.parametrize("read_back", [True, False], ids=["by the GPU", "by processors"])
+@pytest.mark.parametrize("read_back", [1, 0, 2], ids=["by the GPU", "by processors", "by both"])
 @pytest.mark.parametrize("shapes", [SHAPES, many_shapes()], ids=["odd", "many"])
 def test_a_trainers_gpu_is_read_bit_for_bit(
-    shapes: dict[str, tuple[list[int], str]], read_back: bool, monkeypatch: pytest.MonkeyPatch
+    shapes: dict[str, tuple[list[int], str]], read_back: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "READ_BACK", read_back)
-    monkeypatch.setattr(fill, "BATCH_BYTES", 32 << 20)
+    monkeypatch.setattr(batches, "BATCH_BYTES", 32 << 20)
     with Peer() as trainer, relay() as slots:
         trainer.ask("trainer.make", shapes=shapes)
         table = published(trainer)
@@ -92,8 +92,8 @@ def test_a_trainers_gpu_is_read_bit_for_bit(
             )
 
 
-@pytest.mark.parametrize("read_back", [True, False], ids=["by the GPU", "by processors"])
-def test_halves_of_rows_and_casts_arrive_as_workers_need_them(read_back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("read_back", [1, 0, 2], ids=["by the GPU", "by processors", "by both"])
+def test_halves_of_rows_and_casts_arrive_as_workers_need_them(read_back: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strided boxes, and float32 served as bfloat16: both written by a kernel into pinned memory."""
     monkeypatch.setattr(batches, "READ_BACK", read_back)
     shapes = {"wide": ([512, 4096], "float32"), "long": ([4096, 640], "float32"), "norm": ([4099], "float32")}
@@ -123,8 +123,8 @@ def test_halves_of_rows_and_casts_arrive_as_workers_need_them(read_back: bool, m
             assert {name: _hash(tensor) for name, tensor in found.items()} == expected
 
 
-@pytest.mark.parametrize("read_back", [True, False], ids=["by the GPU", "by processors"])
-def test_what_changed_after_it_was_sealed_is_left_out_by_name(read_back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("read_back", [1, 0, 2], ids=["by the GPU", "by processors", "by both"])
+def test_what_changed_after_it_was_sealed_is_left_out_by_name(read_back: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "READ_BACK", read_back)
     with Peer() as trainer, relay() as slots:
         trainer.ask("trainer.make", shapes={"w": ([512, 384], "bfloat16"), "v": ([4099], "bfloat16")})
@@ -141,21 +141,21 @@ def test_memory_that_arrived_wrong_is_noticed_by_whoever_digests(monkeypatch: py
     """What lies in the slot counts, not what was sent: a byte that changes between the copy and the digest is found.
 
     A fake of the fault, since no part of ours writes there."""
-    copy = batches.Batch.copy
+    bring = batches.Batch.bring
 
-    def copy_then_damage(self: batches.Batch) -> None:
-        copy(self)
+    def bring_then_damage(self: batches.Batch, carry_on: Callable[[], None]) -> None:
+        bring(self, carry_on)
         for piece in self.pieces:
             if piece.destination.numel() > 1000:
                 piece.destination.view(torch.uint8).view(-1)[77] ^= 4
 
-    monkeypatch.setattr(batches.Batch, "copy", copy_then_damage)
+    monkeypatch.setattr(batches.Batch, "bring", bring_then_damage)
     with Peer() as trainer, relay() as slots:
         trainer.ask("trainer.make", shapes={"w": ([512, 384], "bfloat16"), "v": ([40], "bfloat16")})
         table = published(trainer)
-        for read_back in (True, False):
+        for read_back in (1, 0):
             monkeypatch.setattr(batches, "READ_BACK", read_back)
-            held = slots.fill(int(read_back), wish(trainer, table, 1, []), 60.0)
+            held = slots.fill(read_back, wish(trainer, table, 1, []), 60.0)
             assert [list(each.problem.tensors) for each in held.filled.missing] == [["w"]]
 
 

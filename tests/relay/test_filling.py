@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from ckpt_engine.core.problems import CkptEngineError, unavailable
 from ckpt_engine.core.sealed_record import Recorded
 from ckpt_engine.core.transports import GPU_MEMORY
 from ckpt_engine.digest.boxes import digest_box
+from ckpt_engine.host import numa
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.relay import arena as relay_arena
 from ckpt_engine.relay import batches as relay_batches
@@ -406,6 +408,38 @@ def test_huge_pages_are_counted(tmp_path: Path) -> None:
     arena = Arena(4 << 20)
     assert "no 2 MiB pages are reserved" in arena.pages or arena.pages == "2 MiB pages"
     arena.close()
+
+
+def test_memory_is_spread_over_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked of the kernel for nodes that a file names; a node that does not exist is refused in its words."""
+    nodes = tmp_path / "has_memory"
+    for text, expected in (("0", [0]), ("0-3,8", [0, 1, 2, 3, 8]), ("", [])):
+        nodes.write_text(f"{text}\n")
+        assert numa.memory_nodes(nodes) == expected
+    assert numa.memory_nodes(tmp_path / "none") == []
+    memory = mmap.mmap(-1, 1 << 20)
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    nodes.write_text("0,5000\n")
+    assert numa.spread(address, 1 << 20, nodes) == []
+    if numa.memory_nodes():
+        assert numa.interleave(address, 1 << 20, numa.memory_nodes()) == ""
+        assert " interleave" in policy_of(address)
+
+
+def policy_of(address: int) -> str:
+    lines = Path("/proc/self/numa_maps").read_text().splitlines()
+    areas = [line for line in lines if int(line.split()[0], 16) <= address]
+    return max(areas, key=lambda line: int(line.split()[0], 16))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a driver: see tests/gpu/test_relay_gpu.py")
+def test_a_slot_that_cannot_be_pinned_is_told_and_filled(
+    copied_first: None, slots: Slots, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(relay_sources.Sources, "reading_gpus", [0])
+    checkpoint, recorded = checkpoint_of()
+    assert_holds(slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0), checkpoint)
+    assert "slot 0 cannot be pinned" in caplog.text
 
 
 @pytest.mark.skipif(
