@@ -33,6 +33,7 @@ class Distance(IntEnum):
     HOST_MEMORY = 5
     FILE = 6
     NETWORK = 7
+    SHARED_FILE = 8
 
 
 Rule = Callable[[Host, Host], Verdict]
@@ -86,12 +87,14 @@ def by_directory(source: Host, worker: Host) -> Verdict:
 
 
 def by_file(source: Host, worker: Host) -> Verdict:
-    """Files that every process of the host can open."""
+    """Files that every process of the host can open, and those of other hosts that have the same directory. Whether
+    they do shows when the files are opened, before anything is paused."""
     if not same_host(source, worker):
         return Verdict(
-            False,
-            f"the checkpoint's files were opened on host {name_of(source)}, and the worker runs on host "
-            f"{name_of(worker)}; start a source or a replica on the other's host",
+            True,
+            f"the worker on host {name_of(worker)} opens the checkpoint's files where host {name_of(source)} has them, "
+            "in a directory that both have",
+            Distance.SHARED_FILE,
         )
     return Verdict(
         True, f"source and worker share host {name_of(source)}, so it maps the checkpoint's files", Distance.FILE

@@ -25,14 +25,19 @@ def test_one_host_shares_memory_and_the_reason_is_a_sentence() -> None:
     assert choose_transport(HERE, "file", CONTAINER, BOTH).transport == "file"
 
 
+def test_a_directory_that_two_hosts_may_have_is_proposed_last() -> None:
+    for source, worker in ((HERE, THERE), (NOWHERE, NOWHERE)):
+        choice = choose_transport(source, "file", worker, BOTH)
+        assert choice.distance == Distance.SHARED_FILE == max(Distance)
+        assert "a directory that both have" in choice.reason
+
+
 @pytest.mark.parametrize(
     ("source", "transport", "worker", "available", "words"),
     [
         (HERE, "shared_memory", THERE, BOTH, ("h1", "h2")),
         (HERE, "shared_memory", CONTAINER, BOTH, ("pid:[1]", "pid:[2]", "PID namespace")),
-        (HERE, "file", THERE, BOTH, ("h1", "h2")),
         (NOWHERE, "shared_memory", NOWHERE, BOTH, ("host",)),  # unknown is never "the same"
-        (NOWHERE, "file", NOWHERE, BOTH, ("host",)),
         (HERE, "shared_memory", HERE, ("file",), ("shared_memory", "doctor")),
         (HERE, "file", HERE, (), ("none", "doctor")),
         (HERE, "pigeon", HERE, ("pigeon",), ("pigeon", "version")),

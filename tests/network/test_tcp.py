@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.reach import Distance
 from ckpt_engine.core.sealed_record import Recorded
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.relay import batches as relay_batches
@@ -425,7 +424,3 @@ def test_where_a_relay_does_not_listen(listen: str, words: str) -> None:
         with pytest.raises(CkptEngineError, match="cannot listen there") as caught:
             relay("second", network=taken)
     assert caught.value.problem.code == Problem.UNAVAILABLE
-
-
-def test_a_network_is_farther_than_everything_else() -> None:
-    assert max(Distance) == Distance.NETWORK
