@@ -122,8 +122,9 @@ class Lanes:
 
     # -- the reader's side
 
-    def peer(self, lane: int, metadata: bytes, seconds: float) -> Peer:
-        """A helper of a lane that is connected to an owner's. Given back with `release`.
+    def peer(self, lane: int, metadata: bytes, seconds: float, answer: float) -> Peer:
+        """A helper of a lane that is connected to an owner's. Given back with `release`. answer: of the seconds, how
+        many the owner may take.
 
         Raises UNAVAILABLE (the owner is gone, its metadata is none), DEADLINE_EXCEEDED.
         """
@@ -136,7 +137,7 @@ class Lanes:
             if known is None:
                 helper = self._server.start(c.READER, self.devices[lane], seconds)
                 try:
-                    helper.wait(helper.ask(c.CONNECT, 0, metadata), seconds)
+                    helper.wait(helper.ask(c.CONNECT, 0, metadata), min(seconds, answer))
                 except BaseException:
                     helper.kill()
                     raise

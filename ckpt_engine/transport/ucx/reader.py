@@ -98,7 +98,7 @@ class UcxLink:
         """Takes helpers and registers the memory that they write."""
         for number in range(len(self._lanes.devices)):
             lane = self._locator.lanes[number % len(self._locator.lanes)]
-            peer = self._lanes.peer(number, lane.metadata, max(0.01, until - time.monotonic()))
+            peer = self._lanes.peer(number, lane.metadata, max(0.01, until - time.monotonic()), self._stall)
             self._peers.append((peer, lane))
             self._load.append(0)
             start = self._landing // self._lanes.slot_bytes * self._lanes.slot_bytes
@@ -139,13 +139,14 @@ class UcxLink:
         self._alive()
 
     def hold(self, seconds: float) -> None:
-        """Reads the slot's token from the owner's board, over every lane: it is there, and lends this very memory.
+        """Reads the slot's token from the owner's board, over every lane: it is there, and lends this very memory. An
+        owner that does not answer is waited for as long as one that sends nothing.
 
         Nobody at the owner is told, so it waits for nobody: what it writes meanwhile does not hash here.
         Raises UNAVAILABLE, DEADLINE_EXCEEDED.
         """
         self._alive()
-        until = time.monotonic() + seconds
+        until = time.monotonic() + min(seconds, self._stall)
         for peer, lane in self._peers:
             body = c.TOKEN.pack(lane.board, self._locator.token)
             try:
