@@ -104,6 +104,8 @@ class Arena:
         except OSError as error:
             raise unavailable(f"{more} more bytes of memory for {what} cannot be had: {error}") from error
         self._reserved[slot] = size
+        if self.lanes is not None:
+            self.lanes.reserved[slot] = size
 
     @property
     def reserved(self) -> int:

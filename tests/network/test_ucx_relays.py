@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -139,3 +141,21 @@ def test_nobody_uses_ucx_who_was_not_told_to(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(DEVICES, "all")
     assert "ucx" in all_transports(relay=True)
     assert "ucx" not in all_transports()
+
+
+@pytest.mark.slow
+def test_a_relay_with_a_device_that_is_none_does_not_start_and_says_so(tmp_path: Path) -> None:
+    told = subprocess.run(
+        [
+            *(sys.executable, "-m", "ckpt_engine", "relay", "--manager", "127.0.0.1:1", "--memory", "64MiB"),
+            *("--directory", str(tmp_path / "here"), "--ucx-devices", "nowhere7"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert told.returncode == 1, told.stderr
+    assert "UCX cannot be used" in told.stderr
+    assert "nowhere7" in told.stderr
+    assert not list((tmp_path / "here").iterdir())

@@ -9,6 +9,7 @@ its helpers with it.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import struct
@@ -63,6 +64,7 @@ def serve(channel: socket.socket, arena: int, size: int, board: int, board_size:
 def _help(descriptor: int, role: int, name: str, devices: str, base: int, size: int, tokens: int) -> None:
     """The life of a helper. Does not return."""
     try:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # all weights would be in it
         if devices:
             os.environ["UCX_NET_DEVICES"] = devices
         from ckpt_engine.transport.ucx.helper import help_relay

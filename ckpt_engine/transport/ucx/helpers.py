@@ -278,6 +278,8 @@ class ForkServer:
         """Ends it and every helper. May be repeated. Never raises."""
         for helper in list(self._helpers):
             helper.kill()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # whoever waits for a helper just now is told
         self._connection.close()
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # it holds nothing but its helpers, which have ended

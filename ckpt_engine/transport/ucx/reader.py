@@ -101,8 +101,13 @@ class UcxLink:
             peer = self._lanes.peer(number, lane.metadata, max(0.01, until - time.monotonic()), self._stall)
             self._peers.append((peer, lane))
             self._load.append(0)
-            start = self._landing // self._lanes.slot_bytes * self._lanes.slot_bytes
-            if peer.helper.registered.get(start, 0) < (size := self._landing + self._landing_size - start):
+            slot = self._landing // self._lanes.slot_bytes
+            start, size = slot * self._lanes.slot_bytes, self._lanes.reserved[slot]
+            if self._landing + self._landing_size > start + size:
+                raise invalid(
+                    f"{self._landing_size} bytes at {self._landing} are not in one slot that has taken memory"
+                )
+            if peer.helper.registered.get(start, 0) < size:
                 self._registered(peer, start, size)
 
     def _registered(self, peer: Peer, start: int, size: int) -> None:
