@@ -316,6 +316,36 @@ def test_a_reader_that_was_overruled_is_told_so_and_reads_nothing_more() -> None
         link.sever()
 
 
+def test_what_is_overwritten_while_it_is_read_is_never_taken_for_what_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The owner waits for nobody and brings the next version after the first frames: the reader holds some of the old
+    version, as it was sealed, and says of the rest that it is not there."""
+    monkeypatch.setattr(relay_batches, "LANDING_BYTES", 1000)
+    impatient = Network("127.0.0.1:0", "127.0.0.1", 0.0)
+    with contextlib.closing(relay("near", network=impatient)) as near, contextlib.closing(relay("far")) as far:
+        checkpoint = Checkpoint(odd(), None)
+        old, before = seal(checkpoint, []), dict(checkpoint.weights)
+        table = filled(near, 0, old, tables(checkpoint)).table
+        checkpoint.weights = {name: (weight + 1).to(weight.dtype) for name, weight in before.items()}
+        new = seal(checkpoint, [])
+        read, calls = TcpLink.read, [0]
+
+        def reads(self: TcpLink, runs: list[Run]) -> object:
+            calls[0] += 1
+            if calls[0] == 8:
+                filled(near, 0, new, tables(checkpoint))
+            return read(self, runs)
+
+        monkeypatch.setattr(TcpLink, "read", reads)
+        held = filled(far, 0, old, [table])
+        assert held.filled.missing
+        codes = {each.problem.code for each in held.filled.missing}
+        assert codes <= {Problem.DATA_LOSS, Problem.UNAVAILABLE}
+        for shard, memory in zip(held.table.shards, held.sealed, strict=True):
+            assert torch.equal(memory, before[held.table.tensors[shard.tensor].name])
+
+
 def test_a_reader_that_dies_holds_nothing(lent: tuple[Slots, Region]) -> None:
     owner, region = lent
     link, _ = link_to(region)
@@ -391,6 +421,35 @@ def test_nothing_of_what_is_not_lent_is_asked_for_or_landed(lent: tuple[Slots, R
     link.sever()
     with pytest.raises(CkptEngineError, match="was severed"):
         link.read([Run(0, 0, 1)])
+
+
+def test_a_severed_link_has_returned_only_when_nothing_can_land(
+    lent: tuple[Slots, Region], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that receives is about to write: whoever severs waits for it."""
+    link, landing = link_to(lent[1])
+    link.hold(10.0)
+    about, go = threading.Event(), threading.Event()
+    receive = connection.receive_some
+
+    def slow(found: socket.socket, into: memoryview) -> int:
+        about.set()
+        assert go.wait(30)
+        return receive(found, into)
+
+    monkeypatch.setattr(connection, "receive_some", slow)
+    link.read([Run(0, 0, lent[1].size)])
+    assert about.wait(30)
+    severing = threading.Thread(target=link.sever)
+    severing.start()
+    severing.join(0.1)
+    assert severing.is_alive()
+    go.set()
+    severing.join(30)
+    assert not severing.is_alive()
+    as_it_was = landing.clone()
+    assert not [lane for lane in connection._lanes if lane._thread.is_alive()]
+    assert torch.equal(landing, as_it_was)
 
 
 def test_fifty_fillings_leave_no_descriptor_and_no_thread(pair: tuple[Slots, Slots]) -> None:
