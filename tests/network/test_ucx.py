@@ -117,8 +117,10 @@ def test_helpers_leave_the_arena_sealed(reader: Relay) -> None:
         (lambda locator: locator.__setattr__("token", b"short"), "names no memory"),
         (lambda locator: locator.ClearField("lanes"), "names no memory"),
         (lambda locator: locator.lanes[0].__setattr__("board", 1 << 20), "UCX|helper"),
+        (lambda locator: locator.lanes[0].__setattr__("memory", (1 << 64) - 1), "names no memory"),
+        (lambda locator: locator.lanes[0].__setattr__("metadata", bytes(1 << 20)), "names no memory"),
     ],
-    ids=["metadata", "half", "token", "lanes", "address"],
+    ids=["metadata", "half", "token", "lanes", "address", "beyond", "large"],
 )
 def test_a_locator_that_is_wrong_costs_a_link_and_nothing_else(
     owner: Other, reader: Relay, spoil: object, said: str

@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 REQUEST_BYTES = 8 << 20
 """Of one request to a helper: what progress is told by, and what lanes take in turns."""
 
+MOST_LANES = 64
+"""Of an owner; a host has no more network devices."""
+
 STALL_SECONDS = 20.0
 """How long nothing may arrive of what was asked for. An owner that was stopped for some seconds goes on."""
 
@@ -52,9 +55,7 @@ class UcxFetcher:
         Raises as Fetcher.connect; UNAVAILABLE too if the owner does not lend the slot now.
         """
         until = time.monotonic() + seconds
-        locator = locator_of(region, UCX, UcxLocator)
-        if not locator.lanes or len(locator.token) != _TOKEN_BYTES or locator.slot >= SLOTS:
-            raise invalid(f"the locator of {source_of(region)} names no memory that UCX could read")
+        locator = checked(region)
         lanes = lanes_of(landing.data_ptr(), landing.nbytes)
         if lanes is None:
             raise unavailable("UCX reads into a relay's memory only, and only if that was made with --ucx-devices")
@@ -65,6 +66,22 @@ class UcxFetcher:
             link.sever()
             raise
         return link
+
+
+def checked(region: Region) -> UcxLocator:
+    """The locator of a region, which may come from anybody. Raises INVALID_ARGUMENT. What is in the metadata, only NIXL
+    understands, in a helper."""
+    locator = locator_of(region, UCX, UcxLocator)
+    end = locator.offset + region.size
+    if (
+        not 0 < len(locator.lanes) <= MOST_LANES
+        or len(locator.token) != _TOKEN_BYTES
+        or locator.slot >= SLOTS
+        or any(len(lane.metadata) > c.MOST_METADATA for lane in locator.lanes)
+        or any(max(lane.memory + end, lane.board + _TOKEN_BYTES) >= 1 << 64 for lane in locator.lanes)
+    ):
+        raise invalid(f"the locator of {source_of(region)} names no memory that UCX could read")
+    return locator
 
 
 def availability() -> Availability:
