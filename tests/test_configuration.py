@@ -48,6 +48,7 @@ ENDED_OTHERWISE = {
     ("ckpt_engine/shell/outbox.py", "self._changed.wait()"): "a stream waits for messages; whoever has it closes it",
     ("ckpt_engine/copy/host_copy.py", "helper.join()"): "it copies, and waits for nothing",
     ("ckpt_engine/transport/fetched.py", "ticket.poll()"): "a look, which waits for nothing",
+    ("ckpt_engine/transport/ucx/helpers.py", "select.poll()"): "it makes an object, and waits for nothing",
     ("ckpt_engine/transport/tcp/connection.py", "self._thread.join()"): "its socket was shut before",
     ("ckpt_engine/transport/tcp/fetcher.py", "lane.join()"): "its socket was shut before",
     ("ckpt_engine/transport/tcp/sockets.py", "select.poll()"): "it makes what looks, and waits for nothing",

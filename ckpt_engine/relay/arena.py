@@ -109,6 +109,8 @@ class Arena:
         except OSError as error:
             raise unavailable(f"{more} more bytes of memory for {what} cannot be had: {error}") from error
         self._reserved[slot] = size
+        if self.lanes is not None:
+            self.lanes.reserved[slot] = size
 
     def pin(self, slot: int, gpu: int) -> None:
         """Registers what was reserved of a slot with the driver of GPUs, for all of them, so that they write to it at

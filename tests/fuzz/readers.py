@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +32,9 @@ from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 from ckpt_engine.transport.tcp import wire
 from ckpt_engine.transport.tcp.fetcher import checked
 from ckpt_engine.transport.tcp.lendings import Lendings
+from ckpt_engine.transport.ucx import channel
+from ckpt_engine.transport.ucx.helpers import Helper
+from ckpt_engine.transport.ucx.reader import checked as ucx_checked
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.words.routes import route_of
@@ -174,6 +178,36 @@ def tcp_locators() -> Iterator[Callable[[bytes], None]]:
 
     def take(data: bytes) -> None:
         checked(weights_pb2.Region.FromString(data))
+
+    yield take
+
+
+@contextlib.contextmanager
+def ucx_locators() -> Iterator[Callable[[bytes], None]]:
+    """Where a table says that a relay is reached over UCX."""
+
+    def take(data: bytes) -> None:
+        region = weights_pb2.Region.FromString(data)
+        for lane in ucx_checked(region).lanes:
+            channel.pack_runs([(lane.memory + region.size, 0, 1)])
+            channel.TOKEN.pack(lane.board, bytes(16))
+
+    yield take
+
+
+@contextlib.contextmanager
+def ucx_helpers() -> Iterator[Callable[[bytes], None]]:
+    """What a helper says to its relay: it is ours, and has read what a peer sent."""
+
+    def take(data: bytes) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            helper = Helper(ours, 0, -1, "fuzz")
+            numbers = [helper.ask(channel.READ), helper.ask(channel.CHECK)]
+            for at in range(0, len(data), 40):
+                theirs.send(data[at : at + 40])
+            for number in numbers:
+                helper.answer(number)
 
     yield take
 

@@ -33,6 +33,8 @@ from tests.fuzz.readers import (
     tables,
     tcp_locators,
     texts,
+    ucx_helpers,
+    ucx_locators,
     uploads,
     worker_needs,
 )
@@ -56,6 +58,8 @@ from tests.fuzz.seeds import (
     serialised,
     table,
     tcp_region,
+    ucx_helper,
+    ucx_region,
 )
 
 IDENTITY = weights_pb2.Identity(lineage="run", version=1, root=b"r" * 32)
@@ -170,6 +174,8 @@ TARGETS = [
     Target("relays that read", [relay_reader()], relay_readers),
     Target("answers of relays", [relay_owner()], relay_answers),
     Target("TCP locators", [tcp_region()], tcp_locators, weights_pb2.Region),
+    Target("UCX locators", [ucx_region()], ucx_locators, weights_pb2.Region),
+    Target("answers of UCX helpers", [ucx_helper()], ucx_helpers),
     Target("state page", [bytes(SLOT)], state_page, weight=0.02),
     Target("gate", [b"generate\nx-ckpt-engine-token: x", b"pause", b"ckpt_engine/install"], gate_requests),
     Target(

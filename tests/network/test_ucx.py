@@ -76,6 +76,13 @@ def test_the_same_offer_is_made_from_version_to_version(owner: Other) -> None:
     assert owner.offered() == owner.offered()
 
 
+def test_all_regions_of_a_slot_are_one_registration(reader: Relay) -> None:
+    offers = [reader.lender.offer(number, 1, number << 20, 4096) for number in range(3)]
+    lanes = [UcxLocator.FromString(offer.locator).lanes for offer in offers]
+    assert lanes[0] == lanes[1] == lanes[2]
+    assert [UcxLocator.FromString(offer.locator).offset - SLOT for offer in offers] == [0, 1 << 20, 2 << 20]
+
+
 def test_a_slot_that_is_not_lent_is_not_read(owner: Other, reader: Relay) -> None:
     link = reader.linked(owner.offered())
     owner("refuse", slot=0)
@@ -110,8 +117,10 @@ def test_helpers_leave_the_arena_sealed(reader: Relay) -> None:
         (lambda locator: locator.__setattr__("token", b"short"), "names no memory"),
         (lambda locator: locator.ClearField("lanes"), "names no memory"),
         (lambda locator: locator.lanes[0].__setattr__("board", 1 << 20), "UCX|helper"),
+        (lambda locator: locator.lanes[0].__setattr__("memory", (1 << 64) - 1), "names no memory"),
+        (lambda locator: locator.lanes[0].__setattr__("metadata", bytes(1 << 20)), "names no memory"),
     ],
-    ids=["metadata", "half", "token", "lanes", "address"],
+    ids=["metadata", "half", "token", "lanes", "address", "beyond", "large"],
 )
 def test_a_locator_that_is_wrong_costs_a_link_and_nothing_else(
     owner: Other, reader: Relay, spoil: object, said: str

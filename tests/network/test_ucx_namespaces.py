@@ -7,7 +7,7 @@ import pytest
 from tests.network.hosts import NetworkHost, hosts, ip
 from tests.network.ucx_world import NEEDS_NIXL, SLOT, Other, until
 
-pytestmark = NEEDS_NIXL
+pytestmark = [NEEDS_NIXL, pytest.mark.slow]
 
 SIZE = 4 * SLOT
 

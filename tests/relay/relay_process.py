@@ -25,6 +25,8 @@ from ckpt_engine.transport.file import FileTransport
 from ckpt_engine.transport.relay_memory import RelayMemoryTransport
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 from ckpt_engine.transport.tcp import TcpFetcher, connection
+from ckpt_engine.transport.ucx.reader import UcxFetcher
+from ckpt_engine.transport.ucx.settings import ucx_devices
 from ckpt_engine.v1.weights_pb2 import Identity, SealedRecord, SourceTable, WorkerNeeds
 from tests.line_process import LineProcess
 
@@ -104,6 +106,8 @@ def _main(name: str, memory: str, grace: str, users: str, address: str) -> None:
     network = None
     if address:
         transports["tcp"] = FetchedTransport(TcpFetcher())
+        if ucx_devices():
+            transports["ucx"] = FetchedTransport(UcxFetcher(float(os.environ.get("STALL_SECONDS", 15.0))))
         network = Network(join_address(address, 0), address, float(grace), insecure=True)
         connection.STALL_SECONDS = connection.ASK_SECONDS = float(os.environ.get("STALL_SECONDS", 15.0))
     slots = Slots(name, this_host(), int(memory), transports, float(grace), allowed, network)

@@ -33,6 +33,9 @@ RUN = struct.Struct("<QQQ")
 MOST_BYTES = 96 << 10
 """Of a message; a socket takes twice that without being asked for more."""
 
+MOST_METADATA = MOST_BYTES - 64
+"""Of an agent; it has some hundred bytes for each device."""
+
 MOST_RUNS = 2048
 """Of one READ."""
 

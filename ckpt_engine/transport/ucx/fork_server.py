@@ -9,6 +9,7 @@ its helpers with it.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import struct
@@ -62,19 +63,18 @@ def serve(channel: socket.socket, arena: int, size: int, board: int, board_size:
 
 def _help(descriptor: int, role: int, name: str, devices: str, base: int, size: int, tokens: int) -> None:
     """The life of a helper. Does not return."""
-    status = 1
     try:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # all weights would be in it
         if devices:
             os.environ["UCX_NET_DEVICES"] = devices
         from ckpt_engine.transport.ucx.helper import help_relay
 
         with socket.socket(fileno=descriptor) as channel:
             help_relay(channel, name, base, size, tokens, role == READER)
-        status = 0
     except BaseException as error:
         print(f"ckpt-engine: a UCX helper has ended: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     finally:
-        os._exit(status)  # no destructor of NIXL or UCX runs: nobody waits for what they would wait for
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,10 @@ _Key = tuple[int, bytes]
 
 
 def help_relay(channel: socket.socket, name: str, base: int, size: int, tokens: int, reads: bool) -> None:
-    """Serves one relay until it hangs up. base: where the arena of `size` bytes lies. tokens: where the board does."""
+    """Serves one relay until it hangs up, and ends this process then.
+
+    base: where the arena of `size` bytes lies. tokens: where the board does. reads: or it lends.
+    """
     channel.recv(1)  # until the relay knows this process
     os.dup2(2, 1)  # what libraries print must not go where people read answers
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -45,6 +48,7 @@ def help_relay(channel: socket.socket, name: str, base: int, size: int, tokens: 
         raise
     channel.send(c.message(c.READY, 0))
     helper.serve()
+    os._exit(0)  # no destructor of NIXL or UCX runs: they would wait for reads that nobody waits for any more
 
 
 class _Served:

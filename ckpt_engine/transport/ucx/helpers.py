@@ -105,7 +105,7 @@ class Helper:
             if left <= 0:
                 raise deadline(f"UCX did not answer within {seconds:.3g} s")
             with contextlib.suppress(OSError, ValueError):  # it may be killed meanwhile
-                select.select([self._connection], [], [], min(left, 0.2))
+                readable(self._connection.fileno(), min(left, 0.2))
         return found
 
     def register(self, start: int, size: int) -> bytes:
@@ -127,9 +127,7 @@ class Helper:
             self._why = self._why or why
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
-            ending = select.poll()
-            ending.register(handle, select.POLLIN)
-            if not ending.poll(KILL_SECONDS * 1000):
+            if not readable(handle, KILL_SECONDS):
                 log.critical(
                     "UCX helper %d does not end, and it may still write to the relay's memory: this process ends",
                     self.pid,
@@ -176,6 +174,13 @@ class Helper:
         else:
             refused = precondition if value == c.NOT_LENT else unavailable
             self._answers[number] = refused(f"UCX: {_words(body)}")
+
+
+def readable(descriptor: int, seconds: float) -> bool:
+    """Whether a descriptor, of any number, becomes readable in time."""
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN)
+    return bool(waiting.poll(seconds * 1000))
 
 
 def _words(body: bytes) -> str:
@@ -273,9 +278,12 @@ class ForkServer:
         """Ends it and every helper. May be repeated. Never raises."""
         for helper in list(self._helpers):
             helper.kill()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # whoever waits for a helper just now is told
         self._connection.close()
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it holds nothing but its helpers, which have ended
+            self._process.wait(KILL_SECONDS)
 
     def forget(self) -> None:
         """Closes this process's copies of the sockets: for a forked child, which would hide its parent's death."""

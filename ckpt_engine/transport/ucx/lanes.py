@@ -14,7 +14,7 @@ import secrets
 import threading
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_engine.core.relay_layout import SLOTS
@@ -43,14 +43,15 @@ class Peer:
 class _Lender:
     helper: Helper
     metadata: bytes = b""
-    lent: dict[int, int] = field(default_factory=dict)  # starts of slots to bytes that are registered
 
 
 class Lanes:
     """UCX of one arena. Any thread. devices: one entry a lane, as UCX_NET_DEVICES has it.
 
     Made between the arena's mapping and its sealing. descriptor, size: of the arena; address: where this process maps
-    it. Raises UNAVAILABLE, DEADLINE_EXCEEDED.
+    it. reserved: bytes that each slot has taken, which are what is registered of it; whoever takes them says so.
+
+    Raises UNAVAILABLE, DEADLINE_EXCEEDED.
     """
 
     def __init__(self, descriptor: int, size: int, address: int, slot_bytes: int, devices: tuple[str, ...]) -> None:
@@ -58,6 +59,7 @@ class Lanes:
         self.address = address
         self.size = size
         self.slot_bytes = slot_bytes
+        self.reserved = [0] * SLOTS
         self.tokens = [secrets.token_bytes(_TOKEN_BYTES) for _ in range(SLOTS)]
         self._lock = threading.RLock()
         self._lenders: dict[int, _Lender] = {}
@@ -96,10 +98,10 @@ class Lanes:
         """They find it no more."""
         self._board[slot * _TOKEN_BYTES : (slot + 1) * _TOKEN_BYTES] = bytes(_TOKEN_BYTES)
 
-    def metadata(self, slot: int, size: int) -> list[tuple[bytes, int, int]]:
-        """For each lane what readers need for the first `size` bytes of a slot: the metadata of its helper's agent,
-        where the arena lies in it, and where the slot's token does. Equal from call to call while nothing grows and no
-        helper has ended.
+    def metadata(self, slot: int) -> list[tuple[bytes, int, int]]:
+        """For each lane what readers need for a slot: the metadata of its helper's agent, where the arena lies in it,
+        and where the slot's token does. Equal from call to call while no slot takes more memory and no helper has
+        ended.
 
         Raises UNAVAILABLE, DEADLINE_EXCEEDED.
         """
@@ -114,16 +116,17 @@ class Lanes:
                         lender.helper.kill()
                     lender = self._lenders[lane] = _Lender(self._server.start(role, devices))
                 start = slot * self.slot_bytes
-                if lender.lent.get(start, 0) < size:
+                size = self.reserved[slot]
+                if lender.helper.registered.get(start, 0) < size:
                     lender.metadata = lender.helper.register(start, size)
-                    lender.lent[start] = size
                 found.append((lender.metadata, memory, self._server.board + slot * _TOKEN_BYTES))
         return found
 
     # -- the reader's side
 
-    def peer(self, lane: int, metadata: bytes, seconds: float) -> Peer:
-        """A helper of a lane that is connected to an owner's. Given back with `release`.
+    def peer(self, lane: int, metadata: bytes, seconds: float, answer: float) -> Peer:
+        """A helper of a lane that is connected to an owner's. Given back with `release`. answer: of the seconds, how
+        many the owner may take.
 
         Raises UNAVAILABLE (the owner is gone, its metadata is none), DEADLINE_EXCEEDED.
         """
@@ -136,7 +139,7 @@ class Lanes:
             if known is None:
                 helper = self._server.start(c.READER, self.devices[lane], seconds)
                 try:
-                    helper.wait(helper.ask(c.CONNECT, 0, metadata), seconds)
+                    helper.wait(helper.ask(c.CONNECT, 0, metadata), min(seconds, answer))
                 except BaseException:
                     helper.kill()
                     raise
@@ -164,8 +167,8 @@ class Lanes:
     def close(self) -> None:
         """Ends every helper. May be repeated. Never raises."""
         _all.discard(self)
+        self._server.close()  # before the lock, which somebody may have who waits for a helper
         with self._lock:
-            self._server.close()
             self._peers.clear()
             self._lenders.clear()
             with contextlib.suppress(ValueError, BufferError):

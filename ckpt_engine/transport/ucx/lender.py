@@ -26,12 +26,14 @@ class UcxLender:
             raise unavailable("this relay's memory was not made for UCX: start it with --ucx-devices")
         self._lanes = lanes
         self._arena = arena
-        lanes.metadata(0, 0)
+        lanes.metadata(0)
 
     def offer(self, id: int, slot: int, offset: int, size: int) -> Region:
-        """The region that lets other relays read it. Registers the slot so far. Raises UNAVAILABLE with what NIXL says,
-        DEADLINE_EXCEEDED."""
-        found = self._lanes.metadata(slot, offset + size)
+        """The region that lets other relays read it. Registers all that the slot has taken.
+
+        Raises UNAVAILABLE with what NIXL says, DEADLINE_EXCEEDED.
+        """
+        found = self._lanes.metadata(slot)
         locator = UcxLocator(
             arena=self._arena.id,
             slot=slot,

@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 REQUEST_BYTES = 8 << 20
 """Of one request to a helper: what progress is told by, and what lanes take in turns."""
 
+MOST_LANES = 64
+"""Of an owner; a host has no more network devices."""
+
 STALL_SECONDS = 20.0
 """How long nothing may arrive of what was asked for. An owner that was stopped for some seconds goes on."""
 
@@ -52,9 +55,7 @@ class UcxFetcher:
         Raises as Fetcher.connect; UNAVAILABLE too if the owner does not lend the slot now.
         """
         until = time.monotonic() + seconds
-        locator = locator_of(region, UCX, UcxLocator)
-        if not locator.lanes or len(locator.token) != _TOKEN_BYTES or locator.slot >= SLOTS:
-            raise invalid(f"the locator of {source_of(region)} names no memory that UCX could read")
+        locator = checked(region)
         lanes = lanes_of(landing.data_ptr(), landing.nbytes)
         if lanes is None:
             raise unavailable("UCX reads into a relay's memory only, and only if that was made with --ucx-devices")
@@ -65,6 +66,22 @@ class UcxFetcher:
             link.sever()
             raise
         return link
+
+
+def checked(region: Region) -> UcxLocator:
+    """The locator of a region, which may come from anybody. Raises INVALID_ARGUMENT. What is in the metadata, only NIXL
+    understands, in a helper."""
+    locator = locator_of(region, UCX, UcxLocator)
+    end = locator.offset + region.size
+    if (
+        not 0 < len(locator.lanes) <= MOST_LANES
+        or len(locator.token) != _TOKEN_BYTES
+        or locator.slot >= SLOTS
+        or any(len(lane.metadata) > c.MOST_METADATA for lane in locator.lanes)
+        or any(max(lane.memory + end, lane.board + _TOKEN_BYTES) >= 1 << 64 for lane in locator.lanes)
+    ):
+        raise invalid(f"the locator of {source_of(region)} names no memory that UCX could read")
+    return locator
 
 
 def availability() -> Availability:
@@ -98,11 +115,16 @@ class UcxLink:
         """Takes helpers and registers the memory that they write."""
         for number in range(len(self._lanes.devices)):
             lane = self._locator.lanes[number % len(self._locator.lanes)]
-            peer = self._lanes.peer(number, lane.metadata, max(0.01, until - time.monotonic()))
+            peer = self._lanes.peer(number, lane.metadata, max(0.01, until - time.monotonic()), self._stall)
             self._peers.append((peer, lane))
             self._load.append(0)
-            start = self._landing // self._lanes.slot_bytes * self._lanes.slot_bytes
-            if peer.helper.registered.get(start, 0) < (size := self._landing + self._landing_size - start):
+            slot = self._landing // self._lanes.slot_bytes
+            start, size = slot * self._lanes.slot_bytes, self._lanes.reserved[slot]
+            if self._landing + self._landing_size > start + size:
+                raise invalid(
+                    f"{self._landing_size} bytes at {self._landing} are not in one slot that has taken memory"
+                )
+            if peer.helper.registered.get(start, 0) < size:
                 self._registered(peer, start, size)
 
     def _registered(self, peer: Peer, start: int, size: int) -> None:
@@ -139,13 +161,14 @@ class UcxLink:
         self._alive()
 
     def hold(self, seconds: float) -> None:
-        """Reads the slot's token from the owner's board, over every lane: it is there, and lends this very memory.
+        """Reads the slot's token from the owner's board, over every lane: it is there, and lends this very memory. An
+        owner that does not answer is waited for as long as one that sends nothing.
 
         Nobody at the owner is told, so it waits for nobody: what it writes meanwhile does not hash here.
         Raises UNAVAILABLE, DEADLINE_EXCEEDED.
         """
         self._alive()
-        until = time.monotonic() + seconds
+        until = time.monotonic() + min(seconds, self._stall)
         for peer, lane in self._peers:
             body = c.TOKEN.pack(lane.board, self._locator.token)
             try:
