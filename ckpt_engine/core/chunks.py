@@ -17,6 +17,7 @@ from ckpt_engine.core.boxes import Box
 from ckpt_engine.core.cells import Wanted
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.layout import Layout
+from ckpt_engine.core.problems import invalid
 from ckpt_engine.core.relay_layout import Piece, cut_pieces
 from ckpt_engine.core.sealed_record import Recorded
 
@@ -84,7 +85,11 @@ def cut_chunks(
     needs: of each host, its workers' needs as `wanted_of` gives them. held: of each trainers' host, the cells that it
     can be asked for; a host that is in both reads nothing that it holds. everything: hosts that want all cells. target:
     bytes of a chunk, at least; 0: `chunk_bytes` of the whole model.
+
+    Raises INVALID_ARGUMENT for a cell that the record does not have, and for a target above half of MOST_BYTES.
     """
+    if target > MOST_BYTES // 2:
+        raise invalid(f"chunks of at least {target} bytes would be larger than {MOST_BYTES}; ask for half of that")
     hosts = sorted({*needs, *everything})
     trainers = sorted(held)
     kinds, kind_of = _kinds(needs.values())
@@ -166,6 +171,8 @@ def _holders(cells: int, held: Sequence[Collection[int]]) -> list[tuple[int, ...
     found: list[list[int]] = [[] for _ in range(cells)]
     for index, each in enumerate(held):
         for cell in each:
+            if not 0 <= cell < cells:
+                raise invalid(f"a trainers' host is said to hold cell {cell}, and the record has {cells}")
             found[cell].append(index)
     shared: dict[tuple[int, ...], tuple[int, ...]] = {}
     return [shared.setdefault(key, key) for key in map(tuple, found)]

@@ -23,6 +23,8 @@ has adopted somebody while it was full."""
 _SLOWER = 0.95
 """Of the rate that was thought: less than this is a change."""
 
+_ROUNDING = 1 + 1e-9
+
 
 def fallback(plan: FanOut, tree: int, host: str, lost: Collection[str]) -> str | None:
     """Whom a host reads a tree from by itself, until a new plan comes: its parent, or else its first alternate that is
@@ -96,13 +98,14 @@ class _Repair:
 
     def _strained(self, host: int) -> bool:
         if host in self._adopters:
-            return self._load[host] > max(self._full, self._had[host])
+            return self._load[host] > max(self._full, self._had[host]) * _ROUNDING
         return host in self._slower and self._load[host] > self._full * _TOO_MUCH / _FULL
 
     def _with_one_more(self, host: int, tree: Tree) -> float:
         return self._load[host] + tree.bytes / self._rates[host]
 
     def _tree(self, tree: Tree) -> Tree:
+        self._adopters = set()
         lost = self._gone | self._slow
         named = {*tree.parents, *(each for alternates in tree.alternates for each in alternates)}
         if lost.isdisjoint(named) and self._gone.isdisjoint(tree.hosts) and not any(map(self._strained, tree.children)):
@@ -116,6 +119,7 @@ class _Repair:
                 continue
             if parent != FROM_TRAINERS and not self._passes(parent):
                 parent = self._adopted(tree, before, alternates, inner)
+                self._adopters.add(parent)
             order.append(host)
             parents.append(parent)
             if host not in self._slow:
@@ -139,7 +143,6 @@ class _Repair:
 
         host = before[min(range(len(before)), key=cost)]
         self._load[host] = self._with_one_more(host, tree)
-        self._adopters.add(host)
         inner.add(host)
         return host
 

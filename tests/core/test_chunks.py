@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ckpt_engine.core.boxes import Box, intersect, overlap, tile, whole
 from ckpt_engine.core.chunks import LEAST_BYTES, MOST_BYTES, ChunkTable, chunk_bytes, cut_chunks, rows_of
+from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.sealed_record import Recorded
 from tests.core.relay_records import in_one, part_of, recorded
 
@@ -136,6 +137,14 @@ def cells_of(table: ChunkTable, tensors: int) -> list[list[Box]]:
     for piece in table.pieces:
         found[piece.tensor].append(piece.box)
     return found
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    record = in_one([(4, 4)])
+    with pytest.raises(CkptEngineError, match="hold cell 1, and the record has 1"):
+        cut_chunks(record, {}, {"t": [0, 1]}, ["a"])
+    with pytest.raises(CkptEngineError, match="would be larger than 67108864"):
+        cut_chunks(record, {}, {"t": [0]}, ["a"], target=MOST_BYTES)
 
 
 def test_how_large_chunks_are() -> None:
