@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Sequence
 
 from ckpt_engine.core.problems import CkptEngineError, data_loss, invalid, unavailable
+from ckpt_engine.transport import on_host
 from ckpt_engine.transport.base import OPEN_SECONDS, Availability, FileMemory, Memory
 from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.mapped import MappedRegions, Mapping
@@ -84,8 +85,8 @@ class FileTransport:
         self._mappings: weakref.WeakValueDictionary[bytes, Mapping] = weakref.WeakValueDictionary()
 
     def availability(self) -> Availability:
-        """Always: a file that this process may not read is refused when it is opened."""
-        return Availability(True, "files that this process may read")
+        """As for every process of the host."""
+        return on_host.file()
 
     def open(self, regions: Sequence[Region], seconds: float = OPEN_SECONDS) -> MappedRegions:
         """Maps the regions, those already mapped once more at no cost.

@@ -3,8 +3,10 @@ and replicas that come after everybody has gone."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, na
 
 TOKENS = 16
 MEMORY = ("--memory", "64MiB")
+PAUSES = "agent.does.PauseEngine.begin"
 
 
 class World:
@@ -117,6 +120,46 @@ def test_four_replicas_read_one_union_after_the_trainer_changed_its_weights(worl
             assert generate(replica, prompt, TOKENS) == tokens
             assert read_from(replica) == {("relay a", "relay_memory")}
     assert not world.cluster.status().warnings
+
+
+@pytest.mark.slow
+def test_the_trace_shows_that_a_held_call_returns_before_any_replica_pauses(world: World, tmp_path: Path) -> None:
+    """Each agent stands where it is about to ask its engine to pause, until the call has returned and the weights have
+    changed; nothing has been paused or installed by then."""
+    model = model_of(tmp_path, 7)
+    prompt, tokens = expected(model)
+    with (
+        Listener(Path(tempfile.mkdtemp(dir=tmp_path)) / "trace") as listener,
+        Trainer(world.cluster.address, lineage="traced") as trainer,
+        contextlib.ExitStack() as stack,
+    ):
+        world.relay("traced", "c")
+        told = {TRACE: str(listener.path)}
+        replicas = [world.replica(f"traced-{number}", "c", **told) for number in range(2)]
+        names = [replica.registered().name for replica in replicas]
+        about_to_pause = [
+            stack.enter_context(listener.holding(PAUSES, lambda pid, own=replica.process.pid: pid == own))
+            for replica in replicas
+        ]
+        trainer.publish(model)
+        held = trainer.update_weights(version=1, prefetch="always", until="held", replicas=names)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+        assert held.held, held
+        assert all(each.wait(60) for each in about_to_pause)
+        paused = PAUSES.replace(".begin", ".end")
+        assert (listener.seen[PAUSES], listener.seen[paused]) == (2, 0)
+        assert listener.seen["agent.does.InstallEngine.begin"] == 0
+        for each in about_to_pause:
+            each.let_go()
+        report = trainer.wait(1)
+        assert report.ok, report
+        assert (listener.seen[PAUSES], listener.seen[paused]) == (2, 2)
+        for replica in replicas:
+            assert generate(replica, prompt, TOKENS) == tokens
+            assert read_from(replica) == {("relay traced", "relay_memory")}
+            replica.stop()
 
 
 @pytest.mark.slow
