@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ckpt_engine.core.problems import CkptEngineError, precondition
-from ckpt_engine.core.reach import name_of, same_host
+from ckpt_engine.core.reach import Distance, name_of, same_host
 from ckpt_engine.core.topology import Choice, choose_transport
 from ckpt_engine.v1.weights_pb2 import Host
 
@@ -117,7 +117,11 @@ class _Routing:
             name: [origin for origin in self._origins if origin != name and self._reaches(origin, name)]
             for name in self._relays
         }
-        self._direct = {name: self._made_of(found) for name, found in self._sources.items()}
+        # Files that another host may have, or not, are no reason to do without a relay that surely has them.
+        self._direct = {
+            name: self._made_of([origin for origin in found if self._distance(origin, name) < Distance.SHARED_FILE])
+            for name, found in self._sources.items()
+        }
         # What each relay has once it is filled, and at which stage that is.
         self._has = {name: self._made_of(sources) for name, sources in holding.items() if name in self._relays}
         self._stage = dict.fromkeys(self._has, -1)
@@ -139,7 +143,9 @@ class _Routing:
             got = {name: self._within_reach(name) for name in pending}
             ready = self._ready(got)
             if not ready:
-                return
+                if not self._trust(pending):
+                    return
+                continue
             for name in ready:
                 self._has[name], self._stage[name] = got[name], stage
             pending = [name for name in pending if name not in self._stage]
@@ -157,6 +163,12 @@ class _Routing:
             if those:
                 return those
         return some
+
+    def _trust(self, names: Iterable[str]) -> bool:
+        """Counts what may lie in a directory of these relays' hosts; whether that is more."""
+        before = dict(self._direct)
+        self._direct |= {name: self._made_of(self._sources[name]) for name in names}
+        return self._direct != before
 
     def _within_reach(self, name: str) -> frozenset[int]:
         lenders = (other for other in self._has if other != name and self._reads(name, other))

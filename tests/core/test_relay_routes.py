@@ -18,6 +18,9 @@ def choose(source: Host, transport: str, worker: Host, available: Sequence[str])
     """Memory of one host, and wires between those that have an address; "w2" is another kind of network."""
     if transport not in available:
         raise precondition(f"{worker.name} cannot use {transport}")
+    if transport == "file":
+        shared = source.boot_id != worker.boot_id
+        return Choice(transport, "", Distance.SHARED_FILE if shared else Distance.FILE)
     if transport == "memory" and source.boot_id != worker.boot_id:
         raise precondition(f"{source.name} and {worker.name} are two hosts")
     if transport != "memory" and not (source.address and worker.address):
@@ -109,6 +112,15 @@ def test_a_relay_between_two_kinds_of_networks() -> None:
     routes = routed([rank(0, "A")], relays, "c")
     assert [routes.by_relay[name].stage for name in "abc"] == [0, 1, 2]
     assert routes.by_relay["a"].feeds == ("b", "c")
+
+
+def test_files_that_another_host_may_have_are_the_last_resort() -> None:
+    files = Origin("rank 0", host("A"), (frozenset({"file"}),))
+    reads = "memory wire file"
+    routes = routed([files], [relay("a", "A", reads), relay("b", "B", reads)], "b")
+    assert (routes.by_relay["b"].upstream, routes.by_relay["b"].sources) == (("a",), ("rank 0",))
+    routes = routed([files], [relay("b", "B", reads)], "b")
+    assert (routes.by_relay["b"].stage, routes.by_relay["b"].sources) == (0, ("rank 0",))
 
 
 def test_what_is_held_is_read_and_not_filled() -> None:

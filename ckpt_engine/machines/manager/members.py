@@ -388,8 +388,8 @@ def _same_engine(old: Replica, hello: manager_pb2.ReplicaHello) -> bool:
     there = _boots(old.workers) & _boots(hello.workers)
     if there or (_boots(old.workers) and _boots(hello.workers)):
         return bool(there)
-    here, there = ((host.boot_id, host.network_namespace) for host in (old.host, hello.host))
-    return here == there and old.engine == (hello.engine if hello.HasField("engine") else None)
+    before, now = ((host.boot_id, host.network_namespace) for host in (old.host, hello.host))
+    return before == now and old.engine == (hello.engine if hello.HasField("engine") else None)
 
 
 def _boots(workers: Iterable[manager_pb2.WorkerStatus]) -> set[bytes]:
