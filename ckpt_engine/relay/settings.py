@@ -15,6 +15,8 @@ from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS
 from ckpt_engine.host.room import memory_room, memory_total
 from ckpt_engine.transport.base import Network
 
+RELAY_LISTEN, RELAY_INSECURE = "CKPT_ENGINE_RELAY_LISTEN", "CKPT_ENGINE_RELAY_INSECURE"
+
 LISTEN = "127.0.0.1:0"
 """Where a relay listens that was told nothing: other hosts do not reach it."""
 

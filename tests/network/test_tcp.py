@@ -316,6 +316,36 @@ def test_a_reader_that_was_overruled_is_told_so_and_reads_nothing_more() -> None
         link.sever()
 
 
+def test_what_is_overwritten_while_it_is_read_is_never_taken_for_what_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The owner waits for nobody and brings the next version after the first frames: the reader holds some of the old
+    version, as it was sealed, and says of the rest that it is not there."""
+    monkeypatch.setattr(relay_batches, "LANDING_BYTES", 1000)
+    impatient = Network("127.0.0.1:0", "127.0.0.1", 0.0)
+    with contextlib.closing(relay("near", network=impatient)) as near, contextlib.closing(relay("far")) as far:
+        checkpoint = Checkpoint(odd(), None)
+        old, before = seal(checkpoint, []), dict(checkpoint.weights)
+        table = filled(near, 0, old, tables(checkpoint)).table
+        checkpoint.weights = {name: (weight + 1).to(weight.dtype) for name, weight in before.items()}
+        new = seal(checkpoint, [])
+        read, calls = TcpLink.read, [0]
+
+        def reads(self: TcpLink, runs: list[Run]) -> object:
+            calls[0] += 1
+            if calls[0] == 8:
+                filled(near, 0, new, tables(checkpoint))
+            return read(self, runs)
+
+        monkeypatch.setattr(TcpLink, "read", reads)
+        held = filled(far, 0, old, [table])
+        assert held.filled.missing
+        codes = {each.problem.code for each in held.filled.missing}
+        assert codes <= {Problem.DATA_LOSS, Problem.UNAVAILABLE}
+        for shard, memory in zip(held.table.shards, held.sealed, strict=True):
+            assert torch.equal(memory, before[held.table.tensors[shard.tensor].name])
+
+
 def test_a_reader_that_dies_holds_nothing(lent: tuple[Slots, Region]) -> None:
     owner, region = lent
     link, _ = link_to(region)

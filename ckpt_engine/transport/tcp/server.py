@@ -71,11 +71,11 @@ class TcpArenaLender:
         self._open = True
         self._accepting = threading.Thread(target=self._accept, name="ckpt-engine tcp", daemon=True)
         _lenders.add(self)
-        log.info(
-            "relays of other hosts read it over TCP at %s, %s",
-            self.address,
-            "encrypted" if self._context is not None else "not encrypted",
-        )
+        if is_loopback(host):
+            log.info("relays of other hosts do not reach it: it listens on %s only (--listen)", host)
+        else:
+            encrypted = "encrypted" if self._context is not None else "not encrypted"
+            log.info("relays of other hosts read it over TCP at %s, %s", self.address, encrypted)
         self._accepting.start()
 
     @property
