@@ -131,6 +131,33 @@ def test_a_later_attempt_is_a_newer_command_and_an_earlier_one_is_late() -> None
     assert relay.held == [5]
 
 
+def test_the_rest_of_a_version_is_brought_beside_what_is_there() -> None:
+    """Others may be reading that: it is neither given up nor overwritten, also if the rest cannot be had."""
+    relay = Relay()
+    relay.tell(fill(1, 5, needs=(b"n",)))
+    relay.end()
+    relay.end(missing=2)
+    relay.tell(fill(1, 5, needs=(b"n",), attempt=1))
+    relay.end()
+    assert isinstance(relay.task, FillSlot)
+    assert (relay.task.slot, relay.task.more, relay.held) == (0, True, [5])
+    relay.end(FULL)
+    assert relay.held == [5]
+    relay.tell(fill(1, 5, needs=(b"n",), attempt=2))
+    relay.end()
+    relay.end()
+    assert relay.held == [5]
+    relay.tell(fill(2, 6))
+    relay.end()
+    assert isinstance(relay.task, FillSlot)
+    assert not relay.task.more
+    relay.end()
+    relay.tell(fill(3, 6, needs=(b"other",)))
+    relay.end()
+    assert isinstance(relay.task, FillSlot)
+    assert not relay.task.more, "it is laid out otherwise"
+
+
 def test_what_is_to_be_served_is_never_overwritten() -> None:
     relay = Relay()
     slots = []
