@@ -45,10 +45,6 @@ CLOSE_SECONDS = 10.0
 """For a filling to end once it was told to: it looks every 64 MiB."""
 
 
-NEAR = "relay_memory"
-"""The transport over which processes of the host read it."""
-
-
 @dataclass(frozen=True)
 class Wish:
     """A version to bring. record: hashes to identity.root, or it is refused. tables: of those who hold it, in the order
@@ -86,8 +82,7 @@ class Held:
 
 @dataclass(eq=False)
 class _Ready:
-    """What is kept from one filling of a slot to the next. recorded: of the version with this root. kept: cells that
-    the slot holds already, of this version."""
+    """What is kept from one filling of a slot to the next. recorded: of this root. kept: cells that stay as they are."""
 
     key: tuple[object, ...]
     root: bytes
@@ -121,7 +116,7 @@ class Slots:
         self._lock = threading.Lock()
         self._arena = Arena(memory)
         self._door = Door(self._arena, slot_grace, users)
-        self.lends: tuple[str, ...] = (NEAR,)
+        self.lends: tuple[str, ...] = ("relay_memory",)
         self._lenders = self._lent_over(network)
         self._gpus = TrainersGpus()
         self._host = Host()
@@ -208,7 +203,7 @@ class Slots:
 
     def count(self, slot: int, wish: Wish, seconds: float, more: bool = False) -> int:
         """Lays a version out, takes memory for it and looks who can be read; returns its bytes. The slot still holds
-        what it held. more: as of `fill`.
+        what it held. more: see `fill`.
 
         Raises INVALID_ARGUMENT or DATA_LOSS (a record that is not what was sealed, needs that do not fit it),
         FAILED_PRECONDITION or UNAVAILABLE (no memory, with both numbers), NOT_FOUND (nobody within reach holds any of
@@ -226,8 +221,8 @@ class Slots:
         more: bool = False,
     ) -> Held:
         """Brings a version into a slot and lends it. What was in the slot is gone, once `count` had nothing against it.
-        progress: told how far it is, on this thread. more: of this very version the slot holds some cells, for equal
-        needs: they stay as they are and lent, whatever becomes of the others, which alone are brought.
+        progress: told how far it is, on this thread. more: the cells that the slot holds of this version, for equal
+        needs, stay as they are and lent; the others alone are brought.
 
         Raises as `count`, and DEADLINE_EXCEEDED or ABORTED (`stop`, `close`); the slot holds nothing then. What nobody
         could bring is no error: it stands in `Held.filled.missing` and not in the table. Of two at a time the later one
@@ -298,11 +293,9 @@ class Slots:
         if before is None:
             self._held[slot] = None
             overruled = self._retire(slot)
-        waited = time.monotonic() - began
-        layout = ready.filling.layout
+        waited, layout = time.monotonic() - began, ready.filling.layout
         filled = ready.filling.run(ready.recorded, stop_at, cancelled, progress)
-        if before is not None:
-            filled = filled.after(before.filled)
+        filled = filled if before is None else filled.after(before.filled)
         missing = {each.cell for each in filled.missing}
         table, sealed = self._table(slot, ready.recorded, layout, missing)
         held = Held(wish.identity, wish.record, table, layout, filled, overruled, waited, sealed)
