@@ -82,7 +82,7 @@ class Held:
 
 @dataclass(eq=False)
 class _Ready:
-    """What is kept from one filling of a slot to the next. recorded: of this root. kept: cells that stay as they are."""
+    """What is kept from one filling of a slot to the next. kept: cells that stay as they are."""
 
     key: tuple[object, ...]
     root: bytes
