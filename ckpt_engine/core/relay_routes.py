@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ckpt_engine.core.problems import CkptEngineError, precondition
-from ckpt_engine.core.reach import name_of, same_host
+from ckpt_engine.core.reach import Distance, name_of, same_host
 from ckpt_engine.core.topology import Choice, choose_transport
 from ckpt_engine.v1.weights_pb2 import Host
 
@@ -49,7 +49,9 @@ class Route:
     stage: 0: from sources only; else one more than the last of the relays that it reads. sources: those within its
     reach. upstream: relays that it waits for, and reads. others: relays of stages before its own that it can read as
     well, the nearest and least loaded first. children: relays that read it. feeds: relays whose needs it must hold
-    beside those of its own host. lacks: sources of which it gets nothing, although nobody else has the same.
+    beside those of its own host. lacks: sources of which it gets nothing, although nobody else has the same. ahead: it
+    brings first what its own sources have, since others wait for that. early: those of its upstream that it reads once
+    they have brought that much.
     """
 
     stage: int
@@ -59,6 +61,8 @@ class Route:
     children: tuple[str, ...] = ()
     feeds: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
+    ahead: bool = False
+    early: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,8 @@ class _Chosen:
     upstream: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     children: list[str] = field(default_factory=list)
+    early: list[str] = field(default_factory=list)
+    ahead: bool = False
 
 
 class _Routing:
@@ -117,10 +123,15 @@ class _Routing:
             name: [origin for origin in self._origins if origin != name and self._reaches(origin, name)]
             for name in self._relays
         }
-        self._direct = {name: self._made_of(found) for name, found in self._sources.items()}
+        # Files that another host may have, or not, are no reason to do without a relay that surely has them.
+        self._direct = {
+            name: self._made_of([origin for origin in found if self._distance(origin, name) < Distance.SHARED_FILE])
+            for name, found in self._sources.items()
+        }
         # What each relay has once it is filled, and at which stage that is.
         self._has = {name: self._made_of(sources) for name, sources in holding.items() if name in self._relays}
         self._stage = dict.fromkeys(self._has, -1)
+        self._ahead: dict[str, int] = {}  # at which stage relays with replicas have what their own sources bring
 
     def routes(self) -> Routes:
         self._order()
@@ -139,7 +150,15 @@ class _Routing:
             got = {name: self._within_reach(name) for name in pending}
             ready = self._ready(got)
             if not ready:
-                return
+                if not self._trust(pending):
+                    return
+                continue
+            ahead = [name for name in ready if name in self._wanted and got[name] != self._all and self._direct[name]]
+            ahead = [name for name in ahead if name not in self._ahead]
+            if ahead:
+                self._ahead |= dict.fromkeys(ahead, stage)
+                stage += 1
+                continue
             for name in ready:
                 self._has[name], self._stage[name] = got[name], stage
             pending = [name for name in pending if name not in self._stage]
@@ -158,9 +177,16 @@ class _Routing:
                 return those
         return some
 
+    def _trust(self, names: Iterable[str]) -> bool:
+        """Counts what may lie in a directory of these relays' hosts; whether that is more."""
+        before = dict(self._direct)
+        self._direct |= {name: self._made_of(self._sources[name]) for name in names}
+        return self._direct != before
+
     def _within_reach(self, name: str) -> frozenset[int]:
-        lenders = (other for other in self._has if other != name and self._reads(name, other))
-        return self._direct[name].union(*(self._has[other] for other in lenders))
+        parts = [self._has[other] for other in self._has if other != name and self._reads(name, other)]
+        parts += [self._direct[other] for other in self._ahead if other != name and self._reads(name, other)]
+        return self._direct[name].union(*parts)
 
     # -- who reads whom
 
@@ -176,6 +202,9 @@ class _Routing:
                 for other in self._upstream_of(name, chosen, load):
                     load[other] = load.get(other, 0) + 1
                     chosen[name].upstream.append(other)
+                    if self._is_early(other, name):
+                        chosen[name].early.append(other)
+                        chosen.setdefault(other, _Chosen()).ahead = True
                     if other not in self._holding:
                         chosen.setdefault(other, _Chosen()).children.append(name)
         self._load = load
@@ -184,23 +213,31 @@ class _Routing:
     def _upstream_of(self, name: str, chosen: Mapping[str, _Chosen], load: Mapping[str, int]) -> list[str]:
         """The fewest relays that have what its sources do not bring; of equal ones the one with the fewest children."""
         missing = set(self._has[name] - self._direct[name])
-        lenders = [other for other in self._before(name) if self._reads(name, other)]
+        early = [other for other in self._ahead if self._is_early(other, name)]
+        lenders = [other for other in (*self._before(name), *early) if self._reads(name, other)]
+        parts = {other: self._direct[other] if other in early else self._has[other] for other in lenders}
         found = []
         while missing:
             best = min(
-                (other for other in lenders if self._has[other] & missing),
+                (other for other in lenders if parts[other] & missing),
                 key=lambda other: (
                     other not in chosen and other not in self._holding,  # a copy more
-                    -len(self._has[other] & missing),
+                    -len(parts[other] & missing),
                     self._distance(other, name),
-                    self._stage[other],
+                    self._stage.get(other, len(self._relays)),
                     load.get(other, 0),
                     other,
                 ),
             )
             found.append(best)
-            missing -= self._has[best]
+            missing -= parts[best]
         return found
+
+    def _is_early(self, name: str, reader: str) -> bool:
+        """Whether a relay is read before it has all that it is to have."""
+        ahead = self._ahead.get(name)
+        late = name not in self._stage or self._stage[name] >= self._stage[reader]
+        return name != reader and ahead is not None and ahead < self._stage[reader] and late
 
     def _choose_others(self, chosen: Mapping[str, _Chosen]) -> None:
         for name, each in chosen.items():
@@ -223,7 +260,7 @@ class _Routing:
 
     def _route(self, name: str, chosen: Mapping[str, _Chosen]) -> Route:
         each = chosen[name]
-        stages = [self._stage_of(other, chosen) for other in each.upstream]
+        stages = [0 if other in each.early else self._stage_of(other, chosen) for other in each.upstream]
         lacking = [self._parts[part] for part in sorted(self._all - self._has[name])]
         return Route(
             stage=max(stages, default=-1) + 1,
@@ -231,22 +268,26 @@ class _Routing:
             upstream=tuple(each.upstream),
             others=tuple(each.others),
             children=tuple(sorted(each.children)),
-            feeds=tuple(sorted(self._fed(name, chosen))),
+            feeds=tuple(sorted(self._fed(name, chosen, {name}) - {name})),
+            ahead=each.ahead,
+            early=tuple(each.early),
             lacks=_once(min(part) for part in lacking),
         )
 
     def _stage_of(self, name: str, chosen: Mapping[str, _Chosen]) -> int:
         if name in self._holding:
             return 0
-        return max((self._stage_of(other, chosen) for other in chosen[name].upstream), default=-1) + 1
+        each = chosen[name]
+        stages = (0 if other in each.early else self._stage_of(other, chosen) for other in each.upstream)
+        return max(stages, default=-1) + 1
 
-    def _fed(self, name: str, chosen: Mapping[str, _Chosen]) -> set[str]:
+    def _fed(self, name: str, chosen: Mapping[str, _Chosen], found: set[str]) -> set[str]:
         """A step in between holds what all need who can read it: one of them may lose whom it was to read."""
-        found: set[str] = set()
         for other, each in chosen.items():
             reads = name in each.upstream or (name not in self._wanted and name in each.others)
             if reads and other not in found:
-                found |= {other} | self._fed(other, chosen)
+                found.add(other)
+                self._fed(other, chosen, found)
         return found
 
     # -- reach

@@ -54,14 +54,23 @@ class Filled:
     faults: tuple[Problem, ...]
     seconds: float
 
+    def after(self, first: Filled) -> Filled:
+        """Of both, the first of which left out what this one was to bring."""
+        sources = {*first.brought, *self.brought}
+        brought = {source: first.brought.get(source, 0) + self.brought.get(source, 0) for source in sources}
+        return Filled(self.missing, brought, first.again + self.again, self.faults, first.seconds + self.seconds)
+
 
 class Filling:
     """A slot's layout and who has what of it, made ready; `run` brings what the sources have sealed by then.
 
-    May be kept for as long as layout, tables and slot are the same: then an update costs no work per tensor.
+    May be kept for as long as layout, tables and slot are the same: then an update costs no work per tensor. kept:
+    cells that the slot holds already; they are neither read nor written.
     """
 
-    def __init__(self, layout: SlotLayout, memory: Memory, sources: Sources) -> None:
+    def __init__(
+        self, layout: SlotLayout, memory: Memory, sources: Sources, kept: Collection[int] = frozenset()
+    ) -> None:
         self.layout = layout
         self._sources = sources
         self._names = [spec.name for spec in layout.recorded.record.manifest.tensors]
@@ -70,6 +79,8 @@ class Filling:
         self._unheld: dict[int, Problem] = {}
         pieces: list[Piece] = []
         for atom in layout.atoms:
+            if atom.cell in kept:
+                continue
             self._held[atom.cell] = True
             dtype = sources.dtype(atom.tensor)
             whole = memory(atom.offset, atom.box.shape, dtype)

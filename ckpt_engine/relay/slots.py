@@ -52,10 +52,6 @@ CLOSE_SECONDS = 10.0
 """For a filling to end once it was told to: it looks after each batch."""
 
 
-NEAR = "relay_memory"
-"""The transport over which processes of the host read it."""
-
-
 @dataclass(frozen=True)
 class Wish:
     """A version to bring. record: hashes to identity.root, or it is refused. tables: of those who hold it, in the order
@@ -81,6 +77,11 @@ class Held:
     waited: float
     sealed: Sequence[torch.Tensor]
 
+    @property
+    def cells(self) -> frozenset[int]:
+        """Those that it has, of the record."""
+        return frozenset(atom.cell for atom in self.layout.atoms) - {each.cell for each in self.filled.missing}
+
     def digest(self, atoms: Atoms) -> list[int]:
         """Digests of pieces finer than the record's cells, for workers who need such. Raises as `Source.digest`."""
         return digest_atoms(self.table, self.sealed, atoms)
@@ -89,7 +90,7 @@ class Held:
 @dataclass(eq=False)
 class _Ready:
     """What is kept from one filling of a slot to the next. tables: digests of those that are opened. recorded: of the
-    version with this root."""
+    version with this root. kept: cells that stay as they are."""
 
     key: tuple[object, ...]
     tables: frozenset[bytes]
@@ -97,6 +98,7 @@ class _Ready:
     recorded: Recorded
     filling: Filling
     sources: Sources
+    kept: frozenset[int]
     lent: tuple[SourceTable, Sequence[torch.Tensor]] | None = None  # if nothing was missing: as from version to version
 
 
@@ -124,7 +126,7 @@ class Slots:
         self._lock = threading.Lock()
         self._arena = Arena(memory, ucx=ucx_devices() if network is not None and UCX in transports else ())
         self._door = Door(self._arena, slot_grace, users)
-        self.lends: tuple[str, ...] = (NEAR,)
+        self.lends: tuple[str, ...] = ("relay_memory",)
         self._lenders = self._lent_over(network)
         self._gpus = TrainersGpus()
         self._host = Host()
@@ -212,20 +214,28 @@ class Slots:
         with self._lock:
             self._turn += 1
 
-    def count(self, slot: int, wish: Wish, seconds: float) -> int:
+    def count(self, slot: int, wish: Wish, seconds: float, more: bool = False) -> int:
         """Lays a version out, takes memory for it and looks who can be read; returns its bytes. The slot still holds
-        what it held.
+        what it held. more: see `fill`.
 
         Raises INVALID_ARGUMENT or DATA_LOSS (a record that is not what was sealed, needs that do not fit it),
         FAILED_PRECONDITION or UNAVAILABLE (no memory, with both numbers), NOT_FOUND (nobody within reach holds any of
         it), DEADLINE_EXCEEDED.
         """
         with self._writes(seconds):
-            return self._count(slot, wish).filling.layout.bytes
+            return self._count(slot, wish, more).filling.layout.bytes
 
-    def fill(self, slot: int, wish: Wish, seconds: float, progress: Progress = lambda done, total: None) -> Held:
+    def fill(
+        self,
+        slot: int,
+        wish: Wish,
+        seconds: float,
+        progress: Progress = lambda done, total: None,
+        more: bool = False,
+    ) -> Held:
         """Brings a version into a slot and lends it. What was in the slot is gone, once `count` had nothing against it.
-        progress: told how far it is, on this thread.
+        progress: told how far it is, on this thread. more: the cells that the slot holds of this version, for equal
+        needs, stay as they are and lent; the others alone are brought.
 
         Raises as `count`, and DEADLINE_EXCEEDED or ABORTED (`stop`, `close`); the slot holds nothing then. What nobody
         could bring is no error: it stands in `Held.filled.missing` and not in the table. Of two at a time the later one
@@ -238,7 +248,7 @@ class Slots:
             self._turn += 1
             turn = self._turn
         with self._writes(seconds):
-            counted = self._count(slot, wish)
+            counted = self._count(slot, wish, more)
             return self._fill(slot, wish, counted, stop_at, lambda: self._turn != turn, progress)
 
     @contextmanager
@@ -251,12 +261,16 @@ class Slots:
         finally:
             self._writing.release()
 
-    def _count(self, slot: int, wish: Wish) -> _Ready:
-        key = self._key(wish)
+    def _count(self, slot: int, wish: Wish, more: bool) -> _Ready:
+        before = self._held[slot] if more else None
+        kept = frozenset[int]() if before is None or before.identity != wish.identity else before.cells
+        key = (*self._key(wish), kept)
         ready = self._ready[slot]
         if ready is None or ready.key != key:
             recorded = read_record(wish.record, wish.identity.root)
             layout = lay_out(recorded, [wanted_of(needs, recorded) for needs in wish.needs], wish.everything)
+            if kept and before is not None and before.layout.atoms != layout.atoms:
+                raise precondition("what this slot holds of the version is laid out for other needs")
             self._arena.reserve(slot, layout.size, f"version {wish.identity.version} of {wish.identity.lineage}")
             landing = self._arena.tensor(slot, 0, (layout.size,), torch.uint8)
             sources = Sources(recorded, wish.tables, self._transports, self._host, self._gpus, landing)
@@ -266,14 +280,14 @@ class Slots:
 
             try:
                 self._pin(slot, sources)
-                filling = Filling(layout, memory, sources)
+                filling = Filling(layout, memory, sources, kept)
                 filling.check()
             except BaseException:
                 sources.close()
                 raise
             self._forget(slot)
             tables = frozenset(blob_digest(canonical(table)) for table in wish.tables)
-            ready = self._ready[slot] = _Ready(key, tables, wish.identity.root, recorded, filling, sources)
+            ready = self._ready[slot] = _Ready(key, tables, wish.identity.root, recorded, filling, sources, kept)
         elif ready.root != wish.identity.root:
             ready.recorded = read_record(wish.record, wish.identity.root)
             ready.root = wish.identity.root
@@ -297,13 +311,16 @@ class Slots:
         progress: Progress,
     ) -> Held:
         began = time.monotonic()
-        self._held[slot] = None
-        overruled = self._retire(slot)
-        waited = time.monotonic() - began
-        layout = ready.filling.layout
+        before = self._held[slot] if ready.kept else None
+        overruled = 0
+        if before is None:
+            self._held[slot] = None
+            overruled = self._retire(slot)
+        waited, layout = time.monotonic() - began, ready.filling.layout
         filled = ready.filling.run(ready.recorded, stop_at, cancelled, progress)
         if filled.faults:  # a source may be reached in another way by the next time
             self._forget(slot)
+        filled = filled if before is None else filled.after(before.filled)
         missing = {each.cell for each in filled.missing}
         table, sealed = (ready.lent if not missing else None) or self._table(slot, ready.recorded, layout, missing)
         if not missing:
@@ -313,9 +330,10 @@ class Slots:
             if cancelled():
                 raise aborted("bringing this version was overtaken by a newer command")
             self._held[slot] = held
-            self._door.lend(slot)
-            for lender in self._lenders:
-                lender.lend(slot)
+            if before is None:
+                self._door.lend(slot)
+                for lender in self._lenders:
+                    lender.lend(slot)
         return held
 
     def _retire(self, slot: int) -> int:

@@ -32,9 +32,10 @@ class RelayWork:
     def perform(self, task: RelayTask, progress: Progress = lambda done, total: None) -> object:
         """The task's result, as machines/tasks.py has it. progress: of filling. Raises CkptEngineError."""
         if isinstance(task, CountSlot):
-            return self._slots.count(task.slot, self._wish(task.command, task.seconds), task.seconds)
+            return self._slots.count(task.slot, self._wish(task.command, task.seconds), task.seconds, task.more)
         if isinstance(task, FillSlot):
-            held = self._slots.fill(task.slot, self._wish(task.command, task.seconds), task.seconds, progress)
+            wish = self._wish(task.command, task.seconds)
+            held = self._slots.fill(task.slot, wish, task.seconds, progress, task.more)
             self._fetched = None
             return SlotFilled(canonical(held.table), canonical(held.record), told(held))
         if isinstance(task, LetGoOf):

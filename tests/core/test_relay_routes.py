@@ -18,6 +18,9 @@ def choose(source: Host, transport: str, worker: Host, available: Sequence[str])
     """Memory of one host, and wires between those that have an address; "w2" is another kind of network."""
     if transport not in available:
         raise precondition(f"{worker.name} cannot use {transport}")
+    if transport == "file":
+        shared = source.boot_id != worker.boot_id
+        return Choice(transport, "", Distance.SHARED_FILE if shared else Distance.FILE)
     if transport == "memory" and source.boot_id != worker.boot_id:
         raise precondition(f"{source.name} and {worker.name} are two hosts")
     if transport != "memory" and not (source.address and worker.address):
@@ -94,6 +97,18 @@ def test_a_relay_with_replicas_waits_for_the_rest_of_the_version() -> None:
     assert (routes.by_relay["c"].stage, routes.by_relay["c"].upstream) == (2, ("a",))
 
 
+def test_relays_with_replicas_on_both_hosts_of_a_trainer_give_each_other_what_they_have() -> None:
+    routes = routed([rank(0, "A"), rank(1, "B")], [relay("a", "A"), relay("b", "B"), relay("c", "C")], "a b c")
+    a, b, c = (routes.by_relay[name] for name in "abc")
+    assert (a.sources, a.upstream, a.early, a.ahead) == (("rank 0",), ("b",), ("b",), True)
+    assert (b.sources, b.upstream, b.early, b.ahead) == (("rank 1",), ("a",), ("a",), True)
+    assert (a.stage, b.stage) == (1, 1)
+    assert not a.lacks
+    assert not b.lacks
+    assert set(c.early) == set(c.upstream) == {"a", "b"}
+    assert a.feeds == ("b", "c")
+
+
 def test_equal_sources_need_one_relay_only() -> None:
     routes = routed([rank(0, "A"), rank(1, "B")], [relay("a", "A"), relay("c", "C")], "c", same=True)
     assert (routes.by_relay["c"].upstream, routes.by_relay["c"].lacks) == (("a",), ())
@@ -109,6 +124,15 @@ def test_a_relay_between_two_kinds_of_networks() -> None:
     routes = routed([rank(0, "A")], relays, "c")
     assert [routes.by_relay[name].stage for name in "abc"] == [0, 1, 2]
     assert routes.by_relay["a"].feeds == ("b", "c")
+
+
+def test_files_that_another_host_may_have_are_the_last_resort() -> None:
+    files = Origin("rank 0", host("A"), (frozenset({"file"}),))
+    reads = "memory wire file"
+    routes = routed([files], [relay("a", "A", reads), relay("b", "B", reads)], "b")
+    assert (routes.by_relay["b"].upstream, routes.by_relay["b"].sources) == (("a",), ("rank 0",))
+    routes = routed([files], [relay("b", "B", reads)], "b")
+    assert (routes.by_relay["b"].stage, routes.by_relay["b"].sources) == (0, ("rank 0",))
 
 
 def test_what_is_held_is_read_and_not_filled() -> None:
@@ -172,19 +196,22 @@ def test_of_any_cluster(seed: int) -> None:
     routes = relay_routes(origins, made, relays, wanted, holding, choose)
     by_name = {each.name: each for each in relays}
 
+    def direct(name: str) -> set[int]:
+        return {number for number, part in enumerate(made) if not part.isdisjoint(routes.by_relay[name].sources)}
+
     def has(name: str) -> set[int]:
         if name in holding:
             return set(range(len(made)))
         route = routes.by_relay[name]
-        direct = {number for number, part in enumerate(made) if not part.isdisjoint(route.sources)}
-        return direct.union(*(has(other) for other in route.upstream))
+        return direct(name).union(*(direct(each) if each in route.early else has(each) for each in route.upstream))
 
     for name in wanted:
         assert (name in routes.by_relay) + (name in routes.unreached) + (name in holding) == 1
     for name, route in routes.by_relay.items():
         assert name in wanted or route.children, "filled for nothing"
         for other in (*route.upstream, *route.others):
-            assert other in holding or routes.by_relay[other].stage < route.stage
+            assert other in holding or other in route.early or routes.by_relay[other].stage < route.stage
+            assert other not in route.early or routes.by_relay[other].ahead
             for transport in sorted(by_name[other].lends):
                 try:
                     choose(by_name[other].host, transport, by_name[name].host, by_name[name].reads)

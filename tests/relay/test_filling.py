@@ -113,6 +113,30 @@ def test_a_box_that_nobody_holds_is_named(slots: Slots) -> None:
         assert "(rank 0 was asked)" in missing.problem.message
 
 
+def test_the_rest_is_brought_beside_what_readers_have_mapped(slots: Slots) -> None:
+    checkpoint, recorded = checkpoint_of(9)
+    first, second = tables(checkpoint)
+    part = slots.fill(0, all_of(recorded, [first]), 60.0)
+    regions = regions_of(part.table)
+    opened = RelayMemoryTransport().open(regions)
+    opened.check()
+    checkpoint.arenas[0].tensor(0, (64,), torch.uint8).zero_()  # whoever reads it again finds other bytes
+    with pytest.raises(CkptEngineError, match="nobody within reach"):
+        slots.fill(0, all_of(recorded, []), 60.0, more=True)
+    assert slots.held(0) is part
+    assert slots.count(0, all_of(recorded, [second]), 60.0, more=True) == part.layout.bytes
+    held = slots.fill(0, all_of(recorded, [second]), 60.0, more=True)
+    assert (held.filled.missing, held.overruled) == ((), 0)
+    assert set(held.filled.brought) == {"rank 0", "rank 1"}
+    assert sum(held.filled.brought.values()) == held.layout.bytes
+    assert_holds(held, checkpoint)
+    opened.check()
+    opened.close()
+    other, record = checkpoint_of(10)
+    again = slots.fill(0, all_of(record, tables(other), version=2), 60.0, more=True)
+    assert_holds(again, other)
+
+
 def test_a_slot_is_not_given_up_for_what_nobody_holds(slots: Slots) -> None:
     checkpoint, recorded = checkpoint_of()
     slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)

@@ -102,7 +102,7 @@ class Healed:
 
     def _must_succeed(self) -> None:
         """A new run updates every replica that lives."""
-        self.scenario.start_group(kind="live", model="model A", hosts=self.scenario.hosts[:1])
+        self.scenario.start_group(kind="live", model="model A")
         group = self.scenario.groups[-1]
         self.world.run(self.world.now + 8.0)
         self.scenario.end_group(group, in_good_order=True)

@@ -125,15 +125,16 @@ class RelayShell(MemberShell):
     def _overwrite(self, task: FillSlot, end: float, stops: int) -> Steps:
         self._may_go_on(end, stops)
         command, slot, truth = task.command, self.slots[task.slot], self.cluster.truth
-        for look in self.watched:
+        held = set(range(SLICES)) - slot.lacks if task.more and slot.filled == command.identity else set()
+        for look in self.watched if not held else ():
             look(self, slot)
-        self.fills += 1
+        self.fills += not held
         slot.lineage, slot.model = command.identity.lineage, truth.models[command.identity.lineage]
         truth.sources[ref_of(slot.table()).digest] = slot
         (data,) = yield from self.fetch((command.record,))
         record = json.loads(data)
         lacks: dict[int, weights_pb2.Problem] = {}
-        for index in range(SLICES):
+        for index in [each for each in range(SLICES) if each not in held]:
             yield self.world.between(0.001, 0.03)
             if self._over_network(command):
                 yield self.world.between(0.0, self.faults.wire_delay)

@@ -92,6 +92,22 @@ def test_a_trainer_on_two_hosts_is_read_by_two_relays(story: Story) -> None:
     assert fills(report)["relay c"] == (1, ["relay a", "relay b"], [])
 
 
+def test_relays_of_both_hosts_of_a_trainer_give_each_other_what_they_have(story: Story) -> None:
+    a, b, _ = relays_on(story, A, B, C)
+    agents = [story.replica(host=A), story.replica(host=B), story.replica(host=C)]
+    group = story.ranks(world_size=2, hosts=[A, B])
+    for count in range(1, 4):
+        report = trained(story, group)
+        assert outcomes(report) == {agent.name: NEW for agent in agents}
+        assert fills(report) == {
+            "relay a": (1, ["relay b"], ["relay b", "relay c"]),
+            "relay b": (1, ["relay a"], ["relay a", "relay c"]),
+            "relay c": (1, ["relay a", "relay b"], []),
+        }
+        assert (a.fills, b.fills) == (count, count), "what came first stays where it is"
+        assert "it is filled from relay b too, since it does not reach all of the trainer" in report.prefetch
+
+
 def test_what_no_relay_reaches_is_told_what_to_start(story: Story) -> None:
     relays_on(story, B)
     story.replica(host=B)

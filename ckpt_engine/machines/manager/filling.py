@@ -20,7 +20,8 @@ class Filling:
     replicas: that are to be installed from it; none: it is a step in between. route: from whom it is filled. command:
     what it was told last, by which route (`told`); None: it waits for its upstream. attempts: how often it was told
     before. tried: tables of relays that it was told to read. pausing: it is told once more in a moment. session: of the
-    process that answered. left_out: why it does not count.
+    process that answered. early: what it answered when it had brought what its own sources have, which others read.
+    ahead: it was told to bring that only. left_out: why it does not count.
     """
 
     relay: str
@@ -33,6 +34,8 @@ class Filling:
     pausing: bool = False
     answer: manager_pb2.RelayFilled | None = None
     session: str = ""
+    early: manager_pb2.RelayFilled | None = None
+    ahead: bool = False
     left_out: Problem | None = None
 
     @property
@@ -40,4 +43,14 @@ class Filling:
         """Whether its answer says that it has not brought all that it was to bring."""
         if self.answer is None or self.told is None:
             return False
-        return self.answer.HasField("problem") or bool(self.answer.missing_cells and not self.told.lacks)
+        may_lack = self.ahead or bool(self.told.lacks)
+        return self.answer.HasField("problem") or bool(self.answer.missing_cells and not may_lack)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to be told what to do next: it was told nothing yet, or has done the first part of it."""
+        return self.command is None or (self.ahead and self.answer is not None and not self.failed)
+
+    def tables(self) -> set[bytes]:
+        """Digests of the tables under which it holds what it has brought."""
+        return {each.table for each in (self.answer, self.early) if each is not None and each.table}

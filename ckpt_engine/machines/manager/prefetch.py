@@ -14,11 +14,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ckpt_engine.core.problems import deadline, precondition, unavailable
 from ckpt_engine.core.reach import name_of
 from ckpt_engine.core.relay_routes import Route, relay_routes
-from ckpt_engine.machines.events import Compiled, WorkerKey
+from ckpt_engine.machines.events import Compiled
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.fill_command import fill_command
 from ckpt_engine.machines.manager.filling import FINAL, Filling
@@ -26,8 +27,8 @@ from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.machines.manager.prefetch_rule import by_way_of, in_between, prefetch_decision
 from ckpt_engine.machines.manager.relay_facts import (
     connected_relays,
-    near_relays,
     origins_of,
+    readers_of,
     station_of,
 )
 from ckpt_engine.machines.manager.targets import Targets
@@ -59,7 +60,9 @@ class Prefetch:
     def choose(self, compiled: Compiled, before: Prefetch | None) -> None:
         """Decides which relays are filled. before: of the update whose installs go on: replicas read what it filled."""
         self._before = before
-        readers = self._readers(compiled.distances)
+        # Of a version that was sealed before relays bring only what cannot be read without them.
+        only = None if self._order.sealed is None else self._targets.cut_off.keys()
+        readers = readers_of(self._state, self._targets, self._identity, compiled.distances, only)
         for relay in connected_relays(self._state):
             name = relay.source
             decision = prefetch_decision(name, self._order.prefetch, self._order.until, readers[name])
@@ -117,7 +120,8 @@ class Prefetch:
             return False
         self._course.cancel(f"relay {holder.source}")
         if filling.answer is not None and filling.session != holder.session_id:
-            filling.answer = filling.command = None
+            filling.answer = filling.command = filling.early = None
+            filling.ahead = False
             filling.tried.clear()
         return True
 
@@ -223,7 +227,7 @@ class Prefetch:
         holding = {
             relay.source: frozenset(map(min, parts)) - frozenset(self._lacks(relay.source))
             for relay in relays
-            if self._has(relay.source) and not self._is_failed(relay.source)
+            if self._has(relay.source) and not self._is_partial(relay.source)
         }
         routes = relay_routes(origins_of(published), parts, [station_of(relay) for relay in relays], wanted, holding)
         for name in [each.relay for each in self._fillings.values() if not each.replicas and each.command is None]:
@@ -257,10 +261,12 @@ class Prefetch:
         if not self._fillings[name].replicas:
             self._from[name] = in_between(name, route.children, whom)
         elif route.upstream:
-            self._from[name] = by_way_of(route.upstream, whom)
+            self._from[name] = by_way_of(route.upstream, whom, bool(route.sources))
 
-    def _is_failed(self, name: str) -> bool:
-        return name in self._fillings and self._fillings[name].failed
+    def _is_partial(self, name: str) -> bool:
+        """Whether it has less of the version than it is to have."""
+        filling = self._fillings.get(name)
+        return filling is not None and (filling.failed or filling.ahead or filling.answer is None)
 
     def _with_failures(self, why: str, out: set[str]) -> str:
         """Why nobody fills a relay, where others that might have done so have failed."""
@@ -272,18 +278,17 @@ class Prefetch:
 
     def _step(self, filling: Filling, seconds: float) -> bool:
         """Whether something has changed."""
-        if filling.left_out is not None or (filling.command is not None and not filling.failed):
+        if filling.left_out is not None or not (filling.is_due or filling.failed):
             return False
-        if any(not self._has(name) for name in filling.route.upstream):
+        if filling.command is None and filling.route.ahead:
+            self._give_order(filling, replace(filling.route, upstream=(), others=(), early=()), {}, seconds)
+            filling.ahead = True
+            return True
+        if any(not self._is_ready(name, filling.route) for name in filling.route.upstream):
             return False  # it is coming, or routes are made anew
         tables = self._tables(filling)
-        untried = {table.digest for table in tables.values()} - filling.tried
-        if filling.command is None or untried:
-            filling.attempts += filling.command is not None or filling.told is not None
-            filling.tried |= untried
-            filling.command = self._command(filling, list(tables.values()))
-            filling.told, filling.answer = filling.route, None
-            self._tell(filling, seconds)
+        if filling.is_due or {table.digest for table in tables.values()} - filling.tried:
+            self._give_order(filling, filling.route, tables, seconds)
             return True
         if filling.pausing:
             return False
@@ -297,14 +302,35 @@ class Prefetch:
             return True
         return False
 
+    def _give_order(
+        self, filling: Filling, route: Route, upstream: Mapping[str, manager_pb2.BlobRef], seconds: float
+    ) -> None:
+        """Tells it to bring the version by this route."""
+        filling.attempts += filling.told is not None
+        filling.tried |= {table.digest for table in upstream.values()}
+        if filling.ahead:
+            filling.early, filling.ahead = filling.answer, False
+        filling.command = self._command(filling, route, list(upstream.values()))
+        filling.told, filling.answer = route, None
+        self._tell(filling, seconds)
+
+    def _is_ready(self, name: str, route: Route) -> bool:
+        """Whether a relay of a route's upstream can be read."""
+        return self._has(name) and (name in route.early or not self._is_partial(name) or self._gave_up(name))
+
+    def _gave_up(self, name: str) -> bool:
+        """Whether it will never have more than it has."""
+        filling = self._fillings.get(name)
+        return filling is not None and self._settled(filling)
+
     def _settled(self, filling: Filling) -> bool:
         """Whether it holds what it ever will. Some of it may be missing: then it is waited for whoever has more."""
-        if not self._holds(filling):
+        if filling.ahead or not self._holds(filling):
             return False
         return not filling.failed or (not filling.pausing and all(map(self._has, filling.route.upstream)))
 
     def _counts(self, filling: Filling) -> bool:
-        return filling.left_out is None and self._holds(filling)
+        return filling.left_out is None and not filling.ahead and self._holds(filling)
 
     def _holds(self, filling: Filling) -> bool:
         holder = self._state.members.holders.get(filling.relay)
@@ -328,7 +354,7 @@ class Prefetch:
         if holder is None or holder.peer is None or (filling is not None and filling.left_out is not None):
             return None
         for held in holder.held:
-            if held.identity == self._identity and (filling is None or self._is_it(filling, held)):
+            if held.identity == self._identity and (filling is None or held.table.digest in filling.tables()):
                 return held.table
         return None
 
@@ -338,7 +364,7 @@ class Prefetch:
         found: dict[str, manager_pb2.BlobRef] = {}
         for name in (*filling.route.upstream, *filling.route.others):
             table = self._table_of(name)
-            if table is not None and (filling.command is None or not self._is_failed(name)):
+            if table is not None and (filling.command is None or filling.ahead or not self._is_partial(name)):
                 found[name] = table
         return found
 
@@ -353,9 +379,9 @@ class Prefetch:
         command.deadline_seconds = seconds
         self._state.send(holder, command)
 
-    def _command(self, filling: Filling, upstream: list[manager_pb2.BlobRef]) -> manager_pb2.FillRelay:
+    def _command(self, filling: Filling, route: Route, upstream: list[manager_pb2.BlobRef]) -> manager_pb2.FillRelay:
         before = self._before
-        command = fill_command(self._course, self._targets, self._identity, filling.relay, filling.route, upstream)
+        command = fill_command(self._course, self._targets, self._identity, filling.relay, route, upstream)
         command.record.CopyFrom(self._record)
         command.attempt = filling.attempts
         if before is not None:
@@ -370,16 +396,3 @@ class Prefetch:
 
     def _out(self) -> list[Filling]:
         return [each for each in self._fillings.values() if each.left_out is not None]
-
-    def _readers(self, distances: Mapping[WorkerKey, int]) -> dict[str, dict[str, int | None]]:
-        """By relay: the replicas that lack the version and reach it, each with the distance of what it would read. Of a
-        version that was sealed before relays bring only what cannot be read without them."""
-        lacking = set(self._targets.lacking(self._identity))
-        if self._order.sealed is not None:
-            lacking &= self._targets.cut_off.keys()
-        farthest: dict[str, int | None] = {}
-        for worker in self._targets.workers():
-            own, known = distances.get(worker.key), farthest.get(worker.key[0], 0)
-            farthest[worker.key[0]] = None if own is None or known is None else max(own, known)
-        near = near_relays(self._state, self._targets)
-        return {relay: {name: farthest[name] for name in names & lacking} for relay, names in near.items()}

@@ -61,9 +61,10 @@ def in_between(relay: str, children: Sequence[str], whom: str) -> str:
     return f"{relay} is filled for {_and(children)}, which {verb} not reach {whom}"
 
 
-def by_way_of(upstream: Sequence[str], whom: str) -> str:
-    """From whom a relay is filled that does not reach the sources themselves."""
-    return f"it is filled from {_and(upstream)}, since it does not reach {whom}"
+def by_way_of(upstream: Sequence[str], whom: str, partly: bool) -> str:
+    """From whom a relay is filled that does not reach all sources itself. partly: it reaches some."""
+    reached = f"all of {whom}" if partly else whom
+    return f"it is filled from {_and(upstream)}{' too' if partly else ''}, since it does not reach {reached}"
 
 
 def _and(names: Sequence[str]) -> str:

@@ -3,12 +3,12 @@ each reads and lends."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from ckpt_engine.core.reach import by_directory
 from ckpt_engine.core.relay_routes import Origin, Station
 from ckpt_engine.core.transports import worker_kinds
-from ckpt_engine.machines.events import Published
+from ckpt_engine.machines.events import Published, WorkerKey
 from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.targets import Targets
@@ -42,6 +42,26 @@ def near_relays(state: State, targets: Targets) -> dict[str, set[str]]:
         for relay in near[place]:
             found[relay].add(worker.key[0])
     return found
+
+
+def readers_of(
+    state: State,
+    targets: Targets,
+    identity: weights_pb2.Identity,
+    distances: Mapping[WorkerKey, int],
+    only: Collection[str] | None,
+) -> dict[str, dict[str, int | None]]:
+    """By relay: the replicas that lack the version and reach it, each with the distance of what it would read without
+    it; None: it could not read all of it. only: replicas of which alone this is asked; None: all."""
+    lacking = set(targets.lacking(identity))
+    if only is not None:
+        lacking &= set(only)
+    farthest: dict[str, int | None] = {}
+    for worker in targets.workers():
+        own, known = distances.get(worker.key), farthest.get(worker.key[0], 0)
+        farthest[worker.key[0]] = None if own is None or known is None else max(own, known)
+    near = near_relays(state, targets)
+    return {relay: {name: farthest[name] for name in names & lacking} for relay, names in near.items()}
 
 
 class KnownNeeds:

@@ -8,6 +8,7 @@ Its session, and the digests that it is asked for, are those of every holder. He
   one memory.
 - The slot of the version that replicas are to hold now is never filled.
 - Memory is counted before a slot is given up. What is given up is said before the first byte changes.
+- What is missing of a version that a slot holds is brought beside the rest of it, which stays lent.
 - A version is said to be held only once it was compared with its sealed record.
 - A session's end changes nothing: filling goes on, and the answer is given to whoever repeats the command.
 
@@ -72,6 +73,7 @@ class _Work:
     command: FillRelay | WithdrawRelay
     until: float
     slot: int = -1
+    more: bool = False
     step: str = ""
     overtaken: bool = False
 
@@ -172,8 +174,9 @@ class RelayFilling:
             assert known.told is not None
             self._answered(work, known.told, now)
             return
-        work.slot = self._free(command)
-        self._run(work, "count", CountSlot(work.slot, command, bounded(work.until - now)))
+        part = next((number for number, slot in enumerate(self._slots) if _has_a_part(slot, command)), None)
+        work.slot, work.more = (self._free(command), False) if part is None else (part, True)
+        self._run(work, "count", CountSlot(work.slot, command, bounded(work.until - now), work.more))
 
     def _free(self, command: FillRelay) -> int:
         """The slot to fill: not that of the version to keep; an empty one, else the one that was filled first."""
@@ -202,9 +205,10 @@ class RelayFilling:
         elif work.overtaken or done.problem is not None:
             self._answered(work, RelayFilled(problem=done.problem), now)
         else:
-            self._give_up(work.slot)
+            if not work.more:
+                self._give_up(work.slot)
             seconds = bounded(work.until - now)
-            self._run(work, "fill", FillSlot(work.slot, work.command, seconds))
+            self._run(work, "fill", FillSlot(work.slot, work.command, seconds, work.more))
 
     def _filled(self, work: _Work, filled: SlotFilled, now: float) -> None:
         command = cast(FillRelay, work.command)
@@ -263,6 +267,14 @@ def _digests(refs: object) -> frozenset[bytes]:
 
 def _is_read(slot: _Slot, command: FillRelay) -> bool:
     return slot.told is not None and slot.told.table == command.keep_table != b""
+
+
+def _has_a_part(slot: _Slot, command: FillRelay) -> bool:
+    """Whether a slot holds some of the version, laid out as this command would have it."""
+    if slot.held is None or slot.told is None or slot.held.identity != command.identity:
+        return False
+    same = slot.needs == _digests(command.needs) and slot.everything == command.everything
+    return same and bool(slot.told.missing_cells)
 
 
 def _serves(slot: _Slot, command: FillRelay) -> bool:
