@@ -17,29 +17,25 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_engine.core.manifest import blob_digest, canonical
-from ckpt_engine.core.offers import region_offered
-from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, precondition
-from ckpt_engine.core.relay_layout import SLOTS, Group, SlotLayout, lay_out, wanted_of
+from ckpt_engine.core.problems import aborted, deadline, precondition
+from ckpt_engine.core.relay_layout import SLOTS, SlotLayout, lay_out, wanted_of
 from ckpt_engine.core.sealed_record import Recorded, read_record
-from ckpt_engine.core.transports import arena_kinds, made
 from ckpt_engine.cuda.driver import CudaDriverError
 from ckpt_engine.relay.arena import Arena
-from ckpt_engine.relay.door import Door
 from ckpt_engine.relay.fill import Filled, Filling, Progress
 from ckpt_engine.relay.gpus import TrainersGpus
 from ckpt_engine.relay.read_back import stage_bytes_taken
 from ckpt_engine.relay.sources import Sources
+from ckpt_engine.relay.ways import Ways
 from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.source.host_memory import contiguous
 from ckpt_engine.torch_dtypes import torch_dtype
-from ckpt_engine.transport.base import ArenaLender, Network, Transport
+from ckpt_engine.transport.base import Network, Transport
 from ckpt_engine.transport.ucx.settings import UCX, ucx_devices
 from ckpt_engine.v1.weights_pb2 import (
     Atoms,
     Host,
     Identity,
-    OfferedRegion,
-    Region,
     SealedRecord,
     Shard,
     SourceTable,
@@ -87,10 +83,14 @@ class Held:
         return digest_atoms(self.table, self.sealed, atoms)
 
 
+_Contents = tuple[SourceTable, Sequence[torch.Tensor]]
+"""A table that lacks its regions, and the memory of each of its shards."""
+
+
 @dataclass(eq=False)
 class _Ready:
     """What is kept from one filling of a slot to the next. tables: digests of those that are opened. recorded: of the
-    version with this root. kept: cells that stay as they are."""
+    version with this root. kept: cells that stay as they are. whole: what can be read if nothing is missing."""
 
     key: tuple[object, ...]
     tables: frozenset[bytes]
@@ -99,16 +99,14 @@ class _Ready:
     filling: Filling
     sources: Sources
     kept: frozenset[int]
-    lent: tuple[SourceTable, Sequence[torch.Tensor]] | None = None  # if nothing was missing: as from version to version
+    whole: _Contents | None = None
 
 
 class Slots:
     """The memory of one relay. Any thread. name: of the relay; its tables' id.
 
     memory: bytes of both slots. slot_grace: see Door. users: that may read, besides this user and root. network: where
-    relays of other hosts find it; None: they do not. lends: the transports over which it is read.
-
-    Raises as Arena, Door and lenders between relays.
+    relays of other hosts find it; None: they do not. Raises as Arena and Ways.
     """
 
     def __init__(
@@ -125,13 +123,15 @@ class Slots:
         self._transports = dict(transports)
         self._lock = threading.Lock()
         self._arena = Arena(memory, ucx=ucx_devices() if network is not None and UCX in transports else ())
-        self._door = Door(self._arena, slot_grace, users)
-        self.lends: tuple[str, ...] = ("relay_memory",)
-        self._lenders = self._lent_over(network)
+        try:
+            self._ways = Ways(self._arena, self._transports, slot_grace, users, network)
+        except BaseException:
+            self._arena.close()
+            raise
         self._gpus = TrainersGpus()
         self._host = Host()
         self._host.CopyFrom(host)
-        self._host.relay_directory = self._door.directory
+        self._host.relay_directory = self._ways.directory
         if network is not None:
             self._host.address = network.address
         self._held: list[Held | None] = [None] * SLOTS
@@ -141,22 +141,10 @@ class Slots:
         self._closed = False
         self._keyed: tuple[Wish, tuple[object, ...]] | None = None
 
-    def _lent_over(self, network: Network | None) -> list[ArenaLender]:
-        found: list[ArenaLender] = []
-        try:
-            for kind in arena_kinds() if network is not None else ():
-                if kind.name not in self._transports:
-                    continue
-                assert kind.arena is not None, kind.name
-                found.append(made(kind.arena, self._arena.lendable(), network))
-                self.lends = (*self.lends, kind.name)
-        except BaseException:
-            for lender in found:
-                lender.close()
-            self._door.close()
-            self._arena.close()
-            raise
-        return found
+    @property
+    def lends(self) -> tuple[str, ...]:
+        """The transports over which it is read."""
+        return self._ways.names
 
     @property
     def host(self) -> Host:
@@ -186,7 +174,7 @@ class Slots:
     @property
     def readers(self) -> int:
         """Processes that map it now, and connections of other relays."""
-        return self._door.readers + sum(lender.readers for lender in self._lenders)
+        return self._ways.readers
 
     def held(self, slot: int) -> Held | None:
         """What can be read in a slot."""
@@ -315,39 +303,32 @@ class Slots:
         overruled = 0
         if before is None:
             self._held[slot] = None
-            overruled = self._retire(slot)
+            overruled = self._ways.retire(slot)
         waited, layout = time.monotonic() - began, ready.filling.layout
         filled = ready.filling.run(ready.recorded, stop_at, cancelled, progress)
         if filled.faults:  # a source may be reached in another way by the next time
             self._forget(slot)
         filled = filled if before is None else filled.after(before.filled)
         missing = {each.cell for each in filled.missing}
-        table, sealed = (ready.lent if not missing else None) or self._table(slot, ready.recorded, layout, missing)
+        contents = (ready.whole if not missing else None) or self._contents(slot, ready.recorded, layout, missing)
         if not missing:
-            ready.lent = table, sealed
+            ready.whole = contents
+        table, sealed = self._table(slot, layout, contents[0]), contents[1]
         held = Held(wish.identity, wish.record, table, layout, filled, overruled, waited, sealed)
         with self._lock:
             if cancelled():
                 raise aborted("bringing this version was overtaken by a newer command")
             self._held[slot] = held
             if before is None:
-                self._door.lend(slot)
-                for lender in self._lenders:
-                    lender.lend(slot)
+                self._ways.lend(slot)
         return held
-
-    def _retire(self, slot: int) -> int:
-        """Waits for whoever reads a slot, here and elsewhere. Returns how many were overruled."""
-        for lender in self._lenders:
-            lender.refuse(slot)
-        return self._door.retire(slot) + sum(lender.retire(slot) for lender in self._lenders)
 
     def withdraw(self, slot: int) -> int:
         """Forgets what is in a slot once its readers are done, or were overruled; returns how many were. Its memory
         stays the relay's."""
         self.stop()  # a filling that nobody waits for any more must not lend it afterwards
         self._held[slot] = None
-        overruled = self._retire(slot)
+        overruled = self._ways.retire(slot)
         self._forget(slot)
         return overruled
 
@@ -365,9 +346,7 @@ class Slots:
         with self._lock:
             self._closed = True
             self._turn += 1
-        self._door.close()
-        for lender in self._lenders:
-            lender.close()
+        self._ways.close()
         ended = self._writing.acquire(timeout=CLOSE_SECONDS)  # what reads sources must not find them closed
         for slot in range(SLOTS):
             self._held[slot] = None
@@ -397,35 +376,23 @@ class Slots:
             wish.everything,
         )
 
-    def _offered(self, slot: int, layout: SlotLayout) -> list[OfferedRegion]:
-        """A region for each group, in every way in which it can be lent: a network that fails costs that way only."""
-        return [
-            region_offered([near, *self._far(near.id, slot, group)])
-            for near, group in zip(self._door.regions(slot, layout.groups), layout.groups, strict=True)
-        ]
+    def _table(self, slot: int, layout: SlotLayout, contents: SourceTable) -> SourceTable:
+        """Equal from version to version, as long as it is lent in the same ways."""
+        table = SourceTable()
+        table.CopyFrom(contents)
+        used = {shard.region for shard in table.shards}
+        table.regions.extend(region for region in self._ways.regions(slot, layout.groups) if region.id in used)
+        return table
 
-    def _far(self, id: int, slot: int, group: Group) -> Iterator[Region]:
-        for lender in self._lenders:
-            try:
-                yield lender.offer(id, slot, group.offset, group.size)
-            except CkptEngineError as error:
-                log.warning("a region of slot %d is not lent in every way: %s", slot, error.problem.message)
-
-    def _table(
-        self, slot: int, recorded: Recorded, layout: SlotLayout, missing: Collection[int]
-    ) -> tuple[SourceTable, list[torch.Tensor]]:
-        """What can be read in the slot, and the memory of each shard. Equal from version to version."""
+    def _contents(self, slot: int, recorded: Recorded, layout: SlotLayout, missing: Collection[int]) -> _Contents:
         specs = recorded.record.manifest.tensors
         atoms = [atom for atom in layout.atoms if atom.cell not in missing and atom.box.volume]
         tensors = sorted({atom.tensor for atom in atoms})
         place = {tensor: index for index, tensor in enumerate(tensors)}
-        regions = self._offered(slot, layout)
-        used = {atom.group for atom in atoms}
         table = SourceTable(
             host=self._host,
             id=self._id,
             tensors=[specs[tensor] for tensor in tensors],
-            regions=[region for region in regions if region.id in used],
             shards=[
                 Shard(
                     tensor=place[atom.tensor],
