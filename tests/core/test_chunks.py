@@ -147,6 +147,12 @@ def test_what_makes_no_sense_is_refused() -> None:
         cut_chunks(record, {}, {"t": [0]}, ["a"], target=MOST_BYTES)
 
 
+def test_a_small_rest_travels_with_the_chunk_before_it() -> None:
+    record = in_one([(1 << 20,)] * 3)
+    needs = [tuple((index, whole((1 << 20,))) for index in range(3))]
+    assert [chunk.bytes for chunk in cut_chunks(record, {"a": needs}, {"t": range(3)}).chunks] == [6 << 20]
+
+
 def test_how_large_chunks_are() -> None:
     assert [chunk_bytes(size) for size in (0, 1 << 30, 16 << 30, 1 << 40)] == [
         *(LEAST_BYTES, LEAST_BYTES),

@@ -266,6 +266,7 @@ def test_a_slow_host_keeps_what_it_reads_and_loses_its_children() -> None:
     ]
     assert not any(slow in tree.children for tree in after.trees)
     better = replan(after, (), measured | {f"h{slow}": RATE})
+    assert better.leaves == {slow}, "it is not tried again in this update"
     assert not any(slow in tree.children for tree in better.trees)
 
 
