@@ -22,14 +22,13 @@ from ckpt_engine.core.relay_layout import SLOTS, SlotLayout, lay_out, wanted_of
 from ckpt_engine.core.sealed_record import Recorded, read_record
 from ckpt_engine.cuda.driver import CudaDriverError
 from ckpt_engine.relay.arena import Arena
-from ckpt_engine.relay.fill import Filled, Filling, Progress
+from ckpt_engine.relay.contents import Contents, contents_of
+from ckpt_engine.relay.fill import Filled, Filling, Memory, Progress
 from ckpt_engine.relay.gpus import TrainersGpus
 from ckpt_engine.relay.read_back import stage_bytes_taken
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.relay.ways import Ways
 from ckpt_engine.source.digests import digest_atoms
-from ckpt_engine.source.host_memory import contiguous
-from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import Network, Transport
 from ckpt_engine.transport.ucx.settings import UCX, ucx_devices
 from ckpt_engine.v1.weights_pb2 import (
@@ -37,7 +36,6 @@ from ckpt_engine.v1.weights_pb2 import (
     Host,
     Identity,
     SealedRecord,
-    Shard,
     SourceTable,
     WorkerNeeds,
 )
@@ -83,10 +81,6 @@ class Held:
         return digest_atoms(self.table, self.sealed, atoms)
 
 
-_Contents = tuple[SourceTable, Sequence[torch.Tensor]]
-"""A table that lacks its regions, and the memory of each of its shards."""
-
-
 @dataclass(eq=False)
 class _Ready:
     """What is kept from one filling of a slot to the next. tables: digests of those that are opened. recorded: of the
@@ -99,7 +93,8 @@ class _Ready:
     filling: Filling
     sources: Sources
     kept: frozenset[int]
-    whole: _Contents | None = None
+    memory: Memory
+    whole: Contents | None = None
 
 
 class Slots:
@@ -275,7 +270,9 @@ class Slots:
                 raise
             self._forget(slot)
             tables = frozenset(blob_digest(canonical(table)) for table in wish.tables)
-            ready = self._ready[slot] = _Ready(key, tables, wish.identity.root, recorded, filling, sources, kept)
+            ready = self._ready[slot] = _Ready(
+                key, tables, wish.identity.root, recorded, filling, sources, kept, memory
+            )
         elif ready.root != wish.identity.root:
             ready.recorded = read_record(wish.record, wish.identity.root)
             ready.root = wish.identity.root
@@ -310,11 +307,15 @@ class Slots:
             self._forget(slot)
         filled = filled if before is None else filled.after(before.filled)
         missing = {each.cell for each in filled.missing}
-        contents = (ready.whole if not missing else None) or self._contents(slot, ready.recorded, layout, missing)
+        contents = ready.whole if not missing else None
+        if contents is None:
+            about = f"relay, slot {slot}"
+            source = SourceTable(host=self._host, id=self._id, stays_sealed=True, source_copies=0, description=about)
+            contents = contents_of(source, ready.recorded, layout, missing, ready.memory)
         if not missing:
             ready.whole = contents
-        table, sealed = self._table(slot, layout, contents[0]), contents[1]
-        held = Held(wish.identity, wish.record, table, layout, filled, overruled, waited, sealed)
+        table = contents.table(self._ways.regions(slot, layout.groups))
+        held = Held(wish.identity, wish.record, table, layout, filled, overruled, waited, contents.sealed)
         with self._lock:
             if cancelled():
                 raise aborted("bringing this version was overtaken by a newer command")
@@ -375,41 +376,3 @@ class Slots:
             tuple(canonical(needs) for needs in wish.needs),
             wish.everything,
         )
-
-    def _table(self, slot: int, layout: SlotLayout, contents: SourceTable) -> SourceTable:
-        """Equal from version to version, as long as it is lent in the same ways."""
-        table = SourceTable()
-        table.CopyFrom(contents)
-        used = {shard.region for shard in table.shards}
-        table.regions.extend(region for region in self._ways.regions(slot, layout.groups) if region.id in used)
-        return table
-
-    def _contents(self, slot: int, recorded: Recorded, layout: SlotLayout, missing: Collection[int]) -> _Contents:
-        specs = recorded.record.manifest.tensors
-        atoms = [atom for atom in layout.atoms if atom.cell not in missing and atom.box.volume]
-        tensors = sorted({atom.tensor for atom in atoms})
-        place = {tensor: index for index, tensor in enumerate(tensors)}
-        table = SourceTable(
-            host=self._host,
-            id=self._id,
-            tensors=[specs[tensor] for tensor in tensors],
-            shards=[
-                Shard(
-                    tensor=place[atom.tensor],
-                    start=atom.box.start,
-                    stop=atom.box.stop,
-                    region=atom.group,
-                    offset=atom.offset - layout.groups[atom.group].offset,
-                    stride=contiguous(atom.box.shape),
-                )
-                for atom in atoms
-            ],
-            stays_sealed=True,
-            source_copies=0,
-            description=f"relay, slot {slot}",
-        )
-        sealed = [
-            self._arena.tensor(slot, atom.offset, atom.box.shape, torch_dtype(specs[atom.tensor].dtype))
-            for atom in atoms
-        ]
-        return table, sealed

@@ -145,6 +145,21 @@ def test_a_late_replica_reads_the_ranks_if_what_holders_hold_cannot_be_joined(
     assert sources == {"rank 0"}
 
 
+def test_an_operators_wish_is_not_refused_while_what_is_held_is_looked_at(
+    story: Story,
+) -> None:
+    story.relay()
+    story.replica()
+    group = story.ranks(kind="snapshot")
+    report = story.trained(group, prefetch=ALWAYS)
+    machine = story.cluster.manager.machine  # type: ignore[union-attr]
+    story.join_replica(manager_pb2.STANDALONE)
+    story.until(lambda: machine._holdings.looking(machine._state.versions.latest["run"]))
+    assert "is brought to version" in machine._catch_up.retry(machine._members.replica("replica-1"))
+    story.wait(3.0)
+    assert story.held_by(story.agents["replica-1"]) == report.identity
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_replica_that_cannot_read_the_trainer_is_installed_from_its_relay(
     story: Story, monkeypatch: pytest.MonkeyPatch, sources: set[str], alone: bool

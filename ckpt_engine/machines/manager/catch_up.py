@@ -108,7 +108,7 @@ class CatchUp:
                 f"take it out with `ckpt-engine replica evict {replica.name}`",
                 replica=replica.name,
             )
-        if self._source(latest) is None:
+        if self._source(latest) is None and not self.holdings.looking(latest):
             raise precondition(
                 f"no source of {version} stays sealed, and nobody else holds it, so nothing can be read now; the next "
                 "update repairs it",
