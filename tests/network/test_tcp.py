@@ -423,6 +423,35 @@ def test_nothing_of_what_is_not_lent_is_asked_for_or_landed(lent: tuple[Slots, R
         link.read([Run(0, 0, 1)])
 
 
+def test_a_severed_link_has_returned_only_when_nothing_can_land(
+    lent: tuple[Slots, Region], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that receives is about to write: whoever severs waits for it."""
+    link, landing = link_to(lent[1])
+    link.hold(10.0)
+    about, go = threading.Event(), threading.Event()
+    receive = connection.receive_some
+
+    def slow(found: socket.socket, into: memoryview) -> int:
+        about.set()
+        assert go.wait(30)
+        return receive(found, into)
+
+    monkeypatch.setattr(connection, "receive_some", slow)
+    link.read([Run(0, 0, lent[1].size)])
+    assert about.wait(30)
+    severing = threading.Thread(target=link.sever)
+    severing.start()
+    severing.join(0.1)
+    assert severing.is_alive()
+    go.set()
+    severing.join(30)
+    assert not severing.is_alive()
+    as_it_was = landing.clone()
+    assert not [lane for lane in connection._lanes if lane._thread.is_alive()]
+    assert torch.equal(landing, as_it_was)
+
+
 def test_fifty_fillings_leave_no_descriptor_and_no_thread(pair: tuple[Slots, Slots]) -> None:
     near, far = pair
     checkpoint = Checkpoint(odd(), None)
