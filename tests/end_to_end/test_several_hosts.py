@@ -31,7 +31,8 @@ class World:
         self.path, self._model, self.hosts, self._stack = path, model, found, stack
         self._inside = [self._keeper(host) for host in found]
         self.address = f"{found[0].address}:50051"
-        self.start("manager", 0, "serve", "--listen", self.address, "--http", "", "--insecure")
+        ledger = ("--ledger", str(path / "ledger.sqlite"))
+        self.start("manager", 0, "serve", "--listen", self.address, "--http", "", "--insecure", *ledger)
         before = self._inside[0]
         trainer = LineProcess("tests.end_to_end.far_trainer", self.address, before=before, OMP_NUM_THREADS="1")
         self.trainer = stack.enter_context(trainer)
