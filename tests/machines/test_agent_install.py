@@ -166,3 +166,15 @@ def test_an_engine_that_lets_nobody_in_since_another_update_does_not_serve_the_o
     outcome = install.outcome()
     assert outcome.outcome == (manager_pb2.QUARANTINED if waits else manager_pb2.OLD_SERVING)
     assert outcome.problem.message == "too slow"
+
+
+def test_workers_are_looked_at_once_more_before_a_replica_is_said_to_serve_on() -> None:
+    """One died while the plan was fetched, which took too long."""
+    install = Install()
+    fetch = install.until(events.FetchBlobs, 0.0)
+    install.end(fetch, DEADLINE)
+    look = install.until(events.ReadWords, DEADLINE)
+    install.end(look, DEADLINE, events.Words((), False, "worker 0 is dead", None))
+    outcome = install.agent.machine.replica.last_outcome
+    assert outcome is not None
+    assert outcome.outcome == manager_pb2.QUARANTINED

@@ -13,6 +13,7 @@ from ckpt_engine.machines.manager import prefetch
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.installing import Installing
 from ckpt_engine.machines.manager.prefetch import Prefetch
+from ckpt_engine.machines.manager.relay_facts import KnownNeeds
 from ckpt_engine.machines.manager.targets import Problem, Targets
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -75,10 +76,10 @@ def a_relay_is_told_to_read_only_what_it_reaches(patch: Patch) -> None:
     original = prefetch.fill_command
 
     def fill_command(
-        course: Course, targets: Targets, identity: weights_pb2.Identity, name: str, route: Route, upstream: Any
+        course: Course, known: KnownNeeds, identity: weights_pb2.Identity, name: str, route: Route, upstream: Any
     ) -> manager_pb2.FillRelay:
         everybody = tuple(source.source for source in course.order.published.sources if source.source != name)
-        return original(course, targets, identity, name, replace(route, sources=everybody), upstream)
+        return original(course, known, identity, name, replace(route, sources=everybody), upstream)
 
     patch.setattr(prefetch, "fill_command", fill_command)
 

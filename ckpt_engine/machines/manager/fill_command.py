@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from ckpt_engine.core.relay_routes import Route
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.relay_facts import KnownNeeds
-from ckpt_engine.machines.manager.targets import Targets
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
 def fill_command(
     course: Course,
-    targets: Targets,
+    known: KnownNeeds,
     identity: weights_pb2.Identity,
     name: str,
     route: Route,
@@ -36,7 +35,7 @@ def fill_command(
         fence=course.fence,
         identity=identity,
         tables=[*(tables[source] for source in route.sources), *upstream, *others],
-        needs=KnownNeeds(course.state, targets, published).near(relays),
+        needs=known.near(relays),
         everything=any(relay.filling is not None and relay.filling.everything for relay in relays),
         keep=None if latest is None else latest.identity,
     )

@@ -26,6 +26,7 @@ from ckpt_engine.machines.manager.filling import FINAL, Filling
 from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.machines.manager.prefetch_rule import by_way_of, in_between, prefetch_decision
 from ckpt_engine.machines.manager.relay_facts import (
+    KnownNeeds,
     connected_relays,
     origins_of,
     readers_of,
@@ -50,6 +51,7 @@ class Prefetch:
         self._identity = identity
         self._record = record
         self._before: Prefetch | None = None
+        self._known = KnownNeeds(course.state, targets, course.order.published)
         self._fillings: dict[str, Filling] = {}
         self._routed = 0  # how many were left out when routes were made
         self._from: dict[str, str] = {}  # by relay, a sentence that says why it is filled from or for others
@@ -381,7 +383,7 @@ class Prefetch:
 
     def _command(self, filling: Filling, route: Route, upstream: list[manager_pb2.BlobRef]) -> manager_pb2.FillRelay:
         before = self._before
-        command = fill_command(self._course, self._targets, self._identity, filling.relay, route, upstream)
+        command = fill_command(self._course, self._known, self._identity, filling.relay, route, upstream)
         command.record.CopyFrom(self._record)
         command.attempt = filling.attempts
         if before is not None:
