@@ -23,7 +23,6 @@ from ckpt_engine.core.relay_layout import SLOTS, SlotLayout, lay_out, wanted_of
 from ckpt_engine.core.sealed_record import Recorded, read_record
 from ckpt_engine.cuda.driver import CudaDriverError
 from ckpt_engine.relay.arena import Arena
-from ckpt_engine.relay.batches import stage_bytes_taken
 from ckpt_engine.relay.door import Door
 from ckpt_engine.relay.fill import Filled, Filling, Progress
 from ckpt_engine.relay.gpus import TrainersGpus
@@ -140,7 +139,7 @@ class Slots:
     @property
     def gpu_context_bytes(self) -> int:
         """GPU memory that it has taken for reading GPUs: contexts, and what is read back to be digested."""
-        return self._gpus.context_bytes + stage_bytes_taken()
+        return self._gpus.taken_bytes
 
     @property
     def readers(self) -> int:

@@ -17,7 +17,7 @@ import torch
 from ckpt_engine.copy.copying import TensorCopy
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.problems import invalid
-from ckpt_engine.cuda.driver import CudaDriverError
+from ckpt_engine.cuda.driver import CudaDriverError, driver
 from ckpt_engine.cuda.pinning import pin
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import Move
@@ -66,6 +66,7 @@ class Mapping:
         address = self._tensor(torch.uint8, 1, 0).data_ptr()
         size = -(-len(self._memory) // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
+            driver()  # where there is none, torch would fail in words of its own
             pin(self, self._memory, address, size, torch.cuda.current_device(), read_only=True)
         except CudaDriverError as error:
             return str(error)
