@@ -50,10 +50,6 @@ class _Stage:
         self.stream = torch.cuda.Stream(gpu)
         self._memory = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", gpu))
 
-    @property
-    def bytes(self) -> int:
-        return self._memory.numel()
-
     def memory(self, size: int) -> torch.Tensor:
         """So many bytes of it. More than there were: other memory."""
         if size > self._memory.numel():
@@ -63,11 +59,6 @@ class _Stage:
 
 _stages: weakref.WeakValueDictionary[int, _Stage] = weakref.WeakValueDictionary()
 """Of this process, by GPU: the fillings of both slots share one."""
-
-
-def stage_bytes_taken() -> int:
-    """GPU memory that reading back takes now, all GPUs together."""
-    return sum(stage.bytes for stage in _stages.values())
 
 
 def _stage(gpu: int) -> _Stage:

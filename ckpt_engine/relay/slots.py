@@ -25,7 +25,6 @@ from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.contents import Contents, contents_of
 from ckpt_engine.relay.fill import Filled, Filling, Memory, Progress
 from ckpt_engine.relay.gpus import TrainersGpus
-from ckpt_engine.relay.read_back import stage_bytes_taken
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.relay.ways import Ways
 from ckpt_engine.source.digests import digest_atoms
@@ -164,7 +163,7 @@ class Slots:
     @property
     def gpu_context_bytes(self) -> int:
         """GPU memory that it has taken for reading GPUs: contexts, and what is read back to be digested."""
-        return self._gpus.context_bytes + stage_bytes_taken()
+        return self._gpus.taken_bytes
 
     @property
     def readers(self) -> int:

@@ -66,7 +66,7 @@ class Mapping:
         address = self._tensor(torch.uint8, 1, 0).data_ptr()
         size = -(-len(self._memory) // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
-            driver()  # first: without one, torch says less
+            driver()  # where there is none, torch would fail in words of its own
             pin(self, self._memory, address, size, torch.cuda.current_device(), read_only=True)
         except CudaDriverError as error:
             return str(error)
