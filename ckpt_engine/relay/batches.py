@@ -27,8 +27,10 @@ from ckpt_engine.transport.fetched import FetchedRegions
 from ckpt_engine.transport.landing import Landing
 
 BATCH_BYTES = 256 << 20
-"""At most, between two looks at the clock; also the most of a tensor that is read at once. Some milliseconds of a
-GPU's link or of 16 threads, and so long that starting and ending a batch costs little beside it."""
+"""At most, between two looks at the clock; also the most of a tensor that is read at once."""
+
+GPU_BATCH_BYTES = 512 << 20
+"""The same of what lies on a GPU: some 10 ms of its link, so that starting and ending a batch costs little beside it."""
 
 LANDING_BYTES = 16 << 20
 """The same of what comes over a network: several are on their way at a time."""
@@ -164,7 +166,7 @@ def _copies(pairs: Sequence[tuple[Piece, Reading]]) -> list[PreparedCopy]:
 
 def parts_of(piece: Piece) -> list[Piece]:
     """The piece, cut along its longest axis so that no part takes much longer than a batch."""
-    most = LANDING_BYTES if piece.holders[0].lands else BATCH_BYTES
+    most = _most(piece.holders[0])
     count = -(-piece.bytes // most)
     if count <= 1:
         return [piece] if piece.bytes else []
@@ -183,13 +185,18 @@ def parts_of(piece: Piece) -> list[Piece]:
     return found
 
 
+def _most(reading: Reading) -> int:
+    if reading.lands:
+        return LANDING_BYTES
+    return BATCH_BYTES if reading.gpu is None else GPU_BATCH_BYTES
+
+
 def in_batches(pieces: Sequence[tuple[Piece, Reading]]) -> list[Batch]:
     """In their order; what comes over a network apart from what does not."""
     parts: list[list[tuple[Piece, Reading]]] = []
     size = 0
     for piece, reading in pieces:
-        most = LANDING_BYTES if reading.lands else BATCH_BYTES
-        if not parts or reading.lands != parts[-1][-1][1].lands or size + piece.bytes > most:
+        if not parts or reading.lands != parts[-1][-1][1].lands or size + piece.bytes > _most(reading):
             parts.append([])
             size = 0
         parts[-1].append((piece, reading))

@@ -72,7 +72,7 @@ def test_a_trainers_gpu_is_read_bit_for_bit(
     shapes: dict[str, tuple[list[int], str]], read_back: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "READ_BACK", read_back)
-    monkeypatch.setattr(batches, "BATCH_BYTES", 32 << 20)
+    monkeypatch.setattr(batches, "GPU_BATCH_BYTES", 32 << 20)
     with Peer() as trainer, relay() as slots:
         trainer.ask("trainer.make", shapes=shapes)
         table = published(trainer)
