@@ -30,7 +30,7 @@ BATCH_BYTES = 256 << 20
 """At most, between two looks at the clock; also the most of a tensor that is read at once."""
 
 GPU_BATCH_BYTES = 512 << 20
-"""The same of what lies on a GPU: some 10 ms of its link, so that starting and ending a batch costs little beside it."""
+"""The same of what lies on a GPU: 10 ms of its link, beside which starting and ending one costs little."""
 
 LANDING_BYTES = 16 << 20
 """The same of what comes over a network: several are on their way at a time."""
