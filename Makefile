@@ -24,8 +24,10 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not engine and not framework and not gpu and not slow" $(THREE_AT_A_TIME) $(ARGS)
 
 # Real inference engines on the CPU, and real routers, in environments of their own that are cached outside the checkout.
+# PART=by_relay: what `make test-slow` does with the reference engine, the whole conformance suite by way of a relay.
 test-engines: $(INSTALLED)
-	engines/run $(ENGINES) -- $(BIN)/python -m pytest -m "engine and not gpu" --timeout=900 $(ARGS)
+	$(if $(filter-out by_relay,$(PART)),$(error PART=$(PART): there is PART=by_relay, and all else without PART))
+	engines/run $(ENGINES) -- $(BIN)/python -m pytest -m "engine and not gpu and $(if $(PART),,not )by_relay" --timeout=900 $(ARGS)
 
 # Real training frameworks, with replicas of the reference engine.
 test-frameworks: $(INSTALLED)

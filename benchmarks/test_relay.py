@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -43,20 +43,21 @@ ROUNDS = 7
 class Trainer:
     """Random weights in shared memory, whole tensors, sealed once."""
 
-    def __init__(self) -> None:
-        sizes = [max(64, -(-2 * whole(shape).volume // 64) * 64) for shape in SHAPES]
+    def __init__(self, shapes: Sequence[tuple[int, ...]] = SHAPES) -> None:
+        self.shapes = shapes
+        sizes = [max(64, -(-2 * whole(shape).volume // 64) * 64) for shape in shapes]
         self.arena = SharedArena(sum(sizes))
         offsets = [sum(sizes[:index]) for index in range(len(sizes))]
         self.memory = [
-            self.arena.tensor(offset, shape, torch.bfloat16) for offset, shape in zip(offsets, SHAPES, strict=True)
+            self.arena.tensor(offset, shape, torch.bfloat16) for offset, shape in zip(offsets, shapes, strict=True)
         ]
         for each in self.memory:
             each.reshape(-1).view(torch.int16).random_(-(1 << 15), 1 << 15)
-        specs = [TensorSpec(name=f"t{index:04}", dtype="bfloat16", shape=shape) for index, shape in enumerate(SHAPES)]
+        specs = [TensorSpec(name=f"t{index:04}", dtype="bfloat16", shape=shape) for index, shape in enumerate(shapes)]
         self.table = SourceTable(
             host=this_host(), id="rank 0", rank=0, tensors=specs, regions=[region_offered([self.arena.region(0)])]
         )
-        for index, (shape, offset) in enumerate(zip(SHAPES, offsets, strict=True)):
+        for index, (shape, offset) in enumerate(zip(shapes, offsets, strict=True)):
             stride = self.memory[index].stride()
             self.table.shards.add(tensor=index, start=[0] * len(shape), stop=shape, offset=offset, stride=stride)
         self.manifest = manifest_of(specs)
@@ -66,7 +67,7 @@ class Trainer:
         found = []
         for rank in range(ranks):
             needs = WorkerNeeds(manifest_digest=blob_digest(canonical(self.manifest)))
-            for index, shape in enumerate(SHAPES):
+            for index, shape in enumerate(self.shapes):
                 box = whole(shape)
                 if len(shape) == 2 and shape[1] % ranks == 0:
                     each = shape[1] // ranks

@@ -156,8 +156,28 @@ class RelayReport:
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """Those that were to be installed from it."""
+        """Those that were to be installed from it; none: it was filled for other relays only."""
         return tuple(self.message.replicas)
+
+    @property
+    def relays(self) -> tuple[str, ...]:
+        """Relays that were to be filled from it."""
+        return tuple(self.message.relays)
+
+    @property
+    def upstream(self) -> tuple[str, ...]:
+        """Relays that it was to be filled from; none: it reads the trainer's memory or files."""
+        return tuple(self.message.upstream)
+
+    @property
+    def stage(self) -> int:
+        """0 if it has no upstream, else one more than that of its upstream."""
+        return self.message.stage
+
+    @property
+    def bytes_from(self) -> dict[str, int]:
+        """Bytes that it brought, by the source that they came from: "rank 0", "relay host-3"."""
+        return {each.source: each.bytes for each in self.message.filled.brought}
 
     @property
     def bytes(self) -> int:
@@ -179,14 +199,19 @@ class RelayReport:
         return {
             "name": self.name,
             "replicas": list(self.replicas),
+            "relays": list(self.relays),
+            "upstream": list(self.upstream),
+            "stage": self.stage,
             "bytes": self.bytes,
+            "bytes_from": self.bytes_from,
             "seconds": self.seconds,
             "problem": self.problem,
         }
 
     def __str__(self) -> str:
         held = self.problem or f"{human_bytes(self.bytes)} in {self.seconds:.2f} s"
-        return f"{self.name}: {held}, for {', '.join(self.replicas)}"
+        source = f" from {', '.join(self.upstream)}" if self.upstream else ""
+        return f"{self.name}: {held}{source}, for {', '.join((*self.replicas, *self.relays))}"
 
 
 @dataclass(frozen=True)

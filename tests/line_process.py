@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -94,7 +95,8 @@ class _Forked:
 
     def kill(self) -> None:
         if self._code is None and not select.select([self._status], [], [], 0)[0]:
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and its exit code is on its way
+                os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
         if self._code is None:

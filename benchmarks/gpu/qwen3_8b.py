@@ -69,6 +69,21 @@ def renew(model: nn.Module, seed: int) -> None:
     torch.cuda.synchronize()
 
 
+class HostWeights:
+    """New values for a model in host memory, made on a GPU: a CPU would take a minute for each version."""
+
+    def __init__(self, model: Tree) -> None:
+        self._model = model
+        self._generator = torch.Generator(device="cuda:0")
+
+    @torch.no_grad()
+    def renew(self, seed: int) -> None:
+        self._generator.manual_seed(seed)
+        for parameter in self._model.parameters():
+            values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda:0")
+            parameter.copy_(values.normal_(0.0, 0.02, generator=self._generator))
+
+
 def slice_bytes(workers: int) -> int:
     """What all workers of one tensor-parallel replica need together, in bytes."""
     return sum(2 * torch.Size(shape).numel() * (workers if len(shape) == 1 else 1) for shape in SHAPES.values())

@@ -1,6 +1,8 @@
-"""vLLM's own weight transfer, as its documentation says to use it: the rival, and the time of a bare pause and resume.
+"""The rivals: vLLM's own weight transfer, as its documentation says to use it, with the time of a bare pause and
+resume; and Moonshot's checkpoint-engine.
 
-Its development routes are open here and its `ipc` backend unpickles what it is sent: on loopback, for a baseline only.
+vLLM's development routes are open here, and its `ipc` backend unpickles what it is sent: on loopback, for a baseline
+only.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any, Protocol
 import httpx
 from torch import nn
 
+from benchmarks.gpu.lines import LineProcess
 from tests.ports import free_port
 
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
@@ -92,6 +95,25 @@ class NativeServer:
         self.post("/pause?mode=keep")
         self.post("/resume")
         return time.perf_counter() - began
+
+
+def moonshot(path: Path, gpus: int, rounds: int) -> dict[str, Any]:
+    """Moonshot's checkpoint-engine, from host memory to so many GPUs: its seconds for each update and the once-only
+    ones, run by itself so that nothing else holds the links."""
+    process = LineProcess(
+        path / "moonshot.log",
+        [
+            *("torch.distributed.run", "--nproc-per-node", str(gpus), "--master-port", "29577"),
+            *("-m", "benchmarks.gpu.moonshot_rank", str(rounds)),
+        ],
+    )
+    try:
+        once = process.hear(120)
+        answers = [process.hear(60) for _ in range(rounds)]
+    finally:
+        process.close()
+    assert all(each["right"] for each in answers)
+    return {**once, "seconds": [each["seconds"] for each in answers]}
 
 
 def read_log(path: Path, characters: int = 3000) -> str:

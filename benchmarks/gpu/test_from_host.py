@@ -18,9 +18,9 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks.gpu.lines import LineProcess
 from benchmarks.gpu.measure import WARMUP, Series, rounded, seconds_of, versions
-from benchmarks.gpu.qwen3_8b import BYTES, Tree, write_config
+from benchmarks.gpu.qwen3_8b import BYTES, HostWeights, Tree, write_config
+from benchmarks.gpu.rivals import moonshot
 from ckpt_engine import Trainer
 from tests.cluster import running_cluster
 from tests.gpu.gpu_server import needs_gpu_vllm, start_gpu_vllm
@@ -45,44 +45,11 @@ class PinnedCopy:
         return PINNED / seconds / 1e9
 
 
-class HostWeights:
-    """New values for a model in host memory, made on a GPU: a CPU would take a minute for each version."""
-
-    def __init__(self, model: Tree) -> None:
-        self._model = model
-        self._generator = torch.Generator(device="cuda:0")
-
-    @torch.no_grad()
-    def renew(self, seed: int) -> None:
-        self._generator.manual_seed(seed)
-        for parameter in self._model.parameters():
-            values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda:0")
-            parameter.copy_(values.normal_(0.0, 0.02, generator=self._generator))
-
-
-def moonshot(path: Path, rounds: int) -> dict[str, Any]:
-    """Its seconds for each update and the once-only ones, run by itself so that nothing else holds the links."""
-    process = LineProcess(
-        path / "moonshot.log",
-        [
-            *("torch.distributed.run", "--nproc-per-node", str(GPUS), "--master-port", "29577"),
-            *("-m", "benchmarks.gpu.moonshot_rank", str(rounds)),
-        ],
-    )
-    try:
-        once = process.hear(120)
-        answers = [process.hear(60) for _ in range(rounds)]
-    finally:
-        process.close()
-    assert all(each["right"] for each in answers)
-    return {**once, "seconds": [each["seconds"] for each in answers]}
-
-
 def test_update_of_two_gpus(benchmark: BenchmarkFixture, two_gpus_for: Any, tmp_path: Path) -> None:
     two_gpus_for(True)
     config = write_config(tmp_path / "model")
     series = Series()
-    rival = moonshot(tmp_path, ROUNDS + WARMUP)
+    rival = moonshot(tmp_path, GPUS, ROUNDS + WARMUP)
     for seconds in rival["seconds"]:
         series.add(moonshot_seconds=seconds)
     with contextlib.ExitStack() as stack:

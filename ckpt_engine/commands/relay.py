@@ -59,8 +59,35 @@ def relay(
     slot_grace: Annotated[
         float, typer.Option(help="Seconds that a reader may keep a version which is to be overwritten.", min=0)
     ] = 30.0,
+    listen: Annotated[
+        str,
+        typer.Option(
+            envvar="CKPT_ENGINE_RELAY_LISTEN",
+            help="HOST:PORT at which relays of other hosts reach it; port 0: a free one. Default: none of them does.",
+        ),
+    ] = "127.0.0.1:0",
     advertise: Annotated[
-        str, typer.Option(envvar="CKPT_ENGINE_ADVERTISE", help="Name or IP at which other hosts reach this one.")
+        str,
+        typer.Option(
+            envvar="CKPT_ENGINE_ADVERTISE",
+            help="Name or IP at which they do. Default: the one it listens on; of all: the one towards the manager.",
+        ),
+    ] = "",
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            envvar="CKPT_ENGINE_RELAY_INSECURE",
+            help="Send weights to other hosts without encryption.",
+        ),
+    ] = False,
+    ucx_devices: Annotated[
+        str,
+        typer.Option(
+            envvar="CKPT_ENGINE_RELAY_UCX_DEVICES",
+            help="Read other relays, and be read, over UCX as well: its devices, such as mlx5_0:1,mlx5_1:1, each a "
+            "lane with helper processes of its own, or all. Nothing is encrypted. Default: no UCX.",
+        ),
     ] = "",
     until_stdin_ends: Annotated[bool, typer.Option("--until-stdin-ends", hidden=True)] = False,
     deadline: Deadline = None,
@@ -77,12 +104,18 @@ def relay(
     from ckpt_engine.host.relay_directory import DIRECTORY
     from ckpt_engine.relay.alone import TakenError
     from ckpt_engine.relay.settings import RelaySettings, bytes_of, half_of_the_room
+    from ckpt_engine.transport.ucx.reader import availability
+    from ckpt_engine.transport.ucx.settings import DEVICES
 
     deadlines = configured_deadlines(deadline)
     log_to_stderr(log_level, log_format, **({"relay": name} if name else {}))
     log = logging.getLogger("ckpt_engine.relay")
     if directory is not None:
         os.environ[DIRECTORY] = str(directory.absolute())
+    if ucx_devices:
+        os.environ[DEVICES] = ucx_devices
+        if not (found := availability()).ok:
+            raise typer.BadParameter(found.reason, param_hint="--ucx-devices")
     try:
         size = bytes_of(memory) if memory else half_of_the_room()
         settings = RelaySettings(
@@ -92,7 +125,9 @@ def relay(
             everything=hold is Hold.EVERYTHING,
             users=tuple(user or ()),
             slot_grace=slot_grace,
+            listen=listen,
             advertise=advertise,
+            insecure=insecure,
             deadlines=deadlines,
         )
     except CkptEngineError as error:

@@ -20,7 +20,7 @@ from ckpt_engine.commands.choices import Engine, Form, Level, Mode
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr, utc
 from ckpt_engine.commands.options import Deadline, configured_deadlines
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.transports import transport_kinds
+from ckpt_engine.core.transports import worker_kinds
 from ckpt_engine.extras import require
 from ckpt_engine.words.state import HoldLimits
 
@@ -45,8 +45,8 @@ EVICTED = 3
 
 def _known(transports: list[str] | None) -> list[str] | None:
     for name in transports or ():
-        if name not in transport_kinds():
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(transport_kinds())}")
+        if name not in worker_kinds():
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(worker_kinds())}")
     return transports
 
 
@@ -68,9 +68,9 @@ def replica(
     transport: Annotated[
         list[str] | None,
         typer.Option(
-            metavar=f"[{'|'.join(transport_kinds())}]",
+            metavar=f"[{'|'.join(worker_kinds())}]",
             callback=_known,
-            autocompletion=lambda: list(transport_kinds()),
+            autocompletion=lambda: list(worker_kinds()),
             help="Read weights over this transport only; repeatable. "
             "Default: the nearest that works. An update that another one would have to carry is refused.",
         ),

@@ -17,8 +17,9 @@ class TensorCopy:
     """PreparedCopy of pairs. Elements of one dtype are copied as integers, so that every bit pattern arrives unchanged;
     other dtypes are cast as torch does it.
 
-    What is on a CPU on both sides is copied by several threads, what goes to a GPU by `DeviceCopy`, and what comes from
-    one by the calling thread. keep: what has to live as long as this copy, such as the mappings behind sources.
+    What is on a CPU on both sides is copied by several threads, what goes to a GPU, or from one to pinned memory, by
+    `DeviceCopy`, and what goes from one to other memory by the calling thread. keep: what has to live as long as this
+    copy, such as the mappings behind sources.
     """
 
     def __init__(self, pairs: Iterable[Pair], keep: object = None, notes: Iterable[str] = ()) -> None:
@@ -30,6 +31,8 @@ class TensorCopy:
                 device.append((destination, source))
             elif destination.device.type == source.device.type == "cpu":
                 near.append((destination, source))
+            elif destination.numel() and destination.is_pinned():
+                device.append((destination, source))
             elif destination.numel():
                 far.append((destination.detach(), source.detach()))
         self._near = host_work(near)

@@ -1,4 +1,5 @@
-"""Copies into GPU memory: prepared once, replayed in few launches, waited for by events.
+"""Copies into GPU memory, or out of it to pinned memory: prepared once, replayed in few launches, waited for by
+events.
 
 A copy runs on a stream of its own, after what the current stream was given, and nothing synchronises the device: the
 thread looks at events, tells progress and keeps the deadline in between. Only a few segments are on their way at a
@@ -35,8 +36,9 @@ class DeviceCopy:
     """PreparedCopy of pairs (destination, source) whose destinations are on GPUs.
 
     Sources: on the same GPU, on a peer GPU that this one can reach, in pinned or in pageable host memory. Any strides.
-    Elements of one dtype arrive bit by bit, others are cast as torch casts. launches: kernels an update;
-    engine_copies: copies by the GPU's copy engines. notes: what is slower than it could be, and why.
+    A destination may also be pinned host memory, if its source is on a GPU, which then does the work. Elements of one
+    dtype arrive bit by bit, others are cast as torch casts. launches: kernels an update; engine_copies: copies by the
+    GPU's copy engines. notes: what is slower than it could be, and why.
     """
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
@@ -45,7 +47,8 @@ class DeviceCopy:
             destination, source = whole_destination.detach(), whole_source.detach()
             if destination.numel():
                 pageable = source.device.type == "cpu" and not source.is_pinned()
-                groups[destination.device][pageable].append((destination, source))
+                device = destination.device if destination.device.type == "cuda" else source.device
+                groups[device][pageable].append((destination, source))
         self._parts = [_Part(device, *group) for device, group in groups.items()]
         self.bytes = sum(part.bytes for part in self._parts)
         self.launches = sum(part.launches for part in self._parts)
@@ -68,7 +71,8 @@ class _Part:
     def __init__(self, device: torch.device, direct: list[Pair], pageable: list[Pair]) -> None:
         self._device = device
         with torch.cuda.device(device):
-            self._stream = torch.cuda.Stream(device)
+            # Before digests of the same process, which come from streams of the usual priority.
+            self._stream = torch.cuda.Stream(device, priority=-1)
             self._work = DeviceWork(direct, device)
             self._feed = StagedFeed(pageable, device) if pageable else None
             # Tables were copied, and kernels loaded, on the current stream.

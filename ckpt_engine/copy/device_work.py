@@ -1,4 +1,5 @@
-"""Copies to one GPU, from memory that this GPU can reach, sorted by who does them best and made ready to be queued.
+"""Copies by one GPU, to its memory or to pinned memory of the host, from memory that it can reach, sorted by who does
+them best and made ready to be queued.
 
 It decides by where the bytes lie (this GPU, a peer GPU, pinned host memory) and how. On one GPU everything is done by
 the kernel, in as few launches as tables: the copy engines would pause between hundreds of tensors. Across NVLink and
@@ -27,17 +28,18 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Place(Enum):
-    """Where the bytes of a source lie, as seen from the destination's GPU."""
+    """Where the bytes of a source lie, as seen from the GPU that copies; or, of what goes to the host, that it does."""
 
     SAME = "the same GPU"
     PEER = "a peer GPU"
     HOST = "pinned host memory"
+    TO_HOST = "a GPU, and the destination is pinned host memory"
 
 
-ENGINE_BYTES = {Place.SAME: 1 << 62, Place.PEER: 1 << 20, Place.HOST: 64 << 10}
+ENGINE_BYTES = {Place.SAME: 1 << 62, Place.PEER: 1 << 20, Place.HOST: 64 << 10, Place.TO_HOST: 16 << 10}
 """From which length on a run is given to a copy engine: where a launch costs less than the kernel would lose."""
 
-SEGMENT_BYTES = {Place.SAME: 4 << 30, Place.PEER: 512 << 20, Place.HOST: 128 << 20}
+SEGMENT_BYTES = {Place.SAME: 4 << 30, Place.PEER: 512 << 20, Place.HOST: 128 << 20, Place.TO_HOST: 128 << 20}
 """What is queued at once: a few milliseconds of work, after which a run can be stopped."""
 
 
@@ -49,7 +51,8 @@ class Segment(NamedTuple):
 
 
 class DeviceWork:
-    """Pairs (destination, source) with all destinations on `device` and sources that it can reach.
+    """Pairs (destination, source) with all destinations on `device`, or in pinned memory of the host, and sources that
+    it can reach.
 
     segments: all of the work. launches: kernels (ours and torch's) an update; engine_copies: by copy engines.
     Keeps the sources' tensors. A CPU `device` is served by the kernel's interpreter, for tests.
@@ -81,7 +84,7 @@ class DeviceWork:
             # reads for the GPU that reads, so such tensors carry the destination's device.
             self._others.append((destination, source))
             return
-        place = self._place(source)
+        place = self._place(destination, source)
         blocks = blocks_of(destination, source)
         cast = (source.dtype, destination.dtype)
         if blocks is None or not (self._kernel or all(block.rows == 1 for block in blocks)):
@@ -94,9 +97,11 @@ class DeviceWork:
             self._others.append((destination, source))
         self._keep.append((destination, source))
 
-    def _place(self, source: torch.Tensor) -> Place:
+    def _place(self, destination: torch.Tensor, source: torch.Tensor) -> Place:
         if self._device.type == "cpu":
             return Place.SAME
+        if destination.device.type == "cpu":
+            return Place.TO_HOST
         if source.device.type == "cpu":
             return Place.HOST
         if lies_elsewhere(source.data_ptr()):

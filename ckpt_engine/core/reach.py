@@ -6,6 +6,7 @@ the doctor's and the transport's own job.
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
@@ -32,6 +33,7 @@ class Distance(IntEnum):
     HOST_MEMORY = 5
     FILE = 6
     NETWORK = 7
+    SHARED_FILE = 8
 
 
 Rule = Callable[[Host, Host], Verdict]
@@ -49,14 +51,15 @@ def by_process(source: Host, worker: Host) -> Verdict:
         return Verdict(
             False,
             f"the source's memory is on host {name_of(source)}, and the worker runs on host {name_of(worker)}; start a "
-            "replica on the trainer's host, or publish from a checkpoint directory that both can read",
+            "relay on both hosts (`ckpt-engine relay`), since only relays read over a network",
         )
     if not source.pid_namespace or source.pid_namespace != worker.pid_namespace:
         return Verdict(
             False,
             f"source and worker share host {name_of(source)} but not its process ids ({_namespace(source)} and "
             f"{_namespace(worker)}), so the worker cannot open the source's memory; run both in one container, or "
-            "their containers with a common PID namespace (docker run --pid=host, Kubernetes shareProcessNamespace)",
+            "their containers with a common PID namespace (docker run --pid=host, Kubernetes shareProcessNamespace), "
+            "or start a relay in each",
         )
     return Verdict(
         True,
@@ -85,12 +88,14 @@ def by_directory(source: Host, worker: Host) -> Verdict:
 
 
 def by_file(source: Host, worker: Host) -> Verdict:
-    """Files that every process of the host can open."""
+    """Files that every process of the host can open, and those of other hosts that have the same directory. Whether
+    they do shows when the files are opened, before anything is paused."""
     if not same_host(source, worker):
         return Verdict(
-            False,
-            f"the checkpoint's files were opened on host {name_of(source)}, and the worker runs on host "
-            f"{name_of(worker)}; start a source or a replica on the other's host",
+            True,
+            f"the worker on host {name_of(worker)} opens the checkpoint's files where host {name_of(source)} has them, "
+            "in a directory that both have",
+            Distance.SHARED_FILE,
         )
     return Verdict(
         True, f"source and worker share host {name_of(source)}, so it maps the checkpoint's files", Distance.FILE
@@ -104,7 +109,7 @@ def by_gpu(source: Host, worker: Host) -> Verdict:
         return Verdict(
             False,
             f"the source's GPU memory is on host {where}, and the worker runs on host {name_of(worker)}; start a "
-            "replica on the trainer's host, or publish from a checkpoint directory that both can read",
+            "relay on both hosts (`ckpt-engine relay`), since only relays read over a network",
         )
     for what, one, other in (
         ("process ids", source.pid_namespace, worker.pid_namespace),
@@ -125,6 +130,39 @@ def by_gpu(source: Host, worker: Host) -> Verdict:
             "transport='shared_memory'",
         )
     return _across_gpus(source, worker)
+
+
+def by_network(source: Host, worker: Host) -> Verdict:
+    """Memory that a relay sends over a network, to whoever reaches the address that it told."""
+    where = name_of(source)
+    if not source.address:
+        return Verdict(
+            False,
+            f"host {where} told no address at which others reach it; start its relay with --listen HOST:PORT and "
+            "--advertise",
+        )
+    if _is_loopback(source.address) and not (
+        same_host(source, worker) and source.network_namespace and source.network_namespace == worker.network_namespace
+    ):
+        return Verdict(
+            False,
+            f"the relay of host {where} is reached at {source.address} only, which leads to no other host than its "
+            f"own, and not from host {name_of(worker)}; start it with --listen HOST:PORT, or --advertise another "
+            "address",
+        )
+    return Verdict(
+        True,
+        f"the relay of host {where} sends its memory over the network, from {source.address}",
+        Distance.NETWORK,
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether only processes of one network namespace reach it. A name counts as reachable."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
 
 
 def _across_gpus(source: Host, worker: Host) -> Verdict:

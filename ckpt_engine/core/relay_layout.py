@@ -98,12 +98,12 @@ def lay_out(recorded: Recorded, readers: Sequence[Wanted], everything: bool = Fa
     for number, wanted in enumerate(distinct):
         for tensor, box in wanted:
             by_tensor[tensor].append((number, box))
-    known: dict[tuple[Layout, tuple[tuple[int, Box], ...], bool], list[_Piece]] = {}
-    groups: dict[tuple[int, ...], list[tuple[int, _Piece]]] = {}
+    known: dict[tuple[Layout, tuple[tuple[int, Box], ...], bool], list[Piece]] = {}
+    groups: dict[tuple[int, ...], list[tuple[int, Piece]]] = {}
     for tensor, (layout, needs) in enumerate(zip(recorded.layouts, by_tensor, strict=True)):
         key = layout, tuple(needs), everything
         if key not in known:
-            known[key] = _pieces(*key)
+            known[key] = cut_pieces(*key)
         for piece in known[key]:
             groups.setdefault(piece.readers, []).append((tensor, piece))
     widths = [itemsize(spec.dtype) for spec in recorded.record.manifest.tensors]
@@ -122,7 +122,7 @@ def lay_out(recorded: Recorded, readers: Sequence[Wanted], everything: bool = Fa
     return SlotLayout(recorded, tuple(atoms), tuple(laid), total, at)
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """An atom of any tensor that is cut and needed alike. cell: its number in the tensor."""
 
     box: Box
@@ -131,7 +131,8 @@ class _Piece(NamedTuple):
     readers: tuple[int, ...]
 
 
-def _pieces(layout: Layout, needs: Sequence[tuple[int, Box]], everything: bool) -> list[_Piece]:
+def cut_pieces(layout: Layout, needs: Sequence[tuple[int, Box]], everything: bool) -> list[Piece]:
+    """The atoms of a tensor's cells that any reader touches, or of all. needs: pairs of reader and box."""
     tiling = layout.tiling(frozenset(box for _, box in needs))
     readers: dict[int, set[int]] = {}
     for number, box in needs:
@@ -141,7 +142,7 @@ def _pieces(layout: Layout, needs: Sequence[tuple[int, Box]], everything: bool) 
     for cell, (first, atoms) in enumerate(zip(tiling.first, tiling.parts, strict=False)):
         if everything or any(first + index in readers for index in range(len(atoms))):
             for index, box in enumerate(atoms):
-                found.append(_Piece(box, box.volume, cell, tuple(sorted(readers.get(first + index, ())))))
+                found.append(Piece(box, box.volume, cell, tuple(sorted(readers.get(first + index, ())))))
     return found
 
 

@@ -37,6 +37,11 @@ def choose_transport(source: Host, transport: str, worker: Host, available: Sequ
             f"the source on host {name_of(source)} offers its weights over {transport or 'no transport'!r}, which this "
             f"manager does not know (it knows {', '.join(kinds)}); bring manager, trainer and replicas to one version"
         )
+    if transport not in available and kind.relays_only:
+        raise precondition(
+            f"the relay of host {name_of(source)} offers its weights to other relays over {transport}, which no worker "
+            f"reads; start a relay on host {name_of(worker)}"
+        )
     if transport not in available:
         raise precondition(
             f"the source on host {name_of(source)} offers its weights over {transport}, which the worker on host "

@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
-from ckpt_engine.core.reach import Rule, by_directory, by_file, by_gpu, by_process
+from ckpt_engine.core.reach import Rule, by_directory, by_file, by_gpu, by_network, by_process
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ GPU_MEMORY = "GPU memory"
 FILES = "files"
 """What can be lent."""
 
-Maker = Callable[[], Any] | str
+Maker = Callable[..., Any] | str
 """Makes one side of a transport; or where to find what does, as "module:name", so that it is loaded where it is used
 only."""
 
@@ -51,6 +51,8 @@ class TransportKind:
     outlives: whether what was lent can be read when its owner is gone.
     on_host: makes the Availability for workers of this host, in an agent's process, without loading or starting what a
     worker would; none: the reader's own `availability`.
+    relays_only: it is between relays: no worker, agent or trainer loads either side.
+    arena: makes a transport.base.ArenaLender from (ArenaMemory, Network); none: relays do not lend over it.
     """
 
     name: str
@@ -61,6 +63,8 @@ class TransportKind:
     unasked: bool = True
     outlives: bool = False
     on_host: Maker | None = None
+    relays_only: bool = False
+    arena: Maker | None = None
 
 
 _OWN = (
@@ -95,6 +99,20 @@ _OWN = (
         outlives=True,
         on_host="ckpt_engine.transport.on_host:file",
     ),
+    TransportKind(
+        name="ucx",
+        reach=by_network,
+        reader="ckpt_engine.transport.ucx.reader:UcxFetcher",
+        relays_only=True,
+        arena="ckpt_engine.transport.ucx.lender:UcxLender",
+    ),
+    TransportKind(
+        name="tcp",
+        reach=by_network,
+        reader="ckpt_engine.transport.tcp:TcpFetcher",
+        relays_only=True,
+        arena="ckpt_engine.transport.tcp:TcpArenaLender",
+    ),
 )
 
 _registered: dict[str, TransportKind] = {}
@@ -120,12 +138,25 @@ def unregister_transport(name: str) -> None:
     del _registered[name]
 
 
+def worker_kinds() -> Mapping[str, TransportKind]:
+    """Those that workers of engines may read over: all but those between relays."""
+    return MappingProxyType({name: kind for name, kind in transport_kinds().items() if not kind.relays_only})
+
+
+def arena_kinds() -> list[TransportKind]:
+    """Those over which relays lend their arenas to other relays."""
+    return [kind for kind in transport_kinds().values() if kind.arena is not None]
+
+
 def lending(memory: str, asked: str | None) -> list[TransportKind]:
     """The transports over which such memory is lent. asked: the one that the user named; None: those that need none."""
     return [
         kind
         for kind in transport_kinds().values()
-        if kind.lender is not None and memory in kind.lends and (kind.unasked if asked is None else kind.name == asked)
+        if kind.lender is not None
+        and not kind.relays_only
+        and memory in kind.lends
+        and (kind.unasked if asked is None else kind.name == asked)
     ]
 
 
@@ -135,9 +166,9 @@ def memory_of(name: str) -> frozenset[str]:
     return kind.lends if kind is not None else frozenset()
 
 
-def made(maker: Maker) -> Any:
-    """What a maker makes, loaded now if it has to be."""
-    return (resolve_name(maker) if isinstance(maker, str) else maker)()
+def made(maker: Maker, *given: object) -> Any:
+    """What a maker makes of what it is given, loaded now if it has to be."""
+    return (resolve_name(maker) if isinstance(maker, str) else maker)(*given)
 
 
 @cache

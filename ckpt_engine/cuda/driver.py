@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_ushort, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
 from typing import Any, NamedTuple
 
 from ckpt_engine.cuda.library import load_library
@@ -35,7 +35,7 @@ NOT_FOUND, OUT_OF_MEMORY = 500, 2
 """CUresult codes that callers tell apart."""
 
 _BUFFER_ID, _DEVICE_ORDINAL, _LEGACY_CAPABLE, _ALLOWED_HANDLES = 7, 9, 10, 14
-_PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
+_ON_DEVICE, _READ_WRITE = 1, 3
 _RELAXED_CAPTURE = 2
 _LAZY_PEER_ACCESS = 1
 
@@ -58,25 +58,6 @@ class Allocation(NamedTuple):
 
 class _Location(ctypes.Structure):
     _fields_ = [("type", c_int), ("id", c_int)]
-
-
-class _Flags(ctypes.Structure):
-    _fields_ = [
-        ("compression", ctypes.c_ubyte),
-        ("rdma", ctypes.c_ubyte),
-        ("usage", c_ushort),
-        ("reserved", ctypes.c_ubyte * 4),
-    ]
-
-
-class _Properties(ctypes.Structure):
-    _fields_ = [
-        ("type", c_int),
-        ("handle_types", c_int),
-        ("location", _Location),
-        ("windows", c_void_p),
-        ("flags", _Flags),
-    ]
 
 
 class _Access(ctypes.Structure):
@@ -111,12 +92,10 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuIpcGetMemHandle": [POINTER(_IpcHandle), c_uint64],
     "cuIpcOpenMemHandle_v2": [POINTER(c_uint64), _IpcHandle, c_uint],
     "cuIpcCloseMemHandle": [c_uint64],
-    "cuMemCreate": [POINTER(c_ulonglong), c_size_t, POINTER(_Properties), c_ulonglong],
     "cuMemRetainAllocationHandle": [POINTER(c_ulonglong), c_void_p],
     "cuMemExportToShareableHandle": [c_void_p, c_ulonglong, c_int, c_ulonglong],
     "cuMemImportFromShareableHandle": [POINTER(c_ulonglong), c_void_p, c_int],
     "cuMemRelease": [c_ulonglong],
-    "cuMemGetAllocationGranularity": [POINTER(c_size_t), POINTER(_Properties), c_int],
     "cuMemAddressReserve": [POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_ulonglong],
     "cuMemAddressFree": [c_uint64, c_size_t],
     "cuMemMap": [c_uint64, c_size_t, c_size_t, c_ulonglong, c_ulonglong],
@@ -316,18 +295,6 @@ class Driver:
         self.call("cuMemImportFromShareableHandle", byref(handle), c_void_p(descriptor), POSIX_DESCRIPTOR)
         return handle.value
 
-    def create_shareable(self, device: int, size: int) -> int:
-        """A handle of new memory of `device` that descriptors can be exported of. size: whole granules."""
-        handle = c_ulonglong()
-        self.call("cuMemCreate", byref(handle), size, byref(_shareable(self._device(device))), 0)
-        return handle.value
-
-    def granularity(self, device: int) -> int:
-        """Bytes that sizes and addresses of mapped memory are multiples of."""
-        found = c_size_t()
-        self.call("cuMemGetAllocationGranularity", byref(found), byref(_shareable(self._device(device))), 0)
-        return found.value
-
     def release_handle(self, handle: int) -> None:
         """Gives a handle back; memory that is mapped stays until it is unmapped."""
         self.call("cuMemRelease", handle)
@@ -385,7 +352,3 @@ class Driver:
         except CudaDriverError:
             return False
         return True
-
-
-def _shareable(device: int) -> _Properties:
-    return _Properties(_PINNED, POSIX_DESCRIPTOR, _Location(_ON_DEVICE, device), None, _Flags())

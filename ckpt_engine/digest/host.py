@@ -130,9 +130,17 @@ def _share_out(kernel: Kernel, jobs: Words, found: Words, ends: Words) -> None:
         kernel(jobs, found)
         return
     cuts = np.searchsorted(ends, np.arange(1, shares) * (int(ends[-1]) / shares)).tolist()
-    parts = [slice(first, last) for first, last in pairwise([0, *cuts, len(jobs)])]
-    for _ in _pool(os.getpid(), threads).map(lambda part: kernel(jobs[part], found[part]), parts):
-        pass
+    parts = iter([slice(first, last) for first, last in pairwise([0, *cuts, len(jobs)])])
+
+    def work() -> None:
+        for part in parts:  # the interpreter's lock gives each to one thread
+            kernel(jobs[part], found[part])
+
+    # Waking a thread takes as long as half a share, so each is woken once and then helps itself.
+    helping = [_pool(os.getpid(), threads).submit(work) for _ in range(min(threads, shares) - 1)]
+    work()
+    for each in helping:
+        each.result()
 
 
 @cache

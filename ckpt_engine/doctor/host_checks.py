@@ -53,6 +53,7 @@ def all_checks() -> Iterable[Check]:
         memory_facts,
         engine_directory,
         relays,
+        ucx,
         limits,
         graphics,
         transports,
@@ -200,6 +201,14 @@ def relays() -> Iterable[Check]:
     from ckpt_engine.doctor.relay_checks import relay_rows
 
     for name, ok, detail in relay_rows():
+        yield Check("relay", name, Result.NOTE if ok is None else Result.OK if ok else Result.NO, detail)
+
+
+def ucx() -> Iterable[Check]:
+    """Whether relays could read each other over UCX. Nobody needs that either."""
+    from ckpt_engine.doctor.ucx_checks import ucx_rows
+
+    for name, ok, detail in ucx_rows():
         yield Check("relay", name, Result.NOTE if ok is None else Result.OK if ok else Result.NO, detail)
 
 

@@ -4,16 +4,22 @@ a fact that decides nothing), what was found. None of them raises."""
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ckpt_engine.addresses import split_address
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS
+from ckpt_engine.core.transports import arena_kinds, made
 from ckpt_engine.host.relay_directory import made_directory, relay_directory
 from ckpt_engine.host.room import memory_room
 from ckpt_engine.relay.alone import TakenError, alone
 from ckpt_engine.relay.arena import Arena, free_huge_pages
-from ckpt_engine.relay.settings import half_of_the_room, in_words
+from ckpt_engine.relay.settings import RELAY_INSECURE, RELAY_LISTEN, half_of_the_room, in_words
+from ckpt_engine.transport.base import Network
+from ckpt_engine.transport.registry import all_transports
+from ckpt_engine.transport.ucx.settings import UCX
 
 Row = tuple[str, bool | None, str]
 
@@ -25,6 +31,7 @@ def relay_rows() -> Iterator[Row]:
     """What a relay that was started now by this user would find."""
     yield _directory()
     yield _lending()
+    yield _network()
     room, taken = in_words(memory_room()), in_words(half_of_the_room())
     yield "relay's memory", None, f"{room} left, of which a relay without --memory takes {taken}"
     yield "huge pages", None, _pages()
@@ -55,6 +62,26 @@ def _lending() -> Row:
         return "memory that only a relay writes", False, str(error)
     arena.close()
     return "memory that only a relay writes", True, "a memory file was made and sealed against writing by others"
+
+
+def _network() -> Row:
+    """Where relays of other hosts would reach it: the port and the certificates are tried."""
+    name = "relays of other hosts"
+    listen = os.environ.get(RELAY_LISTEN, "")
+    if not listen:
+        return name, None, f"do not reach it: no relay --listen, and no {RELAY_LISTEN}"
+    usable = all_transports(relay=True).keys() - {UCX}  # which has rows of its own
+    arena = Arena(SLOTS * GROUP_BYTES)
+    try:
+        address = os.environ.get("CKPT_ENGINE_ADVERTISE", "") or split_address(listen, RELAY_LISTEN)[0]
+        insecure = os.environ.get(RELAY_INSECURE, "") not in ("", "0", "false")
+        for kind in (each for each in arena_kinds() if each.name in usable):
+            made(kind.arena or "", arena.lendable(), Network(listen, address, 0.0, insecure)).close()
+    except CkptEngineError as error:
+        return name, False, error.problem.message
+    finally:
+        arena.close()
+    return name, True, f"reach it at {listen}, as {address}"
 
 
 def _pages() -> str:

@@ -335,6 +335,11 @@ class PublishTable:
 
 
 @dataclass(frozen=True)
+class WithdrawTable:
+    """The trainer takes back what it published: nothing new may be read from it."""
+
+
+@dataclass(frozen=True)
 class OfferedVersion:
     """Weights that a member offers. table: a serialised SourceTable. record: a serialised SealedRecord; empty, as the
     identity is None, for weights that are not sealed yet."""
@@ -352,7 +357,16 @@ class HoldVersions:
 
 
 TrainerEvent: TypeAlias = (
-    Message | PeerLost | TimerFired | Done | Start | Stop | PublishTable | HoldVersions | FillingProgress
+    Message
+    | PeerLost
+    | TimerFired
+    | Done
+    | Start
+    | Stop
+    | PublishTable
+    | WithdrawTable
+    | HoldVersions
+    | FillingProgress
 )
 
 

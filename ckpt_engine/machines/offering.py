@@ -36,6 +36,7 @@ from ckpt_engine.machines.events import (
     TimerFired,
     TrainerCommand,
     TrainerEvent,
+    WithdrawTable,
 )
 from ckpt_engine.machines.session import Session
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -67,8 +68,9 @@ class Kind:
 class OfferingMachine:
     """One process of some kind.
 
-    A Seal with the fence of the last one is answered as before, whatever became of the first answer. What it offers is
-    stored again before every hello, since the manager may have been restarted without its blobs.
+    A Seal with the fence of the last one is answered as before, whatever became of the first answer; if it asks for
+    other digests of what stays sealed, it is a new one. What it offers is stored again before every hello, since the
+    manager may have been restarted without its blobs.
     """
 
     def __init__(self, kind: Kind, deadlines: Deadlines | None = None) -> None:
@@ -81,7 +83,7 @@ class OfferingMachine:
         self._puts = 0
         self._waiting: set[bytes] = set()  # tables that the manager has not decided on
         self._decided = False
-        self._epoch = 0
+        self._epoch = self._seals = 0
         self._sealing = manager_pb2.Seal()
         self._sealed: manager_pb2.Sealed | None = None
 
@@ -102,10 +104,12 @@ class OfferingMachine:
             case Done(("put", int() as number), result, problem):
                 if number == self._puts:
                     self._stored(result, problem, now)
-            case Done(("seal", int() as epoch), result, problem):
-                self._seal_done(epoch, result, problem)
+            case Done(("seal", int() as number), result, problem):
+                self._seal_done(number, result, problem)
             case PublishTable(table):
                 self._offer((OfferedVersion(table),))
+            case WithdrawTable():
+                self._offer(())
             case HoldVersions(versions):
                 self._offer(versions)
             case Start():
@@ -240,19 +244,20 @@ class OfferingMachine:
     def _seal(self, seal: manager_pb2.Seal) -> None:
         if seal.fence.cluster != self._session.cluster or seal.fence.epoch < self._obeyed():
             return
-        if seal.fence.epoch == self._epoch:
+        if seal.fence.epoch == self._epoch and (seal.atoms == self._sealing.atoms or not seal.keep):
             if self._sealed is not None:
                 self._session.send(self._sealed)
             return
         self._epoch = seal.fence.epoch
+        self._seals += 1
         self._sealed = None
         self._sealing = seal
         task = SealSource(seal.fence.epoch, seal.version, seal.atoms, seal.keep, bounded(seal.deadline_seconds))
-        self._out.append(Run(("seal", self._epoch), task))
+        self._out.append(Run(("seal", self._seals), task))
 
-    def _seal_done(self, epoch: int, result: object, problem: weights_pb2.Problem | None) -> None:
-        if epoch != self._epoch:
-            return  # overtaken by a later update
+    def _seal_done(self, number: int, result: object, problem: weights_pb2.Problem | None) -> None:
+        if number != self._seals:
+            return  # overtaken by a later one
         answer = manager_pb2.Sealed(fence=self._sealing.fence, atoms=self._sealing.atoms)
         if problem is not None:
             answer.problem.CopyFrom(problem)

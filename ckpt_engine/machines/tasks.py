@@ -23,7 +23,8 @@ WorkerKey: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True)
 class SourceOffer:
-    """What the manager's decisions need to know of one source's SourceTable. rank: None if it is no trainer rank."""
+    """What the manager's decisions need to know of one source's SourceTable. rank: None if it is no trainer rank. host,
+    ways: where it is, and the transports over which each of its regions is offered, equal ones once."""
 
     source: str
     rank: int | None
@@ -32,17 +33,23 @@ class SourceOffer:
     source_copies: int
     outlives: bool  # files: readable when the process that offers them is gone
     copied: tuple[weights_pb2.CopiedTensors, ...] = ()
+    host: weights_pb2.Host = field(default_factory=weights_pb2.Host)
+    ways: tuple[frozenset[str], ...] = ()
 
 
 @dataclass(frozen=True)
 class Published:
-    """The merged tables of all sources of a lineage. `handle` is the shell's own and comes back in later tasks."""
+    """The merged tables of all sources of a lineage. `handle` is the shell's own and comes back in later tasks.
+
+    parts: sets of sources, by their ids, such that the version is made of one source of each.
+    """
 
     manifest: manager_pb2.BlobRef
     sources: tuple[SourceOffer, ...]
     tensors: int
     bytes: int
     handle: object = field(default=None, compare=False, repr=False)
+    parts: frozenset[frozenset[str]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -99,11 +106,13 @@ class MergeTables:
 
 @dataclass(frozen=True)
 class HeldOffer:
-    """What a holder offers of one version. source: its id. record: None if it brings none."""
+    """What a holder, or a rank, offers of one version. source: its id. record: None if it brings none. rank: None if it
+    is no trainer rank."""
 
     source: str
     table: manager_pb2.BlobRef
     record: manager_pb2.BlobRef | None
+    rank: int | None = None
 
 
 @dataclass(frozen=True)

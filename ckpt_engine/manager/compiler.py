@@ -139,10 +139,10 @@ class Compiler:
         for offer in good:
             try:
                 table = self._parsed(offer.table, weights_pb2.SourceTable(), "its table")
-                if table.HasField("rank") or table.id != offer.source:
-                    raise invalid(
-                        f"its table is that of {label(table)}; its id must be {offer.source!r}, without a rank"
-                    )
+                rank = table.rank if table.HasField("rank") else None
+                if rank != offer.rank or table.id != offer.source:
+                    which = "without a rank" if offer.rank is None else f"of rank {offer.rank}"
+                    raise invalid(f"its table is that of {label(table)}; its id must be {offer.source!r}, {which}")
                 join_sources(manifest, [table], [offer.table.digest])
             except CkptEngineError as error:
                 refused[offer.source] = _of_holder(offer, error)
@@ -169,12 +169,15 @@ class Compiler:
                     table.source_copies,
                     _outlives(table),
                     tuple(table.copied),
+                    table.host,
+                    tuple(dict.fromkeys(frozenset(by_transport(region)) for region in table.regions)),
                 )
                 for table, ref in zip(publication.tables, refs, strict=True)
             ),
             tensors=len(publication.manifest.tensors),
             bytes=publication.bytes,
             handle=publication,
+            parts=_parts(publication),
         )
 
     def compile(self, task: CompilePlans) -> Compiled:
@@ -303,6 +306,12 @@ def _plans_for_all_that_fit(
     # Other workers of these replicas were planned for in vain.
     fitting = [request for request in fitting if _replica(request) not in unfit]
     return compile_plans(publication, publication.table_digests, fitting, along=along)
+
+
+def _parts(publication: Publication) -> frozenset[frozenset[str]]:
+    """Sets of sources, such that what is offered is made of one source of each."""
+    found = {frozenset(holder.source for holder in part.holders) for parts in publication.parts for part in parts}
+    return frozenset(frozenset(publication.tables[source].id for source in part) for part in found)
 
 
 def _of_holder(offer: HeldOffer, error: CkptEngineError) -> weights_pb2.Problem:

@@ -2,7 +2,8 @@
 
 The file's size is sealed, and so is writing by whoever gets its descriptor (F_SEAL_FUTURE_WRITE): what this process
 mapped before stays writable, nothing else ever is. Memory is taken slot by slot, as far as a version needs it, after
-it was counted; it stays the relay's until the relay ends. Nothing is left on the disk whoever dies.
+it was counted; it stays the relay's until the relay ends. Nothing is left on the disk whoever dies. One other process
+may map it writable, if the relay is told so: the one that makes UCX helpers, which maps it before it is sealed.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from pathlib import Path
 
 import torch
 
-from ckpt_engine.core.problems import invalid, unavailable
+from ckpt_engine.core.problems import CkptEngineError, invalid, unavailable
 from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS, check_memory, check_room
+from ckpt_engine.cuda.pinning import Pin, pin
+from ckpt_engine.host.numa import spread
 from ckpt_engine.host.room import memory_room
+from ckpt_engine.transport.base import ArenaMemory
+from ckpt_engine.transport.ucx.lanes import Lanes
 
 log = logging.getLogger(__name__)
 
@@ -31,19 +36,29 @@ _HUGE_2MB = 21 << 26  # MFD_HUGE_2MB
 
 
 class Arena:
-    """Two slots of equal size. Written by its relay alone; any thread.
+    """Two slots of equal size. Written by its relay alone; any thread. nodes: of the host's memory, over which its
+    pages are spread evenly; fewer than two: they are where the thread that takes them runs.
 
-    memory: bytes of both slots together, rounded down; nothing is taken before `reserve`. Raises INVALID_ARGUMENT if
-    that is too little for anything, UNAVAILABLE if the kernel gives no such memory.
+    memory: bytes of both slots together, rounded down; nothing is taken before `reserve`. ucx: the devices of each lane
+    (transport/ucx/lanes.py); none: no other process ever writes to it.
+
+    Raises INVALID_ARGUMENT if that is too little for anything, UNAVAILABLE if the kernel gives no such memory, or if no
+    process for UCX can be started; DEADLINE_EXCEEDED.
     """
 
-    def __init__(self, memory: int, huge_pages: Path = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")) -> None:
+    def __init__(
+        self,
+        memory: int,
+        huge_pages: Path = Path("/sys/kernel/mm/hugepages/hugepages-2048kB"),
+        ucx: Sequence[str] = (),
+    ) -> None:
         self.slot_bytes = memory // SLOTS // GROUP_BYTES * GROUP_BYTES
         self.size = SLOTS * self.slot_bytes
         if not self.slot_bytes:
             raise invalid(f"a relay needs {SLOTS * GROUP_BYTES} bytes of memory or more, and {memory} were given")
         self.id = secrets.token_bytes(16)
         self._reserved = [0] * SLOTS
+        self._pins: dict[int, tuple[int, Pin]] = {}  # slots to how much of them is pinned
         reserved = free_huge_pages(huge_pages) * _HUGE >= self.size
         self.pages = "2 MiB pages" if reserved else "pages as the kernel gives them: no 2 MiB pages are reserved for it"
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | ((os.MFD_HUGETLB | _HUGE_2MB) if reserved else 0)
@@ -55,17 +70,26 @@ class Arena:
         try:
             os.ftruncate(self.descriptor, self.size)
             self._memory: mmap.mmap | None = mmap.mmap(self.descriptor, self.size, flags=mmap.MAP_SHARED)
+            self.lanes = self._lanes(self._memory, ucx) if ucx else None
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS | _FUTURE_WRITE)
         except (OSError, ValueError) as error:
             self._closer()
             raise unavailable(f"{self.size} bytes of shared memory cannot be had: {error}") from error
+        except CkptEngineError:
+            self._closer()
+            raise
         # A child would share the pages, and could write to what was verified.
         self._memory.madvise(mmap.MADV_DONTFORK)
+        self.nodes = spread(torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr(), self.size)
         if not reserved and hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
             except OSError:
                 log.info("ckpt-engine: this kernel has no transparent huge pages for shared memory")
+
+    def _lanes(self, memory: mmap.mmap, devices: Sequence[str]) -> Lanes:
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        return Lanes(self.descriptor, self.size, address, self.slot_bytes, tuple(devices))
 
     def reserve(self, slot: int, size: int, what: str) -> None:
         """Takes memory for the first `size` bytes of a slot, if it has none yet.
@@ -85,6 +109,22 @@ class Arena:
         except OSError as error:
             raise unavailable(f"{more} more bytes of memory for {what} cannot be had: {error}") from error
         self._reserved[slot] = size
+        if self.lanes is not None:
+            self.lanes.reserved[slot] = size
+
+    def pin(self, slot: int, gpu: int) -> None:
+        """Registers what was reserved of a slot with the driver of GPUs, for all of them, so that they write to it at
+        the speed of their link. Some 0.1 s a GB, once. gpu: the ordinal of one that CUDA was started on. Raises
+        CudaDriverError; INVALID_ARGUMENT after `close`."""
+        size = -(-self._reserved[slot] // mmap.PAGESIZE) * mmap.PAGESIZE
+        pinned = self._pins.get(slot)
+        if not size or (pinned is not None and pinned[0] == size):
+            return
+        address = self.tensor(slot, 0, (1,), torch.uint8).data_ptr()
+        if pinned is not None:
+            del self._pins[slot]
+            pinned[1].release()
+        self._pins[slot] = size, pin(self, self._memory, address, size, gpu)
 
     @property
     def reserved(self) -> int:
@@ -109,9 +149,18 @@ class Arena:
         start = slot * self.slot_bytes + offset
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).view(tuple(shape))
 
+    def lendable(self) -> ArenaMemory:
+        """What lenders between relays read. Raises INVALID_ARGUMENT after `close`."""
+        if self._memory is None:
+            raise invalid("the relay's memory was closed")
+        whole = torch.frombuffer(self._memory, dtype=torch.uint8, count=self.size)
+        return ArenaMemory(self.id, whole, self.descriptor, self.slot_bytes)
+
     def close(self) -> None:
         """Nobody gets its descriptor from now on. The memory goes when nobody maps it any more. May be repeated."""
         self._memory = None
+        if self.lanes is not None:
+            self.lanes.close()
         self._closer()
 
 

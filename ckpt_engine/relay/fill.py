@@ -1,32 +1,30 @@
-"""Brings a version into a slot: reads sealed boxes where they lie, digests them in the same pass, and compares.
+"""Brings a version into a slot: reads sealed boxes where they lie, digests what has arrived, and compares.
 
 Each cell is compared with the sealed record. One that differs is read again from the next holder, and what nobody
 brings as it was sealed is left out, with a reason. Nothing here touches a replica, and nothing that was not compared is
-ever offered. Runs on the threads that digests of host memory use; `run` in any one thread at a time.
+ever offered. Batches are on their way on threads of their own (relay/pipeline.py). `run` in any one thread at a time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from ckpt_engine.copy.prepared import PreparedCopy
-from ckpt_engine.core.boxes import Box
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline
 from ckpt_engine.core.relay_layout import SlotLayout
 from ckpt_engine.core.sealed_record import Recorded
-from ckpt_engine.digest.host import HostDigests
-from ckpt_engine.relay.sources import Reading, Sources
-from ckpt_engine.transport.base import Move
+from ckpt_engine.relay.batches import Batch, Piece, Words, in_batches, parts_of
+from ckpt_engine.relay.pipeline import brought as brought_in_turn
+from ckpt_engine.relay.sources import Sources
 from ckpt_engine.v1.weights_pb2 import Problem
 
-BATCH_BYTES = 64 << 20
-"""At least, between two looks at the clock; also the most of a tensor that is read at once."""
+CUT_OFF_TIMES = 2
+"""How often a filling asks again for what a network cut off, before it asks cell by cell."""
 
 NAMED = 16
 
@@ -35,8 +33,6 @@ Memory = Callable[[int, tuple[int, ...], torch.dtype], torch.Tensor]
 
 Progress = Callable[[int, int], None]
 """(bytes that were read, bytes that are to be read)."""
-
-Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -58,77 +54,33 @@ class Filled:
     faults: tuple[Problem, ...]
     seconds: float
 
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A part of an atom that one read brings. holders: who has it, in the order in which they are asked."""
-
-    cell: int
-    tensor: int
-    box: Box
-    destination: torch.Tensor
-    holders: tuple[Reading, ...]
-
-    @property
-    def bytes(self) -> int:
-        return self.destination.nbytes
-
-
-class _Batch:
-    """Pieces that one call brings from their first holders."""
-
-    def __init__(self, pieces: Sequence[_Piece], attempt: int = 0) -> None:
-        self.pieces = pieces
-        self.readings = [piece.holders[attempt % len(piece.holders)] for piece in pieces]
-        self.cells = np.fromiter((piece.cell for piece in pieces), dtype=np.int64, count=len(pieces))
-        plain = [index for index, reading in enumerate(self.readings) if reading.is_plain]
-        other = [index for index, reading in enumerate(self.readings) if not reading.is_plain]
-        self._order = np.array(plain + other, dtype=np.int64)
-        self._plain = HostDigests(
-            [(pieces[index].destination, pieces[index].box.start) for index in plain],
-            sources=[self.readings[index].view(pieces[index].box) for index in plain],
-        )
-        self._copies = _copies([(pieces[index], self.readings[index]) for index in other])
-        self._copied = HostDigests([(pieces[index].destination, pieces[index].box.start) for index in other])
-
-    @property
-    def bytes(self) -> int:
-        return sum(piece.bytes for piece in self.pieces)
-
-    def run(self) -> Words:
-        """The digest of each piece as it was written. Raises what a transport raises."""
-        found = np.zeros(len(self.pieces), dtype=np.uint64)
-        values = self._plain.run()
-        for copy in self._copies:
-            copy.run()
-        found[self._order] = np.array([*values, *self._copied.run()], dtype=np.uint64)
-        return found
-
-
-def _copies(pieces: Sequence[tuple[_Piece, Reading]]) -> list[PreparedCopy]:
-    """Of what must be cast on the way, or lies on a GPU: copied first, digested then."""
-    moves: dict[int, tuple[Reading, list[Move]]] = {}
-    for piece, reading in pieces:
-        _, found = moves.setdefault(id(reading.opened), (reading, []))
-        found.append(reading.move(piece.box, piece.destination))
-    return [reading.opened.prepare(found) for reading, found in moves.values()]
+    def after(self, first: Filled) -> Filled:
+        """Of both, the first of which left out what this one was to bring."""
+        sources = {*first.brought, *self.brought}
+        brought = {source: first.brought.get(source, 0) + self.brought.get(source, 0) for source in sources}
+        return Filled(self.missing, brought, first.again + self.again, self.faults, first.seconds + self.seconds)
 
 
 class Filling:
     """A slot's layout and who has what of it, made ready; `run` brings what the sources have sealed by then.
 
-    May be kept for as long as layout, tables and slot are the same: then an update costs no work per tensor.
+    May be kept for as long as layout, tables and slot are the same: then an update costs no work per tensor. kept:
+    cells that the slot holds already; they are neither read nor written.
     """
 
-    def __init__(self, layout: SlotLayout, memory: Memory, sources: Sources) -> None:
+    def __init__(
+        self, layout: SlotLayout, memory: Memory, sources: Sources, kept: Collection[int] = frozenset()
+    ) -> None:
         self.layout = layout
         self._sources = sources
         self._names = [spec.name for spec in layout.recorded.record.manifest.tensors]
         self._expected = layout.recorded.values
         self._held = np.zeros(len(self._expected), dtype=np.bool_)
         self._unheld: dict[int, Problem] = {}
-        pieces: list[_Piece] = []
+        pieces: list[Piece] = []
         for atom in layout.atoms:
+            if atom.cell in kept:
+                continue
             self._held[atom.cell] = True
             dtype = sources.dtype(atom.tensor)
             whole = memory(atom.offset, atom.box.shape, dtype)
@@ -140,14 +92,15 @@ class Filling:
                     for first, start, stop in zip(atom.box.start, box.start, box.stop, strict=True)
                 )
                 if holders:
-                    pieces += _parts(_Piece(atom.cell, atom.tensor, box, whole[inside], holders))
+                    ends = all(last == end for last, end in zip(box.stop, atom.box.stop, strict=True))
+                    pieces += parts_of(Piece(atom.cell, atom.tensor, box, whole[inside], holders, ends))
                 else:
                     self._unheld.setdefault(atom.cell, sources.why_not(atom.tensor, box))
             if covered != atom.box.volume:
                 self._unheld.setdefault(atom.cell, sources.why_not(atom.tensor, atom.box))
         pieces = [piece for piece in pieces if piece.cell not in self._unheld]
         pieces.sort(key=lambda piece: piece.holders[0].place(piece.box))
-        self._batches = [_Batch(batch) for batch in _in_batches(pieces)]
+        self._batches = in_batches([(piece, piece.holders[0]) for piece in pieces])
 
     def check(self) -> None:
         """Raises NOT_FOUND, saying why, if nobody within reach holds any of what is asked for."""
@@ -164,7 +117,7 @@ class Filling:
         """Fills the slot. recorded: of this version, with the layout's manifest and cells. stop_at: of the monotonic
         clock. progress: told after each batch, on this thread.
 
-        Raises DEADLINE_EXCEEDED or ABORTED within a batch of its end; the slot holds nothing then.
+        Raises DEADLINE_EXCEEDED or ABORTED within a few batches of its end; the slot holds nothing then.
         """
         began = time.monotonic()
         self._expected = recorded.values
@@ -173,23 +126,19 @@ class Filling:
         faults = list(self._sources.faults)
         self._sources.begin()
         failed: dict[int, Problem] = {}
+
+        def carry_on() -> None:
+            self._carry_on(stop_at, cancelled)
+
         try:
-            done, total = 0, sum(batch.bytes for batch in self._batches)
-            for batch in self._batches:
-                self._carry_on(stop_at, cancelled)
-                self._bring(batch, found, brought, failed)
-                done += batch.bytes
-                progress(done, total)
+            self._bring_all(self._batches, found, brought, failed, carry_on, progress)
+            again = self._bring_what_was_cut_off(found, brought, failed, faults, carry_on)
             missing = dict(self._unheld)
             wrong = self._wrong(found, failed)
-            again = len(wrong)
-            pieces: dict[int, list[_Piece]] = {cell: [] for cell in wrong}
-            for batch in self._batches if wrong else ():
-                for piece in batch.pieces:
-                    if piece.cell in pieces:
-                        pieces[piece.cell].append(piece)
+            again += len(wrong)
+            pieces = self._pieces_of(wrong)
             for cell, parts in pieces.items():
-                problem = self._retry(cell, parts, found, brought, failed, faults, stop_at, cancelled)
+                problem = self._retry(cell, parts, found, brought, failed, faults, carry_on)
                 if problem is not None:
                     missing[cell] = problem
         finally:
@@ -198,22 +147,75 @@ class Filling:
         told = {fault.message: fault for fault in faults}
         return Filled(left, brought, again, tuple(told.values())[:NAMED], time.monotonic() - began)
 
+    def _bring_all(
+        self,
+        batches: Sequence[Batch],
+        found: Words,
+        brought: dict[str, int],
+        failed: dict[int, Problem],
+        carry_on: Callable[[], None],
+        progress: Progress,
+    ) -> None:
+        """What ends it leaves nothing that could still be written."""
+        done, total = 0, sum(batch.bytes for batch in batches)
+        with closing(brought_in_turn(batches, self._sources.lost, carry_on)) as results:
+            for batch, result in results:
+                carry_on()
+                if isinstance(result, Problem):
+                    failed.update((int(cell), result) for cell in batch.cells)
+                else:
+                    np.add.at(found, batch.cells, result)
+                    for piece, reading in zip(batch.pieces, batch.readings, strict=True):
+                        brought[reading.source] = brought.get(reading.source, 0) + piece.bytes
+                done += batch.bytes
+                progress(done, total)
+
+    def _bring_what_was_cut_off(
+        self,
+        found: Words,
+        brought: dict[str, int],
+        failed: dict[int, Problem],
+        faults: list[Problem],
+        carry_on: Callable[[], None],
+    ) -> int:
+        """What failed over a network, all of it together: from the nearest that has not failed, or else from who is
+        back. Returns how many cells were asked for again."""
+        batches, again = self._batches, 0
+        for attempt in range(CUT_OFF_TIMES):
+            cut = [batch for batch in batches if batch.lands and any(int(cell) in failed for cell in batch.cells)]
+            for batch in cut:
+                problem = next(failed[int(cell)] for cell in batch.cells if int(cell) in failed)
+                self._sources.lose(batch.readings, problem)
+            pieces = self._pieces_of({int(cell) for batch in cut for cell in batch.cells if int(cell) in failed})
+            asked = [piece for each in pieces.values() for piece in each]
+            if not attempt:
+                self._sources.again([piece.holders for piece in asked])
+            readings = {id(piece): self._sources.nearest(piece.holders) for piece in asked}
+            there = [cell for cell, each in pieces.items() if all(readings[id(piece)] is not None for piece in each)]
+            if not there:
+                break
+            faults += [failed.pop(cell) for cell in there]
+            found[there] = 0
+            again += len(there)
+            pairs = [(piece, reading) for cell in there for piece in pieces[cell] if (reading := readings[id(piece)])]
+            pairs.sort(key=lambda pair: pair[1].place(pair[0].box))
+            batches = in_batches(pairs)
+            self._bring_all(batches, found, brought, failed, carry_on, lambda done, total: None)
+        return again
+
+    def _pieces_of(self, cells: Collection[int]) -> dict[int, list[Piece]]:
+        pieces: dict[int, list[Piece]] = {cell: [] for cell in cells}
+        for batch in self._batches if cells else ():
+            for piece in batch.pieces:
+                if piece.cell in pieces:
+                    pieces[piece.cell].append(piece)
+        return pieces
+
     def _carry_on(self, stop_at: float, cancelled: Callable[[], bool]) -> None:
         if cancelled():
             raise aborted("bringing this version was overtaken by a newer command")
         if time.monotonic() >= stop_at:
             raise deadline("bringing this version into the relay took longer than it may")
-
-    def _bring(self, batch: _Batch, found: Words, brought: dict[str, int], failed: dict[int, Problem]) -> None:
-        try:
-            if (lost := self._sources.lost(batch.readings)) is not None:
-                raise CkptEngineError(lost)
-            np.add.at(found, batch.cells, batch.run())
-        except CkptEngineError as error:
-            failed.update((int(cell), error.problem) for cell in batch.cells)
-            return
-        for piece, reading in zip(batch.pieces, batch.readings, strict=True):
-            brought[reading.source] = brought.get(reading.source, 0) + piece.bytes
 
     def _wrong(self, found: Words, failed: Mapping[int, Problem]) -> list[int]:
         differ = self._held & (found != self._expected)
@@ -223,31 +225,29 @@ class Filling:
     def _retry(
         self,
         cell: int,
-        pieces: Sequence[_Piece],
+        pieces: Sequence[Piece],
         found: Words,
         brought: dict[str, int],
         failed: dict[int, Problem],
         faults: list[Problem],
-        stop_at: float,
-        cancelled: Callable[[], bool],
+        carry_on: Callable[[], None],
     ) -> Problem | None:
         """Reads a cell from its other holders, until it is as it was sealed. Why it cannot be had, if it cannot."""
         problem = failed.get(cell) or self._fault(cell, pieces, 0)
         faults.append(problem)
         # What failed may have failed for the sake of another cell, which was read along with it.
         for attempt in range(0 if cell in failed else 1, max(len(piece.holders) for piece in pieces)):
-            self._carry_on(stop_at, cancelled)
-            batch = _Batch(pieces, attempt)
+            pairs = [(piece, piece.holders[attempt % len(piece.holders)]) for piece in pieces]
             found[cell] = 0
             failed.pop(cell, None)
-            self._bring(batch, found, brought, failed)
+            self._bring_all(in_batches(pairs), found, brought, failed, carry_on, lambda done, total: None)
             if cell not in failed and found[cell] == self._expected[cell]:
                 return None
             problem = failed.get(cell) or self._fault(cell, pieces, attempt)
             faults.append(problem)
         return problem
 
-    def _fault(self, cell: int, pieces: Sequence[_Piece], attempt: int) -> Problem:
+    def _fault(self, cell: int, pieces: Sequence[Piece], attempt: int) -> Problem:
         sources = sorted({piece.holders[attempt % len(piece.holders)].source for piece in pieces})
         tensor = pieces[0].tensor
         box = self.layout.recorded.boxes[tensor][cell - self.layout.recorded.first[tensor]]
@@ -257,35 +257,3 @@ class Filling:
             "its bytes have changed since, or were damaged",
             tensors=[self._names[tensor]],
         )
-
-
-def _parts(piece: _Piece) -> Iterable[_Piece]:
-    """The piece, cut along its longest axis so that no part takes much longer than a batch."""
-    count = -(-piece.bytes // BATCH_BYTES)
-    if count <= 1:
-        return [piece] if piece.bytes else []
-    start, stop = piece.box
-    shape = piece.box.shape
-    axis = next(axis for axis, extent in enumerate(shape) if extent > 1)
-    step = -(-shape[axis] // count)
-    found = []
-    for first in range(0, shape[axis], step):
-        length = min(step, shape[axis] - first)
-        low = (*start[:axis], start[axis] + first, *start[axis + 1 :])
-        high = (*stop[:axis], start[axis] + first + length, *stop[axis + 1 :])
-        part = piece.destination.narrow(axis, first, length)
-        found.append(_Piece(piece.cell, piece.tensor, Box(low, high), part, piece.holders))
-    return found
-
-
-def _in_batches(pieces: Sequence[_Piece]) -> Iterable[list[_Piece]]:
-    batch: list[_Piece] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += piece.bytes
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

@@ -23,12 +23,17 @@ NAME = "cuda_ipc"
 
 
 class TrainersGpus:
-    """One thread: the one that fills. context_bytes: GPU memory that reading has taken, all GPUs together, as the
-    driver's management library saw it before and after; other processes may have changed it meanwhile."""
+    """One thread: the one that fills."""
 
     def __init__(self) -> None:
-        self.context_bytes = 0
-        self._started: set[int] = set()
+        self._contexts: dict[int, int] = {}  # GPUs that were started to what that took of their memory
+
+    @property
+    def taken_bytes(self) -> int:
+        """GPU memory that reading has taken, all GPUs together: contexts, as the driver's management library saw it
+        before and after (other processes may have changed it meanwhile), and what torch keeps. Any thread."""
+        contexts = dict(self._contexts)
+        return sum(taken + torch.cuda.memory_reserved(gpu) for gpu, taken in contexts.items())
 
     def seen_from(self, table: SourceTable, host: Host) -> Host:
         """`host`, with those of the GPUs on which a source of the same host has its weights that this process can see.
@@ -40,14 +45,14 @@ class TrainersGpus:
         return found
 
     @contextlib.contextmanager
-    def on(self, table: SourceTable, host: Host) -> Iterator[None]:
-        """Inside, memory is mapped for the GPU on which the source has its weights."""
+    def on(self, table: SourceTable, host: Host) -> Iterator[int | None]:
+        """Inside, memory is mapped for the GPU on which the source has its weights: its ordinal, or None."""
         found = self._of(table, host)
         if not found:
-            yield
+            yield None
             return
         with torch.cuda.device(found[0][0]):
-            yield
+            yield found[0][0]
 
     def _of(self, table: SourceTable, host: Host) -> list[tuple[int, Gpu]]:
         lends = any(NAME in by_transport(region) for region in table.regions)
@@ -64,13 +69,12 @@ class TrainersGpus:
         return found
 
     def _start(self, ordinal: int, gpu: Gpu) -> None:
-        if ordinal in self._started:
+        if ordinal in self._contexts:
             return
         before = _used(gpu.uuid)
         torch.empty(1, device=torch.device("cuda", ordinal))
         taken = max(0, _used(gpu.uuid) - before)
-        self._started.add(ordinal)
-        self.context_bytes += taken
+        self._contexts[ordinal] = max(0, taken - torch.cuda.memory_reserved(ordinal))
         log.info("reading GPU %s takes %d MB of its memory", gpu.name or gpu.uuid.hex()[:8], taken // 10**6)
 
 

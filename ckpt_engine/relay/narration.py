@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt_engine.machines.events import SessionEnded
-from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot, RelayTask, SlotFilled
+from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot, LetGoOf, RelayTask, SlotFilled
 from ckpt_engine.report import human_bytes
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -20,6 +20,8 @@ def failed(task: RelayTask, problem: weights_pb2.Problem) -> str:
     """What was not done, and why."""
     if isinstance(task, ForgetSlot):
         return f"a version was not forgotten: {problem.message}"
+    if isinstance(task, LetGoOf):
+        return f"memory that its owner takes back stays mapped: {problem.message}"
     return f"{_version(task)} is not brought: {problem.message}"
 
 

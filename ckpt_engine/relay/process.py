@@ -29,7 +29,7 @@ from ckpt_engine.machines.events import (
     Task,
 )
 from ckpt_engine.machines.relay.member import RelayMachine
-from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot
+from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot, LetGoOf
 from ckpt_engine.relay import narration
 from ckpt_engine.relay.alone import alone
 from ckpt_engine.relay.fill import Progress
@@ -56,20 +56,22 @@ async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
     machine failed (INTERNAL).
     """
     with alone(made_directory(bool(settings.users)), LOOKERS_SECONDS):
+        transports = all_transports(relay=True)
         slots = Slots(
             settings.called,
             this_host(settings.advertise),
             settings.memory,
-            all_transports(),
+            transports,
             settings.slot_grace,
             settings.users,
+            settings.network(),
         )
         try:
             if slow := await asyncio.to_thread(warm_up):  # the first filling must not wait for a compiler
                 log.warning(
                     "%s: what is brought is digested by numpy, at a tenth of the speed; pip install numba", slow
                 )
-            relay = _Relay(settings, slots)
+            relay = _Relay(settings, slots, tuple(transports))
             try:
                 problem = await relay.until(stop)
             finally:
@@ -82,9 +84,10 @@ async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
 
 
 class _Relay:
-    """Made on the loop. slots: closed by whoever made them, after this one."""
+    """Made on the loop. slots: closed by whoever made them, after this one. reads: the transports that it can read
+    with."""
 
-    def __init__(self, settings: RelaySettings, slots: Slots) -> None:
+    def __init__(self, settings: RelaySettings, slots: Slots, reads: Sequence[str]) -> None:
         self._settings = settings
         self._slots = slots
         self._work = RelayWork(slots, self._fetch)
@@ -113,9 +116,10 @@ class _Relay:
                 in_words(memory),
                 in_words(room),
             )
-        self._filling = manager_pb2.Filling(memory_bytes=memory, everything=settings.everything)
-        host = this_host(settings.advertise)  # the directory is there by now
-        machine = RelayMachine(settings.called, uuid.uuid4().hex, host, self._filling, settings.deadlines)
+        self._filling = manager_pb2.Filling(
+            memory_bytes=memory, everything=settings.everything, reads=reads, lends=slots.lends
+        )
+        machine = RelayMachine(settings.called, uuid.uuid4().hex, slots.host, self._filling, settings.deadlines)
         self._session = OfferingSession(
             settings.manager, machine, self._seal, self._notified, settings.deadlines.goodbye, self._perform, "relay"
         )
@@ -141,7 +145,7 @@ class _Relay:
     # -- the machine's tasks, on the loop
 
     async def _perform(self, task: Task) -> object:
-        assert isinstance(task, CountSlot | FillSlot | ForgetSlot), "a relay's machine asks for nothing else"
+        assert isinstance(task, CountSlot | FillSlot | ForgetSlot | LetGoOf), "a relay's machine asks for nothing else"
         try:
             done = await self._loop.run_in_executor(self._worker, self._work.perform, task, self._progress(task))
         except CkptEngineError as error:

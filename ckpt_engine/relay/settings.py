@@ -7,11 +7,18 @@ import re
 import socket
 from dataclasses import dataclass, field
 
+from ckpt_engine.addresses import is_loopback, split_address
 from ckpt_engine.connection import checked_address
 from ckpt_engine.core.deadlines import LONGEST_SECONDS, Deadlines
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS
 from ckpt_engine.host.room import memory_room, memory_total
+from ckpt_engine.transport.base import Network
+
+RELAY_LISTEN, RELAY_INSECURE = "CKPT_ENGINE_RELAY_LISTEN", "CKPT_ENGINE_RELAY_INSECURE"
+
+LISTEN = "127.0.0.1:0"
+"""Where a relay listens that was told nothing: other hosts do not reach it."""
 
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 UNITS |= {"TB": 10**12, "B": 1}
@@ -24,8 +31,9 @@ class RelaySettings:
 
     manager: host:port. name: empty: this host's name. memory: bytes of all its slots. everything: it wants the whole
     model, not only what its host's workers need. users: ids of users that may read, besides this process's own and
-    root. slot_grace: seconds that a reader may keep a slot which is to be filled. advertise: name or address at which
-    other hosts reach this one.
+    root. slot_grace: seconds that a reader may keep a slot which is to be filled. listen: host:port where relays of
+    other hosts reach it, port 0: a free one. advertise: name or address at which they do; empty: what it listens on.
+    insecure: they may be sent weights without encryption.
     """
 
     manager: str
@@ -34,12 +42,15 @@ class RelaySettings:
     everything: bool = False
     users: tuple[int, ...] = ()
     slot_grace: float = 30.0
+    listen: str = LISTEN
     advertise: str = ""
+    insecure: bool = False
     deadlines: Deadlines = field(default_factory=lambda: Deadlines.from_environment(os.environ))
 
     def __post_init__(self) -> None:
         """Raises INVALID_ARGUMENT; FAILED_PRECONDITION for more memory than there is, with both numbers."""
         checked_address(self.manager)
+        split_address(self.listen, "--listen")
         if not 0 <= self.slot_grace <= LONGEST_SECONDS:
             raise invalid(f"--slot-grace is a number of seconds from 0 to {LONGEST_SECONDS:.0f}, not {self.slot_grace}")
         if self.memory < SLOTS * GROUP_BYTES:
@@ -57,6 +68,39 @@ class RelaySettings:
     def called(self) -> str:
         """Its name."""
         return self.name or socket.gethostname()
+
+    def network(self) -> Network:
+        """Where relays of other hosts reach it. Looks which address of this host leads to the manager, if it listens
+        on all of them and was told none. Raises INVALID_ARGUMENT if that leads to no other host."""
+        host, _ = split_address(self.listen, "--listen")
+        if is_loopback(host):
+            address = host
+        elif self.advertise or host not in EVERY_ADDRESS:
+            address = self.advertise or host
+        else:
+            address = _towards(self.manager)
+            if is_loopback(address):
+                raise invalid(
+                    f"--listen {self.listen}: say with --advertise at which name or IP other hosts reach this one"
+                )
+        return Network(self.listen, address, self.slot_grace, self.insecure)
+
+
+EVERY_ADDRESS = ("0.0.0.0", "::")
+
+
+def _towards(manager: str) -> str:
+    """The address of this host that the manager would be reached from. Nothing is sent."""
+    host, port = split_address(manager)
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as asked:
+            asked.connect(where)
+            return str(asked.getsockname()[0])
+    except OSError as error:
+        raise invalid(
+            f"--advertise: {manager} does not tell which address of this host leads to it ({error}): name one"
+        ) from error
 
 
 def bytes_of(text: str) -> int:

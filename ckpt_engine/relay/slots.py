@@ -7,6 +7,7 @@ and `withdraw` block the calling thread, all else is quick.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,31 +17,32 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_engine.core.manifest import blob_digest, canonical
-from ckpt_engine.core.offers import region_offered
 from ckpt_engine.core.problems import aborted, deadline, precondition
 from ckpt_engine.core.relay_layout import SLOTS, SlotLayout, lay_out, wanted_of
 from ckpt_engine.core.sealed_record import Recorded, read_record
+from ckpt_engine.cuda.driver import CudaDriverError
 from ckpt_engine.relay.arena import Arena
-from ckpt_engine.relay.door import Door
-from ckpt_engine.relay.fill import Filled, Filling, Progress
+from ckpt_engine.relay.contents import Contents, contents_of
+from ckpt_engine.relay.fill import Filled, Filling, Memory, Progress
 from ckpt_engine.relay.gpus import TrainersGpus
 from ckpt_engine.relay.sources import Sources
+from ckpt_engine.relay.ways import Ways
 from ckpt_engine.source.digests import digest_atoms
-from ckpt_engine.source.host_memory import contiguous
-from ckpt_engine.torch_dtypes import torch_dtype
-from ckpt_engine.transport.base import Transport
+from ckpt_engine.transport.base import Network, Transport
+from ckpt_engine.transport.ucx.settings import UCX, ucx_devices
 from ckpt_engine.v1.weights_pb2 import (
     Atoms,
     Host,
     Identity,
     SealedRecord,
-    Shard,
     SourceTable,
     WorkerNeeds,
 )
 
+log = logging.getLogger("ckpt_engine.relay")
+
 CLOSE_SECONDS = 10.0
-"""For a filling to end once it was told to: it looks every 64 MiB."""
+"""For a filling to end once it was told to: it looks after each batch."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class Held:
     waited: float
     sealed: Sequence[torch.Tensor]
 
+    @property
+    def cells(self) -> frozenset[int]:
+        """Those that it has, of the record."""
+        return frozenset(atom.cell for atom in self.layout.atoms) - {each.cell for each in self.filled.missing}
+
     def digest(self, atoms: Atoms) -> list[int]:
         """Digests of pieces finer than the record's cells, for workers who need such. Raises as `Source.digest`."""
         return digest_atoms(self.table, self.sealed, atoms)
@@ -75,20 +82,25 @@ class Held:
 
 @dataclass(eq=False)
 class _Ready:
-    """What is kept from one filling of a slot to the next. recorded: of the version with this root."""
+    """What is kept from one filling of a slot to the next. tables: digests of those that are opened. recorded: of the
+    version with this root. kept: cells that stay as they are. whole: what can be read if nothing is missing."""
 
     key: tuple[object, ...]
+    tables: frozenset[bytes]
     root: bytes
     recorded: Recorded
     filling: Filling
     sources: Sources
+    kept: frozenset[int]
+    memory: Memory
+    whole: Contents | None = None
 
 
 class Slots:
     """The memory of one relay. Any thread. name: of the relay; its tables' id.
 
-    memory: bytes of both slots. slot_grace: see Door. users: that may read, besides this user and root.
-    Raises as Arena and Door.
+    memory: bytes of both slots. slot_grace: see Door. users: that may read, besides this user and root. network: where
+    relays of other hosts find it; None: they do not. Raises as Arena and Ways.
     """
 
     def __init__(
@@ -99,21 +111,39 @@ class Slots:
         transports: Mapping[str, Transport],
         slot_grace: float = 30.0,
         users: Collection[int] = (),
+        network: Network | None = None,
     ) -> None:
         self._id = f"relay {name}"
         self._transports = dict(transports)
         self._lock = threading.Lock()
-        self._arena = Arena(memory)
-        self._door = Door(self._arena, slot_grace, users)
+        self._arena = Arena(memory, ucx=ucx_devices() if network is not None and UCX in transports else ())
+        try:
+            self._ways = Ways(self._arena, self._transports, slot_grace, users, network)
+        except BaseException:
+            self._arena.close()
+            raise
         self._gpus = TrainersGpus()
         self._host = Host()
         self._host.CopyFrom(host)
-        self._host.relay_directory = self._door.directory
+        self._host.relay_directory = self._ways.directory
+        if network is not None:
+            self._host.address = network.address
         self._held: list[Held | None] = [None] * SLOTS
         self._ready: list[_Ready | None] = [None] * SLOTS
         self._writing = threading.Lock()
         self._turn = 0
         self._closed = False
+        self._keyed: tuple[Wish, tuple[object, ...]] | None = None
+
+    @property
+    def lends(self) -> tuple[str, ...]:
+        """The transports over which it is read."""
+        return self._ways.names
+
+    @property
+    def host(self) -> Host:
+        """As its tables have it."""
+        return self._host
 
     @property
     def slot_bytes(self) -> int:
@@ -132,13 +162,13 @@ class Slots:
 
     @property
     def gpu_context_bytes(self) -> int:
-        """GPU memory that it has taken for reading GPUs."""
-        return self._gpus.context_bytes
+        """GPU memory that it has taken for reading GPUs: contexts, and what is read back to be digested."""
+        return self._gpus.taken_bytes
 
     @property
     def readers(self) -> int:
-        """Processes that map it now."""
-        return self._door.readers
+        """Processes that map it now, and connections of other relays."""
+        return self._ways.readers
 
     def held(self, slot: int) -> Held | None:
         """What can be read in a slot."""
@@ -166,20 +196,28 @@ class Slots:
         with self._lock:
             self._turn += 1
 
-    def count(self, slot: int, wish: Wish, seconds: float) -> int:
+    def count(self, slot: int, wish: Wish, seconds: float, more: bool = False) -> int:
         """Lays a version out, takes memory for it and looks who can be read; returns its bytes. The slot still holds
-        what it held.
+        what it held. more: see `fill`.
 
         Raises INVALID_ARGUMENT or DATA_LOSS (a record that is not what was sealed, needs that do not fit it),
         FAILED_PRECONDITION or UNAVAILABLE (no memory, with both numbers), NOT_FOUND (nobody within reach holds any of
         it), DEADLINE_EXCEEDED.
         """
         with self._writes(seconds):
-            return self._count(slot, wish).filling.layout.bytes
+            return self._count(slot, wish, more).filling.layout.bytes
 
-    def fill(self, slot: int, wish: Wish, seconds: float, progress: Progress = lambda done, total: None) -> Held:
+    def fill(
+        self,
+        slot: int,
+        wish: Wish,
+        seconds: float,
+        progress: Progress = lambda done, total: None,
+        more: bool = False,
+    ) -> Held:
         """Brings a version into a slot and lends it. What was in the slot is gone, once `count` had nothing against it.
-        progress: told how far it is, on this thread.
+        progress: told how far it is, on this thread. more: the cells that the slot holds of this version, for equal
+        needs, stay as they are and lent; the others alone are brought.
 
         Raises as `count`, and DEADLINE_EXCEEDED or ABORTED (`stop`, `close`); the slot holds nothing then. What nobody
         could bring is no error: it stands in `Held.filled.missing` and not in the table. Of two at a time the later one
@@ -192,7 +230,7 @@ class Slots:
             self._turn += 1
             turn = self._turn
         with self._writes(seconds):
-            counted = self._count(slot, wish)
+            counted = self._count(slot, wish, more)
             return self._fill(slot, wish, counted, stop_at, lambda: self._turn != turn, progress)
 
     @contextmanager
@@ -205,30 +243,47 @@ class Slots:
         finally:
             self._writing.release()
 
-    def _count(self, slot: int, wish: Wish) -> _Ready:
-        key = self._key(wish)
+    def _count(self, slot: int, wish: Wish, more: bool) -> _Ready:
+        before = self._held[slot] if more else None
+        kept = frozenset[int]() if before is None or before.identity != wish.identity else before.cells
+        key = (*self._key(wish), kept)
         ready = self._ready[slot]
         if ready is None or ready.key != key:
             recorded = read_record(wish.record, wish.identity.root)
             layout = lay_out(recorded, [wanted_of(needs, recorded) for needs in wish.needs], wish.everything)
+            if kept and before is not None and before.layout.atoms != layout.atoms:
+                raise precondition("what this slot holds of the version is laid out for other needs")
             self._arena.reserve(slot, layout.size, f"version {wish.identity.version} of {wish.identity.lineage}")
-            sources = Sources(recorded, wish.tables, self._transports, self._host, self._gpus)
+            landing = self._arena.tensor(slot, 0, (layout.size,), torch.uint8)
+            sources = Sources(recorded, wish.tables, self._transports, self._host, self._gpus, landing)
 
             def memory(offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
                 return self._arena.tensor(slot, offset, shape, dtype)
 
             try:
-                filling = Filling(layout, memory, sources)
+                self._pin(slot, sources)
+                filling = Filling(layout, memory, sources, kept)
                 filling.check()
             except BaseException:
                 sources.close()
                 raise
             self._forget(slot)
-            ready = self._ready[slot] = _Ready(key, wish.identity.root, recorded, filling, sources)
+            tables = frozenset(blob_digest(canonical(table)) for table in wish.tables)
+            ready = self._ready[slot] = _Ready(
+                key, tables, wish.identity.root, recorded, filling, sources, kept, memory
+            )
         elif ready.root != wish.identity.root:
             ready.recorded = read_record(wish.record, wish.identity.root)
             ready.root = wish.identity.root
         return ready
+
+    def _pin(self, slot: int, sources: Sources) -> None:
+        """If GPUs are read: what is to be filled, once."""
+        for gpu in sources.reading_gpus[:1]:
+            try:
+                self._arena.pin(slot, gpu)
+            except CudaDriverError as error:
+                log.warning("slot %d cannot be pinned, so GPUs are read at a fraction of the speed: %s", slot, error)
 
     def _fill(
         self,
@@ -240,19 +295,32 @@ class Slots:
         progress: Progress,
     ) -> Held:
         began = time.monotonic()
-        self._held[slot] = None
-        overruled = self._door.retire(slot)
-        waited = time.monotonic() - began
-        layout = ready.filling.layout
+        before = self._held[slot] if ready.kept else None
+        overruled = 0
+        if before is None:
+            self._held[slot] = None
+            overruled = self._ways.retire(slot)
+        waited, layout = time.monotonic() - began, ready.filling.layout
         filled = ready.filling.run(ready.recorded, stop_at, cancelled, progress)
+        if filled.faults:  # a source may be reached in another way by the next time
+            self._forget(slot)
+        filled = filled if before is None else filled.after(before.filled)
         missing = {each.cell for each in filled.missing}
-        table, sealed = self._table(slot, ready.recorded, layout, missing)
-        held = Held(wish.identity, wish.record, table, layout, filled, overruled, waited, sealed)
+        contents = ready.whole if not missing else None
+        if contents is None:
+            about = f"relay, slot {slot}"
+            source = SourceTable(host=self._host, id=self._id, stays_sealed=True, source_copies=0, description=about)
+            contents = contents_of(source, ready.recorded, layout, missing, ready.memory)
+        if not missing:
+            ready.whole = contents
+        table = contents.table(self._ways.regions(slot, layout.groups))
+        held = Held(wish.identity, wish.record, table, layout, filled, overruled, waited, contents.sealed)
         with self._lock:
             if cancelled():
                 raise aborted("bringing this version was overtaken by a newer command")
             self._held[slot] = held
-            self._door.lend(slot)
+            if before is None:
+                self._ways.lend(slot)
         return held
 
     def withdraw(self, slot: int) -> int:
@@ -260,16 +328,25 @@ class Slots:
         stays the relay's."""
         self.stop()  # a filling that nobody waits for any more must not lend it afterwards
         self._held[slot] = None
-        overruled = self._door.retire(slot)
+        overruled = self._ways.retire(slot)
         self._forget(slot)
         return overruled
+
+    def let_go(self, tables: Collection[bytes], seconds: float) -> None:
+        """Unmaps what the tables with these digests offer, once no filling goes on; what the slots hold stays. The next
+        filling opens its sources anew. Raises DEADLINE_EXCEEDED."""
+        with self._writes(seconds):
+            for slot in range(SLOTS):
+                ready = self._ready[slot]
+                if ready is not None and not ready.tables.isdisjoint(tables):
+                    self._forget(slot)
 
     def close(self) -> None:
         """Ends all leases and lets go of all sources. A filling that goes on ends with ABORTED. May be repeated."""
         with self._lock:
             self._closed = True
             self._turn += 1
-        self._door.close()
+        self._ways.close()
         ended = self._writing.acquire(timeout=CLOSE_SECONDS)  # what reads sources must not find them closed
         for slot in range(SLOTS):
             self._held[slot] = None
@@ -284,7 +361,12 @@ class Slots:
             ready.sources.close()
 
     def _key(self, wish: Wish) -> tuple[object, ...]:
-        """What a layout and its reading depend on: not on what the weights are."""
+        """What a layout and its reading depend on: not on what the weights are. Counting and filling ask alike."""
+        if self._keyed is None or self._keyed[0] is not wish:
+            self._keyed = wish, self._made_key(wish)
+        return self._keyed[1]
+
+    def _made_key(self, wish: Wish) -> tuple[object, ...]:
         cells = b"".join(cell.SerializeToString() for cell in wish.record.cells)
         return (
             canonical(wish.record.manifest),
@@ -293,39 +375,3 @@ class Slots:
             tuple(canonical(needs) for needs in wish.needs),
             wish.everything,
         )
-
-    def _table(
-        self, slot: int, recorded: Recorded, layout: SlotLayout, missing: Collection[int]
-    ) -> tuple[SourceTable, list[torch.Tensor]]:
-        """What can be read in the slot, and the memory of each shard. Equal from version to version."""
-        specs = recorded.record.manifest.tensors
-        atoms = [atom for atom in layout.atoms if atom.cell not in missing and atom.box.volume]
-        tensors = sorted({atom.tensor for atom in atoms})
-        place = {tensor: index for index, tensor in enumerate(tensors)}
-        regions = self._door.regions(slot, layout.groups)
-        used = {atom.group for atom in atoms}
-        table = SourceTable(
-            host=self._host,
-            id=self._id,
-            tensors=[specs[tensor] for tensor in tensors],
-            regions=[region_offered([region]) for region in regions if region.id in used],
-            shards=[
-                Shard(
-                    tensor=place[atom.tensor],
-                    start=atom.box.start,
-                    stop=atom.box.stop,
-                    region=atom.group,
-                    offset=atom.offset - layout.groups[atom.group].offset,
-                    stride=contiguous(atom.box.shape),
-                )
-                for atom in atoms
-            ],
-            stays_sealed=True,
-            source_copies=0,
-            description=f"relay, slot {slot}",
-        )
-        sealed = [
-            self._arena.tensor(slot, atom.offset, atom.box.shape, torch_dtype(specs[atom.tensor].dtype))
-            for atom in atoms
-        ]
-        return table, sealed

@@ -19,6 +19,7 @@ from ckpt_engine.core.transports import GPU_MEMORY, memory_of
 from ckpt_engine.relay.gpus import TrainersGpus
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import Leased, Move, OpenedRegions, Transport, Viewable
+from ckpt_engine.transport.fetched import FetchedRegions, FetchedTransport
 from ckpt_engine.v1.weights_pb2 import Host, Problem, Region, SourceTable
 
 
@@ -35,6 +36,8 @@ class Reading:
     dtype: str
     nearness: tuple[int, int]
     is_plain: bool  # in memory of the host and of the served dtype, so it is digested while it is copied
+    lands: bool  # it is brought over a network, right to where it belongs, and digested there
+    gpu: int | None = None  # the ordinal of the GPU that reads it, if it lies on one
 
     def offset(self, box: Box) -> int:
         """Of a box's first element, bytes from the start of the region."""
@@ -61,7 +64,8 @@ class Sources:
     """Tables of those who hold one version, opened. A source that is out of reach or does not fit is left out.
 
     tables: in the order in which equally near ones are asked. host: of this process. gpus: what it reads GPUs with.
-    faults: why some are left out.
+    landing: uint8[n], the slot that is to be filled: what comes over a network lands in it. faults: why some are left
+    out.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Sources:
         transports: Mapping[str, Transport],
         host: Host,
         gpus: TrainersGpus | None = None,
+        landing: torch.Tensor | None = None,
     ) -> None:
         self.faults: list[Problem] = []
         self._recorded = recorded
@@ -78,12 +83,18 @@ class Sources:
         self._transports = transports
         self._host = host
         self._gpus = gpus or TrainersGpus()
+        self._landing = landing
         self._publication = self._joined(list(tables))
-        self._opened: dict[tuple[int, int], tuple[OpenedRegions, Region, int]] = {}
+        self._opened: dict[tuple[int, int], tuple[OpenedRegions, Region, int, int | None]] = {}
         self._lost: dict[int, Problem] = {}  # by what was opened
         for number, table in enumerate(self._publication.tables):
             self._open(number, table)
         self._readings: dict[tuple[int, int], Reading] = {}
+
+    @property
+    def reading_gpus(self) -> list[int]:
+        """Ordinals of the GPUs with which it reads what lies on some GPU."""
+        return sorted({gpu for *_, gpu in self._opened.values() if gpu is not None})
 
     def dtype(self, tensor: int) -> torch.dtype:
         """What a tensor of the record is served as."""
@@ -112,14 +123,35 @@ class Sources:
         """Before each filling: asks the sources whether they are unchanged, and to stay so for now."""
         self._lost.clear()
         for opened in self._each():
-            try:
-                opened.check()
-            except CkptEngineError as error:
-                self._lost[id(opened)] = error.problem
+            self._ask(opened)
+
+    def lose(self, readings: Iterable[Reading], problem: Problem) -> None:
+        """These cannot be read in this filling any more."""
+        for each in readings:
+            self._lost.setdefault(id(each.opened), problem)
+
+    def again(self, pieces: Iterable[Sequence[Reading]]) -> None:
+        """Asks those who hold a piece once more if all of them are lost: who is back is read again."""
+        lost = {id(each.opened): each.opened for holders in pieces if self.nearest(holders) is None for each in holders}
+        for opened in lost.values():
+            before = self._lost.pop(id(opened))
+            self._ask(opened)
+            if id(opened) in self._lost:
+                self._lost[id(opened)] = before
+
+    def _ask(self, opened: OpenedRegions) -> None:
+        try:
+            opened.check()
+        except CkptEngineError as error:
+            self._lost[id(opened)] = error.problem
 
     def lost(self, readings: Iterable[Reading]) -> Problem | None:
         """Why some of these cannot be read in this filling: a file that was cut off would end this process."""
         return next((self._lost[id(each.opened)] for each in readings if id(each.opened) in self._lost), None)
+
+    def nearest(self, readings: Sequence[Reading]) -> Reading | None:
+        """The first of these that can be read in this filling."""
+        return next((each for each in readings if id(each.opened) not in self._lost), None)
 
     def end(self) -> None:
         """After each filling: nothing is read for now."""
@@ -134,7 +166,7 @@ class Sources:
         self._opened, self._readings = {}, {}
 
     def _each(self) -> list[OpenedRegions]:
-        return list({id(opened): opened for opened, _, _ in self._opened.values()}.values())
+        return list({id(opened): opened for opened, *_ in self._opened.values()}.values())
 
     def _joined(self, tables: list[SourceTable]) -> Publication:
         manifest = self._recorded.record.manifest
@@ -151,28 +183,41 @@ class Sources:
             return join_sources(manifest, fitting)
 
     def _open(self, number: int, table: SourceTable) -> None:
-        """Each region by the nearest of the ways that reach it; those of one transport are opened together."""
+        """Each region by the nearest of the ways that reach it, or by the next if that one cannot be opened. Those of
+        one transport are opened together."""
         host = self._gpus.seen_from(table, self._host)
-        chosen: dict[str, tuple[Choice, list[Region]]] = {}
+        left: dict[int, list[tuple[Choice, Region]]] = {}
         for region in table.regions:
             ways: list[tuple[Choice, Region]] = []
-            for transport, way in by_transport(region).items():
+            faults: list[Problem] = []
+            for transport, way in by_transport(region, label(table)).items():
                 try:
                     ways.append((choose_transport(table.host, transport, host, list(self._transports)), way))
                 except CkptEngineError as error:
-                    self.faults.append(error.problem)
-            if ways:
-                choice, way = min(ways, key=lambda each: each[0].distance)
+                    faults.append(error.problem)
+            left[region.id] = sorted(ways, key=lambda each: each[0].distance)
+            if not ways:
+                self.faults += faults
+        while left := {id: ways for id, ways in left.items() if ways}:
+            chosen: dict[str, tuple[Choice, list[Region]]] = {}
+            for choice, way in (ways.pop(0) for ways in left.values()):
                 chosen.setdefault(choice.transport, (choice, []))[1].append(way)
-        for transport, (choice, regions) in chosen.items():
-            try:
-                with self._gpus.on(table, self._host):
-                    opened = self._transports[transport].open(regions)
-            except CkptEngineError as error:
-                self.faults.append(error.problem)
-                continue
-            for each in regions:
-                self._opened[number, each.id] = opened, each, choice.distance
+            for transport, (choice, regions) in chosen.items():
+                try:
+                    with self._gpus.on(table, self._host) as gpu:
+                        opened = self._opened_over(self._transports[transport], table, regions)
+                except CkptEngineError as error:
+                    self.faults.append(error.problem)
+                    continue
+                for each in regions:
+                    on_gpu = gpu if GPU_MEMORY in memory_of(each.transport) else None
+                    self._opened[number, each.id] = opened, each, choice.distance, on_gpu
+                    del left[each.id]
+
+    def _opened_over(self, transport: Transport, table: SourceTable, regions: Sequence[Region]) -> OpenedRegions:
+        if isinstance(transport, FetchedTransport) and not any(shard.stored_dtype for shard in table.shards):
+            return transport.open(regions, landing=self._landing)
+        return transport.open(regions)
 
     def _reading(self, tensor: int, holder: Holder) -> Reading | None:
         key = holder.source, holder.shard
@@ -180,7 +225,7 @@ class Sources:
             place = self._publication.places[holder.source][holder.shard]
             if (holder.source, place.region) not in self._opened:
                 return None
-            opened, region, distance = self._opened[holder.source, place.region]
+            opened, region, distance, gpu = self._opened[holder.source, place.region]
             table = self._publication.tables[holder.source]
             shard = table.shards[holder.shard]
             plain = not place.stored and GPU_MEMORY not in memory_of(region.transport) and isinstance(opened, Viewable)
@@ -193,5 +238,7 @@ class Sources:
                 dtype=self._specs[tensor].dtype,
                 nearness=(distance, holder.source),
                 is_plain=plain,
+                lands=isinstance(opened, FetchedRegions) and not opened.stages,
+                gpu=gpu,
             )
         return self._readings[key]

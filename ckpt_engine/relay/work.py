@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError, Message
 
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import invalid
-from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, RelayTask, SlotFilled
+from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, LetGoOf, RelayTask, SlotFilled
 from ckpt_engine.relay.fill import NAMED, Progress
 from ckpt_engine.relay.slots import Held, Slots, Wish
 from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled
@@ -32,12 +32,16 @@ class RelayWork:
     def perform(self, task: RelayTask, progress: Progress = lambda done, total: None) -> object:
         """The task's result, as machines/tasks.py has it. progress: of filling. Raises CkptEngineError."""
         if isinstance(task, CountSlot):
-            return self._slots.count(task.slot, self._wish(task.command, task.seconds), task.seconds)
+            return self._slots.count(task.slot, self._wish(task.command, task.seconds), task.seconds, task.more)
         if isinstance(task, FillSlot):
-            held = self._slots.fill(task.slot, self._wish(task.command, task.seconds), task.seconds, progress)
+            wish = self._wish(task.command, task.seconds)
+            held = self._slots.fill(task.slot, wish, task.seconds, progress, task.more)
             self._fetched = None
             return SlotFilled(canonical(held.table), canonical(held.record), told(held))
-        self._slots.withdraw(task.slot)
+        if isinstance(task, LetGoOf):
+            self._slots.let_go(task.tables, task.seconds)
+        else:
+            self._slots.withdraw(task.slot)
         return None
 
     def stop(self) -> None:

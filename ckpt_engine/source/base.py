@@ -29,9 +29,9 @@ class Source(Protocol):
         ...
 
     def seal(self, keep: bool = False) -> float:
-        """Puts the current weights into the offered regions, if they do not lie there already; returns the seconds
-        that copying took. `keep`: leave what is sealed as it is (a late reader wants the version that others have);
-        raises FAILED_PRECONDITION if nothing is sealed or the source does not stay sealed."""
+        """Checks, then puts the current weights into the offered regions, if they do not lie there already; returns
+        the seconds that copying took. `keep`: leave what is sealed as it is (a late reader wants the version that
+        others have); raises FAILED_PRECONDITION if nothing is sealed or the source does not stay sealed."""
         ...
 
     def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ckpt_engine.core.dtypes import UnsupportedDtypeError
 from ckpt_engine.core.problems import invalid
-from ckpt_engine.core.transports import GPU_MEMORY, HOST_MEMORY, TransportKind, lending, transport_kinds
+from ckpt_engine.core.transports import GPU_MEMORY, HOST_MEMORY, TransportKind, lending, worker_kinds
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.source.base import Source
 from ckpt_engine.source.directory import directory_source
@@ -106,7 +106,7 @@ def open_source(
 
 
 def _lenders(memory: str) -> list[TransportKind]:
-    return [kind for kind in transport_kinds().values() if kind.lender is not None and memory in kind.lends]
+    return [kind for kind in worker_kinds().values() if kind.lender is not None and memory in kind.lends]
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -24,6 +24,7 @@ from ckpt_engine.machines.events import (
     SealSource,
     SessionEnded,
     SessionOpened,
+    WithdrawTable,
 )
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.trainer.call import Progress, UpdateCall
@@ -81,7 +82,12 @@ class Background:
     def publish(self, table: bytes) -> None:
         """Publishes a table, now or once the manager is there."""
         self.require_running()
-        self._wait(self._publish(table), self._deadlines.stop)
+        self._wait(self._tell(PublishTable(table)), self._deadlines.stop)
+
+    def withdraw(self) -> None:
+        """Tells the manager that nothing is published any more, now or once it is there."""
+        self.require_running()
+        self._wait(self._tell(WithdrawTable()), self._deadlines.stop)
 
     def await_published(self, connect_seconds: float, gather_seconds: float, settle_seconds: float) -> None:
         """Returns once the session is open and the tables of all ranks were accepted, or after `settle_seconds` of
@@ -180,11 +186,11 @@ class Background:
         )
         self._session.start()
 
-    async def _publish(self, table: bytes) -> None:
+    async def _tell(self, offered: PublishTable | WithdrawTable) -> None:
         assert self._session is not None
         with self._changed:
             self._decision = None
-        self._session.feed(PublishTable(table))
+        self._session.feed(offered)
 
     async def _seal(self, task: SealSource, atoms: weights_pb2.Atoms) -> Sealing:
         if task.keep:

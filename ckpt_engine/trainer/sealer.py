@@ -25,6 +25,7 @@ class Sealer:
         self._source: Source | None = None
         self._table_digest = b""
         self._check_finite = False
+        self._withdrawing = False
 
     def offer(self, source: Source, check_finite: bool = False) -> bytes:
         """Takes the place of the former source, which is closed. Returns the table to publish, serialised. The first
@@ -36,15 +37,15 @@ class Sealer:
         table = canonical(source.table())
         with self._lock:
             former, self._source, self._table_digest = self._source, source, blob_digest(table)
-            self._check_finite = check_finite
+            self._check_finite, self._withdrawing = check_finite, False
         if former is not None:
             former.close()
         return table
 
     @property
     def offering(self) -> bool:
-        """Whether there is a source."""
-        return self._source is not None
+        """Whether there is a source that is not taken back."""
+        return self._source is not None and not self._withdrawing
 
     def seal(self, atoms: weights_pb2.Atoms, keep: bool) -> Sealing:
         """Seals and digests. keep=False reads the live weights: only on the thread that could change them.
@@ -56,8 +57,6 @@ class Sealer:
                 raise precondition("nothing is published")
             if atoms.table_digest != self._table_digest:
                 raise precondition("other weights were published since this was planned; update again")
-            if not keep:
-                self._source.check()
             copy_seconds = self._source.seal(keep)
             if self._check_finite and not keep and (wrong := not_finite(self._source.tensors())):
                 rank = self._source.table().rank
@@ -71,9 +70,11 @@ class Sealer:
             return weights_pb2.Digests(values=values), copy_seconds, time.perf_counter() - started
 
     def withdraw(self, seconds: float) -> None:
-        """Takes the source back once no reader maps its GPU memory; see Source.withdraw, which says what it raises."""
+        """Takes the source back once no reader maps its GPU memory; see Source.withdraw, which says what it raises. One
+        that did not end so is not offered any more, and may be repeated."""
         with self._lock:
             if self._source is not None:
+                self._withdrawing = True
                 self._source.withdraw(seconds)
                 self._source = None
 

@@ -164,17 +164,20 @@ class Trainer:
             self._background.publish(self._sealer.offer(source, check_finite))
 
     def withdraw(self, timeout: float = 60.0) -> None:
-        """Takes back what was published; returns when no replica maps GPU memory of this rank any more.
+        """Takes back what was published; returns when no replica and no relay maps GPU memory of this rank any more.
 
-        Deleting the weights then really frees their memory; before, it would not as long as a replica maps it. This
-        trainer holds no reference to them afterwards. Updates are refused until `publish` is called again. Replicas
-        keep serving what they have. Nothing was published: returns at once.
+        Deleting the weights then really frees their memory; before, it would not as long as somebody maps it. Relays
+        let go of memory of the host, too, soon after. This trainer holds no reference to the weights afterwards.
+        Updates are refused until `publish` is called again. Replicas keep serving what they have, relays keep what they
+        hold, and late replicas are brought up from these. Nothing was published: returns at once.
 
-        Raises DEADLINE_EXCEEDED if some replica still maps it after `timeout` seconds, as one does that a fenced update
-        left in the middle of an install; it may be called again.
+        Raises DEADLINE_EXCEEDED if some replica or relay still maps it after `timeout` seconds, as one does that a
+        fenced update left in the middle of an install; it may be called again.
         """
         check_seconds("a timeout", timeout)
         with self._alone("withdraw"):
+            if self._sealer.offering:
+                self._background.withdraw()
             self._sealer.withdraw(timeout)
 
     def wait_for_replicas(self, count: int = 1, timeout: float = 600.0) -> list[str]:

@@ -158,6 +158,20 @@ class Link(Protocol):
 
 
 @runtime_checkable
+class LeasedLink(Protocol):
+    """What a Link can do besides, if its owner waits for its readers before it writes to what they read."""
+
+    def hold(self, seconds: float) -> None:
+        """Asks the owner to leave the memory as it is until `rest`. Raises UNAVAILABLE if it is gone or brings another
+        version there, DEADLINE_EXCEEDED if it does not answer."""
+        ...
+
+    def rest(self) -> None:
+        """Nothing is read before the next `hold`. Never raises."""
+        ...
+
+
+@runtime_checkable
 class Fetcher(Protocol):
     """The reader's side of a fetched transport. One instance a worker."""
 
@@ -240,6 +254,64 @@ class Lender(Protocol):
 
     def close(self) -> None:
         """Takes all offers back without waiting, and frees what lending took. May be repeated. Never raises."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaMemory:
+    """A relay's memory, all slots of it. id: 16 bytes that no other arena has. bytes: uint8[slots * slot_bytes], which
+    lenders only read. descriptor: the memory file that it maps as a whole; nobody who gets it can write to it."""
+
+    id: bytes
+    bytes: torch.Tensor
+    descriptor: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Where a relay is on its networks. listen: host:port to bind to; port 0: a free one. address: name or IP at which
+    other hosts reach it; the same as Host.address. slot_grace: seconds that a reader may keep a slot which the relay
+    wants to fill. insecure: others than this host may be served without encryption."""
+
+    listen: str
+    address: str
+    slot_grace: float
+    insecure: bool = False
+
+
+class ArenaLender(Protocol):
+    """The owner's side of a transport between relays. One instance an arena; any thread.
+
+    A region is a part of a slot, and the same from version to version: so is its locator. What changes with each
+    version is the lending: `lend` begins one, `refuse` ends it. A reader holds a lending before it reads, and what it
+    asks for after the lending has ended is refused, whoever it is.
+    """
+
+    def offer(self, id: int, slot: int, offset: int, size: int) -> Region:
+        """The region that lets other relays read `size` bytes from `offset` of a slot while it is lent."""
+        ...
+
+    @property
+    def readers(self) -> int:
+        """Relays that are connected now."""
+        ...
+
+    def lend(self, slot: int) -> None:
+        """Readers may hold the slot from now on."""
+        ...
+
+    def refuse(self, slot: int) -> None:
+        """Nobody who does not hold the slot may from now on. Waits for nobody."""
+        ...
+
+    def retire(self, slot: int) -> int:
+        """As `refuse`, and waits for those who hold the slot, each for as long as it may keep it. Returns how many were
+        overruled: nothing of the slot is sent to them any more."""
+        ...
+
+    def close(self) -> None:
+        """Ends every lending and every connection. May be repeated. Never raises."""
         ...
 
 

@@ -20,12 +20,13 @@ import torch
 from ckpt_engine.copy.copying import TensorCopy
 from ckpt_engine.copy.prepared import PreparedCopy
 from ckpt_engine.core.dtypes import itemsize
-from ckpt_engine.core.problems import CkptEngineError, data_loss, deadline, error, unavailable
+from ckpt_engine.core.problems import CkptEngineError, data_loss, deadline, error, invalid, unavailable
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import (
     OPEN_SECONDS,
     Availability,
     Fetcher,
+    LeasedLink,
     Link,
     Move,
     Run,
@@ -33,7 +34,7 @@ from ckpt_engine.transport.base import (
     source_of,
 )
 from ckpt_engine.transport.mapped import check_destination, span_of
-from ckpt_engine.v1.weights_pb2 import Region
+from ckpt_engine.v1.weights_pb2 import Problem, Region
 
 SLOT_BYTES = 16 << 20
 """Of one staging buffer."""
@@ -68,9 +69,15 @@ class FetchedTransport:
         """What the fetcher says."""
         return self._fetcher.availability()
 
-    def open(self, regions: Sequence[Region], seconds: float = OPEN_SECONDS) -> FetchedRegions:
-        """Connects to the owner of each region. Raises what the fetcher raises, naming the source."""
-        opened = FetchedRegions(self._fetcher, regions, seconds)
+    def open(
+        self, regions: Sequence[Region], seconds: float = OPEN_SECONDS, landing: torch.Tensor | None = None
+    ) -> FetchedRegions:
+        """Connects to the owner of each region. Raises what the fetcher raises, naming the source.
+
+        landing: uint8[n], the memory that is to be filled, if nothing is cast or laid out anew on the way: bytes land
+        there directly (`landing.py`), and there is no staging memory.
+        """
+        opened = FetchedRegions(self._fetcher, regions, seconds, landing)
         try:
             opened.connect()
         except BaseException:
@@ -82,12 +89,17 @@ class FetchedTransport:
 class FetchedRegions:
     """OpenedRegions over links, by locator."""
 
-    def __init__(self, fetcher: Fetcher, regions: Sequence[Region], seconds: float) -> None:
+    def __init__(
+        self, fetcher: Fetcher, regions: Sequence[Region], seconds: float, landing: torch.Tensor | None = None
+    ) -> None:
         self._fetcher = fetcher
         self._regions = {region.locator: region for region in regions}
         self._links: dict[bytes, Link] = {}
         self._seconds = seconds
-        self.landing = torch.zeros(SLOTS * SLOT_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
+        self.stages = landing is None
+        if landing is None:
+            landing = torch.zeros(SLOTS * SLOT_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
+        self.landing = landing
 
     def connect(self) -> None:
         """Connects to those that there is no link to. Raises UNAVAILABLE, DATA_LOSS, DEADLINE_EXCEEDED."""
@@ -98,19 +110,41 @@ class FetchedRegions:
             left = stop_at - time.monotonic()
             if left <= 0:
                 raise deadline(f"{source_of(region)} could not be reached: others took all of {self._seconds:g} s")
-            with _Naming(region):
+            with Naming(region):
                 self._links[locator] = self._fetcher.connect(region, self.landing, left)
 
     def prepare(self, moves: Sequence[Move]) -> FetchedCopy:
         """Checks every move and cuts it into runs. Raises INVALID_ARGUMENT."""
+        if not self.stages:
+            raise invalid("these regions were opened to land where they belong; nothing is staged")
         return FetchedCopy(self, moves)
 
     def check(self) -> None:
-        """Raises unless every owner offers the very memory that was published. Connects anew where a link was cut."""
+        """Raises unless every owner offers the very memory that was published, and leaves it so where it can be asked
+        to (LeasedLink). Connects anew, once, where a link was cut."""
+        held = {locator for locator, link in self._links.items() if self._holds(locator, link)}
+        for locator in self._links.keys() - held:
+            self._links.pop(locator).sever()
         self.connect()
-        for locator, link in self._links.items():
-            with _Naming(self._regions[locator]):
-                link.check()
+        for locator in self._links.keys() - held:
+            with Naming(self._regions[locator]):
+                _check(self._links[locator], self._seconds)
+
+    def rest(self) -> None:
+        """Owners may write to their memory again. Reads that nobody waits for any more must have been severed."""
+        for link in self._links.values():
+            if isinstance(link, LeasedLink):
+                link.rest()
+
+    def _holds(self, locator: bytes, link: Link) -> bool:
+        try:
+            with Naming(self._regions[locator]):
+                _check(link, self._seconds)
+        except CkptEngineError as found:
+            if found.problem.code != Problem.UNAVAILABLE:
+                raise
+            return False
+        return True
 
     def offered(self) -> bool:
         """Whether every link holds."""
@@ -138,6 +172,12 @@ class FetchedRegions:
         if found is None:
             raise unavailable(f"there is no connection to {source_of(region)} any more")
         return found
+
+
+def _check(link: Link, seconds: float) -> None:
+    link.check()
+    if isinstance(link, LeasedLink):
+        link.hold(seconds)
 
 
 class _Piece(NamedTuple):
@@ -208,12 +248,12 @@ class FetchedCopy:
 
     def run(self, on_bytes: Callable[[int], None] | None = None) -> int:
         """Writes every destination; see PreparedCopy. `on_bytes` is also called with 0 while nothing arrives."""
-        flying: deque[tuple[_Batch, _Reads]] = deque()
+        flying: deque[tuple[_Batch, Reads]] = deque()
         waiting = iter(self._batches)
         try:
             while True:
                 while len(flying) < SLOTS and (batch := next(waiting, None)) is not None:
-                    flying.append((batch, _Reads(self._regions, batch, on_bytes)))
+                    flying.append((batch, Reads(self._regions, batch.reads, on_bytes)))
                 if not flying:
                     return self.bytes
                 over = [reads.over() for _, reads in flying]
@@ -226,16 +266,21 @@ class FetchedCopy:
             raise
 
 
-class _Reads:
-    """The reads of one batch, on their way."""
+class Reads:
+    """Reads, by region, that were asked for together."""
 
-    def __init__(self, regions: FetchedRegions, batch: _Batch, on_bytes: Callable[[int], None] | None) -> None:
+    def __init__(
+        self,
+        regions: FetchedRegions,
+        asked: Sequence[tuple[Region, Sequence[Run]]],
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> None:
         self._on_bytes = on_bytes
         self._tickets: list[tuple[Region, Ticket, int]] = []
         self._landed = 0
         self._moved = self._told = time.monotonic()
-        for region, runs in batch.reads:
-            with _Naming(region):
+        for region, runs in asked:
+            with Naming(region):
                 self._tickets.append((region, regions.link(region).read(runs), sum(run.length for run in runs)))
 
     def over(self) -> bool:
@@ -243,7 +288,7 @@ class _Reads:
         landed = 0
         late: Region | None = None
         for region, ticket, asked in self._tickets:
-            with _Naming(region):
+            with Naming(region):
                 found = ticket.poll()
                 if found > asked:
                     raise data_loss(f"{found} bytes came of {asked} that were asked for")
@@ -262,7 +307,7 @@ class _Reads:
         return False
 
 
-class _Naming:
+class Naming:
     """Names the source in what is raised within the block."""
 
     def __init__(self, region: Region) -> None:

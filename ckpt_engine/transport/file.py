@@ -1,18 +1,21 @@
 """Files that every process of this host can open, mapped read-only: what a checkpoint directory offers.
 
-A file is known by its path, size and modification time. It is checked when it is mapped and again before every update,
-because nobody can stop it from being changed. A file that is replaced by renaming another over it does no harm: the
-mapping stays on the old one, and the check refuses it. One that is truncated while it is read kills the reader with a
-bus error, as it does every reader of safetensors that maps them.
+A file is known by its path, size and modification time, which are the same on every host that has its directory (NFS,
+Lustre), other than device and inode. What it holds is told by the digests. It is checked when it is mapped and again
+before every update, because nobody can stop it from being changed. A file that is replaced by renaming another over it
+does no harm: the mapping stays on the old one, and the check refuses it. One that is truncated while it is read kills
+the reader with a bus error, as it does every reader of safetensors that maps them.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import weakref
 from collections.abc import Sequence
 
 from ckpt_engine.core.problems import CkptEngineError, data_loss, invalid, unavailable
+from ckpt_engine.transport import on_host
 from ckpt_engine.transport.base import OPEN_SECONDS, Availability, FileMemory, Memory
 from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.mapped import MappedRegions, Mapping
@@ -82,8 +85,8 @@ class FileTransport:
         self._mappings: weakref.WeakValueDictionary[bytes, Mapping] = weakref.WeakValueDictionary()
 
     def availability(self) -> Availability:
-        """Always: a file that this process may not read is refused when it is opened."""
-        return Availability(True, "files that this process may read")
+        """As for every process of the host."""
+        return on_host.file()
 
     def open(self, regions: Sequence[Region], seconds: float = OPEN_SECONDS) -> MappedRegions:
         """Maps the regions, those already mapped once more at no cost.
@@ -118,7 +121,7 @@ class FileCheck:
             try:
                 status = os.stat(path)
             except OSError as error:
-                raise unavailable(f"cannot read {path}: {error}") from error
+                raise _unreadable(path, error) from error
             _same(status, path, modified, size)
 
 
@@ -134,7 +137,7 @@ def _map(region: Region) -> Mapping:
     try:
         descriptor = os.open(locator.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise unavailable(f"cannot read {locator.path}: {error}") from error
+        raise _unreadable(locator.path, error) from error
     try:
         _same(os.fstat(descriptor), locator.path, locator.modified_nanoseconds, locator.file_size)
         if locator.offset + region.size > locator.file_size:
@@ -149,9 +152,23 @@ def _map(region: Region) -> Mapping:
         os.close(descriptor)
 
 
+def _unreadable(path: str, problem: OSError) -> CkptEngineError:
+    return unavailable(
+        f"cannot read {path} on host {socket.gethostname()}: {problem.strerror}; the checkpoint's directory must be "
+        "there under the same path, readable for this user, or the weights have to come by way of relays"
+    )
+
+
 def _same(status: os.stat_result, path: str, modified: int, size: int) -> None:
-    if (status.st_mtime_ns, status.st_size) != (modified, size):
+    if not _same_time(status.st_mtime_ns, modified) or status.st_size != size:
         raise data_loss(
-            f"{path} changed since it was published: it has {status.st_size} bytes and was modified at "
-            f"{status.st_mtime_ns} ns, published were {size} bytes and {modified} ns; publish it again"
+            f"{path} on host {socket.gethostname()} changed since it was published, or is another file: it has "
+            f"{status.st_size} bytes and was modified at {status.st_mtime_ns} ns, published were {size} bytes and "
+            f"{modified} ns; publish it again, or give both hosts the same directory"
         )
+
+
+def _same_time(one: int, other: int) -> bool:
+    """Some file systems tell whole seconds to one host and nanoseconds to another."""
+    second = 10**9
+    return one == other or (0 in (one % second, other % second) and one // second == other // second)

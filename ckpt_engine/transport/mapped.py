@@ -8,10 +8,8 @@ would pay for all of them.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,17 +17,11 @@ import torch
 from ckpt_engine.copy.copying import TensorCopy
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.problems import invalid
-from ckpt_engine.cuda.driver import (
-    HOST_REGISTER_PORTABLE,
-    HOST_REGISTER_READ_ONLY,
-    CudaDriverError,
-    driver,
-)
+from ckpt_engine.cuda.driver import CudaDriverError, driver
+from ckpt_engine.cuda.pinning import pin
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import Move
 from ckpt_engine.v1.weights_pb2 import Region
-
-log = logging.getLogger(__name__)
 
 
 class Mapping:
@@ -52,8 +44,7 @@ class Mapping:
         """Registers the memory with the GPU driver, so that GPUs read it at the speed of the link, until this object
         is gone. Takes some 0.1 s a GB, the first time. Why it cannot be done; empty if it is. Never raises."""
         if self._pinned is None:
-            address = self._tensor(torch.uint8, 1, 0).data_ptr() if self.size else 0
-            self._pinned = _register(self, self._memory, address) if self.size else ""
+            self._pinned = self._register() if self.size else ""
         return self._pinned
 
     def view(self, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str) -> torch.Tensor:
@@ -71,31 +62,21 @@ class Mapping:
             self._bases[torch_dtype(dtype)] = base
         return base.as_strided(tuple(shape), tuple(stride), start // width)
 
+    def _register(self) -> str:
+        address = self._tensor(torch.uint8, 1, 0).data_ptr()
+        size = -(-len(self._memory) // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            driver()  # where there is none, torch would fail in words of its own
+            pin(self, self._memory, address, size, torch.cuda.current_device(), read_only=True)
+        except CudaDriverError as error:
+            return str(error)
+        return ""
+
     def _tensor(self, dtype: torch.dtype, count: int, start: int) -> torch.Tensor:
         with warnings.catch_warnings():
             # Torch says once that it cannot mark memory as read-only. Nothing here writes to it.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start)
-
-
-def _register(mapping: Mapping, memory: mmap.mmap | bytes, address: int) -> str:
-    size = -(-len(memory) // mmap.PAGESIZE) * mmap.PAGESIZE
-    try:
-        found = driver()
-        with found.on(torch.cuda.current_device()):
-            found.register_host(address, size, HOST_REGISTER_PORTABLE | HOST_REGISTER_READ_ONLY)
-    except CudaDriverError as error:
-        return str(error)
-    # Holds the memory: it is unregistered before it is unmapped.
-    weakref.finalize(mapping, _unregister, address, memory).atexit = False
-    return ""
-
-
-def _unregister(address: int, _memory: object) -> None:
-    try:
-        driver().unregister_host(address)
-    except CudaDriverError:
-        log.exception("ckpt-engine: the GPU driver cannot let go of memory at %#x", address)
 
 
 class MappedRegions:

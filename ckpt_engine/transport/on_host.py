@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.transports import Availability, Maker, TransportKind, made, transport_kinds
+from ckpt_engine.core.transports import Availability, Maker, TransportKind, made, transport_kinds, worker_kinds
 from ckpt_engine.cuda.driver import library_problem
 from ckpt_engine.host.relay_directory import directory_identity, made_directory, relay_directory
 
@@ -28,8 +28,13 @@ def worker_transports(only: Sequence[str] = ()) -> tuple[str, ...]:
     only: the names that a user allows; none: all that work. Raises ValueError for a name that is unknown or does not
     work here.
     """
-    found = {name: _on_host(kind) for name, kind in transport_kinds().items()}
+    found = {name: _on_host(kind) for name, kind in worker_kinds().items()}
     for name in only:
+        if name not in found and name in transport_kinds():
+            raise ValueError(
+                f"transport {name} is between relays; workers of a host read its relay over relay_memory: start one "
+                "(ckpt-engine relay)"
+            )
         if name not in found:
             raise ValueError(f"there is no transport {name!r}; there are {', '.join(found)}")
         if not found[name].ok:

@@ -6,14 +6,13 @@ wonders why an edge took shared memory gets an answer.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ckpt_engine.core.transports import TransportKind, transport_kinds
+from ckpt_engine.core.transports import TransportKind, transport_kinds, worker_kinds
 from ckpt_engine.transport.base import Availability, Fetcher, Transport
 from ckpt_engine.transport.fetched import FetchedTransport
 from ckpt_engine.transport.on_host import loaded
@@ -29,9 +28,12 @@ class TransportRow:
     reason: str
 
 
-def all_transports() -> dict[str, Transport]:
-    """A new instance of every transport that this process can use, by name. Call it once a worker."""
-    readers = {name: _reader(kind) for name, kind in transport_kinds().items()}
+def all_transports(relay: bool = False) -> dict[str, Transport]:
+    """A new instance of every transport that this process can use, by name. Call it once a worker.
+
+    relay: also those that are between relays; nothing else may load them.
+    """
+    readers = {name: _reader(kind) for name, kind in (transport_kinds() if relay else worker_kinds()).items()}
     return {
         name: FetchedTransport(reader) if isinstance(reader, Fetcher) else reader
         for name, reader in readers.items()
@@ -44,7 +46,8 @@ def transport_rows() -> list[TransportRow]:
     rows = []
     for name, kind in transport_kinds().items():
         found = _available(kind)
-        rows.append(TransportRow(name, True, found.ok, found.reason))
+        reason = f"between relays: {found.reason}" if kind.relays_only else found.reason
+        rows.append(TransportRow(name, True, found.ok, reason))
     for name, found in unbuilt().items():
         if name not in transport_kinds():
             rows.append(TransportRow(name, False, False, found.reason))
@@ -65,7 +68,6 @@ def unbuilt() -> Mapping[str, Availability]:
     """Transports of the design that this version does not have, with what they would find on this host."""
     return {
         "nccl": Availability(False, f"not built yet; {_cuda()}; {_nccl()}"),
-        "ucx": Availability(False, f"not built yet; {_nixl()}"),
     }
 
 
@@ -81,13 +83,3 @@ def _nccl() -> str:
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         return "this torch has NCCL"
     return "this torch has no NCCL"
-
-
-def _nixl() -> str:
-    if (
-        importlib.util.find_spec("nixl")
-        or importlib.util.find_spec("nixl_cu13")
-        or importlib.util.find_spec("nixl_cu12")
-    ):
-        return "NIXL is installed"
-    return "NIXL is not installed"

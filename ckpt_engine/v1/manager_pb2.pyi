@@ -291,14 +291,18 @@ class HolderHello(_message.Message):
     def __init__(self, cluster: _Optional[str] = ..., kind: _Optional[str] = ..., name: _Optional[str] = ..., session_id: _Optional[str] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., epoch: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., filling: _Optional[_Union[Filling, _Mapping]] = ...) -> None: ...
 
 class Filling(_message.Message):
-    __slots__ = ("memory_bytes", "everything", "gpu_context_bytes")
+    __slots__ = ("memory_bytes", "everything", "gpu_context_bytes", "reads", "lends")
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     EVERYTHING_FIELD_NUMBER: _ClassVar[int]
     GPU_CONTEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READS_FIELD_NUMBER: _ClassVar[int]
+    LENDS_FIELD_NUMBER: _ClassVar[int]
     memory_bytes: int
     everything: bool
     gpu_context_bytes: int
-    def __init__(self, memory_bytes: _Optional[int] = ..., everything: bool = ..., gpu_context_bytes: _Optional[int] = ...) -> None: ...
+    reads: _containers.RepeatedScalarFieldContainer[str]
+    lends: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, memory_bytes: _Optional[int] = ..., everything: bool = ..., gpu_context_bytes: _Optional[int] = ..., reads: _Optional[_Iterable[str]] = ..., lends: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HolderMessage(_message.Message):
     __slots__ = ("hello", "sealed", "heartbeat", "goodbye", "filled", "withdrawn", "progress")
@@ -319,7 +323,7 @@ class HolderMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[HolderHello, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., filled: _Optional[_Union[RelayFilled, _Mapping]] = ..., withdrawn: _Optional[_Union[RelayWithdrawn, _Mapping]] = ..., progress: _Optional[_Union[RelayProgress, _Mapping]] = ...) -> None: ...
 
 class HolderCommand(_message.Message):
-    __slots__ = ("welcome", "refused", "publication_accepted", "seal", "release", "heartbeat", "fill", "withdraw")
+    __slots__ = ("welcome", "refused", "publication_accepted", "seal", "release", "heartbeat", "fill", "withdraw", "let_go")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     PUBLICATION_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -328,6 +332,7 @@ class HolderCommand(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     FILL_FIELD_NUMBER: _ClassVar[int]
     WITHDRAW_FIELD_NUMBER: _ClassVar[int]
+    LET_GO_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     publication_accepted: PublicationAccepted
@@ -336,7 +341,8 @@ class HolderCommand(_message.Message):
     heartbeat: Heartbeat
     fill: FillRelay
     withdraw: WithdrawRelay
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., publication_accepted: _Optional[_Union[PublicationAccepted, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fill: _Optional[_Union[FillRelay, _Mapping]] = ..., withdraw: _Optional[_Union[WithdrawRelay, _Mapping]] = ...) -> None: ...
+    let_go: LetGo
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., publication_accepted: _Optional[_Union[PublicationAccepted, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fill: _Optional[_Union[FillRelay, _Mapping]] = ..., withdraw: _Optional[_Union[WithdrawRelay, _Mapping]] = ..., let_go: _Optional[_Union[LetGo, _Mapping]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("rank", "boot_id", "pid", "state", "epoch", "identity", "node")
@@ -705,14 +711,20 @@ class WaitForUpdateRequest(_message.Message):
     def __init__(self, lineage: _Optional[str] = ..., version: _Optional[int] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
 
 class RelayReport(_message.Message):
-    __slots__ = ("relay", "filled", "replicas")
+    __slots__ = ("relay", "filled", "replicas", "relays", "upstream", "stage")
     RELAY_FIELD_NUMBER: _ClassVar[int]
     FILLED_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    RELAYS_FIELD_NUMBER: _ClassVar[int]
+    UPSTREAM_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     relay: str
     filled: RelayFilled
     replicas: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, relay: _Optional[str] = ..., filled: _Optional[_Union[RelayFilled, _Mapping]] = ..., replicas: _Optional[_Iterable[str]] = ...) -> None: ...
+    relays: _containers.RepeatedScalarFieldContainer[str]
+    upstream: _containers.RepeatedScalarFieldContainer[str]
+    stage: int
+    def __init__(self, relay: _Optional[str] = ..., filled: _Optional[_Union[RelayFilled, _Mapping]] = ..., replicas: _Optional[_Iterable[str]] = ..., relays: _Optional[_Iterable[str]] = ..., upstream: _Optional[_Iterable[str]] = ..., stage: _Optional[int] = ...) -> None: ...
 
 class UpdateEvent(_message.Message):
     __slots__ = ("progress", "report")
@@ -1003,7 +1015,7 @@ class WatchReplicasResponse(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., run: _Optional[str] = ..., sequence: _Optional[int] = ..., snapshot: bool = ..., settling: bool = ..., replicas: _Optional[_Iterable[_Union[WatchedReplica, _Mapping]]] = ..., gone: _Optional[_Iterable[str]] = ..., latest: _Optional[_Iterable[_Union[_weights_pb2.Identity, _Mapping]]] = ...) -> None: ...
 
 class FillRelay(_message.Message):
-    __slots__ = ("fence", "identity", "record", "tables", "needs", "everything", "keep", "deadline_seconds", "keep_table")
+    __slots__ = ("fence", "identity", "record", "tables", "needs", "everything", "keep", "deadline_seconds", "keep_table", "attempt")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
@@ -1013,6 +1025,7 @@ class FillRelay(_message.Message):
     KEEP_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     KEEP_TABLE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     identity: _weights_pb2.Identity
     record: BlobRef
@@ -1022,10 +1035,11 @@ class FillRelay(_message.Message):
     keep: _weights_pb2.Identity
     deadline_seconds: float
     keep_table: bytes
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., record: _Optional[_Union[BlobRef, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., needs: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., everything: bool = ..., keep: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., keep_table: _Optional[bytes] = ...) -> None: ...
+    attempt: int
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., record: _Optional[_Union[BlobRef, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., needs: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., everything: bool = ..., keep: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., keep_table: _Optional[bytes] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class RelayFilled(_message.Message):
-    __slots__ = ("fence", "identity", "problem", "bytes", "missing", "missing_cells", "faults", "brought", "again", "overruled", "wait_seconds", "fill_seconds", "table")
+    __slots__ = ("fence", "identity", "problem", "bytes", "missing", "missing_cells", "faults", "brought", "again", "overruled", "wait_seconds", "fill_seconds", "table", "attempt")
     class Brought(_message.Message):
         __slots__ = ("source", "bytes")
         SOURCE_FIELD_NUMBER: _ClassVar[int]
@@ -1046,6 +1060,7 @@ class RelayFilled(_message.Message):
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     FILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     identity: _weights_pb2.Identity
     problem: _weights_pb2.Problem
@@ -1059,7 +1074,8 @@ class RelayFilled(_message.Message):
     wait_seconds: float
     fill_seconds: float
     table: bytes
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., bytes: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., missing_cells: _Optional[int] = ..., faults: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., brought: _Optional[_Iterable[_Union[RelayFilled.Brought, _Mapping]]] = ..., again: _Optional[int] = ..., overruled: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., fill_seconds: _Optional[float] = ..., table: _Optional[bytes] = ...) -> None: ...
+    attempt: int
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., bytes: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., missing_cells: _Optional[int] = ..., faults: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., brought: _Optional[_Iterable[_Union[RelayFilled.Brought, _Mapping]]] = ..., again: _Optional[int] = ..., overruled: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., fill_seconds: _Optional[float] = ..., table: _Optional[bytes] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class RelayProgress(_message.Message):
     __slots__ = ("fence", "bytes_done", "bytes_total")
@@ -1086,3 +1102,9 @@ class RelayWithdrawn(_message.Message):
     fence: _weights_pb2.Fence
     identity: _weights_pb2.Identity
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ...) -> None: ...
+
+class LetGo(_message.Message):
+    __slots__ = ("tables",)
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    tables: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, tables: _Optional[_Iterable[bytes]] = ...) -> None: ...

@@ -12,8 +12,10 @@ from ckpt_engine.agent.launched import LaunchSettings
 from ckpt_engine.agent.session import AgentSettings
 from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines
 from ckpt_engine.engine import adapter
-from tests.agent.plain_manager import PlainManager
+from tests.agent.plain_manager import PlainManager, plain_manager
 from tests.agent.running_agent import QUICK, SECONDS, RunningAgent, Start
+
+__all__ = ["plain_manager"]
 
 
 @pytest.fixture
@@ -21,13 +23,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The small engine, and an agent that looks at it often."""
     monkeypatch.setattr(adapter, "ADAPTERS", {"small": "tests.agent.small_engine"})
     monkeypatch.setenv(ENVIRONMENT, QUICK)
-
-
-@pytest.fixture
-async def manager() -> AsyncIterator[PlainManager]:
-    manager = await PlainManager().start()
-    yield manager
-    await manager.stop()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 import grpc.aio
+import pytest
 from google.protobuf.message import Message
 
 from ckpt_engine.machines.wire import pack, unpack
@@ -127,3 +128,11 @@ class PlainManager(manager_pb2_grpc.CheckpointEngineManagerServicer):
     async def GetBlob(self, request: manager_pb2.BlobRef, context: Any) -> AsyncIterator[manager_pb2.BlobChunk]:  # noqa: N802 - gRPC's name
         self.blob_gets += 1
         yield manager_pb2.BlobChunk(ref=request, data=self.blobs[request.digest])
+
+
+@pytest.fixture(name="manager")
+async def plain_manager() -> AsyncIterator[PlainManager]:
+    """For conftest.py of whoever talks to it."""
+    manager = await PlainManager().start()
+    yield manager
+    await manager.stop()

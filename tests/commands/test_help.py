@@ -13,7 +13,7 @@ from click.testing import Result
 from ckpt_engine.cli import COMMANDS
 from ckpt_engine.commands import choices
 from ckpt_engine.core.sleeping import TAGS
-from ckpt_engine.core.transports import transport_kinds
+from ckpt_engine.core.transports import worker_kinds
 from ckpt_engine.engine.adapter import ADAPTERS
 from ckpt_engine.trainer.trainer import PAUSE_MODES, PREFETCH, UNTIL
 from ckpt_engine.v1 import manager_pb2
@@ -82,7 +82,7 @@ def test_choices_are_those_that_there_are(run: Run) -> None:
     shown = run("replica", "-h").stdout
     for kind in (choices.Engine, choices.Mode):
         assert "|".join(each.value for each in kind) in shown
-    assert "|".join(transport_kinds()) in shown
+    assert "|".join(worker_kinds()) in shown
 
 
 def test_operations_are_found_where_people_look(run: Run) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
-from ckpt_engine import Trainer
+from ckpt_engine import Trainer, UpdateReport
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
 from tests.cluster import Cluster, Replica
 from tests.conformance.engines import Engine, Span
@@ -15,20 +16,36 @@ from tests.conformance.weights import TOKENS, Models
 from tests.faults.listener import Listener
 
 SLEEP_SECONDS = 120.0
+RELAY = "near"
+
+
+class RelaysTrainer(Trainer):
+    """Has each version brought to the relay first, and wants what is served to come from there."""
+
+    def update_weights(self, version: int | None = None, **wishes: Any) -> UpdateReport:
+        report = super().update_weights(version, **{"prefetch": "always", **wishes})
+        for replica in report.replicas:
+            if replica.outcome == "new_serving":
+                read = {(edge.source, edge.transport) for edge in replica.message.edges}
+                assert read == {(f"relay {RELAY}", "relay_memory")}, report
+        return report
 
 
 @dataclass
 class Server:
-    """replica: a hybrid one of one worker, so that sleep and wake can be asked of it too."""
+    """replica: a hybrid one of one worker, so that sleep and wake can be asked of it too. by_relay: it reads a relay of
+    its host, and whoever serves a new version has read nothing else."""
 
     engine: Engine
     cluster: Cluster
     replica: Replica
     models: Models
     listener: Listener
+    by_relay: bool = False
 
     def trainer(self, lineage: str) -> Trainer:
-        return Trainer(self.cluster.address, lineage=f"{lineage}-{self.engine.kind}")
+        kind = RelaysTrainer if self.by_relay else Trainer
+        return kind(self.cluster.address, lineage=f"{lineage}-{self.engine.kind}")
 
     def assert_serves(self, seed: int, version: int) -> None:
         """See check_serves."""

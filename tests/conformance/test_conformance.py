@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -18,12 +19,13 @@ import torch
 from ckpt_engine import CkptEngineError
 from ckpt_engine.core.deadlines import ENVIRONMENT as DEADLINES
 from ckpt_engine.core.pausing import mode_name
+from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.trace import ENVIRONMENT as TRACE
 from ckpt_engine.v1 import manager_pb2
 from tests.cluster import corrupt_after_sealing, eventually, outcomes, running_cluster
 from tests.conformance.crashes import CRASHES, Crash, Watcher, kill, update_and_kill, victim_of
 from tests.conformance.engines import ENGINES, Engine
-from tests.conformance.server import Server
+from tests.conformance.server import RELAY, Server
 from tests.conformance.streams import Stream, Updates, breaks, shows
 from tests.conformance.weights import BAD, O_PROJ, Models, load, weights_of
 from tests.engines.serving import check_routes
@@ -43,25 +45,37 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(engine, id=engine.kind, marks=() if engine.kind == "reference" else pytest.mark.engine)
-        for engine in ENGINES
-    ],
-)
+BY_RELAY = "by relay"
+
+
+def servers() -> Iterator[Any]:
+    """Each engine, reading the trainer and reading a relay."""
+    for engine in ENGINES:
+        real = () if engine.kind == "reference" else (pytest.mark.engine,)
+        yield pytest.param((engine, ""), id=engine.kind, marks=real)
+        marks = (*real, pytest.mark.slow, pytest.mark.by_relay)
+        yield pytest.param((engine, BY_RELAY), id=f"{engine.kind}-{BY_RELAY}", marks=marks)
+
+
+@pytest.fixture(scope="module", params=servers())
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, models: Models
 ) -> Iterator[Server]:
-    engine: Engine = request.param
+    engine: Engine
+    engine, way = request.param
     if reason := engine.why_not_here():
         pytest.skip(reason)
     short = Path(tempfile.mkdtemp(prefix="ckpt-engine-"))  # a socket's path has at most 107 bytes
+    relays = short / "relays"
+    relays.mkdir(mode=0o700)
     try:
         with Listener(short / "trace") as listener, running_cluster(tmp_path_factory.mktemp(engine.kind)) as cluster:
-            environment = {TRACE: str(listener.path), DEADLINES: RESTART_AT_ONCE}
+            environment = {TRACE: str(listener.path), DEADLINES: RESTART_AT_ONCE, DIRECTORY: str(relays)}
             replica = engine.start(cluster, engine.kind, models.bare, ("--mode", "hybrid"), environment)
-            yield Server(engine, cluster, replica.registered(engine.start_seconds), models, listener)
+            if way == BY_RELAY:
+                cluster.relay(RELAY, "--memory", "64MiB", environment={DIRECTORY: str(relays)}).registered()
+            replica.registered(engine.start_seconds)
+            yield Server(engine, cluster, replica, models, listener, by_relay=way == BY_RELAY)
     finally:
         shutil.rmtree(short)
 
@@ -240,8 +254,12 @@ def test_waking_goes_from_weights_to_caches(server: Server) -> None:
         if 2 in levels:
             assert server.sleep(2) == ""
             assert server.wake() == ""
-            assert server.states() == [NONE]
-            assert server.why_closed()
+            if server.by_relay:  # it still holds the version
+                server.replica.serving(1)
+                server.assert_serves(3, 1)
+            else:
+                assert server.states() == [NONE]
+                assert server.why_closed()
             assert trainer.update_weights(version=2).ok
             server.assert_serves(3, 2)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.reach import Distance
+from ckpt_engine.core.reach import Distance, by_network
 from ckpt_engine.core.topology import choose_transport
 from ckpt_engine.v1.weights_pb2 import Gpu, GpuReach, Host, Problem
 
@@ -25,14 +25,19 @@ def test_one_host_shares_memory_and_the_reason_is_a_sentence() -> None:
     assert choose_transport(HERE, "file", CONTAINER, BOTH).transport == "file"
 
 
+def test_a_directory_that_two_hosts_may_have_is_proposed_last() -> None:
+    for source, worker in ((HERE, THERE), (NOWHERE, NOWHERE)):
+        choice = choose_transport(source, "file", worker, BOTH)
+        assert choice.distance == Distance.SHARED_FILE == max(Distance)
+        assert "a directory that both have" in choice.reason
+
+
 @pytest.mark.parametrize(
     ("source", "transport", "worker", "available", "words"),
     [
         (HERE, "shared_memory", THERE, BOTH, ("h1", "h2")),
         (HERE, "shared_memory", CONTAINER, BOTH, ("pid:[1]", "pid:[2]", "PID namespace")),
-        (HERE, "file", THERE, BOTH, ("h1", "h2")),
         (NOWHERE, "shared_memory", NOWHERE, BOTH, ("host",)),  # unknown is never "the same"
-        (NOWHERE, "file", NOWHERE, BOTH, ("host",)),
         (HERE, "shared_memory", HERE, ("file",), ("shared_memory", "doctor")),
         (HERE, "file", HERE, (), ("none", "doctor")),
         (HERE, "pigeon", HERE, ("pigeon",), ("pigeon", "version")),
@@ -128,3 +133,45 @@ def test_a_relay_reaches_whoever_sees_its_directory_in_whatever_namespace() -> N
     unknown = Host(boot_id="a", name="h1")
     with pytest.raises(CkptEngineError, match="unknown and unknown"):
         choose_transport(unknown, "relay_memory", unknown, ("relay_memory",))
+
+
+NETWORKED = Host(boot_id="b", network_namespace="net:[3]", name="h2", address="10.0.0.2")
+ALONE = Host(boot_id="b", network_namespace="net:[3]", name="h2", address="127.0.0.1")
+BESIDE = Host(boot_id="b", network_namespace="net:[3]", name="h2b")
+
+
+@pytest.mark.parametrize(
+    ("source", "reader", "ok", "words"),
+    [
+        (NETWORKED, HERE, True, ("h2", "10.0.0.2")),
+        (HERE, NETWORKED, False, ("h1", "no address", "--listen")),
+        (ALONE, HERE, False, ("h2", "127.0.0.1", "h1", "--listen")),
+        (ALONE, BESIDE, True, ("127.0.0.1",)),
+        (ALONE, Host(boot_id="b", name="pod"), False, ("127.0.0.1", "pod")),  # the same host, another network
+    ],
+)
+def test_a_network_reaches_who_told_an_address_that_leads_there(
+    source: Host, reader: Host, ok: bool, words: tuple[str, ...]
+) -> None:
+    verdict = by_network(source, reader)
+    assert verdict.ok is ok
+    assert not ok or verdict.distance == Distance.NETWORK
+    for word in words:
+        assert word in verdict.reason
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "cuda_ipc", "relay_memory"])
+def test_containers_without_common_namespaces_are_hosts_of_their_own(transport: str) -> None:
+    """One machine, so one boot id; and nothing else in common."""
+    card = [gpu(1)]
+    one = Host(
+        boot_id="a", pid_namespace="pid:[1]", network_namespace="net:[1]", relay_directory="8:1", name="one", gpus=card
+    )
+    other = Host(
+        boot_id="a", pid_namespace="pid:[2]", network_namespace="net:[2]", relay_directory="8:2", name="two", gpus=card
+    )
+    assert choose_transport(one, transport, one, (transport,)).transport == transport
+    with pytest.raises(CkptEngineError, match="but not"):
+        choose_transport(one, transport, other, (transport,))
+    one.address = "10.0.0.1"
+    assert by_network(one, other).ok

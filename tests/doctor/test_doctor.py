@@ -125,5 +125,16 @@ def test_whether_a_relay_could_run_and_nothing_is_left_of_trying(
     assert "a relay of 1 GiB or less uses them" in relay("huge pages").detail
 
 
+def test_whether_relays_of_other_hosts_would_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert relay("relays of other hosts").result is Result.NOTE
+    monkeypatch.setenv("CKPT_ENGINE_RELAY_LISTEN", "127.0.0.1:0")
+    assert relay("relays of other hosts").result is Result.OK
+    monkeypatch.setenv("CKPT_ENGINE_RELAY_LISTEN", "0.0.0.0:0")
+    found = relay("relays of other hosts")
+    assert (found.result, "not encrypted" in found.detail) == (Result.NO, True)
+    monkeypatch.setenv("CKPT_ENGINE_RELAY_INSECURE", "1")
+    assert relay("relays of other hosts").result is Result.OK
+
+
 def relay(name: str) -> Check:
     return next(check for check in host_checks.relays() if check.name == name)

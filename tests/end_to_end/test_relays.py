@@ -3,8 +3,13 @@ and replicas that come after everybody has gone."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +23,7 @@ from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.trace import ENVIRONMENT as TRACE
 from tests.cluster import Cluster, Relay, Replica, eventually, generate, outcomes, running_cluster
 from tests.end_to_end.conftest import PADDED_VOCABULARY
+from tests.faults import trainer_process
 from tests.faults.listener import Listener
 from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
 
@@ -25,6 +31,7 @@ pytestmark = pytest.mark.slow
 
 TOKENS = 16
 MEMORY = ("--memory", "64MiB")
+PAUSES = "agent.does.PauseEngine.begin"
 
 
 class World:
@@ -121,6 +128,46 @@ def test_four_replicas_read_one_union_after_the_trainer_changed_its_weights(worl
     assert not world.cluster.status().warnings
 
 
+def test_the_trace_shows_that_a_held_call_returns_before_any_replica_pauses(world: World, tmp_path: Path) -> None:
+    """Each agent stands where it is about to ask its engine to pause, until the call has returned and the weights have
+    changed; nothing has been paused or installed by then."""
+    model = model_of(tmp_path, 7)
+    prompt, tokens = expected(model)
+    with (
+        Listener(Path(tempfile.mkdtemp(dir=tmp_path)) / "trace") as listener,
+        Trainer(world.cluster.address, lineage="traced") as trainer,
+        contextlib.ExitStack() as stack,
+    ):
+        world.relay("traced", "c")
+        told = {TRACE: str(listener.path)}
+        replicas = [world.replica(f"traced-{number}", "c", **told) for number in range(2)]
+        names = [replica.registered().name for replica in replicas]
+        about_to_pause = [
+            stack.enter_context(listener.holding(PAUSES, lambda pid, own=replica.process.pid: pid == own))
+            for replica in replicas
+        ]
+        trainer.publish(model)
+        held = trainer.update_weights(version=1, prefetch="always", until="held", replicas=names)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+        assert held.held, held
+        assert all(each.wait(60) for each in about_to_pause)
+        paused = PAUSES.replace(".begin", ".end")
+        assert (listener.seen[PAUSES], listener.seen[paused]) == (2, 0)
+        assert listener.seen["agent.does.InstallEngine.begin"] == 0
+        for each in about_to_pause:
+            each.let_go()
+        report = trainer.wait(1)
+        assert report.ok, report
+        assert (listener.seen[PAUSES], listener.seen[paused]) == (2, 2)
+        for replica in replicas:
+            assert generate(replica, prompt, TOKENS) == tokens
+            assert read_from(replica) == {("relay traced", "relay_memory")}
+            replica.stop()
+            world.cluster.replicas.remove(replica)
+
+
 def test_a_relay_that_is_killed_while_it_is_filled_costs_no_update(world: World, tmp_path: Path) -> None:
     model = model_of(tmp_path, 2)
     prompt, tokens = expected(model)
@@ -145,6 +192,36 @@ def test_a_relay_that_is_killed_while_it_is_filled_costs_no_update(world: World,
         assert generate(replica, prompt, TOKENS) == tokens
 
 
+@pytest.mark.parametrize(("wanted", "version"), [("held", 21), ("installed", 22)])
+def test_a_trainer_that_is_killed_once_its_relay_is_filled_is_not_needed(
+    world: World, tmp_path: Path, wanted: str, version: int
+) -> None:
+    """The relay has filled itself, and has not said so yet."""
+    model = make_tiny_qwen3(tmp_path / "weights" / "0", 8, vocabulary=PADDED_VOCABULARY)
+    prompt, tokens = expected(model)
+    script = Path(trainer_process.__file__)
+    command = [sys.executable, str(script), world.cluster.address, f"gone-{wanted}", str(tmp_path / "weights")]
+    asked = {"version": version, "seed": 0, "timeout": 120.0, "prefetch": "always", "until": wanted}
+    with Listener(tmp_path / "trace") as listener:
+        world.relay(f"survivor-{wanted}", "a", **{TRACE: str(listener.path)})
+        with (
+            listener.holding("relay.does.FillSlot.end") as filled,
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer,
+        ):
+            assert trainer.stdin is not None
+            assert trainer.stdout is not None
+            assert json.loads(trainer.stdout.readline()) == {"published": True}
+            print(json.dumps(asked), file=trainer.stdin, flush=True)
+            assert filled.wait(60)
+            trainer.kill()
+            trainer.wait(60)
+            filled.let_go()
+        for replica in world.cluster.replicas:
+            replica.serving(version)
+            assert generate(replica, prompt, TOKENS) == tokens
+            assert read_from(replica) == {(f"relay survivor-{wanted}", "relay_memory")}
+
+
 def test_a_late_replica_is_brought_up_by_a_relay_after_everybody_else_has_gone(world: World, tmp_path: Path) -> None:
     model = model_of(tmp_path, 3)
     prompt, tokens = expected(model)
@@ -158,6 +235,25 @@ def test_a_late_replica_is_brought_up_by_a_relay_after_everybody_else_has_gone(w
     assert generate(late, prompt, TOKENS) == tokens
     assert read_from(late) == {("relay kept", "relay_memory")}
     assert relay.held[0] == 3
+
+
+def test_what_a_trainer_takes_back_is_let_go_of_and_late_replicas_read_the_relay(world: World, tmp_path: Path) -> None:
+    model = model_of(tmp_path, 6)
+    prompt, tokens = expected(model)
+    relay = world.relay("keeps", "a")
+    maps = Path(f"/proc/{relay.process.pid}/maps")
+    with Trainer(world.cluster.address, lineage="taken") as trainer:
+        trainer.publish(model, snapshot=True)
+        report = trainer.update_weights(version=31, prefetch="always")
+        assert report.ok, report
+        mapped = maps.read_text().count("memfd")
+        trainer.withdraw()
+        eventually("the relay unmaps it", 60.0, lambda: maps.read_text().count("memfd") < mapped)
+        late = world.replica("later", "a").registered().serving(31)
+        assert generate(late, prompt, TOKENS) == tokens
+        assert read_from(late) == {("relay keeps", "relay_memory")}
+        trainer.publish(model)
+        assert trainer.update_weights(version=31, prefetch="always").ok
 
 
 def test_two_relays_on_one_host_of_which_one_has_too_little_memory(world: World, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,12 @@ from ckpt_engine.source.safetensors import read_header
 from ckpt_engine.transport.cuda_ipc import CudaIpcTransport
 from ckpt_engine.transport.file import FileTransport
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
+from ckpt_engine.transport.tcp import wire
+from ckpt_engine.transport.tcp.fetcher import checked
+from ckpt_engine.transport.tcp.lendings import Lendings
+from ckpt_engine.transport.ucx import channel
+from ckpt_engine.transport.ucx.helpers import Helper
+from ckpt_engine.transport.ucx.reader import checked as ucx_checked
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.words.routes import route_of
@@ -125,6 +132,82 @@ def regions() -> Iterator[Callable[[bytes], None]]:
                 with contextlib.suppress(CkptEngineError):
                     opened.view(region, 0, (1,), (1,), "uint8")
                 opened.close()
+
+    yield take
+
+
+@contextlib.contextmanager
+def relay_readers() -> Iterator[Callable[[bytes], None]]:
+    """What another relay says that reads a slot of 4 KiB over TCP: a greeting, then questions."""
+    lendings = Lendings(bytes(16), 2, 0.0)
+    lendings.offer(0, 4096)
+    lendings.lend(0)
+
+    def take(data: bytes) -> None:
+        said = wire.read_hello(data[: wire.HELLO.size])
+        with contextlib.suppress(CkptEngineError):
+            lendings.admit(said)
+        at = wire.HELLO.size
+        while at < len(data):
+            asked = wire.read_question(data[at : at + wire.QUESTION.size])
+            at += wire.QUESTION.size
+            runs = wire.read_runs(data[at : at + asked.runs * wire.RUN.size], lendings.size(0)) if asked.runs else []
+            at += asked.runs * wire.RUN.size
+            assert all(offset + length <= 4096 for offset, length in runs)
+            assert all(lendings.why_not(0, asked.lending, *run) for run in runs), "nobody knows the lending"
+
+    yield take
+
+
+@contextlib.contextmanager
+def relay_answers() -> Iterator[Callable[[bytes], None]]:
+    """The heads of what an owner answers over TCP."""
+
+    def take(data: bytes) -> None:
+        while data:
+            found = wire.read_frame(data[: wire.FRAME.size])
+            assert found.size <= wire.FRAME_BYTES
+            data = data[wire.FRAME.size + found.size :]
+
+    yield take
+
+
+@contextlib.contextmanager
+def tcp_locators() -> Iterator[Callable[[bytes], None]]:
+    """Where a table says that a relay is reached over TCP."""
+
+    def take(data: bytes) -> None:
+        checked(weights_pb2.Region.FromString(data))
+
+    yield take
+
+
+@contextlib.contextmanager
+def ucx_locators() -> Iterator[Callable[[bytes], None]]:
+    """Where a table says that a relay is reached over UCX."""
+
+    def take(data: bytes) -> None:
+        region = weights_pb2.Region.FromString(data)
+        for lane in ucx_checked(region).lanes:
+            channel.pack_runs([(lane.memory + region.size, 0, 1)])
+            channel.TOKEN.pack(lane.board, bytes(16))
+
+    yield take
+
+
+@contextlib.contextmanager
+def ucx_helpers() -> Iterator[Callable[[bytes], None]]:
+    """What a helper says to its relay: it is ours, and has read what a peer sent."""
+
+    def take(data: bytes) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            helper = Helper(ours, 0, -1, "fuzz")
+            numbers = [helper.ask(channel.READ), helper.ask(channel.CHECK)]
+            for at in range(0, len(data), 40):
+                theirs.send(data[at : at + 40])
+            for number in numbers:
+                helper.answer(number)
 
     yield take
 

@@ -13,7 +13,11 @@ from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.record.record import record
 from ckpt_engine.transport.file import file_region
 from ckpt_engine.transport.shared_memory import SharedArena
+from ckpt_engine.transport.tcp import wire
+from ckpt_engine.transport.ucx import channel
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from ckpt_engine.v1.relay_pb2 import TcpLocator
+from ckpt_engine.v1.ucx_pb2 import UcxLocator
 
 HOST = weights_pb2.Host(boot_id="boot", pid_namespace="pid", name="here")
 DIGEST = bytes(range(32))
@@ -209,6 +213,40 @@ def region_seeds() -> list[bytes]:
         file_region(1, __file__, 0, 64).SerializeToString(),
         cuda.SerializeToString(),
     ]
+
+
+def relay_reader() -> bytes:
+    """All that a relay says that reads another one over TCP."""
+    read = wire.question(wire.READ, bytes(range(16)), [(0, 64), (128, 3968)])
+    said = wire.hello(0, bytes(16), bytes(32)) + wire.question(wire.HOLD)
+    return said + read + wire.question(wire.RELEASE)
+
+
+def relay_owner() -> bytes:
+    """Answers to it."""
+    lending = wire.frame(wire.YES, 0) + wire.frame(wire.YES, 16) + bytes(16)
+    return lending + wire.frame(wire.DATA, 3) + b"abc" + wire.refusal(wire.GONE, "it was given up")
+
+
+def ucx_region() -> bytes:
+    lane = UcxLocator.Lane(metadata=b"nixlSerDes|Agent", memory=1 << 40, board=1 << 41)
+    locator = UcxLocator(arena=bytes(16), slot=1, token=bytes(16), offset=64, lanes=[lane, lane])
+    return weights_pb2.Region(transport="ucx", size=64, locator=locator.SerializeToString()).SerializeToString()
+
+
+def ucx_helper() -> bytes:
+    """Messages of 40 bytes each."""
+    said = [
+        channel.message(channel.READY, 0),
+        channel.message(channel.DONE, 1, 0, b"answer"),
+        channel.message(channel.DONE, 2),
+    ]
+    return b"".join(each.ljust(40, b"\0") for each in said)
+
+
+def tcp_region() -> bytes:
+    locator = TcpLocator(addresses=["10.0.0.1:7000"], arena=bytes(16), token=bytes(32), offset=64)
+    return weights_pb2.Region(transport="tcp", size=64, locator=locator.SerializeToString()).SerializeToString()
 
 
 def safetensors_file() -> bytes:

@@ -26,10 +26,15 @@ from tests.fuzz.readers import (
     orders,
     records,
     regions,
+    relay_answers,
+    relay_readers,
     safetensors,
     state_page,
     tables,
+    tcp_locators,
     texts,
+    ucx_helpers,
+    ucx_locators,
     uploads,
     worker_needs,
 )
@@ -46,10 +51,15 @@ from tests.fuzz.seeds import (
     ready_order,
     ref,
     region_seeds,
+    relay_owner,
+    relay_reader,
     safetensors_file,
     sealed_record,
     serialised,
     table,
+    tcp_region,
+    ucx_helper,
+    ucx_region,
 )
 
 IDENTITY = weights_pb2.Identity(lineage="run", version=1, root=b"r" * 32)
@@ -135,6 +145,7 @@ TARGETS = [
                         fence=fence(1), identity=IDENTITY, record=ref(), tables=[ref()], deadline_seconds=9.0
                     )
                 ),
+                manager_pb2.HolderCommand(let_go=manager_pb2.LetGo(tables=[b"a table's digest"])),
                 manager_pb2.HolderCommand(withdraw=manager_pb2.WithdrawRelay(fence=fence(2), identity=IDENTITY)),
                 manager_pb2.HolderCommand(
                     seal=manager_pb2.Seal(fence=fence(3), version=1, atoms=ref(), keep=True, deadline_seconds=9.0)
@@ -160,6 +171,11 @@ TARGETS = [
     Target("ready orders", [ready_order()], lambda: orders(worker_pb2.ReadyOrder), worker_pb2.ReadyOrder),
     Target("install orders", [install_order()], lambda: orders(worker_pb2.InstallOrder), worker_pb2.InstallOrder),
     Target("regions", region_seeds(), regions, weights_pb2.Region),
+    Target("relays that read", [relay_reader()], relay_readers),
+    Target("answers of relays", [relay_owner()], relay_answers),
+    Target("TCP locators", [tcp_region()], tcp_locators, weights_pb2.Region),
+    Target("UCX locators", [ucx_region()], ucx_locators, weights_pb2.Region),
+    Target("answers of UCX helpers", [ucx_helper()], ucx_helpers),
     Target("state page", [bytes(SLOT)], state_page, weight=0.02),
     Target("gate", [b"generate\nx-ckpt-engine-token: x", b"pause", b"ckpt_engine/install"], gate_requests),
     Target(

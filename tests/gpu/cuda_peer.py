@@ -190,6 +190,16 @@ class _Trainer:
         self.source.seal()
         return self.source.digest(self.atoms)
 
+    def flip(self, name: str, byte: int) -> None:
+        """One bit of a tensor changes."""
+        self.tensors[name].view(-1).view(torch.uint8)[byte] ^= 4
+        torch.cuda.synchronize()
+
+    def seal_atoms(self, atoms: str) -> list[int]:
+        """Sealed along these, which a plan names."""
+        self.atoms = Atoms.FromString(bytes.fromhex(atoms))
+        return self.seal()
+
     def hashes(self, served: str = "") -> dict[str, str]:
         """Of what readers should get."""
         kind = torch_dtype(served) if served else None

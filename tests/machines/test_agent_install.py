@@ -152,3 +152,29 @@ def test_an_engine_that_took_all_the_time_to_pause_is_not_installed_into() -> No
     assert outcome.outcome == manager_pb2.OLD_SERVING
     assert outcome.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
     assert "pausing" in outcome.problem.message
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_engine_that_lets_nobody_in_since_another_update_does_not_serve_the_old_version(waits: bool) -> None:
+    """The engine had not resumed when this install began, and now it is not made ready."""
+    install = Install()
+    ready = install.until(events.PrepareEngine, 0.0)
+    install.agent.machine.replica.holding = waits
+    install._take(install.agent.tell(events.Done(ready.key, None, weights_pb2.Problem(message="too slow")), 1.0))
+    install._running.remove(ready)
+    install.end(install.until(events.ReadWords, 1.0), 1.0)
+    outcome = install.outcome()
+    assert outcome.outcome == (manager_pb2.QUARANTINED if waits else manager_pb2.OLD_SERVING)
+    assert outcome.problem.message == "too slow"
+
+
+def test_workers_are_looked_at_once_more_before_a_replica_is_said_to_serve_on() -> None:
+    """One died while the plan was fetched, which took too long."""
+    install = Install()
+    fetch = install.until(events.FetchBlobs, 0.0)
+    install.end(fetch, DEADLINE)
+    look = install.until(events.ReadWords, DEADLINE)
+    install.end(look, DEADLINE, events.Words((), False, "worker 0 is dead", None))
+    outcome = install.agent.machine.replica.last_outcome
+    assert outcome is not None
+    assert outcome.outcome == manager_pb2.QUARANTINED

@@ -33,6 +33,21 @@ def test_a_hello_over_the_same_stream_leaves_what_heartbeats_have_said() -> None
     assert later.label_problem == ""
 
 
+def test_an_address_in_another_container_is_another_engine() -> None:
+    """Two pods of one machine: both engines listen at 127.0.0.1, each of its own network."""
+
+    def hello(agent_epoch: int, network: str) -> manager_pb2.ReplicaHello:
+        made = replica_hello(f"session {agent_epoch}", agent_epoch)
+        made.engine.url, made.host.network_namespace = "http://127.0.0.1:8000", network
+        return made
+
+    members = Members("cluster")
+    members.replica_hello(FIRST, hello(1, "net:[1]"), 0.0)
+    members.replica_hello(SECOND, hello(2, "net:[1]"), 1.0)
+    with pytest.raises(CkptEngineError, match="with another engine"):
+        members.replica_hello(Peer("third"), hello(3, "net:[2]"), 2.0)
+
+
 def trainer_hello(session_id: str = "session") -> manager_pb2.TrainerHello:
     return manager_pb2.TrainerHello(lineage="run", rank=0, world_size=1, session_id=session_id, host=HOST)
 

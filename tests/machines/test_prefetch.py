@@ -7,13 +7,15 @@ import pytest
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.machines.events import Peer, Published
 from ckpt_engine.machines.manager.course import Course
+from ckpt_engine.machines.manager.filling import Filling
 from ckpt_engine.machines.manager.order import Order
-from ckpt_engine.machines.manager.prefetch import Filling, Prefetch
+from ckpt_engine.machines.manager.prefetch import Prefetch
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.targets import Targets
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 IDENTITY = weights_pb2.Identity(lineage="run", version=1, root=b"root")
+RECORD = manager_pb2.BlobRef(digest=b"record")
 OLDER = weights_pb2.Identity(lineage="run", version=0, root=b"before")
 
 
@@ -26,9 +28,9 @@ class Update:
         published = Published(manager_pb2.BlobRef(digest=b"manifest"), (), 1, 1)
         order = Order("run", 1, published, ("r",), {}, manager_pb2.PAUSE_MODE_UNSPECIFIED, None, None, 60.0)
         self.course = Course(self.state, order)
-        self.prefetch = Prefetch(self.course, Targets(self.state, order, self.course.fence), IDENTITY)
+        self.prefetch = Prefetch(self.course, Targets(self.state, order, self.course.fence), IDENTITY, RECORD)
         command = manager_pb2.FillRelay(fence=self.course.fence, identity=IDENTITY)
-        self.prefetch._fillings["relay a"] = Filling("relay a", ("r",), command)
+        self.prefetch._fillings["relay a"] = Filling("relay a", ("r",), command=command)
 
     def hello(self, *held: tuple[weights_pb2.Identity, bytes], session: str = "first") -> None:
         hello = manager_pb2.HolderHello(
@@ -55,9 +57,10 @@ class Update:
         return bool(self.prefetch.held())
 
     def commands(self) -> int:
-        """How many are sent to it when all is sent again."""
+        """How many are sent to it when all is sent again, and what has come up since."""
         self.state.out.clear()
         self.prefetch.send(1.0)
+        self.prefetch.advance(1.0)
         return len(self.state.out)
 
 

@@ -21,12 +21,15 @@ def identity(version: int) -> Identity:
     return Identity(lineage="run", version=version, root=version.to_bytes(32, "big"))
 
 
-def fill(epoch: int, version: int, keep: int = 0, needs: Sequence[bytes] = (), seconds: float = 60.0) -> FillRelay:
+def fill(
+    epoch: int, version: int, keep: int = 0, needs: Sequence[bytes] = (), seconds: float = 60.0, attempt: int = 0
+) -> FillRelay:
     command = FillRelay(
         fence=Fence(cluster=CLUSTER, epoch=epoch),
         identity=identity(version),
         needs=[BlobRef(digest=each) for each in needs],
         deadline_seconds=seconds,
+        attempt=attempt,
     )
     if keep:
         command.keep.CopyFrom(identity(keep))
@@ -107,6 +110,52 @@ def test_a_version_is_held_only_when_it_was_compared_and_answered_then() -> None
     relay.end()
     assert (relay.held, relay.answers) == ([5], [(1, "")])
     assert relay.said[-2] == (5,), "what is held is told before the answer"
+
+
+def test_a_later_attempt_is_a_newer_command_and_an_earlier_one_is_late() -> None:
+    """Whom it was to read has failed, so the manager names others under the same fence."""
+    relay = Relay()
+    relay.tell(fill(1, 5, attempt=1))
+    relay.end(FULL)
+    relay.tell(fill(1, 5))
+    assert relay.task is None, "that came late"
+    relay.tell(fill(1, 5, attempt=1))
+    assert relay.task is None
+    assert relay.answers == [(1, FULL.message)] * 2
+    relay.tell(fill(1, 5, attempt=2))
+    assert isinstance(relay.task, CountSlot)
+    relay.end()
+    relay.end()
+    answers = [each for each in relay.said if isinstance(each, RelayFilled)]
+    assert [each.attempt for each in answers] == [1, 1, 2]
+    assert relay.held == [5]
+
+
+def test_the_rest_of_a_version_is_brought_beside_what_is_there() -> None:
+    """Others may be reading that: it is neither given up nor overwritten, also if the rest cannot be had."""
+    relay = Relay()
+    relay.tell(fill(1, 5, needs=(b"n",)))
+    relay.end()
+    relay.end(missing=2)
+    relay.tell(fill(1, 5, needs=(b"n",), attempt=1))
+    relay.end()
+    assert isinstance(relay.task, FillSlot)
+    assert (relay.task.slot, relay.task.more, relay.held) == (0, True, [5])
+    relay.end(FULL)
+    assert relay.held == [5]
+    relay.tell(fill(1, 5, needs=(b"n",), attempt=2))
+    relay.end()
+    relay.end()
+    assert relay.held == [5]
+    relay.tell(fill(2, 6))
+    relay.end()
+    assert isinstance(relay.task, FillSlot)
+    assert not relay.task.more
+    relay.end()
+    relay.tell(fill(3, 6, needs=(b"other",)))
+    relay.end()
+    assert isinstance(relay.task, FillSlot)
+    assert not relay.task.more, "it is laid out otherwise"
 
 
 def test_what_is_to_be_served_is_never_overwritten() -> None:

@@ -6,13 +6,14 @@ from google.protobuf.message import Message as ProtobufMessage
 
 from ckpt_engine.machines import events
 from ckpt_engine.machines.relay.member import RelayMachine
-from ckpt_engine.machines.relay.tasks import CountSlot, FillingProgress, FillSlot, SlotFilled, StopFilling
+from ckpt_engine.machines.relay.tasks import CountSlot, FillingProgress, FillSlot, LetGoOf, SlotFilled, StopFilling
 from ckpt_engine.v1.manager_pb2 import (
     BlobRef,
     Filling,
     FillRelay,
     Goodbye,
     HolderHello,
+    LetGo,
     RelayFilled,
     RelayProgress,
     RelayWithdrawn,
@@ -226,3 +227,39 @@ def test_stopping_ends_the_filling_and_says_goodbye() -> None:
     relay.feed(events.Stop("asked to"))
     assert any(isinstance(each, StopFilling) for each in relay.commands)
     assert isinstance(relay.said[-1], Goodbye)
+
+
+def test_memory_that_is_taken_back_is_let_go_of_beside_a_filling_and_what_was_brought_stays() -> None:
+    relay = Relay().welcome()
+    relay.bring(1, 1)
+    relay.tell(fill(2, 2))
+    relay.commands.clear()
+    relay.tell(LetGo(tables=[b"a", b"b"]))
+    (run,) = (each for each in relay.commands if isinstance(each, events.Run))
+    assert isinstance(run.task, LetGoOf)
+    assert run.task.tables == (b"a", b"b")
+    assert StopFilling() not in relay.commands
+    relay.feed(events.Done(run.key, None, Problem(code=Problem.DEADLINE_EXCEEDED)))
+    relay.tasks.remove(run)
+    relay.end()
+    relay.end()
+    assert relay.story[-1] == ("RelayFilled", 2)
+    assert [each.identity.version for each in relay.hello().held] == [2, 1]
+
+
+def test_other_digests_under_one_fence_are_a_new_order_and_the_former_ones_answer_is_nobodys() -> None:
+    relay = Relay().welcome()
+    relay.bring(1, 1)
+    for atoms in (b"first", b"second"):
+        command = seal(1)
+        command.atoms.digest = atoms
+        relay.tell(command)
+        relay.tell(command)
+    first, second = relay.tasks
+    said = len(relay.said)
+    relay.feed(events.Done(first.key, events.SealResult(BlobRef(), 0.0, 0.0)))
+    assert len(relay.said) == said
+    relay.feed(events.Done(second.key, events.SealResult(BlobRef(), 0.0, 0.0)))
+    answer = relay.said[-1]
+    assert isinstance(answer, Sealed)
+    assert answer.atoms.digest == b"second"

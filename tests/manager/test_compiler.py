@@ -1,5 +1,7 @@
 """Merging, compiling and adding up over the content store, and what is kept of it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from scripted_members import HOST, ScriptedTrainer, some_weights
@@ -305,6 +307,46 @@ def test_workers_that_reach_no_rank_are_planned_for_from_a_relay_of_what_was_sea
     first = manifest.tensors[0]
     (wanted,) = digest_boxes([(weights[first.name][:1], [0] * len(first.shape))])
     assert weights_pb2.Digests.FromString(blobs.get(last.expected["far", 0])).values[0] == wanted
+
+
+@pytest.mark.parametrize(
+    ("transport", "read", "distance"),
+    [("file", "keeper one", Distance.HOST_MEMORY), ("cuda_ipc", "rank 0", Distance.SAME_GPU)],
+)
+def test_of_ranks_and_holders_that_hold_a_version_the_nearest_is_read(
+    transport: str, read: str, distance: Distance
+) -> None:
+    blobs, weights = BlobStore(), some_weights()
+    compiler = Compiler(blobs)
+    published, combined = sealed(compiler, blobs, weights)
+    identity = weights_pb2.Identity(lineage="run", version=1, root=combined.root)
+    host = weights_pb2.Host()
+    host.CopyFrom(HOST)
+    host.relay_directory, host.network_namespace = "shared", "net"
+    host.gpus.add(uuid=b"u" * 16)
+    offers = []
+    for offer, lent in (
+        (held(blobs, weights, combined.record), "relay_memory"),
+        (HeldOffer("rank 0", tables(blobs, weights, 1)[0], None, 0), transport),
+    ):
+        table = weights_pb2.SourceTable.FromString(blobs.get(offer.table))
+        table.host.CopyFrom(host)
+        for region in table.regions:
+            region.offers[0].transport = lent
+        offers.append(replace(offer, table=blobs.put(canonical(table))))
+    joined = compiler.join(JoinSources(identity, tuple(offers), None, SECONDS))
+    assert not joined.refused
+    assert joined.published is not None
+    assert [(each.source, each.rank) for each in joined.published.sources] == [("keeper one", None), ("rank 0", 0)]
+    (asking,) = workers(blobs, published, 1)
+    asking = replace(asking, host=host, transports=("file", "cuda_ipc", "relay_memory"))
+    compiled = compiler.compile(CompilePlans(joined.published, (asking,), SECONDS, joined.record, combined.root))
+    plan = weights_pb2.WorkerPlan.FromString(blobs.get(compiled.plans[asking.key]))
+    assert [each.source for each in plan.sources] == [read]
+    assert compiled.distances[asking.key] == distance
+    other = replace(offers[1], rank=1)
+    problem = Compiler(blobs).join(JoinSources(identity, (offers[0], other), None, SECONDS)).refused["rank 0"]
+    assert "of rank 1" in problem.message
 
 
 def test_a_holder_is_left_out_by_name_unless_its_record_hashes_to_the_root_and_its_table_fits() -> None:

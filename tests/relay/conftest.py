@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.host.relay_directory import DIRECTORY
+from tests.agent.plain_manager import plain_manager
+
+__all__ = ["plain_manager"]
 
 
 @pytest.fixture(autouse=True)

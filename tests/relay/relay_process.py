@@ -1,8 +1,8 @@
 """A real relay's memory in a process of its own, driven by one JSON line at a time.
 
 Run as a script it answers {"fill": [slot, wish, seconds]}, {"withdraw": slot}, {"readers": true}, {"reserved": true},
-{"pages": true} and {"close": true}; a wish is its messages, in hex. It ends when its input
-does.
+{"pages": true}, {"flat": true} (descriptors and threads) and {"close": true}; a wish is its messages, in hex. It ends
+when its input does.
 """
 
 from __future__ import annotations
@@ -11,15 +11,22 @@ import contextlib
 import json
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
+from ckpt_engine.addresses import join_address
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.relay.slots import Slots, Wish
+from ckpt_engine.transport.base import Network, Transport
+from ckpt_engine.transport.fetched import FetchedTransport
 from ckpt_engine.transport.file import FileTransport
 from ckpt_engine.transport.relay_memory import RelayMemoryTransport
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
+from ckpt_engine.transport.tcp import TcpFetcher, connection
+from ckpt_engine.transport.ucx.reader import UcxFetcher
+from ckpt_engine.transport.ucx.settings import ucx_devices
 from ckpt_engine.v1.weights_pb2 import Identity, SealedRecord, SourceTable, WorkerNeeds
 from tests.line_process import LineProcess
 
@@ -27,12 +34,21 @@ MEMORY = 64 << 20
 
 
 class RelayProcess(LineProcess):
-    """Starts a relay. before: of its command, as `unshare`."""
+    """Starts a relay. before: of its command, as `unshare`. address: of its host, where it listens for other relays;
+    it reads them over TCP then. environment: added to ours."""
 
     def __init__(
-        self, name: str = "a", memory: int = MEMORY, grace: float = 30.0, before: Sequence[str] = (), users: str = ""
+        self,
+        name: str = "a",
+        memory: int = MEMORY,
+        grace: float = 30.0,
+        before: Sequence[str] = (),
+        users: str = "",
+        address: str = "",
+        **environment: str,
     ) -> None:
-        super().__init__("tests.relay.relay_process", name, str(memory), str(grace), users, before=before)
+        arguments = (name, str(memory), str(grace), users, address)
+        super().__init__("tests.relay.relay_process", *arguments, before=before, **environment)
         self.pid: int = self.answer()
 
     def fill(self, slot: int, wish: Wish, seconds: float = 60.0) -> dict[str, Any]:
@@ -58,7 +74,7 @@ def written(wish: Wish) -> dict[str, Any]:
     }
 
 
-def _wish(told: dict[str, Any]) -> Wish:
+def read_wish(told: dict[str, Any]) -> Wish:
     return Wish(
         Identity.FromString(bytes.fromhex(told["identity"])),
         SealedRecord.FromString(bytes.fromhex(told["record"])),
@@ -69,22 +85,32 @@ def _wish(told: dict[str, Any]) -> Wish:
 
 
 def _fill(slots: Slots, slot: int, wish: dict[str, Any], seconds: float) -> dict[str, Any]:
-    held = slots.fill(slot, _wish(wish), seconds)
+    held = slots.fill(slot, read_wish(wish), seconds)
     return {
         "table": held.table.SerializeToString().hex(),
         "missing": [each.problem.message for each in held.filled.missing],
         "faults": [each.message for each in held.filled.faults],
         "brought": dict(held.filled.brought),
         "again": held.filled.again,
+        "seconds": held.filled.seconds,
         "overruled": held.overruled,
         "bytes": held.layout.bytes,
     }
 
 
-def _main(name: str, memory: str, grace: str, users: str) -> None:
-    transports = {each.name: each for each in (SharedMemoryTransport(), FileTransport(), RelayMemoryTransport())}
+def _main(name: str, memory: str, grace: str, users: str, address: str) -> None:
+    transports: dict[str, Transport] = {
+        each.name: each for each in (SharedMemoryTransport(), FileTransport(), RelayMemoryTransport())
+    }
     allowed = [int(user) for user in users.split(",") if user]
-    slots = Slots(name, this_host(), int(memory), transports, float(grace), allowed)
+    network = None
+    if address:
+        transports["tcp"] = FetchedTransport(TcpFetcher())
+        if ucx_devices():
+            transports["ucx"] = FetchedTransport(UcxFetcher(float(os.environ.get("STALL_SECONDS", 15.0))))
+        network = Network(join_address(address, 0), address, float(grace), insecure=True)
+        connection.STALL_SECONDS = connection.ASK_SECONDS = float(os.environ.get("STALL_SECONDS", 15.0))
+    slots = Slots(name, this_host(), int(memory), transports, float(grace), allowed, network)
     print(os.getpid(), flush=True)
     for line in sys.stdin:
         question = json.loads(line)
@@ -98,6 +124,8 @@ def _main(name: str, memory: str, grace: str, users: str) -> None:
                 answer = slots.readers
             elif "reserved" in question:
                 answer = slots.reserved
+            elif "flat" in question:
+                answer = [len(os.listdir("/proc/self/fd")), threading.active_count()]
             elif "pages" in question:
                 answer = slots.pages
             else:

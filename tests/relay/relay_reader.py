@@ -28,6 +28,7 @@ def regions_of(table: SourceTable) -> list[Region]:
         Region(id=each.id, size=each.size, transport=offer.transport, locator=offer.locator)
         for each in table.regions
         for offer in each.offers
+        if offer.transport == "relay_memory"
     ]
 
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.manifest import blob_digest, canonical
+from ckpt_engine.core.problems import CkptEngineError, unavailable
 from ckpt_engine.core.sealed_record import Recorded
+from ckpt_engine.core.transports import GPU_MEMORY
 from ckpt_engine.digest.boxes import digest_box
+from ckpt_engine.host import numa
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.relay import arena as relay_arena
-from ckpt_engine.relay import fill as relay_fill
+from ckpt_engine.relay import batches as relay_batches
+from ckpt_engine.relay import sources as relay_sources
 from ckpt_engine.relay.arena import Arena, free_huge_pages
+from ckpt_engine.relay.batches import Batch, Words
 from ckpt_engine.relay.fill import Filling
 from ckpt_engine.relay.slots import Held, Slots, Wish
 from ckpt_engine.source.directory import directory_source
@@ -105,6 +111,30 @@ def test_a_box_that_nobody_holds_is_named(slots: Slots) -> None:
     for missing in held.filled.missing:
         assert missing.problem.code == Problem.NOT_FOUND
         assert "(rank 0 was asked)" in missing.problem.message
+
+
+def test_the_rest_is_brought_beside_what_readers_have_mapped(slots: Slots) -> None:
+    checkpoint, recorded = checkpoint_of(9)
+    first, second = tables(checkpoint)
+    part = slots.fill(0, all_of(recorded, [first]), 60.0)
+    regions = regions_of(part.table)
+    opened = RelayMemoryTransport().open(regions)
+    opened.check()
+    checkpoint.arenas[0].tensor(0, (64,), torch.uint8).zero_()  # whoever reads it again finds other bytes
+    with pytest.raises(CkptEngineError, match="nobody within reach"):
+        slots.fill(0, all_of(recorded, []), 60.0, more=True)
+    assert slots.held(0) is part
+    assert slots.count(0, all_of(recorded, [second]), 60.0, more=True) == part.layout.bytes
+    held = slots.fill(0, all_of(recorded, [second]), 60.0, more=True)
+    assert (held.filled.missing, held.overruled) == ((), 0)
+    assert set(held.filled.brought) == {"rank 0", "rank 1"}
+    assert sum(held.filled.brought.values()) == held.layout.bytes
+    assert_holds(held, checkpoint)
+    opened.check()
+    opened.close()
+    other, record = checkpoint_of(10)
+    again = slots.fill(0, all_of(record, tables(other), version=2), 60.0, more=True)
+    assert_holds(again, other)
 
 
 def test_a_slot_is_not_given_up_for_what_nobody_holds(slots: Slots) -> None:
@@ -200,7 +230,7 @@ def test_memory_is_counted_before_a_slot_is_given_up(monkeypatch: pytest.MonkeyP
 
 def test_a_filling_ends_at_its_deadline_and_when_it_is_overtaken(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither leaves anything that could be read."""
-    monkeypatch.setattr(relay_fill, "BATCH_BYTES", 1024)
+    monkeypatch.setattr(relay_batches, "BATCH_BYTES", 1024)
     checkpoint, recorded = checkpoint_of()
     all = all_of(recorded, tables(checkpoint))
     slots.fill(0, all, 60.0)
@@ -208,14 +238,14 @@ def test_a_filling_ends_at_its_deadline_and_when_it_is_overtaken(slots: Slots, m
         slots.fill(0, all, -1.0)
     assert caught.value.problem.code == Problem.DEADLINE_EXCEEDED
     assert slots.held(0) is None
-    original = Filling._bring
+    original = Batch.digest
 
-    def bring(self: Filling, *arguments: object) -> None:
+    def digest(self: Batch) -> Words:
         slots.stop()
-        original(self, *arguments)  # type: ignore[arg-type]
+        return original(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Filling, "_bring", bring)
+        patch.setattr(Batch, "digest", digest)
         with pytest.raises(CkptEngineError, match="overtaken") as caught:
             slots.fill(1, all, 60.0)
     assert caught.value.problem.code == Problem.ABORTED
@@ -224,11 +254,94 @@ def test_a_filling_ends_at_its_deadline_and_when_it_is_overtaken(slots: Slots, m
 
 
 def test_pieces_larger_than_a_batch_are_cut_and_add_up(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_fill, "BATCH_BYTES", 100)
+    monkeypatch.setattr(relay_batches, "BATCH_BYTES", 100)
     checkpoint, recorded = checkpoint_of(5)
     held = slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
     assert (held.filled.missing, held.filled.again) == ((), 0)
     assert_holds(held, checkpoint)
+
+
+@pytest.fixture
+def copied_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of this host is read as if it lay on a GPU: copied, then digested; in many small batches."""
+    monkeypatch.setattr(relay_sources, "memory_of", lambda transport: frozenset({GPU_MEMORY}))
+    monkeypatch.setattr(relay_batches, "BATCH_BYTES", 4096)
+
+
+def test_the_next_batch_is_copied_while_one_is_digested(
+    copied_first: None, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, recorded = checkpoint_of(11)
+    bring, digest = Batch.bring, Batch.digest
+    copied: list[Batch] = []
+    second = threading.Event()
+
+    def counted(self: Batch, carry_on: Callable[[], None]) -> None:
+        copied.append(self)
+        bring(self, carry_on)
+        if len(copied) == 2:
+            second.set()
+
+    def waiting(self: Batch) -> Words:
+        assert self in copied, "it is digested before it was copied"
+        assert second.wait(60), "nothing is copied meanwhile"
+        return digest(self)
+
+    monkeypatch.setattr(Batch, "bring", counted)
+    monkeypatch.setattr(Batch, "digest", waiting)
+    held = slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    assert len(copied) == len(set(copied)) == batches_of(slots) > 4, "each is copied once"
+    assert_holds(held, checkpoint)
+
+
+def batches_of(slots: Slots) -> int:
+    (ready,) = [each for each in slots._ready if each is not None]
+    return len(ready.filling._batches)
+
+
+def test_a_batch_that_cannot_be_copied_leaves_the_others_as_they_are(
+    copied_first: None, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, recorded = checkpoint_of(12)
+    bring = Batch.bring
+    names = sorted(checkpoint.weights)
+    broken = [spec.name for spec in recorded.record.manifest.tensors].index("norm.weight")
+
+    def fails(self: Batch, carry_on: Callable[[], None]) -> None:
+        if any(piece.tensor == broken for piece in self.pieces):
+            raise unavailable("the trainer has gone")
+        bring(self, carry_on)
+
+    monkeypatch.setattr(Batch, "bring", fails)
+    held = slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    assert {missing.problem.message for missing in held.filled.missing} == {"the trainer has gone"}
+    assert sorted(spec.name for spec in held.table.tensors) == [name for name in names if name != "norm.weight"]
+    monkeypatch.setattr(Batch, "bring", bring)
+    assert_holds(slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0), checkpoint)
+
+
+def test_what_is_overtaken_writes_nothing_any_more(
+    copied_first: None, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two fillings at once would write to one memory."""
+    checkpoint, recorded = checkpoint_of(13)
+    bring = Batch.bring
+    begun: list[Batch] = []
+    ended: list[Batch] = []
+
+    def counted(self: Batch, carry_on: Callable[[], None]) -> None:
+        begun.append(self)
+        slots.stop()
+        time.sleep(0.01)
+        bring(self, carry_on)
+        ended.append(self)
+
+    monkeypatch.setattr(Batch, "bring", counted)
+    with pytest.raises(CkptEngineError, match="overtaken"):
+        slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    assert begun == ended, "a copy goes on after the filling has ended"
+    assert len(begun) < batches_of(slots)
+    assert slots.held(0) is None
 
 
 def test_an_update_of_the_same_shapes_lays_out_nothing(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +381,23 @@ def test_what_is_withdrawn_is_lent_to_nobody(slots: Slots) -> None:
         slots.count(0, all_of(recorded, tables(checkpoint)), 60.0)
 
 
+def test_memory_that_its_owner_takes_back_is_unmapped_and_what_was_brought_stays(slots: Slots) -> None:
+    checkpoint, recorded = checkpoint_of()
+    sources = tables(checkpoint)
+    held = slots.fill(0, all_of(recorded, sources), 60.0)
+    mapped = _mapped_files()
+    slots.let_go([b"another table"], 1.0)
+    assert _mapped_files() == mapped
+    slots.let_go([blob_digest(canonical(sources[0]))], 1.0)
+    assert _mapped_files() < mapped
+    assert_holds(held, checkpoint)
+    assert_holds(slots.fill(0, all_of(recorded, sources, 2), 60.0), checkpoint)
+
+
+def _mapped_files() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd")
+
+
 def test_closing_ends_a_filling_that_waits_for_a_reader(slots: Slots) -> None:
     patient = slots_of("patient", grace=3600.0)
     checkpoint, recorded = checkpoint_of()
@@ -302,6 +432,38 @@ def test_huge_pages_are_counted(tmp_path: Path) -> None:
     arena = Arena(4 << 20)
     assert "no 2 MiB pages are reserved" in arena.pages or arena.pages == "2 MiB pages"
     arena.close()
+
+
+def test_memory_is_spread_over_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked of the kernel for nodes that a file names; a node that does not exist is refused in its words."""
+    nodes = tmp_path / "has_memory"
+    for text, expected in (("0", [0]), ("0-3,8", [0, 1, 2, 3, 8]), ("", [])):
+        nodes.write_text(f"{text}\n")
+        assert numa.memory_nodes(nodes) == expected
+    assert numa.memory_nodes(tmp_path / "none") == []
+    memory = mmap.mmap(-1, 1 << 20)
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    nodes.write_text("0,5000\n")
+    assert numa.spread(address, 1 << 20, nodes) == []
+    if numa.memory_nodes():
+        assert numa.interleave(address, 1 << 20, numa.memory_nodes()) == ""
+        assert " interleave" in policy_of(address)
+
+
+def policy_of(address: int) -> str:
+    lines = Path("/proc/self/numa_maps").read_text().splitlines()
+    areas = [line for line in lines if int(line.split()[0], 16) <= address]
+    return max(areas, key=lambda line: int(line.split()[0], 16))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a driver: see tests/gpu/test_relay_gpu.py")
+def test_a_slot_that_cannot_be_pinned_is_told_and_filled(
+    copied_first: None, slots: Slots, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(relay_sources.Sources, "reading_gpus", [0])
+    checkpoint, recorded = checkpoint_of()
+    assert_holds(slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0), checkpoint)
+    assert "slot 0 cannot be pinned" in caplog.text
 
 
 @pytest.mark.skipif(

@@ -83,13 +83,6 @@ Start = Callable[..., "asyncio.Future[Relay]"]
 
 
 @pytest.fixture
-async def manager() -> AsyncIterator[PlainManager]:
-    manager = await PlainManager().start()
-    yield manager
-    await manager.stop()
-
-
-@pytest.fixture
 async def start(manager: PlainManager) -> AsyncIterator[Start]:
     """Starts relays of `manager`, and kills them whatever happens."""
     started: list[Relay] = []

@@ -67,3 +67,24 @@ def test_an_address_that_is_none_is_refused() -> None:
 def test_a_grace_that_is_no_time_is_refused() -> None:
     with pytest.raises(CkptEngineError, match="not nan"):
         RelaySettings(MANAGER, 8 << 20, slot_grace=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("listen", "advertise", "address"),
+    [
+        ("127.0.0.1:0", "10.0.0.7", "127.0.0.1"),  # nobody else reaches it, whatever is said of this host
+        ("10.0.0.7:7010", "", "10.0.0.7"),
+        ("0.0.0.0:7010", "node-7", "node-7"),
+        ("[::]:7010", "10.0.0.7", "10.0.0.7"),
+    ],
+)
+def test_other_hosts_are_told_where_they_reach_it(listen: str, advertise: str, address: str) -> None:
+    network = RelaySettings(MANAGER, 8 << 20, listen=listen, advertise=advertise).network()
+    assert (network.listen, network.address) == (listen, address)
+
+
+def test_an_address_that_leads_to_nobody_else_is_not_told_to_others() -> None:
+    with pytest.raises(CkptEngineError, match="say with --advertise"):
+        RelaySettings("127.0.0.1:50051", 8 << 20, listen="0.0.0.0:0").network()
+    with pytest.raises(CkptEngineError, match="--listen 'here' is not an address"):
+        RelaySettings(MANAGER, 8 << 20, listen="here")

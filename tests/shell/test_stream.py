@@ -41,13 +41,6 @@ class Ears:
 
 
 @pytest.fixture
-async def manager() -> AsyncIterator[PlainManager]:
-    manager = await PlainManager().start()
-    yield manager
-    await manager.stop()
-
-
-@pytest.fixture
 async def channel(manager: PlainManager) -> AsyncIterator[grpc.aio.Channel]:
     channel = open_channel(manager.address)
     yield channel

@@ -94,6 +94,8 @@ class Chaos:
             ]
             if self.scenario.relays:
                 actions += [self.relay_restarts, self.relay_restarts]
+            if self.scenario.slant.far:
+                actions += [self.relay_restarts, self.network_is_cut, self.network_is_cut]
             if self.scenario.ledger_faults or self.scenario.slant.often:
                 actions += LedgerFaults(self.scenario).actions()
         often = [action for action in actions if action.__name__ in self.scenario.slant.often]
@@ -105,6 +107,8 @@ class Chaos:
             return
         moment, action = self._trap
         if isinstance(getattr(command, "body", getattr(command, "task", None)), moment):
+            if self.scenario.slant.far and self.world.chance(0.4):
+                return  # a later one: of another relay, or of another stage
             self._trap = None
             if action.__name__ not in self.scenario.slant.without:
                 self.world.after(self.world.between(0.0, 0.15), action)
@@ -264,7 +268,19 @@ class Chaos:
             relay = self.world.random.choice(relays)
             self.world.note(f"{relay.name} is killed")
             relay.crash()
-            self.world.after(self.world.between(0.0, 6.0), lambda: self.scenario.join_relay(relay.name))
+            again = self.world.between(0.0, 6.0)
+            self.world.after(again, lambda: self.scenario.join_relay(relay.name, relay.host))
+
+    def network_is_cut(self) -> None:
+        """Between two hosts, for relays; the manager is heard all the same."""
+        cut = frozenset(host.name for host in self.world.random.sample(self.scenario.hosts, 2))
+        self.world.note(f"no network leads between {sorted(cut)}")
+        self.scenario.faults.wire_cuts |= {cut}
+
+        def mend() -> None:
+            self.scenario.faults.wire_cuts -= {cut}
+
+        self.world.after(self.world.random.choice((0.3, 2.0, 6.0)), mend)
 
     def somebody_goes_back(self) -> None:
         """An operator names a version that was meant for installing once, mostly one that a holder has a copy of, and

@@ -20,7 +20,8 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from ckpt_engine.words import state
 from ckpt_engine.words.holding import Decision, Kind, decide
 from ckpt_engine.words.state import WorkerWord
-from tests.simulation.shell import HOST, Faults
+from tests.simulation.hosts import HOST, WORKERS_READ, ways
+from tests.simulation.shell import Faults
 from tests.simulation.weights import SLICES, SourceGoneError, Truth
 from tests.simulation.world import BrokenPromiseError, Process, Signal, Steps, World
 
@@ -65,8 +66,18 @@ class Worker:
 class Engine:
     """One process tree. agent: who answers its workers now; None while there is none."""
 
-    def __init__(self, world: World, faults: Faults, truth: Truth, name: str, workers: int, models: set[str]) -> None:
+    def __init__(
+        self,
+        world: World,
+        faults: Faults,
+        truth: Truth,
+        name: str,
+        workers: int,
+        models: set[str],
+        host: weights_pb2.Host = HOST,
+    ) -> None:
         self.world, self.faults, self.truth, self.name, self.models = world, faults, truth, name, models
+        self.host = host
         self.prepares = 0  # how often it was asked to record its loader
         self.workers = [Worker(rank, world.random.randbytes(16)) for rank in range(workers)]
         self.agent: Agent | None = None
@@ -230,7 +241,7 @@ class Engine:
         if reply is None or not reply.HasField("prepare"):
             return
         yield self.world.between(0.01, 0.1)
-        prepared = worker_pb2.WorkerPrepared(fence=reply.prepare.fence, host=HOST)
+        prepared = worker_pb2.WorkerPrepared(fence=reply.prepare.fence, host=self.host)
         model = reply.prepare.manifest.decode()
         if model in self.models:
             prepared.needs = json.dumps([self.name, worker.rank, worker.boot_id.hex(), model]).encode()
@@ -288,8 +299,11 @@ class Engine:
                 raise unavailable("the simulator made this worker fail in the middle")
             if self.world.chance(self.faults.read_late):
                 yield self.world.between(0.2, 6.0)
+            source = self.truth.sources[bytes.fromhex(plan[str(index)])]
+            if not ways(source.host, source.offered, self.host, WORKERS_READ):
+                raise BrokenPromiseError(f"{self.name} on {self.host.name} is to read memory of {source.host.name}")
             try:
-                worker.weights[index] = self.truth.sources[bytes.fromhex(plan[str(index)])].read(index)
+                worker.weights[index] = source.read(index)
             except SourceGoneError as error:
                 raise unavailable(str(error)) from error
         progress = worker_pb2.WorkerProgress(

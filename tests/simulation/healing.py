@@ -41,6 +41,10 @@ class Healed:
         for group in self.scenario.groups:
             if not group.gone:
                 self.scenario.end_group(group, in_good_order=True)
+        with_relays = {relay.host.name for relay in self.scenario.relays if relay.alive}
+        for host in self.scenario.hosts if self.scenario.slant.far else []:
+            if host.name not in with_relays:
+                self.scenario.join_relay(host=host)
         self.scenario.join_replica(manager_pb2.STANDALONE)  # the others may all be about to leave
 
     def _move_those_of_other_clusters(self) -> None:
@@ -52,6 +56,11 @@ class Healed:
                     raise BrokenPromiseError(f"{agent.name} belongs to {cluster}, and nobody is told")
                 self.world.note(f"{agent.name} of {cluster} is moved")
                 self.scenario.restart_agent(agent, 0.1)
+        for relay in list(self.scenario.relays):
+            cluster = relay.machine._session.cluster
+            if relay.alive and cluster not in ("", self.scenario.ledger.cluster):
+                relay.crash()
+                self.scenario.join_relay(relay.name, relay.host)
 
     def _nobody_gave_up(self) -> None:
         for agent in self.scenario.agents.values():

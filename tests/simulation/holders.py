@@ -10,8 +10,8 @@ from ckpt_engine.core.problems import invalid
 from ckpt_engine.machines import events
 from ckpt_engine.machines.holder.machine import HolderMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.simulation.hosts import HOST
 from tests.simulation.members import Cluster, MemberShell
-from tests.simulation.shell import HOST
 from tests.simulation.weights import SLICES, HeldSource, ref_of
 from tests.simulation.world import Steps
 

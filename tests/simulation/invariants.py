@@ -23,6 +23,7 @@ from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.words.holding import Kind
 from tests.simulation.engine import CLEAN, DIRTY, Engine, Worker
+from tests.simulation.hosts import RELAYS_READ, ways
 from tests.simulation.weights import HeldSource, ref_of
 from tests.simulation.world import BrokenPromiseError
 
@@ -55,6 +56,7 @@ class Invariants:
         self._seen: dict[str, object] = {}
         self._mislabelled: dict[Engine, int] = {}
         self._said: set[tuple[Engine, int]] = set()  # that tokens of this install may be called by another version
+        self._told_to_fill: set[tuple[int, int, str]] = set()
         self._update: Update | None = None
         self._registered: dict[Update, set[str]] = {}  # when each update began
         self._installed: set[int] = set()  # epochs that some replica was told to install
@@ -231,6 +233,9 @@ class Invariants:
                 updates = manager.machine._updates.all()
                 if any(update.installs == body.fence and update.order.back for update in updates):
                     self._went_back[body.identity.lineage] = body.fence.epoch, body.identity
+            case events.Send(peer, manager_pb2.FillRelay() as body):
+                self._fill_fence(manager, body.fence)
+                self._upstream(manager, peer, body)
             case events.Send(_, manager_pb2.SleepWake() as body):
                 self._install_fence(manager, body.fence)
             case events.Send(
@@ -286,6 +291,23 @@ class Invariants:
             for digest in manager.blobs.get_json(worker.plan).values():
                 if not isinstance(self.scenario.truth.sources[bytes.fromhex(digest)], HeldSource):
                     raise BrokenPromiseError(f"epoch {install.fence.epoch} reads the trainer after its callers return")
+
+    def _upstream(self, manager: ManagerShell, peer: events.Peer, command: manager_pb2.FillRelay) -> None:
+        """A relay is told to read only what it reaches, and relays that have the version by then."""
+        told = manager.machine._members.by_peer[peer]
+        repeated = command.fence.epoch, command.attempt, told.session_id
+        if repeated in self._told_to_fill or self.scenario.ledgers_replaced:
+            return
+        self._told_to_fill.add(repeated)
+        for ref in command.tables:
+            source = self.scenario.truth.sources[ref.digest]
+            if isinstance(source, HeldSource) and not source.relay:
+                continue  # of a keeper nobody knows how it is read
+            if not ways(source.host, source.offered, told.host, RELAYS_READ):
+                raise BrokenPromiseError(f"{told.source} is to read memory of {source.host.name}, out of its reach")
+            known = isinstance(source, HeldSource) and source.alive and not source.silent
+            if known and source.filled != command.identity:
+                raise BrokenPromiseError(f"{told.source} is to be filled from {source.relay}, which is not filled")
 
     def overwritten(self, relay: RelayShell, slot: HeldSource) -> None:
         """Nothing is filled where replicas read that an update waits for."""

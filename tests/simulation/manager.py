@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, data_loss, invalid, precondition
-from ckpt_engine.core.reach import Distance
 from ckpt_engine.machines import events
 from ckpt_engine.machines.events import Call, Peer
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.machines.manager.versions import Intended, Meant
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.simulation.hosts import ways
 from tests.simulation.shell import Faults, Shell, Stream
 from tests.simulation.weights import SLICES, Blobs, Truth
 from tests.simulation.world import Signal, Steps, World
@@ -304,29 +304,71 @@ class ManagerShell(Shell):
         if len(models) != 1:
             raise invalid(f"the ranks publish different models: {sorted(models)}")
         sources = tuple(
-            events.SourceOffer(table.id, table.rank, ref, table.stays_sealed, table.source_copies, self._on_disk(ref))
+            self._offer(table, table.rank, ref, table.source_copies, self._on_disk(ref))
             for table, ref in zip(tables, task.tables, strict=True)
         )
         (model,) = models
         for trainer in self.machine._members.ranks(task.lineage).values():
             self.truth.models[trainer.lineage] = model
-        return events.Published(self.blobs.put(model.encode()), sources, SLICES, SLICES)
+        return self._published(model, sources)
+
+    def _offer(
+        self, table: weights_pb2.SourceTable, rank: int | None, ref: manager_pb2.BlobRef, copies: int, outlives: bool
+    ) -> events.SourceOffer:
+        ways = tuple(frozenset(offer.transport for offer in region.offers) for region in table.regions)
+        return events.SourceOffer(table.id, rank, ref, table.stays_sealed, copies, outlives, host=table.host, ways=ways)
+
+    def _published(self, model: str, sources: tuple[events.SourceOffer, ...]) -> events.Published:
+        holders = (frozenset(source.source for source in self._who_has(sources, index)) for index in range(SLICES))
+        parts = frozenset(filter(None, holders))
+        return events.Published(self.blobs.put(model.encode()), sources, SLICES, SLICES, parts=parts)
+
+    def _who_has(self, sources: Sequence[events.SourceOffer], index: int) -> list[events.SourceOffer]:
+        return [source for source in sources if self.truth.sources[source.table.digest].has(index)]
 
     def _compile(self, task: events.CompilePlans) -> events.Compiled:
         sources = task.published.sources
         record = None if task.record is None else self._record(task.record, task.root)
-        holder = {str(index): sources[index % len(sources)].table.digest.hex() for index in range(SLICES)}
         for worker in task.workers:
             self.blobs.get(worker.needs)
+        read = {worker.key: self._reads(worker, sources) for worker in task.workers}
+        failed = {key[0]: found for key, found in read.items() if isinstance(found, weights_pb2.Problem)}
+        planned = {
+            key: found
+            for key, found in read.items()
+            if key[0] not in failed and not isinstance(found, weights_pb2.Problem)
+        }
         wanted = [worker.needs.digest.hex() for worker in task.workers]
-        plans = {worker.key: self.blobs.put_json(holder) for worker in task.workers}
-        distances = dict.fromkeys(plans, int(Distance.HOST_MEMORY))
+        plans = {key: self.blobs.put_json(holder) for key, (holder, _) in planned.items()}
+        distances = {key: distance for key, (_, distance) in planned.items()}
         coarse = record is not None and self.world.chance(0.5)  # needs are unions of what is recorded
         atoms = {
             source.source: self.blobs.put_json({"table": source.table.digest.hex(), "wanted": wanted})
             for source in ([] if coarse else sources)
         }
-        return events.Compiled(plans, atoms, dict.fromkeys(plans, SLICES), (record, task.root), distances=distances)
+        handle = record, task.root
+        return events.Compiled(plans, atoms, dict.fromkeys(plans, SLICES), handle, failed, distances=distances)
+
+    def _reads(
+        self, worker: events.PlanWorker, sources: Sequence[events.SourceOffer]
+    ) -> tuple[dict[str, str], int] | weights_pb2.Problem:
+        """From where a worker reads each slice, and how far the farthest of them is."""
+        plan, farthest = {}, 0
+        for index in range(SLICES):
+            near: list[tuple[int, events.SourceOffer]] = []
+            holders = self._who_has(sources, index)
+            for holder in holders:
+                offered = sorted({transport for way in holder.ways for transport in way})
+                found = ways(holder.host, offered, worker.host, worker.transports)
+                near += [(found[0].distance, holder)] if found else []
+            if not near:
+                message = f"slice {index} is out of reach from host {worker.host.name}"
+                return precondition(message if holders else f"nobody holds slice {index} any more").problem
+            least = min(distance for distance, _ in near)
+            nearest = [source for distance, source in near if distance == least]
+            plan[str(index)] = nearest[index % len(nearest)].table.digest.hex()
+            farthest = max(farthest, least)
+        return plan, farthest
 
     def _combine(self, task: events.CombineSeals) -> events.Combined:
         record, root = task.compiled.handle  # type: ignore[misc]
@@ -353,16 +395,15 @@ class ManagerShell(Shell):
         sources, records, model = [], [] if task.record is None else [task.record], ""
         for offer in task.offers:
             try:
-                assert offer.record is not None
-                self._record(offer.record, task.identity.root)
+                if offer.record is not None:
+                    self._record(offer.record, task.identity.root)
                 table = weights_pb2.SourceTable.FromString(self.blobs.get(offer.table))
             except CkptEngineError as error:
                 refused[offer.source] = error.problem
                 continue
-            records.append(offer.record)
+            records += [] if offer.record is None else [offer.record]
             model = json.loads(table.description)[3]
-            sources.append(events.SourceOffer(table.id, None, offer.table, True, 0, False))
+            sources.append(self._offer(table, offer.rank, offer.table, 0, self._on_disk(offer.table)))
         if not sources:
             return events.Joined(None, None, refused)
-        published = events.Published(self.blobs.put(model.encode()), tuple(sources), SLICES, SLICES)
-        return events.Joined(published, records[0], refused)
+        return events.Joined(self._published(model, tuple(sources)), records[0], refused)

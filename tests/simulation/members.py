@@ -16,8 +16,9 @@ from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from ckpt_engine.words import state
 from tests.simulation.engine import Engine
+from tests.simulation.hosts import HOST, WORKERS_READ
 from tests.simulation.manager import ManagerShell
-from tests.simulation.shell import HOST, Faults, Shell, Stream
+from tests.simulation.shell import Faults, Shell, Stream
 from tests.simulation.weights import Source, Truth, ref_of
 from tests.simulation.world import BrokenPromiseError, Signal, Steps, World
 
@@ -149,15 +150,16 @@ class AgentShell(MemberShell):
         agent_epoch: int,
         mode: manager_pb2.Mode = manager_pb2.STANDALONE,
         machine: type[AgentMachine] = AgentMachine,
+        host: weights_pb2.Host = HOST,
     ) -> None:
         session = f"{name}-{cluster.world.random.getrandbits(32):08x}"
         super().__init__(
             cluster,
             name,
-            machine(name, session, agent_epoch, mode, HOST, ("shared_memory", "relay_memory"), cluster.deadlines),
+            machine(name, session, agent_epoch, mode, host, WORKERS_READ, cluster.deadlines),
         )
         self.machine: AgentMachine
-        self.agent_epoch, self.mode = agent_epoch, mode
+        self.agent_epoch, self.mode, self.host = agent_epoch, mode, host
         self.engine: Engine | None = None
         self.attached = 0.0
         self._requests = 0
@@ -290,7 +292,7 @@ class TrainerShell(MemberShell):
         super().__init__(
             cluster,
             f"{source.lineage}/{source.rank}",
-            machine(source.lineage, source.rank, source.world_size, session, HOST, cluster.deadlines),
+            machine(source.lineage, source.rank, source.world_size, session, source.host, cluster.deadlines),
         )
         self.source = source
         self.session = session
@@ -300,6 +302,17 @@ class TrainerShell(MemberShell):
         cluster.truth.sources[ref_of(source.table()).digest] = source
         self.feed(events.Start())
         self.feed(events.PublishTable(source.table()))
+
+    def withdraw(self) -> None:
+        """Takes back what it published: nobody reads it any more."""
+        self.source.lent = False
+        self.accepted = Signal()
+        self.feed(events.WithdrawTable())
+
+    def publish(self) -> None:
+        """Offers its weights again."""
+        self.source.lent = True
+        self.feed(events.PublishTable(self.source.table()))
 
     def crash(self) -> None:
         """Its memory is gone with it, files are not."""
@@ -330,6 +343,8 @@ class TrainerShell(MemberShell):
 
     def _seal(self, task: events.SealSource) -> Steps:
         yield self.world.between(0.001, 0.02)
+        if not self.source.lent:
+            raise precondition("nothing is published")
         if task.epoch < self._sealed_epoch:
             raise aborted(f"epoch {task.epoch} was overtaken by {self._sealed_epoch}")
         if not task.keep and not self.calling:

@@ -1,7 +1,7 @@
 """The simulated shell of a relay: two slots that are filled slice by slice, while whoever has a plan may read them.
 
 A slot's table is the same whatever version lies in it, so a plan of a version that was given up reads the next one. It
-waits for no reader, which is the worst that a real one does.
+waits for no reader, which is the worst that a real one does. Like a real one it reads nothing that it does not reach.
 """
 
 from __future__ import annotations
@@ -10,45 +10,67 @@ import json
 from typing import Any
 
 from ckpt_engine.core.offers import holder_id
-from ckpt_engine.core.problems import aborted, data_loss, deadline, invalid
+from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, invalid
 from ckpt_engine.core.relay_layout import SLOTS
 from ckpt_engine.machines import events
 from ckpt_engine.machines.relay.member import KIND, RelayMachine
-from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot, SlotFilled, StopFilling
-from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot, LetGoOf, SlotFilled, StopFilling
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.simulation.hosts import HOST, NETWORK, RELAY, RELAYS_READ, ways
 from tests.simulation.members import Cluster, MemberShell
-from tests.simulation.shell import HOST
-from tests.simulation.weights import SLICES, HeldSource, SourceGoneError, ref_of
+from tests.simulation.weights import SLICES, HeldSource, Source, SourceGoneError, ref_of
 from tests.simulation.world import Signal, Steps
 
 
 class RelayShell(MemberShell):
-    """One relay. fills: how often it began to overwrite a slot. watched: called with the slot before that."""
+    """One relay. fills: how often it began to overwrite a slot. watched: called with the slot before that. mapped:
+    digests of the tables whose memory it has open."""
 
     envelopes = (manager_pb2.HolderMessage, manager_pb2.HolderCommand)
 
-    def __init__(self, cluster: Cluster, name: str, machine: type[RelayMachine] = RelayMachine) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        machine: type[RelayMachine] = RelayMachine,
+        host: weights_pb2.Host = HOST,
+    ) -> None:
         session = f"{name}-{cluster.world.random.getrandbits(32):08x}"
-        filling = manager_pb2.Filling(memory_bytes=1 << 30)
-        super().__init__(cluster, name, machine(name, session, HOST, filling, cluster.deadlines))
+        self.filling = filling = manager_pb2.Filling(memory_bytes=1 << 30, reads=RELAYS_READ, lends=(RELAY, NETWORK))
+        super().__init__(cluster, name, machine(name, session, host, filling, cluster.deadlines))
+        self.host = host
         self.slots = [self._slot() for _ in range(SLOTS)]
         self.fills = 0
         self._last = Signal()
         self._last.set()
         self._stops = 0  # how often it was told to stop
         self.watched: list[Any] = []
+        self.mapped: set[bytes] = set()
         self.feed(events.Start())
         self.feed(events.HoldVersions(()))
 
     def _slot(self) -> HeldSource:
         number = self.world.random.getrandbits(32)
-        return HeldSource("", 0, 1, "held", "", number, {}, {}, source=holder_id(KIND, self.name))
+        return HeldSource(
+            "", 0, 1, "held", "", number, {}, {}, host=self.host, source=holder_id(KIND, self.name), relay=self.name
+        )
 
     def crash(self) -> None:
         """What is mapped stays readable; who has not mapped it finds nothing. Here: nothing."""
         super().crash()
         for slot in self.slots:
             slot.alive = False
+
+    def stop_for(self, seconds: float) -> None:
+        """What is mapped can be read; on the network nobody answers."""
+        super().stop_for(seconds)
+        for slot in self.slots:
+            slot.silent = self._held is not None
+
+    def _go_on(self) -> None:
+        for slot in self.slots:
+            slot.silent = False
+        super()._go_on()
 
     def own(self, command: Any) -> None:
         """Ends a filling."""
@@ -73,19 +95,22 @@ class RelayShell(MemberShell):
                 self.run_task(key, task.seconds, self._fill(task, self.world.now + task.seconds, self._stops))
             case ForgetSlot():
                 self.run_task(key, task.seconds, self._forget(task))
+            case LetGoOf():
+                self.run_task(key, task.seconds, self._let_go(task))
 
     def _seal(self, task: events.SealSource) -> Steps:
         yield self.world.between(0.001, 0.02)
         wanted = yield from self.fetch((task.atoms,))
         table = json.loads(wanted[0])["table"]
         for slot in self.slots:
-            if table == ref_of(slot.table()).digest.hex() and len(slot.memory) == SLICES:
+            if table == ref_of(slot.table()).digest.hex() and len(slot.memory) == SLICES - len(slot.lacks):
                 return (yield from self.put_digests(slot, task.atoms))
         raise invalid("these atoms are of nothing that it holds")
 
     def _count(self, task: CountSlot) -> Steps:
         command = task.command
         yield from self.fetch((command.record, *command.tables, *command.needs))
+        self.mapped |= {table.digest for table in command.tables}
         return 1
 
     def _fill(self, task: FillSlot, end: float, stops: int) -> Steps:
@@ -100,19 +125,33 @@ class RelayShell(MemberShell):
     def _overwrite(self, task: FillSlot, end: float, stops: int) -> Steps:
         self._may_go_on(end, stops)
         command, slot, truth = task.command, self.slots[task.slot], self.cluster.truth
-        for look in self.watched:
+        held = set(range(SLICES)) - slot.lacks if task.more and slot.filled == command.identity else set()
+        for look in self.watched if not held else ():
             look(self, slot)
-        self.fills += 1
+        self.fills += not held
         slot.lineage, slot.model = command.identity.lineage, truth.models[command.identity.lineage]
         truth.sources[ref_of(slot.table()).digest] = slot
         (data,) = yield from self.fetch((command.record,))
         record = json.loads(data)
-        for index in range(SLICES):
+        lacks: dict[int, weights_pb2.Problem] = {}
+        for index in [each for each in range(SLICES) if each not in held]:
             yield self.world.between(0.001, 0.03)
+            if self._over_network(command):
+                yield self.world.between(0.0, self.faults.wire_delay)
             self._may_go_on(end, stops)
-            slot.memory[index] = slot.sealed[index] = self._read(command, index, record[str(index)])
-        slot.filled = command.identity
-        return SlotFilled(slot.table(), data, manager_pb2.RelayFilled(bytes=SLICES))
+            try:
+                slot.memory[index] = slot.sealed[index] = self._read(command, index, record[str(index)])
+            except CkptEngineError as error:
+                slot.memory.pop(index, None)
+                lacks[index] = error.problem
+        if len(lacks) == SLICES:
+            raise CkptEngineError(lacks[0])
+        slot.filled, slot.lacks = command.identity, frozenset(lacks)
+        truth.sources[ref_of(slot.table()).digest] = slot
+        told = manager_pb2.RelayFilled(
+            bytes=SLICES - len(lacks), missing=list(lacks.values()), missing_cells=len(lacks)
+        )
+        return SlotFilled(slot.table(), data, told)
 
     def _may_go_on(self, end: float, stops: int) -> None:
         if self._stops != stops:
@@ -120,9 +159,21 @@ class RelayShell(MemberShell):
         if self.world.now >= end:
             raise deadline("the time for filling is over")
 
+    def _over_network(self, command: manager_pb2.FillRelay) -> bool:
+        sources = (self.cluster.truth.sources[ref.digest] for ref in command.tables)
+        return any(self._way(source) == NETWORK for source in sources)
+
+    def _way(self, source: Source) -> str:
+        """The transport over which it reads a source; empty if none leads there."""
+        found = ways(source.host, source.offered, self.host, RELAYS_READ)
+        return found[0].transport if found else ""
+
     def _read(self, command: manager_pb2.FillRelay, index: int, wanted: str) -> str:
         for ref in command.tables:
             source = self.cluster.truth.sources[ref.digest]
+            way = self._way(source)
+            if not way or (way == NETWORK and self._fails(source)):
+                continue
             try:
                 found = source.read(index)
             except SourceGoneError:
@@ -130,6 +181,14 @@ class RelayShell(MemberShell):
             if found == wanted:
                 return found
         raise data_loss(f"nobody brings slice {index} as it was sealed")
+
+    def _let_go(self, task: LetGoOf) -> Steps:
+        yield self._last
+        self.mapped -= set(task.tables)
+
+    def _fails(self, source: Source) -> bool:
+        cut = frozenset({source.host.name, self.host.name}) in self.faults.wire_cuts
+        return cut or (isinstance(source, HeldSource) and source.silent) or self.world.chance(self.faults.wire)
 
     def _forget(self, task: ForgetSlot) -> Steps:
         yield self.world.between(0.001, 0.02)

@@ -19,6 +19,10 @@ OPERATED_EVERY = 5
 leaves less time for others: so it is not in every story."""
 
 
+FAR_EVERY = 4
+"""Of so many stories one is on several hosts."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What makes a story the same again: `str` and `parse` are each other's inverse."""
@@ -61,7 +65,14 @@ class Recipe:
     def tell(self) -> Scenario:
         """Raises BrokenPromiseError."""
         often = OPERATED if self.seed % OPERATED_EVERY == 0 else frozenset[str]()
-        slant = Slant(without=self.without, often=often - self.without, relays="relays" not in self.without)
+        relays = "relays" not in self.without
+        slant = Slant(
+            without=self.without,
+            often=often - self.without,
+            relays=relays,
+            far=relays and self.seed % FAR_EVERY == FAR_EVERY - 1 and "hosts" not in self.without,
+            withdraws=0.0 if "withdraws" in self.without else 0.15,
+        )
         return run_seed(self.seed, crashes=self.crashes, slant=slant, bad_seconds=self.seconds)
 
 
@@ -85,6 +96,8 @@ def shortest(recipe: Recipe, told: str) -> tuple[Recipe, str]:
     names = [
         "ledger",
         "relays",
+        "withdraws",
+        "hosts",
         *sorted({action.__name__ for action in chaos}),
         *sorted(vars(Faults()).keys() - {"cuts"}),
     ]

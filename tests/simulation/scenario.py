@@ -13,11 +13,12 @@ from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.relay.member import RelayMachine
 from ckpt_engine.machines.trainer.machine import TrainerMachine
-from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.chaos import Chaos
 from tests.simulation.engine import Engine
 from tests.simulation.healing import Healed
 from tests.simulation.holders import HolderShell
+from tests.simulation.hosts import HOST, host_of
 from tests.simulation.invariants import BrokenPromiseError, Invariants
 from tests.simulation.manager import Ledger, ManagerShell
 from tests.simulation.members import AgentShell, Cluster, TrainerShell
@@ -71,7 +72,8 @@ class Slant:
     without: names of faults and of the chaos's actions that are left out, to find a shorter story. often: actions that
     make up half of what the chaos does. worse: faults that are as bad as this, to bring something about more often.
     repeats: how often a run asks for the version again that it asked for last. relays: whether there may be some.
-    held: how often callers return when these hold the version.
+    held: how often callers return when these hold the version. withdraws: how often a run takes back what it published
+    after an update. far: whether there are several hosts, which only relays reach over a network.
     """
 
     without: frozenset[str] = frozenset()
@@ -80,6 +82,8 @@ class Slant:
     repeats: float = 0.15
     relays: bool = False
     held: float = 0.4
+    withdraws: float = 0.0
+    far: bool = False
 
 
 class Scenario:
@@ -100,6 +104,7 @@ class Scenario:
         self.world = World(seed)
         self.machines = machines or Machines()
         self.calm, self.crashes, self.slant = calm, crashes, slant or Slant()
+        self.hosts = [host_of(name) for name in "ABC"[: self.world.random.choice((2, 3))]] if self.slant.far else [HOST]
         self.deadlines = DEADLINES
         self.faults = Faults() if calm else self._draw_faults()
         self.truth = Truth()
@@ -135,6 +140,9 @@ class Scenario:
         self.start_group()
         for _ in range(random.choice((0, 1, 1, 2)) if self.slant.relays else 0):
             self.join_relay()
+        for host in self.hosts[1:]:
+            if self.world.chance(0.9):
+                self.join_relay(host=host)
         self.chaos = Chaos(self)
         going_wrong = self.world.spawn(self.chaos.steps())
         self.world.run(self.world.now + bad_seconds)
@@ -165,6 +173,8 @@ class Scenario:
             stamp_no=some(0.6),
             drift=some(0.03) if self.crashes else 0.0,
         )
+        if self.slant.far:
+            faults.wire, faults.wire_delay = some(0.05), some(0.3)
         for name in self.slant.without & vars(faults).keys():
             setattr(faults, name, 0.005 if name == "delay" else 0.0)
         for name, value in self.slant.worse.items():
@@ -191,15 +201,23 @@ class Scenario:
             self.machines.manager,
         )
 
-    def join_replica(self, mode: manager_pb2.Mode | None = None) -> None:
+    def join_replica(self, mode: manager_pb2.Mode | None = None, host: weights_pb2.Host | None = None) -> None:
         """A new replica with a new engine; many are hybrid and few colocated, if nobody says what it is."""
         name = f"replica-{len(self.agents)}"
         if mode is None:
             others = manager_pb2.HYBRID if self.world.chance(0.4) else manager_pb2.STANDALONE
             mode = manager_pb2.COLOCATED if self.world.chance(0.05) else others
-        agent = self.agents[name] = AgentShell(self.cluster, name, 1, mode, self.machines.agent)
-        self.world.note(f"{name} joins")
+        host = host or self.some_host()
+        agent = self.agents[name] = AgentShell(self.cluster, name, 1, mode, self.machines.agent, host)
+        self.world.note(f"{name} joins{self._at(host)}")
         self.start_engine(agent)
+
+    def some_host(self) -> weights_pb2.Host:
+        """Any of those that there are."""
+        return self.world.random.choice(self.hosts) if len(self.hosts) > 1 else self.hosts[0]
+
+    def _at(self, host: weights_pb2.Host) -> str:
+        return f" on host {host.name}" if len(self.hosts) > 1 else ""
 
     @property
     def manager_lives(self) -> bool:
@@ -212,9 +230,11 @@ class Scenario:
         self.holders.append(holder)
         return holder
 
-    def join_relay(self, name: str | None = None) -> RelayShell:
-        """A relay on the host of all replicas. name: of one that was there before, and holds nothing now."""
-        relay = RelayShell(self.cluster, name or f"relay-{len(self.relays)}", self.machines.relay)
+    def join_relay(self, name: str | None = None, host: weights_pb2.Host | None = None) -> RelayShell:
+        """A relay, on the first host if nothing is said. name: of one that was there before, and holds nothing now."""
+        host = host or self.hosts[0]
+        relay = RelayShell(self.cluster, name or f"relay-{len(self.relays)}", self.machines.relay, host)
+        self.world.note(f"{relay.name} joins{self._at(host)}")
         relay.watched.append(self.invariants.overwritten)
         self.relays = [each for each in self.relays if each.name != name] + [relay]
         return relay
@@ -225,12 +245,18 @@ class Scenario:
         limited = self.world.chance(0.3) and not self.calm
         models = {"model A"} if limited else {"model A", "model B"}
         workers = self.world.random.choice((1, 2, 2, 3))
-        engine = self.machines.engine(self.world, self.faults, self.truth, f"engine-{self._engines}", workers, models)
+        name = f"engine-{self._engines}"
+        engine = self.machines.engine(self.world, self.faults, self.truth, name, workers, models, agent.host)
         delay = self.world.between(0.1, 2.0)
         self.world.after(delay, lambda: agent.attach(engine) if agent.alive and agent.engine is instead else None)
 
     def start_group(
-        self, lineage: str | None = None, kind: str | None = None, model: str | None = None, first: int | None = None
+        self,
+        lineage: str | None = None,
+        kind: str | None = None,
+        model: str | None = None,
+        first: int | None = None,
+        hosts: list[weights_pb2.Host] | None = None,
     ) -> None:
         """A trainer run: a new lineage, or one that goes on after its processes died."""
         random = self.world.random
@@ -241,17 +267,21 @@ class Scenario:
         model = model or random.choice(("model A",) * 8 + ("model B",))
         world_size = 1 if kind == "directory" else random.randint(1, 3)
         self.world.note(f"{lineage}: {world_size} ranks, {kind}, {model}")
-        group = self.join_group(lineage, kind, model, world_size)
+        group = self.join_group(lineage, kind, model, world_size, hosts or self._hosts_of_a_run())
         group.first = first
         self.world.spawn(Training(self, group).steps())
 
-    def join_group(self, lineage: str, kind: str, model: str, world_size: int) -> Group:
-        """The ranks of a run, which publish, and train when they are told to."""
+    def join_group(
+        self, lineage: str, kind: str, model: str, world_size: int, hosts: list[weights_pb2.Host] | None = None
+    ) -> Group:
+        """The ranks of a run, which publish, and train when they are told to. hosts: where they are, in turns; None:
+        all on the first one."""
         self._sessions += 1
+        hosts = hosts or [self.hosts[0]]
         trainers = [
             TrainerShell(
                 self.cluster,
-                Source(lineage, rank, world_size, kind, model, self._sessions),
+                Source(lineage, rank, world_size, kind, model, self._sessions, host=hosts[rank % len(hosts)]),
                 f"session-{self._sessions}-{rank}",
                 self.machines.trainer,
             )
@@ -260,6 +290,11 @@ class Scenario:
         group = Group(lineage, self._sessions, trainers)
         self.groups.append(group)
         return group
+
+    def _hosts_of_a_run(self) -> list[weights_pb2.Host]:
+        if len(self.hosts) == 1:
+            return self.hosts
+        return self.world.random.choice((self.hosts[:1], self.hosts[:1], self.hosts[1:2], self.hosts[:2]))
 
     def end_group(self, group: Group, in_good_order: bool) -> None:
         """All its processes end, the way that a launcher ends them when one of them dies."""
@@ -277,7 +312,9 @@ class Scenario:
         old = group.trainers[rank].source
         group.trainers[rank].crash()
         self._sessions += 1
-        source = Source(old.lineage, rank, old.world_size, old.kind, old.model, self._sessions, dict(old.memory))
+        source = Source(
+            old.lineage, rank, old.world_size, old.kind, old.model, self._sessions, dict(old.memory), host=old.host
+        )
         session = f"session-{self._sessions}-{rank}"
 
         def again() -> None:
@@ -291,7 +328,8 @@ class Scenario:
         engine = agent.engine
         if engine is None or engine.held_by_another(None):
             return
-        second = AgentShell(self.cluster, agent.name, agent.agent_epoch + 1, agent.mode, self.machines.agent)
+        machine = self.machines.agent
+        second = AgentShell(self.cluster, agent.name, agent.agent_epoch + 1, agent.mode, machine, agent.host)
         self.agents[agent.name] = second
         self.world.after(self.world.between(0.0, 0.5), lambda: second.attach(engine) if engine.alive else None)
 
@@ -304,7 +342,8 @@ class Scenario:
 
         def again() -> None:
             self.restarting.discard(agent.name)
-            new = AgentShell(self.cluster, agent.name, agent.agent_epoch + 1, agent.mode, self.machines.agent)
+            machine = self.machines.agent
+            new = AgentShell(self.cluster, agent.name, agent.agent_epoch + 1, agent.mode, machine, agent.host)
             self.agents[agent.name] = new
             if engine is not None and engine.alive:
                 self.world.after(self.world.between(0.05, 1.0), lambda: new.attach(engine))

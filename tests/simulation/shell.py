@@ -14,11 +14,7 @@ from google.protobuf.message import Message as ProtobufMessage
 from ckpt_engine.core.problems import CkptEngineError, deadline, internal
 from ckpt_engine.machines.events import Done, Key, Message, Peer, PeerLost
 from ckpt_engine.machines.wire import pack, unpack
-from ckpt_engine.v1 import weights_pb2
 from tests.simulation.world import Process, Steps, World
-
-HOST = weights_pb2.Host(boot_id="host", pid_namespace="namespace", name="simulated", relay_directory="relays")
-"""Where everybody is."""
 
 EXCUSED = 3.0
 """Seconds after having been stopped in which a process may be late."""
@@ -35,7 +31,8 @@ class Faults:
     stamp_no: that an engine does not take the version that it is told. half_open: that one end of a broken stream hears
     nothing of it. read_late, write_late: that a worker is stopped between looking at the clock and reading, or before
     its first byte. drift: how much faster or slower than time a process's clock may go, as a share of it. cuts:
-    (member, whether towards the manager) for each way on which nothing gets through.
+    (member, whether towards the manager) for each way on which nothing gets through. wire: that a relay's read over the
+    network fails. wire_delay: the longest that such a read takes. wire_cuts: pairs of hosts between which none leads.
     """
 
     loss: float = 0.0
@@ -54,6 +51,9 @@ class Faults:
     write_late: float = 0.0
     drift: float = 0.0
     cuts: set[tuple[str, bool]] = field(default_factory=set)
+    wire: float = 0.0
+    wire_delay: float = 0.0
+    wire_cuts: set[frozenset[str]] = field(default_factory=set)
 
 
 class Machine(Protocol):

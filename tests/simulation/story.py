@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.machines import events
+from ckpt_engine.machines.manager.ranks import LEFT_SECONDS
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.engine import Engine
 from tests.simulation.members import AgentShell, TrainerShell
-from tests.simulation.scenario import Machines, Scenario
+from tests.simulation.relays import RelayShell
+from tests.simulation.scenario import Machines, Scenario, Slant
 from tests.simulation.training import Group
 from tests.simulation.world import Steps
 
@@ -29,21 +33,31 @@ class AbleEngine(Engine):
 class Story(Scenario):
     """A good world in which only happens what the test says. Invariants are checked all the same."""
 
-    def __init__(self) -> None:
-        super().__init__(seed=1, calm=True, machines=Machines(engine=AbleEngine))
+    def __init__(self, far: bool = False, **deadlines: float) -> None:
+        super().__init__(seed=1, calm=True, machines=Machines(engine=AbleEngine), slant=Slant(far=far))
+        self.deadlines = self.cluster.deadlines = replace(self.deadlines, **deadlines)
         self.start_manager()
 
-    def replica(self, mode: manager_pb2.Mode = manager_pb2.STANDALONE) -> AgentShell:
+    def replica(
+        self, mode: manager_pb2.Mode = manager_pb2.STANDALONE, host: weights_pb2.Host | None = None
+    ) -> AgentShell:
         """A replica whose engine is ready and can load both models."""
-        self.join_replica(mode)
+        self.join_replica(mode, host)
         self.wait(3.0)
         agent = list(self.agents.values())[-1]
         assert agent.engine is not None
         return agent
 
-    def ranks(self, lineage: str = "run", world_size: int = 1, kind: str = "live", model: str = "model A") -> Group:
+    def ranks(
+        self,
+        lineage: str = "run",
+        world_size: int = 1,
+        kind: str = "live",
+        model: str = "model A",
+        hosts: list[weights_pb2.Host] | None = None,
+    ) -> Group:
         """Ranks that have trained once and whose tables are accepted."""
-        group = self.join_group(lineage, kind, model, world_size)
+        group = self.join_group(lineage, kind, model, world_size, hosts)
         group.train()
         self.wait(1.0)
         return group
@@ -51,6 +65,45 @@ class Story(Scenario):
     def wait(self, seconds: float) -> None:
         """Lets time pass."""
         self.world.run(self.world.now + seconds)
+
+    def until(self, reached: Callable[[], object], seconds: float = 10.0) -> None:
+        """Lets time pass until it has come to that, which must happen within so many seconds."""
+        end = self.world.now + seconds
+        while not reached():
+            assert self.world.now < end, "it does not come to that"
+            self.wait(0.001)
+
+    def relay(self) -> RelayShell:
+        """A relay that is connected."""
+        relay = self.join_relay()
+        self.wait(1.0)
+        return relay
+
+    def kill_manager(self) -> None:
+        """It ends without a word."""
+        assert self.cluster.manager is not None
+        self.cluster.manager.crash()
+
+    def restart_manager(self) -> None:
+        """Another one on the same ledger; returns when all have dialled in again."""
+        self.kill_manager()
+        self.start_manager()
+        self.wait(6.0)
+
+    @property
+    def phase(self) -> str:
+        """What the manager's status says that it does."""
+        assert self.cluster.manager is not None
+        return self.cluster.manager.machine.status().phase
+
+    def held_by(self, agent: AgentShell) -> weights_pb2.Identity | None:
+        """What an engine's workers say that they hold."""
+        assert agent.engine is not None
+        return agent.engine.words().identity
+
+    def last_report(self) -> manager_pb2.UpdateReport:
+        """Of the last update in the ledger that was not for a late replica."""
+        return self.ledger.reports[max(self.ledger.reports.keys() - self.ledger.late)]
 
     def call(self, trainer: TrainerShell, **wishes: Any) -> list[Any]:
         """One rank calls; its result is appended to the list when it comes: a report or a problem."""
@@ -65,6 +118,14 @@ class Story(Scenario):
 
         self.world.spawn(steps())
         return results
+
+    def leave(self, rank: int = 0) -> None:
+        """The caller of a rank goes, and has done so for good when this returns."""
+        manager = self.cluster.manager
+        assert manager is not None
+        (call,) = (call for call, each in manager.calls.items() if getattr(each.request, "rank", None) == rank)
+        manager.cancel_call(call)
+        self.wait(LEFT_SECONDS + 0.1)
 
     def roll_back(self, version: int, lineage: str = "", seconds: float = 5.0, **wishes: Any) -> Any:
         """An operator goes back; the report, or the problem."""
@@ -86,6 +147,11 @@ class Story(Scenario):
         over = self.cluster.manager.operate(request)
         self.wait(0.1)
         return over.value
+
+    def trained(self, group: Group, **wishes: Any) -> Any:
+        """One step of the optimizer, and the update to it."""
+        group.train()
+        return self.update(group, **wishes)
 
     def update(self, group: Group, seconds: float = 5.0, **wishes: Any) -> Any:
         """All ranks call with the same wishes; the result that all of them get."""

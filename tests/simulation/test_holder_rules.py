@@ -12,11 +12,6 @@ from tests.simulation.story import NEW, Problem, Story, outcomes, refused
 from tests.simulation.training import Group
 
 
-@pytest.fixture
-def story() -> Story:
-    return Story()
-
-
 def ended_run(story: Story) -> weights_pb2.Identity:
     """One that nobody can read any more."""
     story.replica()
@@ -34,18 +29,6 @@ def holder_of(story: Story, identity: weights_pb2.Identity, lies: bool = False) 
     return holder
 
 
-def held_by(agent: AgentShell) -> weights_pb2.Identity | None:
-    assert agent.engine is not None
-    return agent.engine.words().identity
-
-
-def restart_manager(story: Story) -> None:
-    assert story.cluster.manager is not None
-    story.cluster.manager.crash()
-    story.start_manager()
-    story.wait(6.0)
-
-
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_late_replica_is_read_from_a_holder_also_when_the_manager_lost_its_blobs(
     story: Story, restarted: bool
@@ -54,10 +37,10 @@ def test_a_late_replica_is_read_from_a_holder_also_when_the_manager_lost_its_blo
     holder = holder_of(story, identity)
     story.wait(1.0)
     if restarted:
-        restart_manager(story)
+        story.restart_manager()
     late = story.replica()
     story.wait(3.0)
-    assert held_by(late) == identity
+    assert story.held_by(late) == identity
     assert not holder.problems
 
 
@@ -66,11 +49,11 @@ def test_who_lies_about_a_version_is_told_and_does_not_stand_in_the_way(story: S
     liar = holder_of(story, identity, lies=True)
     late = story.replica()
     story.wait(3.0)
-    assert held_by(late) is None
+    assert story.held_by(late) is None
     refused(liar.problems[0], Problem.DATA_LOSS, "other weights")
     holder_of(story, identity)
     story.wait(6.0)
-    assert held_by(late) == identity
+    assert story.held_by(late) == identity
 
 
 def test_a_holder_that_ends_is_forgotten_with_what_it_held(story: Story) -> None:
@@ -117,7 +100,7 @@ def test_ranks_that_sealed_another_version_since_digest_all_again(
     asked = count_seals(story, monkeypatch)
     another_engine(story, agent)
     story.wait(4.0)
-    assert held_by(agent) == (None if sealed_since else identity)
+    assert story.held_by(agent) == (None if sealed_since else identity)
     assert bool(asked) == sealed_since
 
 

@@ -11,11 +11,6 @@ from tests.simulation.manager import Ledger, ManagerShell
 from tests.simulation.story import NEW, Problem, Story, outcomes, refused
 
 
-@pytest.fixture
-def story() -> Story:
-    return Story()
-
-
 def manager_of(story: Story) -> ManagerShell:
     assert story.cluster.manager is not None
     return story.cluster.manager
@@ -194,12 +189,6 @@ def test_a_table_that_another_manager_stored_is_stored_again(story: Story, monke
     assert story.update(group).ok
 
 
-def restart_manager(story: Story) -> None:
-    manager_of(story).crash()
-    story.start_manager()
-    story.wait(6.0)
-
-
 def test_a_hello_with_an_epoch_that_cannot_be_spoils_nothing(story: Story) -> None:
     """It is named, and nobody ends: not its sender, and after a restart of the manager nobody else."""
     good, liar = story.replica(), story.replica()
@@ -211,7 +200,7 @@ def test_a_hello_with_an_epoch_that_cannot_be_spoils_nothing(story: Story) -> No
         assert word in warnings(story)
     assert manager_of(story).machine.status().fence.epoch < 10
     assert outcomes(story.update(group, replicas=[good.name])) == {good.name: NEW}
-    restart_manager(story)
+    story.restart_manager()
     assert good.ended is None
     assert liar.ended is None
     group.train()
@@ -230,7 +219,7 @@ def test_a_rank_that_says_an_epoch_that_cannot_be_is_not_let_in(story: Story) ->
     trainer.break_streams()
     story.wait(3.0)
     assert "rank 0 of lineage 'run': not believed" in warnings(story)
-    restart_manager(story)
+    story.restart_manager()
     assert agent.ended is None
     assert manager_of(story).machine.status().fence.epoch < 10
     assert story.update(story.ranks("another run")).ok

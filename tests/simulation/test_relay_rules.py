@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from ckpt_engine.core.relay_routes import Route
+from ckpt_engine.machines.manager import prefetch
+from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.installing import Installing
+from ckpt_engine.machines.manager.prefetch import Prefetch
+from ckpt_engine.machines.manager.relay_facts import KnownNeeds
 from ckpt_engine.machines.manager.targets import Problem, Targets
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -34,9 +41,9 @@ def what_is_held_is_installed_from_relays_only(patch: Patch) -> None:
         identity: weights_pb2.Identity,
         planned: Collection[str],
         why: Mapping[str, Problem],
-        direct: bool,
+        never: str,
     ) -> None:
-        original(self, identity, planned, why, True)
+        original(self, identity, planned, why, "")
 
     patch.setattr(Targets, "take_ways", take_ways)
 
@@ -53,6 +60,36 @@ def callers_return_when_the_intent_is_durable(patch: Patch) -> None:
     patch.setattr(Installing, "record", record)
 
 
+def a_relay_waits_until_its_upstream_holds_the_version(patch: Patch) -> None:
+    """It is told at once, with whatever lies there."""
+    original = Prefetch._table_of
+
+    def table_of(self: Prefetch, name: str) -> manager_pb2.BlobRef | None:
+        held = getattr(self._state.members.holders.get(name), "held", ())
+        return original(self, name) or next((each.table for each in held), None)
+
+    patch.setattr(Prefetch, "_table_of", table_of)
+
+
+def a_relay_is_told_to_read_only_what_it_reaches(patch: Patch) -> None:
+    """The tables of all sources go to every relay."""
+    original = prefetch.fill_command
+
+    def fill_command(
+        course: Course, known: KnownNeeds, identity: weights_pb2.Identity, name: str, route: Route, upstream: Any
+    ) -> manager_pb2.FillRelay:
+        everybody = tuple(source.source for source in course.order.published.sources if source.source != name)
+        return original(course, known, identity, name, replace(route, sources=everybody), upstream)
+
+    patch.setattr(prefetch, "fill_command", fill_command)
+
+
+FAR: list[Mistake] = [
+    a_relay_waits_until_its_upstream_holds_the_version,
+    a_relay_is_told_to_read_only_what_it_reaches,
+]
+
+
 RULES: list[Mistake] = [
     the_next_intent_waits_for_every_outcome,
     what_is_held_is_installed_from_relays_only,
@@ -63,3 +100,8 @@ RULES: list[Mistake] = [
 @pytest.mark.parametrize("rule", RULES, ids=name_of)
 def test_some_seed_notices_without(rule: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
     must_be_noticed(rule, monkeypatch, Slant(relays=True, held=0.7))
+
+
+@pytest.mark.parametrize("rule", FAR, ids=name_of)
+def test_some_seed_of_several_hosts_notices_without(rule: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+    must_be_noticed(rule, monkeypatch, Slant(relays=True, far=True, held=0.5))

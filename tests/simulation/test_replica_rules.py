@@ -13,12 +13,6 @@ from tests.simulation.members import AgentShell
 from tests.simulation.story import NEW, OLD, QUARANTINED, Problem, Story, outcomes
 from tests.simulation.world import Steps
 
-
-@pytest.fixture
-def story() -> Story:
-    return Story()
-
-
 # ------------------------------------------------------------------------------------------------------ replicas
 
 
@@ -231,13 +225,6 @@ def lineage_of(agent: AgentShell) -> str:
     return "nothing" if identity is None else identity.lineage
 
 
-def restart_manager(story: Story) -> None:
-    assert story.cluster.manager is not None
-    story.cluster.manager.crash()
-    story.start_manager()
-    story.wait(6.0)
-
-
 @pytest.mark.parametrize("restarted", [False, True])
 def test_late_replicas_of_two_runs_each_get_their_own(story: Story, restarted: bool) -> None:
     first, second, neither = story.replica(), story.replica(), story.replica()
@@ -245,7 +232,7 @@ def test_late_replicas_of_two_runs_each_get_their_own(story: Story, restarted: b
     for agent, group in runs.items():
         assert outcomes(story.update(group, replicas=[agent.name])) == {agent.name: NEW}
     if restarted:
-        restart_manager(story)
+        story.restart_manager()
     for agent in runs:
         another_engine(story, agent)
     story.wait(6.0)
@@ -262,7 +249,7 @@ def test_a_replica_belongs_to_the_run_whose_update_was_for_it_last(story: Story,
     another_engine(story, kept)  # a late replica of the first run changes nothing for the other one
     story.wait(4.0)
     if restarted:
-        restart_manager(story)
+        story.restart_manager()
     another_engine(story, taken)
     another_engine(story, kept)
     late = story.replica()

@@ -13,33 +13,12 @@ from tests.simulation.scenario import Group
 from tests.simulation.story import NEW, Problem, Story, outcomes, refused
 
 
-@pytest.fixture
-def story() -> Story:
-    return Story()
-
-
 def holder_of(story: Story, identity: weights_pb2.Identity, lies: bool = False) -> HolderShell:
     holder = story.join_holder(lies)
     story.wait(0.5)
     holder.hold(identity)
     story.wait(0.5)
     return holder
-
-
-def held_by(agent: AgentShell) -> weights_pb2.Identity | None:
-    assert agent.engine is not None
-    return agent.engine.words().identity
-
-
-def kill_manager(story: Story) -> None:
-    assert story.cluster.manager is not None
-    story.cluster.manager.crash()
-
-
-def restart_manager(story: Story) -> None:
-    kill_manager(story)
-    story.start_manager()
-    story.wait(6.0)
 
 
 def next_version(story: Story, group: Group) -> weights_pb2.Identity:
@@ -73,23 +52,23 @@ def test_replicas_go_back_and_late_ones_follow_while_numbers_go_on(story: Story,
     report = story.roll_back(first.version)
     assert (report.identity, outcomes(report), report.ok) == (first, {agent.name: NEW}, True)
     if restarted:
-        restart_manager(story)
+        story.restart_manager()
     late = story.replica()
     another_engine(story, agent)
-    assert [held_by(agent), held_by(late)] == [first, first]
+    assert [story.held_by(agent), story.held_by(late)] == [first, first]
     assert story.cluster.manager is not None
     assert list(story.cluster.manager.machine.watched().latest.values()) == [first]
     assert next_version(story, group).version == second.version + 1
-    assert held_by(late) == held_by(agent) != first
+    assert story.held_by(late) == story.held_by(agent) != first
 
 
 def test_a_manager_that_was_restarted_knows_older_versions_from_its_ledger(story: Story) -> None:
     agent, group, (first, second) = two_versions(story)
     holder_of(story, first)
-    restart_manager(story)
+    story.restart_manager()
     assert story.roll_back(first.version).ok
-    assert held_by(agent) == first
-    restart_manager(story)
+    assert story.held_by(agent) == first
+    story.restart_manager()
     assert next_version(story, group).version == second.version + 1
 
 
@@ -109,7 +88,7 @@ def test_only_those_that_are_named_go_back(story: Story) -> None:
     holder_of(story, first)
     report = story.roll_back(first.version, replicas=[other.name])
     assert outcomes(report) == {other.name: NEW}
-    assert [held_by(agent), held_by(other)] == [second, first]
+    assert [story.held_by(agent), story.held_by(other)] == [second, first]
 
 
 def test_what_cannot_be_gone_back_to_is_refused_and_said(story: Story) -> None:
@@ -126,7 +105,7 @@ def test_what_cannot_be_gone_back_to_is_refused_and_said(story: Story) -> None:
     refused(story.roll_back(-1), Problem.INVALID_ARGUMENT, "version -1")
     refused(story.roll_back(first.version, replicas=["nobody"]), Problem.NOT_FOUND, "no replica 'nobody'")
     refused(story.roll_back(first.version, timeout_seconds=-1.0), Problem.INVALID_ARGUMENT, "timeout")
-    assert held_by(agent) == second
+    assert story.held_by(agent) == second
 
 
 def test_a_number_that_is_held_of_two_lineages_needs_the_lineages_name(story: Story) -> None:
@@ -136,9 +115,9 @@ def test_a_number_that_is_held_of_two_lineages_needs_the_lineages_name(story: St
     holder_of(story, first)
     holder_of(story, other)
     refused(story.roll_back(0), Problem.INVALID_ARGUMENT, "'another', 'run'", "name one")
-    assert held_by(agent) == other
+    assert story.held_by(agent) == other
     assert story.roll_back(0, "run").identity == first
-    assert held_by(agent) == first
+    assert story.held_by(agent) == first
 
 
 def test_who_holds_other_weights_under_a_known_number_is_not_believed(story: Story) -> None:
@@ -150,7 +129,7 @@ def test_who_holds_other_weights_under_a_known_number_is_not_believed(story: Sto
     another = weights_pb2.Identity(lineage="run", version=9, root=second.root)
     holder_of(story, another)
     refused(story.roll_back(9), Problem.FAILED_PRECONDITION, "neither the ledger nor a worker knows the root")
-    assert held_by(agent) == second
+    assert story.held_by(agent) == second
     holder_of(story, first)
     assert story.roll_back(first.version).ok
 
@@ -162,14 +141,14 @@ def test_a_ledger_that_was_lost_leaves_the_words_of_workers_to_go_by(story: Stor
     assert story.roll_back(first.version, replicas=[other.name]).ok
     holder_of(story, second)
     story.end_group(group, in_good_order=True)
-    kill_manager(story)
+    story.kill_manager()
     story.ledgers_replaced += 1
     story.ledger.intents.clear()
     story.ledger.highest.clear()
     story.start_manager()
     story.wait(6.0)
     assert story.roll_back(second.version).ok
-    assert [held_by(agent), held_by(other)] == [second, second]
+    assert [story.held_by(agent), story.held_by(other)] == [second, second]
 
 
 def test_an_update_of_the_lineage_is_not_overtaken_and_one_of_another_is_waited_for(story: Story) -> None:
@@ -187,7 +166,7 @@ def test_an_update_of_the_lineage_is_not_overtaken_and_one_of_another_is_waited_
     report = story.roll_back(first.version)
     assert isinstance(waiting[0], manager_pb2.UpdateReport)
     assert report.fence.epoch > waiting[0].fence.epoch
-    assert held_by(agent) == first
+    assert story.held_by(agent) == first
 
 
 def _now(story: Story, identity: weights_pb2.Identity) -> Any:
@@ -204,7 +183,7 @@ def test_ranks_that_call_during_a_rollback_wait_for_its_end(story: Story) -> Non
     report = story.update(group, seconds=8.0)
     assert over.value.ok
     assert (report.identity.version, report.ok) == (second.version + 1, True)
-    assert held_by(agent) == report.identity
+    assert story.held_by(agent) == report.identity
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2])
@@ -217,10 +196,10 @@ def test_a_manager_that_is_killed_in_a_rollback_leaves_one_version_or_the_other_
     assert story.cluster.manager is not None
     story.cluster.manager.roll_back(first.version)
     story.wait(seconds)
-    restart_manager(story)
+    story.restart_manager()
     story.wait(5.0)
     intended = story.ledger.intents[max(story.ledger.intents)]
-    assert held_by(agent) == intended
+    assert story.held_by(agent) == intended
     assert next_version(story, group).version == second.version + 1
 
 
@@ -232,7 +211,7 @@ def test_a_caller_that_leaves_before_the_intent_takes_its_rollback_back(story: S
     call, _ = manager.roll_back(first.version)
     manager.cancel_call(call)
     story.wait(5.0)
-    assert held_by(agent) == second
+    assert story.held_by(agent) == second
 
 
 def test_two_rollbacks_of_a_lineage_take_turns_without_asking_for_ever(story: Story) -> None:
@@ -248,14 +227,14 @@ def test_two_rollbacks_of_a_lineage_take_turns_without_asking_for_ever(story: St
     assert story.world.events - begun < 500
     assert answers[0].value.ok
     refused(answers[1].value, Problem.ABORTED, "runs, to version 0")
-    assert held_by(agent) == versions[0]
+    assert story.held_by(agent) == versions[0]
 
 
 def test_a_rollback_that_waits_too_long_says_for_what(story: Story) -> None:
     two_versions(story)
     restarted = story.cluster.manager
     assert restarted is not None
-    kill_manager(story)
+    story.kill_manager()
     story.start_manager()
     result = story.roll_back(0, timeout_seconds=1.5)
     refused(result, Problem.DEADLINE_EXCEEDED, "rollback to version 0", "the manager was restarted")
@@ -277,9 +256,9 @@ def test_the_report_of_an_update_is_told_again_and_not_that_of_a_late_replica(st
     group.train()
     report = story.update(group)
     another_engine(story, agent)
-    assert held_by(agent) == report.identity
+    assert story.held_by(agent) == report.identity
     if restarted:
-        restart_manager(story)
+        story.restart_manager()
     assert wait_for(story, report.identity.version) == report
     refused(wait_for(story, 7), Problem.NOT_FOUND, "no update to version 7 of lineage 'run'", "2, 1, 0")
     refused(wait_for(story, 0, "other"), Problem.NOT_FOUND, "lineage 'other'")
@@ -318,5 +297,5 @@ def test_an_update_in_whose_middle_the_manager_ended_has_no_report(story: Story)
         story.wait(0.002)
         if story.ledger.intents:
             break
-    restart_manager(story)
+    story.restart_manager()
     refused(wait_for(story, 0), Problem.ABORTED, "the manager ended during update", "version 0")

@@ -62,6 +62,8 @@ class Training:
             elif group.first is not None and self.world.chance(0.3):
                 # The next one takes a new lineage, or goes on counting.
                 self.scenario.end_group(group, in_good_order=True)
+            if report is not None and self.scenario.relays and self.world.chance(self.scenario.slant.withdraws):
+                yield from self._withdraw()
             if group.trainers[0].source.kind == "directory" and report is not None and self.world.chance(0.7):
                 self.scenario.end_group(group, in_good_order=True)
 
@@ -95,6 +97,14 @@ class Training:
             return None
         scenario.succeeded += reports[0].ok or reports[0].held
         return reports[0]
+
+    def _withdraw(self) -> Steps:
+        """All ranks take back what they publish, and offer it again a while later."""
+        for trainer in self.group.trainers:
+            trainer.withdraw()
+        yield self.world.between(0.0, 2.0)
+        for trainer in self.group.trainers:
+            trainer.publish()
 
     def _by_relay(self) -> tuple[manager_pb2.Prefetch, manager_pb2.Until]:
         """What the callers want of relays: held only while nobody looks at how the installs of a report ended."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from ckpt_engine.core.problems import not_found
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.simulation.hosts import FILES, HOST, MEMORY, NETWORK, RELAY
 from tests.simulation.world import World
 
 SLICES = 4
@@ -28,7 +29,7 @@ class Source:
     """What a rank offers: the slices s with s % world_size == rank.
 
     kind: "live": readers read the trainer's own memory. "snapshot": sealing copies it, and the copy stays. "directory":
-    files, which stay when the process is gone. alive: whether the owner's process is.
+    files, which stay when the process is gone. alive: whether the owner's process is. lent: not taken back.
     """
 
     lineage: str
@@ -40,6 +41,24 @@ class Source:
     memory: dict[int, str] = field(default_factory=dict)
     sealed: dict[int, str] = field(default_factory=dict)
     alive: bool = True
+    lent: bool = True
+    host: weights_pb2.Host = field(default_factory=lambda: HOST)
+
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """The transports over which it is read."""
+        return (FILES,) if self.kind == "directory" else (MEMORY,)
+
+    @property
+    def region(self) -> weights_pb2.OfferedRegion:
+        """All of it."""
+        return weights_pb2.OfferedRegion(
+            size=1, offers=[weights_pb2.Offer(transport=transport) for transport in self.offered]
+        )
+
+    def has(self, index: int) -> bool:
+        """Whether it has this slice, of any version."""
+        return index % self.world_size == self.rank
 
     @property
     def stays_sealed(self) -> bool:
@@ -54,6 +73,8 @@ class Source:
         owner = 0 if self.kind == "directory" else self.process
         return weights_pb2.SourceTable(
             id=f"rank {self.rank}",
+            host=self.host,
+            regions=[self.region],
             rank=self.rank,
             stays_sealed=self.stays_sealed,
             source_copies=int(self.kind == "snapshot"),
@@ -73,6 +94,8 @@ class Source:
         """What is there at this moment."""
         if not self.alive and self.kind != "directory":
             raise SourceGoneError(f"rank {self.rank} of {self.lineage} is gone")
+        if not self.lent and self.kind != "directory":
+            raise SourceGoneError(f"rank {self.rank} of {self.lineage} has taken back what it published")
         content = self.memory if self.kind == "live" else self.sealed
         if index not in content:
             raise SourceGoneError(f"rank {self.rank} of {self.lineage} has sealed nothing")
@@ -85,18 +108,33 @@ class Source:
 
 @dataclass
 class HeldSource(Source):
-    """What a holder holds of one version: all slices, in its own memory. rank, world_size: of nothing. filled: of a
-    relay's slot, what it was filled with last."""
+    """What a holder holds of one version, in its own memory. rank, world_size: of nothing. filled: of a relay's slot,
+    what it was filled with last. lacks: slices that nobody brought then. relay: whose slot it is; empty: of none.
+    silent: whether nobody answers on the network now."""
 
     source: str = ""
     filled: weights_pb2.Identity | None = None
+    lacks: frozenset[int] = frozenset()
+    relay: str = ""
+    silent: bool = False
+
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """The transports over which it is read."""
+        return (RELAY, NETWORK) if self.relay else (MEMORY,)
+
+    def has(self, index: int) -> bool:
+        """Whether it has this slice."""
+        return index not in self.lacks
 
     def table(self) -> bytes:
         """A SourceTable without a rank."""
         return weights_pb2.SourceTable(
             id=self.source,
+            host=self.host,
+            regions=[self.region],
             stays_sealed=True,
-            description=json.dumps([self.lineage, self.world_size, self.kind, self.model, self.process]),
+            description=json.dumps([self.lineage, sorted(self.lacks), self.kind, self.model, self.process]),
         ).SerializeToString(deterministic=True)
 
 

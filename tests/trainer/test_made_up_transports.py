@@ -28,8 +28,15 @@ from plain_replica import PlainReplica
 from ckpt_engine import CkptEngineError, Trainer
 from ckpt_engine.core import transports
 from ckpt_engine.core.problems import data_loss, deadline, unavailable
-from ckpt_engine.core.reach import Verdict, same_host
-from ckpt_engine.core.transports import HOST_MEMORY, TransportKind, register_transport, unregister_transport
+from ckpt_engine.core.reach import Verdict, by_network, same_host
+from ckpt_engine.core.topology import choose_transport
+from ckpt_engine.core.transports import (
+    HOST_MEMORY,
+    TransportKind,
+    arena_kinds,
+    register_transport,
+    unregister_transport,
+)
 from ckpt_engine.source.open import open_source
 from ckpt_engine.transport import fetched
 from ckpt_engine.transport.base import (
@@ -313,6 +320,31 @@ def test_everybody_who_lists_transports_lists_them() -> None:
         register_transport(TOLD)
 
 
+def test_what_is_between_relays_is_loaded_by_relays_only() -> None:
+    lends = frozenset({HOST_MEMORY})
+    register_transport(TransportKind("between", by_network, Told, ToldLender, lends, relays_only=True, arena=Told))
+    try:
+        assert "between" not in all_transports()
+        assert "between" in all_transports(relay=True)
+        assert "between" not in worker_transports()
+        with pytest.raises(ValueError, match="between relays; workers of a host read its relay"):
+            worker_transports(["between"])
+        assert "between" in [kind.name for kind in arena_kinds()]
+        (row,) = [row for row in transport_rows() if row.name == "between"]
+        assert (row.ok, row.reason) == (True, "between relays: there are sockets")
+        with pytest.raises(CkptEngineError, match="none that tensors can be published over"):
+            open_source(weights(), transport="between")
+        source = open_source(weights())
+        (region,) = source.table().regions
+        assert "between" not in [offer.transport for offer in region.offers]
+        source.close()
+        near, far = Host(name="h1", address="10.0.0.1"), Host(name="h2")
+        with pytest.raises(CkptEngineError, match="over between, which no worker reads; start a relay on host h2"):
+            choose_transport(near, "between", far, worker_transports())
+    finally:
+        unregister_transport("between")
+
+
 def test_a_transport_that_cannot_be_loaded_stops_nobody() -> None:
     register_transport(TransportKind("broken", near, "ckpt_engine.no_such_module:Nothing"))
     try:
@@ -469,7 +501,8 @@ def test_entry_points_are_found_by_every_process_and_nonsense_is_left_out(tmp_pa
         check=True,
         timeout=120,
     )
-    assert found.stdout.split() == ["cuda_ipc", "relay_memory", "shared_memory", "file", "borrowed", "told"]
+    ours = ["cuda_ipc", "relay_memory", "shared_memory", "file", "ucx", "tcp"]
+    assert found.stdout.split() == [*ours, "borrowed", "told"]
     assert "nonsense" in found.stderr
     assert transports.ENTRY_POINTS in ENTRY_POINTS
 

@@ -105,7 +105,11 @@ def test_a_held_report_says_what_relays_hold_and_nothing_of_replicas() -> None:
     assert json.loads(json.dumps(said.to_dict()))["relays"][0] == {
         "name": "relay a",
         "replicas": ["r0", "r1"],
+        "relays": [],
+        "stage": 0,
+        "upstream": [],
         "bytes": 3_000_000,
+        "bytes_from": {},
         "seconds": 0.75,
         "problem": "",
     }

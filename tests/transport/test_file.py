@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,26 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     with pytest.raises(CkptEngineError):
         FileTransport().open([file_region(0, str(pipe), 0, 100)])
+
+
+@pytest.mark.parametrize(("other", "is_it"), [(0, True), (999, False), (10**9, False)])
+def test_a_host_that_is_told_whole_seconds_finds_the_same_file(path: Path, other: int, is_it: bool) -> None:
+    """As a network file system may tell it: what is less than a second is lost on the way."""
+    os.utime(path, ns=(5 * 10**9, 5 * 10**9 + 123_456_789))
+    region = file_region(0, str(path), 0, 100)
+    os.utime(path, ns=(5 * 10**9, 5 * 10**9 + other))
+    if is_it:
+        FileTransport().open([region]).check()
+        return
+    with pytest.raises(CkptEngineError, match="is another file") as refused:
+        FileTransport().open([region])
+    assert refused.value.problem.code == Problem.DATA_LOSS
+
+
+def test_who_does_not_have_the_directory_is_told_which_and_where(path: Path) -> None:
+    region = file_region(0, str(path), 0, 100)
+    path.rename(path.with_suffix(".elsewhere"))
+    words = f"cannot read {path} on host {socket.gethostname()}: No such file.* under the same path"
+    with pytest.raises(CkptEngineError, match=words) as refused:
+        FileTransport().open([region])
+    assert refused.value.problem.code == Problem.UNAVAILABLE

@@ -17,9 +17,11 @@ from ckpt_engine.transport.registry import all_transports, transport_rows
 
 def test_what_is_built_works_here_and_what_is_not_says_so() -> None:
     rows = {row.name: row for row in transport_rows()}
-    assert set(rows) == {"shared_memory", "file", "relay_memory", "cuda_ipc", "nccl", "ucx"}
-    assert {name for name, row in rows.items() if row.built} == {"cuda_ipc", "relay_memory", "shared_memory", "file"}
-    assert {name for name, row in rows.items() if row.ok} == set(all_transports())
+    assert set(rows) == {"shared_memory", "file", "relay_memory", "cuda_ipc", "tcp", "nccl", "ucx"}
+    built = {"cuda_ipc", "relay_memory", "shared_memory", "file", "tcp", "ucx"}
+    assert {name for name, row in rows.items() if row.built} == built
+    assert {name for name, row in rows.items() if row.ok} == set(all_transports(relay=True))
+    assert set(all_transports(relay=True)) - set(all_transports()) == {"tcp"}
     assert set(all_transports()) - {"cuda_ipc", "relay_memory"} == {"shared_memory", "file"}
     for row in rows.values():
         assert row.reason

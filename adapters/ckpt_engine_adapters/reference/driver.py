@@ -50,12 +50,12 @@ CAPABILITIES = Capabilities(
     layouts=("TP",),
     versions=("that of ckpt-engine itself",),
     notes=(
-        "Runs on the CPU.",
+        "Runs on the CPU, or with `--device cuda` on one GPU.",
         "Its responses name the version in the workers' state words, not a label.",
         "Prompts are token ids. Beside its own form it takes SGLang's /generate and /v1/completions: fields without a "
         "meaning here are not used, those that would change the tokens or ask for more in the answer are refused.",
     ),
-    cannot=("It is there for tests and for learning: it has no code for GPUs.",),
+    cannot=("It is there for tests and for learning: it is slow, and on GPUs it has one worker.",),
 )
 
 

@@ -95,7 +95,14 @@ class ReferenceModel:
     """
 
     def __init__(
-        self, directory: Path, dtype: torch.dtype, *, rank: int = 0, world_size: int = 1, initialise: bool = True
+        self,
+        directory: Path,
+        dtype: torch.dtype,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        initialise: bool = True,
+        device: str = "cpu",
     ) -> None:
         from transformers import AutoConfig
 
@@ -104,15 +111,18 @@ class ReferenceModel:
         self.max_positions: int = config.max_position_embeddings
         self.architecture: str = config.model_type
         if world_size == 1:
-            self.module: Any = _build(config, dtype, initialise)
+            with torch.device(device):
+                self.module: Any = _build(config, dtype, initialise)
             self._slices = {name: Slice(None) for name, _ in self.module.named_parameters()}
         else:
             with torch.device("meta"):
                 whole = _build(config, dtype, initialise=False)
-            self.module = _build(_rank_config(config, world_size), dtype, initialise)
+            with torch.device(device):
+                self.module = _build(_rank_config(config, world_size), dtype, initialise)
             self._slices = _slices(whole, self.module, rank, config.model_type)
             _connect(self.module, rank, self.vocabulary)
         self.module.eval()
+        self._device = torch.device(device)
         self._parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
         self._aliases = {
             name
@@ -189,8 +199,9 @@ class ReferenceModel:
     @torch.inference_mode()
     def next_logits(self, tokens: list[int], cache: Any) -> torch.Tensor:
         """Logits [vocabulary] (float32) of the token after `tokens`, which `cache` then contains too."""
-        result = self.module(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits: torch.Tensor = result.logits[0, -1].float()
+        prompt = torch.tensor([tokens], device=self._device)
+        result = self.module(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits: torch.Tensor = result.logits[0, -1].float().cpu()
         return logits
 
     def new_cache(self) -> Any:
@@ -211,7 +222,7 @@ class ReferenceModel:
     def restore(self) -> None:
         """Takes memory for discarded parameters and fills it with NaN: what is not loaded again cannot be served."""
         if any(parameter.is_meta for parameter in self._parameters.values()):
-            self._replace(lambda parameter: torch.full_like(parameter, math.nan, device="cpu"))
+            self._replace(lambda parameter: torch.full_like(parameter, math.nan, device=self._device))
 
     def _replace(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
         made: dict[nn.Parameter, nn.Parameter] = {}

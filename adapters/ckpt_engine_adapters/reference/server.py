@@ -64,7 +64,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line. Exits with status 2 and a usage line if it is wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m ckpt_engine_adapters.reference.server",
-        description="A small inference server on the CPU, which ckpt-engine keeps supplied with weights.",
+        description="A small inference server, which ckpt-engine keeps supplied with weights.",
     )
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory; config.json is enough")
     parser.add_argument("--served-model-name", default="", help="what clients and routers call it; else its path")
@@ -79,7 +79,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--load-format", choices=("auto", "dummy"), default="auto", help="auto: safetensors if there are, else dummy"
     )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the first GPU that it sees, for one worker"
+    )
     options = parser.parse_args(arguments)
+    if options.device != "cpu" and options.tensor_parallel > 1:
+        parser.error("--device cuda is for one worker: workers sum over gloo, on the CPU")
     if options.tensor_parallel < 1:
         parser.error("--tensor-parallel must be at least 1")
     if not 0 <= options.node_rank < options.nnodes:
@@ -147,7 +152,8 @@ def _meeting(options: argparse.Namespace) -> Meeting:
 
 
 def _worker_arguments(options: argparse.Namespace) -> list[str]:
-    return ["--model", str(options.model), "--dtype", options.dtype, "--load-format", options.load_format]
+    given = {"model": options.model, "dtype": options.dtype, "load-format": options.load_format}
+    return [part for name, value in (*given.items(), ("device", options.device)) for part in (f"--{name}", str(value))]
 
 
 def _listen(host: str, port: int) -> socket.socket:

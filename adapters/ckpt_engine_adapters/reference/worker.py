@@ -145,6 +145,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--load-format", required=True)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--endpoint", default="", help="of the API process; on another node rank 0 tells it")
@@ -164,7 +165,14 @@ def main(arguments: list[str] | None = None) -> None:
     dummy = options.load_format == "dummy"
     dtype = getattr(torch, options.dtype)
     try:
-        model = ReferenceModel(options.model, dtype, rank=options.rank, world_size=options.world_size, initialise=dummy)
+        model = ReferenceModel(
+            options.model,
+            dtype,
+            rank=options.rank,
+            world_size=options.world_size,
+            initialise=dummy,
+            device=options.device,
+        )
         if not dummy:
             model.load_directory(options.model)
     except (UnsupportedModelError, ValueError, OSError) as error:

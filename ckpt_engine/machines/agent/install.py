@@ -139,7 +139,7 @@ class Installing(LabellingOperation):
         elif self._left(now) <= 0:
             self._fail(self._issue(Problem.DEADLINE_EXCEEDED, "fetching the plan took all the time there was"))
         if self._going_back:
-            self._conclude_untouched(now)
+            self.run("not ready", ReadWords())  # a worker may have died meanwhile
             return
         contents = cast(tuple[bytes, ...], done.result)
         self._blobs = {ref.digest: data for ref, data in zip(self._refs, contents, strict=True)}
@@ -332,12 +332,13 @@ class Installing(LabellingOperation):
     # -- the end
 
     def _conclude_untouched(self, now: float) -> None:
-        """Nothing was paused and nothing touched."""
+        """Nothing was paused and nothing touched. It may have been closed before, and is then what it was."""
         replica = self.replica
-        if replica.engine is not None and replica.words.open and replica.untouched() and not replica.sleeping:
+        whole = replica.engine is not None and replica.words.open and replica.untouched()
+        if whole and not replica.sleeping and not replica.holding:
             self._conclude(manager_pb2.OLD_SERVING, now)
         else:
-            self._quarantine(replica.closed_reason(), now)
+            self._quarantine(replica.closed_reason() or "it has not resumed since an update before this one", now)
 
     def _conclude_serving(self, now: float) -> None:
         """The engine was resumed; its workers have been looked at once more."""

@@ -1,9 +1,9 @@
 """Which replica is to be brought to the latest version of its lineage, and when it is tried again.
 
 A replica that came late, was restarted or was quarantined does not hold what it is to hold (`versions`). If all
-sources of that version stay sealed, or holders hold it, it is brought up alone, without a caller. What the sealed
-record tells need not be hashed again: of what holders hold, and of what the ranks hold if they were not told to seal
-another version since. Decides nothing about how: that is an update.
+sources of that version stay sealed, or holders hold it, it is brought up alone, without a caller, from whoever of them
+is nearest. What the sealed record tells need not be hashed again: of what holders hold, and of what the ranks hold if
+they were not told to seal another version since. Decides nothing about how: that is an update.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
 from ckpt_engine.core.problems import precondition
-from ckpt_engine.machines.events import Key, Published, SourceOffer
+from ckpt_engine.machines.events import HeldOffer, Key, Published, SourceOffer
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Replica, Unfit
 from ckpt_engine.machines.manager.order import Order
@@ -26,10 +26,11 @@ CATCH_UP: Key = ("catch up",)
 
 @dataclass
 class Attempts:
-    """Of bringing the same workers to the same version."""
+    """Of bringing the same workers to the same version, while the same relays are there: they may be what lacked."""
 
     workers: tuple[bytes, ...]
     identity: bytes
+    relays: frozenset[str]
     count: int = 0
     next: float = 0.0
 
@@ -51,11 +52,11 @@ class CatchUp:
             if latest is None or not _lacks(replica, latest) or self._never_loads(replica, latest) is not None:
                 self.attempts.pop(replica.name, None)
                 continue
-            found = self._source(latest)
+            attempts = self._attempts(replica, latest)
+            found = self._source(latest, attempts.count)
             if found is None:
                 continue
             published, record = found
-            attempts = self._attempts(replica, latest)
             if attempts.count >= CATCH_UP_ATTEMPTS:
                 continue
             if attempts.next > now:
@@ -107,7 +108,7 @@ class CatchUp:
                 f"take it out with `ckpt-engine replica evict {replica.name}`",
                 replica=replica.name,
             )
-        if self._source(latest) is None:
+        if self._source(latest) is None and not self.holdings.looking(latest):
             raise precondition(
                 f"no source of {version} stays sealed, and nobody else holds it, so nothing can be read now; the next "
                 "update repairs it",
@@ -123,17 +124,30 @@ class CatchUp:
             attempts.count -= 1
             attempts.next = 0.0
 
-    def _source(self, latest: Latest) -> tuple[Published, manager_pb2.BlobRef | None] | None:
-        """Where a version's bytes lie, if they stay there, and its record, if that tells what is there."""
+    def _source(self, latest: Latest, attempt: int = 0) -> tuple[Published, manager_pb2.BlobRef | None] | None:
+        """Where a version's bytes lie, if they stay there, and its record, if that tells what is there.
+
+        What ranks and holders hold is joined, so that each worker reads whoever is nearest. Ranks that were told to
+        seal another version since must digest all again, so they are no part of that: every second attempt reads them.
+        """
         offered = self._offered(latest)
-        sealed = offered is not None and all(source.stays_sealed for source in offered.sources)
-        if offered is not None and sealed and all(self._is_there(latest, source) for source in offered.sources):
-            told = offered == latest.published and not latest.sealed_since
-            return offered, latest.record if told else None
-        held = self.holdings.of(latest)
-        if held is not None:
+        stays = offered is not None and all(source.stays_sealed for source in offered.sources)
+        if offered is None or not stays or any(self._taken_back(latest, source) for source in offered.sources):
+            return self.holdings.of(latest)
+        there = all(self._is_there(latest, source) for source in offered.sources)
+        told = offered == latest.published and not latest.sealed_since and latest.record is not None
+        ranks = offered.sources if there and told else ()
+        held = self.holdings.of(latest, [HeldOffer(each.source, each.table, None, each.rank) for each in ranks])
+        if held is not None and (told or not there or attempt % 2 == 0):
             return held
-        return (offered, None) if offered is not None and sealed else None
+        if there and self.holdings.looking(latest):
+            return None
+        return offered, latest.record if there and told else None
+
+    def _taken_back(self, latest: Latest, source: SourceOffer) -> bool:
+        """Whether nothing is to be hoped for of it: its rank is there and offers something else, or nothing."""
+        rank = None if source.rank is None else self.state.members.ranks(latest.identity.lineage).get(source.rank)
+        return not source.outlives and rank is not None and rank.peer is not None and rank.table != source.table
 
     def _is_there(self, latest: Latest, source: SourceOffer) -> bool:
         return source.outlives or self.state.members.source(latest.identity.lineage, source) is not None
@@ -151,9 +165,10 @@ class CatchUp:
 
     def _attempts(self, replica: Replica, latest: Latest) -> Attempts:
         workers, identity = replica.boot_ids(), latest.identity.SerializeToString(deterministic=True)
+        relays = frozenset(each.session_id for each in self.state.members.holders.values() if each.filling is not None)
         known = self.attempts.get(replica.name)
-        if known is None or known.workers != workers or known.identity != identity:
-            known = self.attempts[replica.name] = Attempts(workers, identity)
+        if known is None or (known.workers, known.identity) != (workers, identity) or not relays <= known.relays:
+            known = self.attempts[replica.name] = Attempts(workers, identity, relays)
         return known
 
 

@@ -8,9 +8,15 @@ from ckpt_engine.machines.manager.order import Order
 from ckpt_engine.machines.manager.state import SHORTEST_SECONDS, State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-REFUSABLE = frozenset({"preparing", "planning", "sealing", "combining", "filling", "joining", "waiting"})
+REFUSABLE = frozenset({"preparing", "planning", "sealing", "combining", "filling", "joining", "waiting", "leaving"})
 """Phases in which nothing was touched. While the intent is being recorded only the ledger can still refuse: the intent
 may be on the disk already."""
+
+SAID = {
+    "waiting": "waiting for the installs of the update before it",
+    "leaving": "looking whether a caller that has left is alive",
+}
+"""What phases are called whose names do not say it."""
 
 TIMED = frozenset({"preparing", "sealing", "filling", "joining"})
 """Phases in which others are waited for, so that a timer of that name ends them."""
@@ -36,7 +42,7 @@ class Course:
     @property
     def said(self) -> str:
         """What it does, for people."""
-        return "waiting for the installs of the update before it" if self.phase == "waiting" else self.phase
+        return SAID.get(self.phase, self.phase)
 
     def describe(self, fence: weights_pb2.Fence) -> str:
         """What runs, for who must wait for it."""

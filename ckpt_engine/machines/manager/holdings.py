@@ -1,12 +1,13 @@
 """What holders hold, and which of it a late replica can be brought up from.
 
-All connected holders of one version are joined; each may have other boxes of it. A record counts only if it hashes to
-the root by which the ledger, or the words of workers, know the version. Whoever brings another one, or a table that
-does not fit, is told so and left out; the others are read.
+All connected holders of one version are joined, and ranks that hold it still; each may have other boxes of it. A record
+counts only if it hashes to the root by which the ledger, or the words of workers, know the version. Whoever brings
+another one, or a table that does not fit, is told so and left out; the others are read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -24,6 +25,7 @@ class Joining:
     offers: tuple[HeldOffer, ...]
     number: int
     joined: Joined | None = None
+    failed: bool = False
 
 
 @dataclass
@@ -45,8 +47,14 @@ class Holdings:
             if joined is not None and holder.source in joined.refused:
                 del self.by_lineage[lineage]
 
-    def of(self, latest: Latest) -> tuple[Published, manager_pb2.BlobRef] | None:
-        """Where a version lies and its record; None if nobody holds it, or as long as that is not known."""
+    def looking(self, latest: Latest) -> bool:
+        """Whether that will be known soon."""
+        known = self.by_lineage.get(latest.identity.lineage)
+        return known is not None and known.joined is None and not known.failed
+
+    def of(self, latest: Latest, ranks: Iterable[HeldOffer] = ()) -> tuple[Published, manager_pb2.BlobRef] | None:
+        """Where a version lies and its record; None if nobody holds it, or as long as that is not known. ranks: what is
+        known of trainer ranks that hold it too; equally near, holders are read before them."""
         lineage = latest.identity.lineage
         offers = tuple(
             HeldOffer(holder.source, held.table, held.record if held.HasField("record") else None)
@@ -57,6 +65,7 @@ class Holdings:
         if not offers:
             self.by_lineage.pop(lineage, None)
             return None
+        offers = (*offers, *ranks)
         known = self.by_lineage.get(lineage)
         if known is None or known.offers != offers:
             self.joins += 1
@@ -75,6 +84,7 @@ class Holdings:
         if known is None or known.number != number:
             return
         if done.problem is not None:
+            known.failed = True
             self.state.set_timer((self.step, lineage), self.state.deadlines.catch_up_retry)
             return
         known.joined = cast(Joined, done.result)

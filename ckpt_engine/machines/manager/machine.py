@@ -151,8 +151,7 @@ class ManagerMachine:
             case manager_pb2.Heartbeat():
                 self._state.send(member, body)
             case manager_pb2.Publish() if isinstance(member, Trainer):
-                member.table = body.table
-                self._publications.offered(member)
+                self._publications.publish(member, body)
                 self._updates.back(member, now)
             case manager_pb2.ReplicaHeartbeat() if isinstance(member, Replica):
                 member.workers = tuple(body.workers)
@@ -184,7 +183,8 @@ class ManagerMachine:
         try:
             self._members.check_speaker(peer, hello)
             self._recovery.check(hello)
-            session = self._session_of(self._members.known(hello))
+            known = self._members.known(hello)
+            session = self._session_of(known)
             member, before = self._members.hello(peer, hello, now)
         except CkptEngineError as error:
             self._lost(peer, now)  # if the stream spoke for somebody, it does no more
@@ -209,6 +209,7 @@ class ManagerMachine:
             if session not in ("", member.session_id):
                 self._updates.gone(member, now)
         if isinstance(member, Trainer):
+            self._publications.taken_back(known, member.table)
             self._publications.offered(member)
         elif isinstance(member, Holder):
             self._holdings.told(member)
@@ -228,6 +229,7 @@ class ManagerMachine:
         member.peer = None
         self._gone(member, now)
         self._updates.gone(member, now)
+        self._publications.taken_back(member, None)
         self._publications.prune()
         self._forgetting.prune()
 

@@ -314,8 +314,6 @@ class Members:
         trainer = Trainer(
             hello.lineage, hello.rank, hello.world_size, hello.session_id, hello.host, peer, now, _table(hello)
         )
-        if old is not None and old.session_id == hello.session_id and trainer.table is None:
-            trainer.table = old.table
         before = None if old is None else old.peer
         return trainer, self._speaks(peer, trainer, before, self.trainers, (hello.lineage, hello.rank))
 
@@ -383,11 +381,13 @@ def _table(hello: manager_pb2.TrainerHello) -> manager_pb2.BlobRef | None:
 
 
 def _same_engine(old: Replica, hello: manager_pb2.ReplicaHello) -> bool:
-    """By the workers' boot ids, which no two engines share; engines without workers by their address."""
-    there = _boots(old.workers) & _boots(hello.workers)
-    if there or (_boots(old.workers) and _boots(hello.workers)):
-        return bool(there)
-    return old.host.boot_id == hello.host.boot_id and old.engine == (hello.engine if hello.HasField("engine") else None)
+    """By the workers' boot ids, which no two engines share; engines without workers by their address, which may mean
+    another one in another container of the machine."""
+    before, now = _boots(old.workers), _boots(hello.workers)
+    if before and now:
+        return bool(before & now)
+    here, there = ((host.boot_id, host.network_namespace) for host in (old.host, hello.host))
+    return here == there and old.engine == (hello.engine if hello.HasField("engine") else None)
 
 
 def _boots(workers: Iterable[manager_pb2.WorkerStatus]) -> set[bytes]:

@@ -1,8 +1,11 @@
 """The relays of one update, between sealing and the intent: who is filled for whom, and what came of it.
 
-- A relay is a connected holder that says what it can be filled with. It is filled for replicas that have a worker
-  which reaches it, and with what all workers of its host need, also those of replicas that are away now.
-- It counts when its hello names the version under the very table of its answer.
+- A relay is filled for replicas that have a worker which reaches it, and with what all workers of its host need, also
+  those of replicas that are away now. One that others further away read is filled for them too.
+- Each is told once those that it reads hold the version (`core.relay_routes`). Where one of these fails, whoever waits
+  for it is routed anew; whoever was reading it is told again as soon as somebody else holds the version. One that
+  failed although all that it reads hold it tries again a few times: networks may be cut for a moment.
+- A relay counts when its hello names the version under the very table of its answer.
 - A relay that fails, leaves, or does not answer in time is left out with a reason; no replica is touched by that.
 - The slot that replicas may be reading is never given up: that of the version which is being installed beside this
   update, or else of the lineage's last version.
@@ -11,133 +14,125 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
-from ckpt_engine.core.problems import deadline, unavailable
-from ckpt_engine.core.reach import by_directory
-from ckpt_engine.machines.events import Compiled, WorkerKey
+from ckpt_engine.core.problems import deadline, precondition, unavailable
+from ckpt_engine.core.reach import name_of
+from ckpt_engine.core.relay_routes import Route, relay_routes
+from ckpt_engine.machines.events import Compiled
 from ckpt_engine.machines.manager.course import Course
+from ckpt_engine.machines.manager.fill_command import fill_command
+from ckpt_engine.machines.manager.filling import FINAL, Filling
 from ckpt_engine.machines.manager.members import Holder
-from ckpt_engine.machines.manager.prefetch_rule import prefetch_decision
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.prefetch_rule import by_way_of, in_between, prefetch_decision
+from ckpt_engine.machines.manager.relay_facts import (
+    KnownNeeds,
+    connected_relays,
+    origins_of,
+    readers_of,
+    station_of,
+)
 from ckpt_engine.machines.manager.targets import Targets
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
 
-TRANSPORT = "relay_memory"
-
-
-@dataclass
-class Filling:
-    """One relay that is filled. session: of the process that answered. left_out: why it does not count."""
-
-    relay: str
-    replicas: tuple[str, ...]
-    command: manager_pb2.FillRelay
-    answer: manager_pb2.RelayFilled | None = None
-    session: str = ""
-    left_out: Problem | None = None
-
-
-Place = tuple[str, str]
-"""What decides which relays a process reaches: its host and its directory of relays."""
-
-
-def near_relays(state: State, targets: Targets) -> dict[str, set[str]]:
-    """By relay: the replicas with a worker that reaches it."""
-    relays = [holder for holder in state.members.connected_holders() if holder.filling is not None]
-    found: dict[str, set[str]] = {holder.source: set() for holder in relays}
-    near: dict[Place, list[str]] = {}
-    for worker in targets.workers():
-        if TRANSPORT not in worker.transports:
-            continue
-        place = _place(worker.host)
-        if place not in near:
-            near[place] = [holder.source for holder in relays if by_directory(holder.host, worker.host).ok]
-        for relay in near[place]:
-            found[relay].add(worker.key[0])
-    return found
-
-
-def _place(host: weights_pb2.Host) -> Place:
-    return host.boot_id, host.relay_directory
-
 
 class Prefetch:
-    """Of one update whose root and record are known. why: a sentence for each relay, whether it is filled or not."""
+    """Of one update whose root and record are known. why: by relay, a sentence that says whether it is filled."""
 
-    def __init__(self, course: Course, targets: Targets, identity: weights_pb2.Identity) -> None:
+    def __init__(
+        self, course: Course, targets: Targets, identity: weights_pb2.Identity, record: manager_pb2.BlobRef
+    ) -> None:
         self._course = course
         self._state = course.state
         self._order = course.order
         self._targets = targets
         self._identity = identity
+        self._record = record
+        self._before: Prefetch | None = None
+        self._known = KnownNeeds(course.state, targets, course.order.published)
         self._fillings: dict[str, Filling] = {}
-        self.why: list[str] = []
+        self._routed = 0  # how many were left out when routes were made
+        self._from: dict[str, str] = {}  # by relay, a sentence that says why it is filled from or for others
+        # Whoever does not answer on a network is found to be gone after a lease.
+        self._tries = 1 + int(self._state.deadlines.lease / self._state.deadlines.resend)
+        self.why: dict[str, str] = {}
 
-    def choose(self, compiled: Compiled, record: manager_pb2.BlobRef, before: Prefetch | None) -> None:
+    def choose(self, compiled: Compiled, before: Prefetch | None) -> None:
         """Decides which relays are filled. before: of the update whose installs go on: replicas read what it filled."""
-        readers, known = self._readers(compiled.distances), self._needs()
-        for holder in self._state.members.connected_holders():
-            if holder.filling is None:
-                continue
-            decision = prefetch_decision(holder.source, self._order.prefetch, self._order.until, readers[holder.source])
-            self.why.append(decision.why)
+        self._before = before
+        # Of a version that was sealed before relays bring only what cannot be read without them.
+        only = None if self._order.sealed is None else self._targets.cut_off.keys()
+        readers = readers_of(self._state, self._targets, self._identity, compiled.distances, only)
+        for relay in connected_relays(self._state):
+            name = relay.source
+            decision = prefetch_decision(name, self._order.prefetch, self._order.until, readers[name])
+            self.why[name] = decision.why
             if decision.replicas:
-                own = {
-                    digest: ref
-                    for host, needs in known.values()
-                    if by_directory(holder.host, host).ok
-                    for digest, ref in needs.items()
-                }
-                command = self._command(holder, record, own, before)
-                self._fillings[holder.source] = Filling(holder.source, decision.replicas, command)
-        if not self.why:
-            self.why.append("no relay has a session with this manager")
+                self._fillings[name] = Filling(name, decision.replicas)
+        self._make_routes()
 
     def missing(self) -> list[Filling]:
-        """Those that are waited for."""
-        return [each for each in self._fillings.values() if each.left_out is None and not self._holds(each)]
+        """Those that are waited for: steps in between only as long as somebody waits for them."""
+        missing = [each for each in self._fillings.values() if each.left_out is None and not self._settled(each)]
+        return missing if any(each.replicas for each in missing) else []
 
     def held(self) -> list[Filling]:
-        """Those that hold the version, and say so."""
-        return [each for each in self._fillings.values() if each.left_out is None and self._holds(each)]
+        """Those that hold the version, and say so, and have replicas to be installed from them."""
+        return [each for each in self._fillings.values() if each.replicas and self._counts(each)]
+
+    def advance(self, seconds: float) -> None:
+        """Tells those whose turn has come, and leaves those out that nobody can fill any more. Called whenever
+        something has changed."""
+        changed = True
+        while changed:
+            changed = False
+            for filling in list(self._fillings.values()):
+                changed |= self._step(filling, seconds)
+            if self._routed != len(self._out()):
+                self._make_routes()
+                changed = True
 
     def send(self, seconds: float) -> None:
         """Tells, again, everybody who has not answered."""
         for filling in self.missing():
-            holder = self._state.members.holders.get(filling.relay)
-            if holder is not None and filling.answer is None:
-                command = manager_pb2.FillRelay()
-                command.CopyFrom(filling.command)
-                command.deadline_seconds = seconds
-                self._state.send(holder, command)
+            if filling.command is not None and filling.answer is None:
+                self._tell(filling, seconds)
 
     def take(self, holder: Holder, body: manager_pb2.RelayFilled) -> None:
         """An answer."""
         filling = self._fillings.get(holder.source)
-        if filling is None or filling.left_out is not None:
+        if filling is None or filling.left_out is not None or filling.command is None:
             return
-        filling.answer, filling.session = body, holder.session_id
-        if body.HasField("problem"):
-            filling.left_out = body.problem
+        if body.attempt == filling.command.attempt:
+            filling.answer, filling.session = body, holder.session_id
 
     def lost(self, holder: Holder) -> None:
         """Its session ended: it has some time to come back."""
-        if self._waits_for(holder):
+        filling = self._fillings.get(holder.source)
+        if filling is not None and filling.left_out is None:
             self._course.timer(f"relay {holder.source}", self._state.deadlines.lease)
 
     def back(self, holder: Holder) -> bool:
         """It said hello; whether it is one of these. Another process of this name holds nothing of what the one before
-        it has brought."""
+        it has brought, and cannot be asked for the rest of it."""
         filling = self._fillings.get(holder.source)
         if filling is None:
             return False
         self._course.cancel(f"relay {holder.source}")
         if filling.answer is not None and filling.session != holder.session_id:
-            filling.answer = None
+            filling.answer = filling.command = filling.early = None
+            filling.ahead = False
+            filling.tried.clear()
         return True
+
+    def again(self, source: str) -> None:
+        """It has waited for a moment since it failed."""
+        filling = self._fillings.get(source)
+        if filling is not None:
+            filling.pausing = False
+            filling.tried.clear()
 
     def gone(self, source: str, why: str) -> None:
         """It will not come back, or has not in time."""
@@ -149,8 +144,15 @@ class Prefetch:
     def overdue(self, seconds: float) -> None:
         """The time for filling is over, `seconds` after the update began."""
         for filling in self.missing():
-            said = "does not say that it holds the version" if filling.answer is not None else "has not answered"
-            filling.left_out = deadline(f"it {said} {seconds:.1f} s after the update began").problem
+            since = f"{seconds:.1f} s after the update began"
+            if filling.answer is not None and filling.answer.HasField("problem"):
+                filling.left_out = filling.answer.problem
+            elif filling.command is None:
+                waits = ", ".join(name for name in filling.route.upstream if not self._has(name))
+                filling.left_out = deadline(f"it waited for {waits or 'its turn'} to hold the version {since}").problem
+            else:
+                said = "does not say that it holds the version" if filling.answer is not None else "has not answered"
+                filling.left_out = deadline(f"it {said} {since}").problem
 
     def leave_out(self, relay: str, problem: Problem) -> None:
         """It was filled, and cannot be installed from."""
@@ -159,42 +161,178 @@ class Prefetch:
 
     def reports(self) -> list[manager_pb2.RelayReport]:
         """What each relay did."""
+        told = {each.relay: each.told or each.route for each in self._fillings.values()}
         return [
-            manager_pb2.RelayReport(relay=each.relay, filled=each.answer, replicas=each.replicas)
+            manager_pb2.RelayReport(
+                relay=each.relay,
+                filled=each.answer,
+                replicas=each.replicas,
+                relays=sorted(other for other, route in told.items() if each.relay in route.upstream),
+                upstream=told[each.relay].upstream,
+                stage=told[each.relay].stage,
+            )
             for each in self._fillings.values()
         ]
 
     def why_not(self) -> dict[str, Problem]:
         """By replica: why the relay that was to serve it does not count."""
-        out = (each for each in self._fillings.values() if each.left_out is not None)
-        return {name: each.left_out for each in out for name in each.replicas if each.left_out is not None}
+        return {name: each.left_out for each in self._out() for name in each.replicas if each.left_out is not None}
 
     def warnings(self) -> list[str]:
         """What is well and yet not what was asked for."""
         if self._order.prefetch != manager_pb2.ALWAYS or self._fillings:
             return []
-        return [f"prefetch is 'always', and no relay was filled, so replicas read the trainer: {'; '.join(self.why)}"]
+        return [f"prefetch is 'always', and no relay was filled, so replicas read the trainer: {self._reasons()}"]
 
     def said(self) -> str:
         """Why relays were filled or not, and why some do not count."""
-        out = [
-            f"{each.relay} is left out: {each.left_out.message}" for each in self._fillings.values() if each.left_out
-        ]
-        return "; ".join([*self.why, *out])
+        out = [f"{each.relay} is left out: {each.left_out.message}" for each in self._out() if each.left_out]
+        return "; ".join([self._reasons(), *out])
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """Blobs that relays may fetch."""
-        return [
-            ref
-            for filling in self._fillings.values()
-            for ref in (filling.command.record, *filling.command.tables, *filling.command.needs)
-        ]
+        commands = [filling.command for filling in self._fillings.values() if filling.command is not None]
+        return [ref for command in commands for ref in (command.record, *command.tables, *command.needs)]
 
-    # -- who and what
+    def lacking(self) -> dict[str, str]:
+        """By replica: what its relay was not to bring, since nobody reaches it."""
+        hosts = {source.source: name_of(source.host) for source in self._order.published.sources}
+        return {
+            name: f"{each.relay} reaches nobody who has what {source} holds; start a relay on host {hosts[source]}"
+            for each in self._fillings.values()
+            for source in each.route.lacks[:1]
+            for name in each.replicas
+        }
 
-    def _waits_for(self, holder: Holder) -> bool:
-        filling = self._fillings.get(holder.source)
-        return filling is not None and filling.left_out is None
+    def _reasons(self) -> str:
+        said = [self._reason(name) for name in sorted({*self.why, *self._from})]
+        return "; ".join(said) or "no relay has a session with this manager"
+
+    def _reason(self, name: str) -> str:
+        """Of one that is filled for others only, that alone."""
+        filling = self._fillings.get(name)
+        if name in self._from and filling is not None and not filling.replicas:
+            return self._from[name]
+        return "; ".join(filter(None, (self.why.get(name), self._from.get(name))))
+
+    # -- from whom
+
+    def _make_routes(self) -> None:
+        """For all that are not filled yet, and for those that may have lost whom they read."""
+        out = {each.relay for each in self._out()}
+        self._routed = len(out)
+        relays = [relay for relay in self._known_relays() if relay.source not in out]
+        wanted = [name for name, each in self._fillings.items() if name not in out and (each.replicas or each.command)]
+        published = self._order.published
+        names = frozenset(source.source for source in published.sources)
+        parts = published.parts or frozenset({names} if names else ())
+        holding = {
+            relay.source: frozenset(map(min, parts)) - frozenset(self._lacks(relay.source))
+            for relay in relays
+            if self._has(relay.source) and not self._is_partial(relay.source)
+        }
+        routes = relay_routes(origins_of(published), parts, [station_of(relay) for relay in relays], wanted, holding)
+        for name in [each.relay for each in self._fillings.values() if not each.replicas and each.command is None]:
+            if name not in routes.by_relay and name not in out:
+                del self._fillings[name]
+                self._from.pop(name, None)
+        for name, route in routes.by_relay.items():
+            self._fillings.setdefault(name, Filling(name, ())).route = route
+        for name, route in routes.by_relay.items():
+            self._explain(name, route)
+        for name, why in routes.unreached.items():
+            if self._fillings[name].command is None:
+                self._fillings[name].left_out = precondition(self._with_failures(why, out)).problem
+            else:
+                self._fillings[name].route = Route(0, ())  # nobody is left to wait for
+        self._routed = len(self._out())
+
+    def _known_relays(self) -> list[Holder]:
+        """Those that are connected, and those that take part and may come back."""
+        holders = self._state.members.holders
+        found = {relay.source: relay for relay in connected_relays(self._state)}
+        found |= {name: holders[name] for name in self._fillings if name in holders}
+        return [found[name] for name in sorted(found) if found[name].filling is not None]
+
+    def _lacks(self, name: str) -> tuple[str, ...]:
+        filling = self._fillings.get(name)
+        return () if filling is None else (filling.told or filling.route).lacks
+
+    def _explain(self, name: str, route: Route) -> None:
+        whom = "the trainer" if self._order.sealed is None else "those who hold the version"
+        if not self._fillings[name].replicas:
+            self._from[name] = in_between(name, route.children, whom)
+        elif route.upstream:
+            self._from[name] = by_way_of(route.upstream, whom, bool(route.sources))
+
+    def _is_partial(self, name: str) -> bool:
+        """Whether it has less of the version than it is to have."""
+        filling = self._fillings.get(name)
+        return filling is not None and (filling.failed or filling.ahead or filling.answer is None)
+
+    def _with_failures(self, why: str, out: set[str]) -> str:
+        """Why nobody fills a relay, where others that might have done so have failed."""
+        failed = [each for each in self._out() if each.relay in out and not each.replicas and each.left_out]
+        said = [f"{each.relay} is left out: {each.left_out.message}" for each in failed if each.left_out]
+        return "; ".join([*said, why])
+
+    # -- one relay's turn
+
+    def _step(self, filling: Filling, seconds: float) -> bool:
+        """Whether something has changed."""
+        if filling.left_out is not None or not (filling.is_due or filling.failed):
+            return False
+        if filling.command is None and filling.route.ahead:
+            self._give_order(filling, replace(filling.route, upstream=(), others=(), early=()), {}, seconds)
+            filling.ahead = True
+            return True
+        if any(not self._is_ready(name, filling.route) for name in filling.route.upstream):
+            return False  # it is coming, or routes are made anew
+        tables = self._tables(filling)
+        if filling.is_due or {table.digest for table in tables.values()} - filling.tried:
+            self._give_order(filling, filling.route, tables, seconds)
+            return True
+        if filling.pausing:
+            return False
+        assert filling.answer is not None
+        if tables and filling.attempts <= self._tries and filling.answer.problem.code not in FINAL:
+            filling.pausing = True
+            self._course.timer(f"again {filling.relay}", self._state.deadlines.resend)
+            return True
+        if filling.answer.HasField("problem"):
+            filling.left_out = filling.answer.problem
+            return True
+        return False
+
+    def _give_order(
+        self, filling: Filling, route: Route, upstream: Mapping[str, manager_pb2.BlobRef], seconds: float
+    ) -> None:
+        """Tells it to bring the version by this route."""
+        filling.attempts += filling.told is not None
+        filling.tried |= {table.digest for table in upstream.values()}
+        if filling.ahead:
+            filling.early, filling.ahead = filling.answer, False
+        filling.command = self._command(filling, route, list(upstream.values()))
+        filling.told, filling.answer = route, None
+        self._tell(filling, seconds)
+
+    def _is_ready(self, name: str, route: Route) -> bool:
+        """Whether a relay of a route's upstream can be read."""
+        return self._has(name) and (name in route.early or not self._is_partial(name) or self._gave_up(name))
+
+    def _gave_up(self, name: str) -> bool:
+        """Whether it will never have more than it has."""
+        filling = self._fillings.get(name)
+        return filling is not None and self._settled(filling)
+
+    def _settled(self, filling: Filling) -> bool:
+        """Whether it holds what it ever will. Some of it may be missing: then it is waited for whoever has more."""
+        if filling.ahead or not self._holds(filling):
+            return False
+        return not filling.failed or (not filling.pausing and all(map(self._has, filling.route.upstream)))
+
+    def _counts(self, filling: Filling) -> bool:
+        return filling.left_out is None and not filling.ahead and self._holds(filling)
 
     def _holds(self, filling: Filling) -> bool:
         holder = self._state.members.holders.get(filling.relay)
@@ -202,64 +340,61 @@ class Prefetch:
             return False
         return any(self._is_it(filling, held) for held in holder.held)
 
-    def _table(self, relay: str) -> bytes:
-        """The digest of the table by which this relay is read; empty if it is not."""
-        filling = self._fillings.get(relay)
-        return b"" if filling is None or filling.answer is None else filling.answer.table
-
     def _is_it(self, filling: Filling, held: manager_pb2.Held) -> bool:
         """Whether this is what it was filled with: it may hold the version in another slot too, for other needs."""
         return (
             filling.answer is not None and held.identity == self._identity and held.table.digest == filling.answer.table
         )
 
-    def _readers(self, distances: Mapping[WorkerKey, int]) -> dict[str, dict[str, int | None]]:
-        """By relay: the replicas that lack the version and reach it, each with the distance of what it would read."""
-        lacking = set(self._targets.lacking(self._identity))
-        farthest: dict[str, int | None] = {}
-        for worker in self._targets.workers():
-            own, known = distances.get(worker.key), farthest.get(worker.key[0], 0)
-            farthest[worker.key[0]] = None if own is None or known is None else max(own, known)
-        near = near_relays(self._state, self._targets)
-        return {relay: {name: farthest[name] for name in names & lacking} for relay, names in near.items()}
+    def _has(self, name: str) -> bool:
+        """Whether others can read the version from a relay."""
+        return self._table_of(name) is not None
 
-    def _command(
-        self,
-        holder: Holder,
-        record: manager_pb2.BlobRef,
-        needs: Mapping[bytes, manager_pb2.BlobRef],
-        before: Prefetch | None,
-    ) -> manager_pb2.FillRelay:
-        assert holder.filling is not None
-        latest = self._state.versions.latest.get(self._order.lineage)
-        others = [
-            held.table
-            for other in self._state.members.connected_holders()
-            for held in other.held
-            if held.identity == self._identity and other.source != holder.source
-        ]
-        return manager_pb2.FillRelay(
-            fence=self._course.fence,
-            identity=self._identity,
-            record=record,
-            tables=[*(source.table for source in self._order.published.sources), *others],
-            needs=[needs[digest] for digest in sorted(needs)],
-            everything=holder.filling.everything,
-            keep=before._identity if before is not None else None if latest is None else latest.identity,
-            keep_table=b"" if before is None else before._table(holder.source),
-        )
+    def _table_of(self, name: str) -> manager_pb2.BlobRef | None:
+        """By which others read it: as it was filled now, or since it holds the version anyway."""
+        holder, filling = self._state.members.holders.get(name), self._fillings.get(name)
+        if holder is None or holder.peer is None or (filling is not None and filling.left_out is not None):
+            return None
+        for held in holder.held:
+            if held.identity == self._identity and (filling is None or held.table.digest in filling.tables()):
+                return held.table
+        return None
 
-    def _needs(self) -> dict[Place, tuple[weights_pb2.Host, dict[bytes, manager_pb2.BlobRef]]]:
-        """Of all workers whose needs are known against this manifest, by where they are; each once."""
-        manifest = self._order.published.manifest.digest
-        known = [(worker.host, worker.needs) for worker in self._targets.workers()]
-        known += [
-            (prepared.host, prepared.needs)
-            for replica in self._state.members.replicas.values()
-            for prepared in replica.prepared.values()
-            if prepared.manifest_digest == manifest
-        ]
-        found: dict[Place, tuple[weights_pb2.Host, dict[bytes, manager_pb2.BlobRef]]] = {}
-        for host, needs in known:
-            found.setdefault(_place(host), (host, {}))[1].setdefault(needs.digest, needs)
+    def _tables(self, filling: Filling) -> dict[str, manager_pb2.BlobRef]:
+        """Of the relays that it reads, in the order in which equally near ones are asked. One that lacks something
+        itself is no reason to try again."""
+        found: dict[str, manager_pb2.BlobRef] = {}
+        for name in (*filling.route.upstream, *filling.route.others):
+            table = self._table_of(name)
+            if table is not None and (filling.command is None or filling.ahead or not self._is_partial(name)):
+                found[name] = table
         return found
+
+    # -- what it is told
+
+    def _tell(self, filling: Filling, seconds: float) -> None:
+        holder = self._state.members.holders.get(filling.relay)
+        if holder is None or filling.command is None:
+            return
+        command = manager_pb2.FillRelay()
+        command.CopyFrom(filling.command)
+        command.deadline_seconds = seconds
+        self._state.send(holder, command)
+
+    def _command(self, filling: Filling, route: Route, upstream: list[manager_pb2.BlobRef]) -> manager_pb2.FillRelay:
+        before = self._before
+        command = fill_command(self._course, self._known, self._identity, filling.relay, route, upstream)
+        command.record.CopyFrom(self._record)
+        command.attempt = filling.attempts
+        if before is not None:
+            command.keep.CopyFrom(before._identity)
+            command.keep_table = before._slot(filling.relay)
+        return command
+
+    def _slot(self, relay: str) -> bytes:
+        """The digest of the table by which this relay is read; empty if it is not."""
+        filling = self._fillings.get(relay)
+        return b"" if filling is None or filling.answer is None else filling.answer.table
+
+    def _out(self) -> list[Filling]:
+        return [each for each in self._fillings.values() if each.left_out is not None]

@@ -6,7 +6,7 @@ read bytes that were brought there once, a pause covers no disk, and a trainer m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ckpt_engine.core.reach import Distance
@@ -53,3 +53,20 @@ def prefetch_decision(
     else:
         return Decision((), f"{relay} is not filled: {names} read the trainer's GPUs, nearer than memory of the host")
     return Decision(far, f"{relay} is filled for {', '.join(far)}: {why}")
+
+
+def in_between(relay: str, children: Sequence[str], whom: str) -> str:
+    """Why a relay is filled that has no replicas to install. whom: those whose weights these relays do not reach."""
+    verb = "does" if len(children) == 1 else "do"
+    return f"{relay} is filled for {_and(children)}, which {verb} not reach {whom}"
+
+
+def by_way_of(upstream: Sequence[str], whom: str, partly: bool) -> str:
+    """From whom a relay is filled that does not reach all sources itself. partly: it reaches some."""
+    reached = f"all of {whom}" if partly else whom
+    return f"it is filled from {_and(upstream)}{' too' if partly else ''}, since it does not reach {reached}"
+
+
+def _and(names: Sequence[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last

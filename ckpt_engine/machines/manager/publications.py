@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from ckpt_engine.machines.events import Done, MergeTables, Published
-from ckpt_engine.machines.manager.members import Trainer
+from ckpt_engine.machines.manager.members import Member, Trainer
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -37,6 +37,21 @@ class Publications:
         if known is None or tables is None or known.tables != tuple(table.digest for table in tables):
             return Publication()
         return known
+
+    def publish(self, trainer: Trainer, body: manager_pb2.Publish) -> None:
+        """A rank offers something else now, or nothing any more."""
+        table = body.table if body.HasField("table") else None
+        self.taken_back(trainer, table)
+        trainer.table = table
+        self.offered(trainer)
+
+    def taken_back(self, member: Member | None, table: manager_pb2.BlobRef | None) -> None:
+        """Relays let go of what a rank has offered until now, unless it is this table: then its memory can be freed."""
+        if not isinstance(member, Trainer) or member.table is None or member.table == table:
+            return
+        for holder in self.state.members.connected_holders():
+            if holder.filling is not None:
+                self.state.send(holder, manager_pb2.LetGo(tables=[member.table.digest]))
 
     def offered(self, trainer: Trainer) -> None:
         """A rank has published (again): merge when all have, and tell what came of it."""

@@ -12,13 +12,13 @@ from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.members import Holder, Member
 from ckpt_engine.machines.manager.prefetch import Prefetch
 from ckpt_engine.machines.manager.routes import Routes
-from ckpt_engine.machines.manager.targets import Targets, Way
+from ckpt_engine.machines.manager.targets import Targets, Way, with_words
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
 class Relaying:
     """Of one update whose root is known. record: its sealed record. ways: of the replicas that are installed from
-    relays, once that is settled."""
+    relays, once that is settled. left: why the trainer is not to be read any more; None: it may be."""
 
     def __init__(
         self, course: Course, targets: Targets, identity: weights_pb2.Identity, record: manager_pb2.BlobRef
@@ -26,14 +26,14 @@ class Relaying:
         self._course = course
         self._targets = targets
         self._identity = identity
-        self._record = record
-        self._prefetch = Prefetch(course, targets, identity)
+        self._prefetch = Prefetch(course, targets, identity, record)
         self._routes = Routes(course, targets, identity, record)
         self.ways: dict[str, Way] = {}
+        self.left: weights_pb2.Problem | None = None
 
     def start(self, compiled: Compiled, before: Relaying | None, now: float) -> bool:
         """Begins to fill relays; whether there are any to fill. before: of the update whose installs go on."""
-        self._prefetch.choose(compiled, self._record, None if before is None else before._prefetch)
+        self._prefetch.choose(compiled, None if before is None else before._prefetch)
         if not self._prefetch.missing():
             return False
         seconds = min(self._course.state.deadlines.fill, (self._course.order.end - now) / 2)
@@ -49,17 +49,19 @@ class Relaying:
 
     def over(self, now: float) -> bool:
         """Goes on if it can; whether everything is known."""
+        if self._course.phase == "filling":
+            self._prefetch.advance(self._course.left(now))
         if self._course.phase == "filling" and not self._prefetch.missing():
             self._course.begin("joining", self._course.state.deadlines.plan, now)
             self._routes.start(self._prefetch.held(), now)
         return self._course.phase == "joining" and self._routes.over
 
-    def overdue(self, seconds: float) -> None:
+    def overdue(self, seconds: float, now: float) -> None:
         """This phase's time is over, `seconds` after the update began: who has not answered is left out."""
         if self._course.phase == "filling":
             self._prefetch.overdue(seconds)
         else:
-            self._routes.overdue(seconds)
+            self._routes.overdue(seconds, now)
 
     def settle(self) -> None:
         """Decides how each replica is installed, and leaves those out that cannot be."""
@@ -67,8 +69,23 @@ class Relaying:
         for relay, problem in self._routes.unread().items():
             self._prefetch.leave_out(relay, problem)
         why = {**self._prefetch.why_not(), **self._routes.unfit()}
-        direct = self._course.order.until != manager_pb2.HELD
-        self._targets.take_ways(self._identity, self.ways.keys(), why, direct)
+        for name, lacks in self._prefetch.lacking().items():
+            if name in why:
+                why[name] = with_words(why[name], lacks)
+        never, unknown = "", "no relay within its reach holds the version"
+        if self.left is not None:
+            never, unknown = self.left.message, "no relay was filled for it"
+        elif self._course.order.until == manager_pb2.HELD:
+            never = "the trainer goes on when relays hold the version"
+        why = dict.fromkeys(self._targets.prepared(), weights_pb2.Problem(message=unknown)) | why
+        self._targets.take_ways(self._identity, self.ways.keys(), why, never)
+
+    def alone(self, problem: weights_pb2.Problem) -> bool:
+        """The trainer is gone, or may change its weights: whether the update goes on without it, from relays that hold
+        the version or are being filled. Then nobody is to read the trainer."""
+        if self.left is None and (self._prefetch.missing() or self._prefetch.held()):
+            self.left = problem
+        return self.left is not None
 
     def add_to(self, report: manager_pb2.UpdateReport) -> None:
         """What relays did."""
@@ -91,11 +108,20 @@ class Relaying:
         """It said hello; whether it takes part."""
         return self._prefetch.back(holder)
 
-    def gone(self, relay: str, why: str) -> None:
+    def gone(self, relay: str, why: str, now: float) -> None:
         """It is not there any more, and nobody waits for it."""
         if self._course.refusable:
             self._prefetch.gone(relay, why)
-            self._routes.gone(relay, why)
+            self._routes.gone(relay, why, now)
+
+    def timer(self, step: str, now: float) -> bool:
+        """A timer of the update fired; whether it is one of a relay's."""
+        what, _, relay = step.partition(" ")
+        if what == "relay":
+            self.gone(relay, "it lost its session and did not come back", now)
+        elif what == "again":
+            self._prefetch.again(relay)
+        return what in ("relay", "again")
 
     def answered(self, member: Member, body: manager_pb2.RelayFilled | manager_pb2.RelayProgress) -> None:
         """A relay was filled, or says how far it is."""

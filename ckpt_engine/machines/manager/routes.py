@@ -1,14 +1,17 @@
 """Installs from relays: plans that read only from relays which hold the version, and what their readers must find.
 
 Relays and replicas that have to do with each other are one route: mostly one relay, and the replicas of its host; a
-replica on several hosts brings their relays together. Routes go side by side, and one that fails spoils no other. On
-each: what its relays hold is joined, plans are compiled along the sealed record, finer pieces are digested by the
-relays and must add up to it.
+replica on several hosts, or two relays of one host, bring relays together. Routes go side by side, and one that fails
+spoils no other. On each: what its relays hold is joined, plans are compiled along the sealed record, finer pieces are
+digested by the relays and must add up to it.
+
+A relay that fails on the way is left out, and its route begins anew with the others, which may hold all that is needed.
+If nobody can say which one failed, each is tried alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -25,7 +28,7 @@ from ckpt_engine.machines.events import (
     Published,
 )
 from ckpt_engine.machines.manager.course import Course
-from ckpt_engine.machines.manager.prefetch import Filling
+from ckpt_engine.machines.manager.filling import Filling
 from ckpt_engine.machines.manager.sealing import Sealing, refs_of
 from ckpt_engine.machines.manager.targets import Targets, Way
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -35,28 +38,46 @@ Problem = weights_pb2.Problem
 
 @dataclass
 class Route:
-    """relays, replicas: by name. tables: digests of what the relays hold. way: what its replicas are installed with,
-    once it is known. problem: why not."""
+    """fillings: of its relays. way: what their replicas are installed with, once it is known. problem: why not. out:
+    relays that failed on it; others go on in its place if `replaced`."""
 
-    relays: set[str]
-    replicas: set[str]
-    tables: set[bytes]
+    fillings: tuple[Filling, ...]
     published: Published | None = None
     compiled: Compiled | None = None
     sealing: Sealing | None = None
     way: Way | None = None
     problem: Problem | None = None
     unfit: dict[str, Problem] = field(default_factory=dict)
+    out: dict[str, Problem] = field(default_factory=dict)
+    replaced: bool = False
+
+    @property
+    def relays(self) -> set[str]:
+        """By the ids of what they offer."""
+        return {filling.relay for filling in self.fillings}
+
+    @property
+    def replicas(self) -> set[str]:
+        """By name."""
+        return {name for filling in self.fillings for name in filling.replicas}
+
+    @property
+    def tables(self) -> set[bytes]:
+        """Digests of the tables by which its relays are read."""
+        return {filling.answer.table for filling in self.fillings if filling.answer is not None}
 
     @property
     def over(self) -> bool:
         """Whether nothing more comes of it."""
-        return self.way is not None or self.problem is not None
+        return self.way is not None or self.problem is not None or self.replaced
 
     @property
-    def why_unread(self) -> Problem | None:
-        """Why nobody reads its relays; None if somebody does."""
-        return None if self.way is not None else self.problem or next(iter(self.unfit.values()), None)
+    def unread(self) -> dict[str, Problem]:
+        """Its relays that nobody reads, with the reason."""
+        if self.way is not None or self.replaced:
+            return self.out
+        why = self.problem or next(iter(self.unfit.values()), None)
+        return {} if why is None else dict.fromkeys(self.relays, why) | self.out
 
 
 class Routes:
@@ -74,16 +95,8 @@ class Routes:
 
     def start(self, fillings: Sequence[Filling], now: float) -> None:
         """fillings: those that hold the version."""
-        self._routes = _connected(fillings)
-        for number, route in enumerate(self._routes):
-            offers = tuple(
-                HeldOffer(holder.source, held.table, held.record if held.HasField("record") else None)
-                for holder in self._state.members.connected_holders()
-                for held in holder.held
-                if held.table.digest in route.tables and held.identity == self._identity
-            )
-            task = JoinSources(self._identity, offers, self._record, self._course.left(now))
-            self._course.run(f"join {number}", task)
+        for each in _connected(fillings):
+            self._join(each, now)
 
     @property
     def over(self) -> bool:
@@ -98,10 +111,13 @@ class Routes:
 
     def take(self, body: manager_pb2.Sealed, now: float) -> None:
         """An answer of a relay."""
-        for number, route in enumerate(self._routes):
+        for number, route in enumerate(tuple(self._routes)):
             if route.sealing is None or route.over or not route.sealing.missing():
                 continue
-            route.problem = route.sealing.take(body)
+            asked = route.sealing.asked(body)
+            problem = route.sealing.take(body)
+            if problem is not None:
+                self._again(route, dict.fromkeys(asked, problem), problem, now)
             self._combine(number, route, now)
 
     def done(self, step: str, number: int, done: Done, now: float) -> None:
@@ -110,7 +126,7 @@ class Routes:
         if route.over:
             return
         if done.problem is not None:
-            route.problem = done.problem
+            self._again(route, {}, done.problem, now)
         elif step == "join":
             self._plan(number, route, cast(Joined, done.result), now)
         elif step == "plan":
@@ -119,11 +135,16 @@ class Routes:
             assert route.compiled is not None
             route.way = Way(route.compiled, cast(Combined, done.result))
 
-    def overdue(self, seconds: float) -> None:
-        """Their time is over, `seconds` after the update began."""
-        for route in self._routes:
-            if not route.over:
-                route.problem = deadline(f"it was not planned with {seconds:.1f} s after the update began").problem
+    def overdue(self, seconds: float, now: float) -> None:
+        """Their time is over, `seconds` after the update began. Those without the relays that are silent begin anew."""
+        self._course.begin("joining", self._state.deadlines.plan, now)
+        problem = deadline(f"it was not planned with {seconds:.1f} s after the update began").problem
+        for route in tuple(self._routes):
+            silent = [] if route.sealing is None else [source.source for source in route.sealing.missing()]
+            if not route.over and silent:
+                self._again(route, dict.fromkeys(silent, problem), problem, now)
+            elif not route.over:
+                route.problem = problem
 
     def ways(self) -> dict[str, Way]:
         """By replica, for those that are installed from relays only."""
@@ -134,19 +155,20 @@ class Routes:
             for name in {name for name, _ in route.way.compiled.plans}
         }
 
-    def gone(self, relay: str, why: str) -> None:
-        """It is not there any more: what is still to be done needs it."""
-        for route in self._routes:
+    def gone(self, relay: str, why: str, now: float) -> None:
+        """It is not there any more: what is still to be done goes on without it."""
+        problem = unavailable(f"{relay}: {why}").problem
+        for route in tuple(self._routes):
             if relay in route.relays and not route.over:
-                route.problem = unavailable(f"{relay}: {why}").problem
+                self._again(route, {relay: problem}, problem, now)
 
     def unread(self) -> dict[str, Problem]:
         """Relays that hold the version and are read by nobody, with the reason."""
-        return {relay: why for route in self._routes if (why := route.why_unread) is not None for relay in route.relays}
+        return {relay: why for route in self._routes for relay, why in route.unread.items()}
 
     def unfit(self) -> dict[str, Problem]:
         """Why replicas that were to be installed from relays are not; by name."""
-        return {name: problem for route in self._routes for name, problem in route.unfit.items()}
+        return {name: problem for route in self._routes if not route.replaced for name, problem in route.unfit.items()}
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """Blobs that members may fetch, or that are still needed."""
@@ -156,7 +178,31 @@ class Routes:
             refs += refs_of(route.compiled, route.sealing, None if route.way is None else route.way.combined)
         return refs
 
+    def _join(self, fillings: tuple[Filling, ...], now: float) -> None:
+        route = Route(fillings)
+        tables = route.tables
+        offers = tuple(
+            HeldOffer(holder.source, held.table, held.record if held.HasField("record") else None)
+            for holder in self._state.members.connected_holders()
+            for held in holder.held
+            if held.table.digest in tables and held.identity == self._identity
+        )
+        self._routes.append(route)
+        task = JoinSources(self._identity, offers, self._record, self._course.left(now))
+        self._course.run(f"join {len(self._routes) - 1}", task)
+
+    def _again(self, route: Route, failed: Mapping[str, Problem], why: Problem, now: float) -> None:
+        """Goes on without those that failed; with each alone if nobody can say who did. Ends it if nobody is left."""
+        rest = [filling for filling in route.fillings if filling.relay not in failed]
+        parts = _connected(rest) if failed else [(each,) for each in rest if len(rest) > 1]
+        route.out |= failed
+        route.replaced = bool(parts)
+        route.problem = None if parts else why
+        for part in parts:
+            self._join(part, now)
+
     def _plan(self, number: int, route: Route, joined: Joined, now: float) -> None:
+        route.out |= joined.refused
         if joined.published is None or joined.record is None:
             refused = next(iter(joined.refused.values()), None)
             route.problem = refused or unavailable("what it holds is not told any more").problem
@@ -188,16 +234,12 @@ class Routes:
         self._course.run(f"combine {number}", task)
 
 
-def _connected(fillings: Sequence[Filling]) -> list[Route]:
-    """Relays that share a replica are on one route."""
-    routes: list[Route] = []
+def _connected(fillings: Iterable[Filling]) -> list[tuple[Filling, ...]]:
+    """Those that share a replica, together."""
+    found: list[tuple[Filling, ...]] = []
     for filling in fillings:
-        assert filling.answer is not None
-        route = Route({filling.relay}, set(filling.replicas), {filling.answer.table})
-        near = [other for other in routes if not other.replicas.isdisjoint(route.replicas)]
-        for other in near:
-            route.relays |= other.relays
-            route.replicas |= other.replicas
-            route.tables |= other.tables
-        routes = [other for other in routes if other not in near] + [route]
-    return routes
+        near = [other for other in found if any(not set(each.replicas).isdisjoint(filling.replicas) for each in other)]
+        found = [other for other in found if other not in near] + [
+            (*(each for other in near for each in other), filling)
+        ]
+    return found

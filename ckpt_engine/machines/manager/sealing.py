@@ -65,12 +65,17 @@ class Sealing:
         ranks = [source.rank for source in silent if source.rank is not None]
         return deadline(f"{message}the update began", ranks=ranks).problem
 
+    def asked(self, body: manager_pb2.Sealed) -> list[str]:
+        """Of those that have not sealed, the sources whose answer this is."""
+        missing = (source.source for source in self.missing())
+        return [source for source in missing if self._compiled.atoms[source] == body.atoms]
+
     def take(self, body: manager_pb2.Sealed) -> Problem | None:
         """Takes an answer; the problem if it is one.
 
         An answer names its atoms, and atoms name the table that they are of, so it cannot be mistaken for another's.
         """
-        answered = [source for source in self.missing() if self._compiled.atoms[source.source] == body.atoms]
+        answered = [source for source in self.missing() if source.source in self.asked(body)]
         if not answered:
             return None
         if body.HasField("problem"):

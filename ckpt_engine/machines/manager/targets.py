@@ -30,7 +30,8 @@ class Way:
 
 class Targets:
     """outcomes: by name; grows until every replica has one. awaited: those that are to come back before they are asked
-    for anything. told: those that were told to install.
+    for anything. told: those that were told to install. cut_off: those that cannot read the sources, and may be
+    installed from relays; with the reason.
 
     They are prepared under the fill fence and told to install under the install fence (`decided`), which all outcomes
     carry in the end.
@@ -43,7 +44,7 @@ class Targets:
         self._fence = weights_pb2.Fence()
         self._prepared: dict[str, list[manager_pb2.PreparedWorker]] = {}
         self._unfit: dict[str, Unfit] = {}
-        self._cut_off: dict[str, Problem] = {}
+        self.cut_off: dict[str, Problem] = {}
         self.told: set[str] = set()
         self.outcomes: dict[str, manager_pb2.ReplicaOutcome] = {}
         self.awaited: set[str] = set()
@@ -109,23 +110,24 @@ class Targets:
         relays may be installed from these."""
         for name, problem in problems.items():
             if name in near_relays:
-                self._cut_off[name] = problem
+                self.cut_off[name] = problem
             else:
                 self._leave_out_unplanned(name, problem)
 
     def take_ways(
-        self, identity: weights_pb2.Identity, planned: Collection[str], why: Mapping[str, Problem], direct: bool
+        self, identity: weights_pb2.Identity, planned: Collection[str], why: Mapping[str, Problem], never: str
     ) -> None:
-        """planned: those that are installed from relays. direct: whether the others may read the trainer; those that
-        cannot, or may not, are left out. why: what is known of why they are not installed from relays."""
+        """planned: those that are installed from relays. never: why the others may not read the trainer; empty: they
+        may. Those that cannot, or may not, are left out. why: of all, why they are not installed from relays."""
         for name in self.lacking(identity):
             if name in planned:
                 continue
-            if name in self._cut_off:
-                self._leave_out_unplanned(name, self._cut_off[name])
-            elif not direct:
-                reason = why[name].message if name in why else "no relay within its reach holds the version"
-                message = f"it keeps what it serves, since the trainer goes on when relays hold the version: {reason}"
+            if name in self.cut_off:
+                problem = self.cut_off[name]
+                said = why[name].message if name in why and why[name].message != problem.message else ""
+                self._leave_out_unplanned(name, with_words(problem, said))
+            elif never:
+                message = f"it keeps what it serves, since {never}: {why[name].message}"
                 self.leave_out(name, precondition(message, replica=name).problem)
 
     def too_few(self) -> Problem | None:
@@ -234,3 +236,11 @@ class Targets:
     def _leave_out_unfit(self, name: str, unfit: Unfit) -> None:
         self._unfit[name] = unfit
         self.leave_out(name, unfit.problem)
+
+
+def with_words(problem: Problem, more: str) -> Problem:
+    """The same problem, with more said about it."""
+    told = Problem()
+    told.CopyFrom(problem)
+    told.message = "; ".join(filter(None, (problem.message, more)))
+    return told

@@ -20,9 +20,10 @@ from ckpt_engine.machines.events import Combined, CombineSeals, Compiled, Compil
 from ckpt_engine.machines.manager.absences import Absences
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.installing import Installing
-from ckpt_engine.machines.manager.members import Holder, Member, Replica, Trainer, speaker
+from ckpt_engine.machines.manager.members import Holder, Member, Replica, Trainer
 from ckpt_engine.machines.manager.order import Order
-from ckpt_engine.machines.manager.prefetch import near_relays
+from ckpt_engine.machines.manager.ranks import Ranks
+from ckpt_engine.machines.manager.relay_facts import near_relays
 from ckpt_engine.machines.manager.relaying import Relaying
 from ckpt_engine.machines.manager.sealing import Sealing, refs_of
 from ckpt_engine.machines.manager.state import State
@@ -58,6 +59,7 @@ class Update:
         self._combined: Combined | None = None
         self._identity: weights_pb2.Identity | None = None
         self._relaying: Relaying | None = None
+        self._ranks = Ranks(self.course, self._refuse)
         self._installing: Installing | None = None
         self._prepared_again = False
 
@@ -112,15 +114,13 @@ class Update:
             self._refuse(unavailable("the ledger was rolled back, and epochs are skipped: try again").problem)
 
     def caller_left(self, rank: int) -> None:
-        """A rank's call was cancelled: before the intent its weights may change now, after it that will be noticed."""
-        del self.order.calls[rank]
-        if self.course.refusable:
-            self._refuse(unavailable(f"the call of rank {rank} was cancelled", ranks=(rank,)).problem)
+        """A rank's call was cancelled."""
+        self._ranks.caller_left(rank)
 
     def before_over(self, now: float) -> None:
         """Nothing goes on beside it any more."""
         self._before = None
-        if self.phase == "waiting":
+        if self.phase == "waiting" or (self.phase == "leaving" and not self._ranks.undecided):
             self._intend(now)
 
     # -- members come and go
@@ -139,10 +139,7 @@ class Update:
             return
         self._absences.back(member)
         if isinstance(member, Trainer):
-            tables = {source.rank: source.table for source in self.order.published.sources}
-            if self.order.sealed is None and self.course.refusable and member.table != tables.get(member.rank):
-                message = f"rank {member.rank} published another table while {self.phase}"
-                self._refuse(unavailable(message, ranks=(member.rank,)).problem)
+            self._ranks.back(member)
         elif isinstance(member, Replica) and member.last_outcome is not None:
             self.message(member, member.last_outcome, now)
         self._send_missing(now)
@@ -150,15 +147,14 @@ class Update:
     def member_gone(self, member: Member, now: float) -> None:
         """It said goodbye, was replaced by another process, or did not come back in time."""
         if isinstance(member, Holder) and self._relaying is not None:
-            self._relaying.gone(member.source, "it left while it was being filled")
+            self._relaying.gone(member.source, "it left while it was being filled", now)
             self._go_on(now)
         if not self._absences.concern(member):
             return
         if isinstance(member, Replica):
             self._lose_replica(member, now)
-        elif self.course.refusable:
-            ranks = (member.rank,) if isinstance(member, Trainer) else ()
-            self._refuse(unavailable(f"{speaker(member)} is gone while {self.phase}", ranks=ranks).problem)
+        else:
+            self._ranks.gone(member)
 
     def _lose_replica(self, replica: Replica, now: float) -> None:
         if self.phase in ("preparing", "installing"):
@@ -234,10 +230,11 @@ class Update:
             self._out_of_time(now)
         elif step == self.phase:
             self._phase_over(now)
+        elif step.startswith("left "):
+            self._ranks.timer(step)
         elif step.startswith("lost ") and (member := self._absences.not_back(step)) is not None:
             self.member_gone(member, now)
-        elif step.startswith("relay ") and self._relaying is not None:
-            self._relaying.gone(step.removeprefix("relay "), "it lost its session and did not come back")
+        elif self._relaying is not None and self._relaying.timer(step, now):
             self._go_on(now)
 
     # -- from phase to phase
@@ -282,8 +279,7 @@ class Update:
 
     def _seal(self, compiled: Compiled, now: float) -> None:
         kept = self.order.sealed is not None
-        by_relay = set() if kept else set().union(*near_relays(self.state, self._targets).values())
-        self._targets.take_unplanned(compiled.unfit, by_relay)
+        self._targets.take_unplanned(compiled.unfit, set().union(*near_relays(self.state, self._targets).values()))
         if self._too_few():
             return
         self.course.begin("sealing", self.state.deadlines.seal, now)
@@ -291,13 +287,13 @@ class Update:
         self._sealing = Sealing(self.course, self.order.published, compiled, keep=kept, reader=reader)
         self._send_missing(now)
 
-    def _too_few(self) -> bool:
-        """Whether the update is refused since those that are left are not enough."""
+    def _too_few(self, because: Problem | None = None) -> bool:
+        """Whether the update is refused since those that are left are not enough. because: what that comes from."""
         problem = self._targets.too_few()
         if problem is None or self.order.late is not None:
             self._targets.remember_unfit()
         if problem is not None:
-            self._refuse(problem)
+            self._refuse(because or problem)
         return problem is not None
 
     def _decide_identity(self, root: bytes, now: float) -> None:
@@ -306,11 +302,12 @@ class Update:
         self._identity = weights_pb2.Identity(lineage=order.lineage, version=order.version, root=root)
         if self._refused_identity(now):
             return
-        record = None if self._combined is None else self._combined.record
-        if order.sealed is not None or record is None:
+        record = (None if self._combined is None else self._combined.record) or order.record
+        needed = order.sealed is None or bool(self._targets.cut_off)
+        if record is None or not needed:
             self._intend(now)
             return
-        self._relaying = Relaying(self.course, self._targets, self._identity, record)
+        self._relaying = self._ranks.relaying = Relaying(self.course, self._targets, self._identity, record)
         before = None if self._before is None else self._before._relaying
         if self._compiled is not None and self._relaying.start(self._compiled, before, now):
             self._send_missing(now)
@@ -332,12 +329,12 @@ class Update:
         assert self._identity is not None
         assert self._compiled is not None
         assert self._combined is not None
-        if self._before is not None:
-            self.course.begin("waiting", self.order.end - now, now)
+        if self._before is not None or self._ranks.undecided:
+            self.course.begin("leaving" if self._before is None else "waiting", self.order.end - now, now)
             return
         if self._relaying is not None:
             self._relaying.settle()
-            if self._too_few():
+            if self._too_few(self._relaying.left):
                 return
         if self._refused_identity(now):
             return
@@ -369,7 +366,7 @@ class Update:
         elif self.phase == "sealing" and self._sealing is not None:
             self._refuse(self._sealing.overdue(seconds))
         elif self._relaying is not None:
-            self._relaying.overdue(seconds)
+            self._relaying.overdue(seconds, now)
             self._go_on(now)
 
     def _out_of_time(self, now: float) -> None:

@@ -2,11 +2,13 @@
 
 Its session, and the digests that it is asked for, are those of every holder. Here is only the filling. The rules:
 
-- A fill fence below the highest one is not obeyed; an equal one is a repetition and is answered as before.
+- A fill fence below the highest one is not obeyed, nor an attempt of one fence below its highest; equal ones are a
+  repetition and answered as before.
 - One filling at a time. A newer command ends the one that goes on, and waits until that has ended: two would write to
   one memory.
 - The slot of the version that replicas are to hold now is never filled.
 - Memory is counted before a slot is given up. What is given up is said before the first byte changes.
+- What is missing of a version that a slot holds is brought beside the rest of it, which stays lent.
 - A version is said to be held only once it was compared with its sealed record.
 - A session's end changes nothing: filling goes on, and the answer is given to whoever repeats the command.
 
@@ -71,6 +73,7 @@ class _Work:
     command: FillRelay | WithdrawRelay
     until: float
     slot: int = -1
+    more: bool = False
     step: str = ""
     overtaken: bool = False
 
@@ -96,7 +99,16 @@ class RelayFilling:
         self._next: _Work | None = None  # waits until `_work`, which it overtook, has ended
         self._answer: RelayFilled | RelayWithdrawn | None = None
         self._count = 0
-        self.epoch = 0
+        self._obeyed = (0, 0)  # epoch and attempt
+
+    @property
+    def epoch(self) -> int:
+        """The highest that it has obeyed."""
+        return self._obeyed[0]
+
+    def is_newer(self, body: FillRelay | WithdrawRelay) -> bool:
+        """Whether a command is none of those that it has obeyed, nor before them."""
+        return _turn(body) > self._obeyed
 
     @property
     def held(self) -> tuple[HeldVersion, ...]:
@@ -110,13 +122,13 @@ class RelayFilling:
 
     def message(self, body: FillRelay | WithdrawRelay, cluster: str, now: float) -> None:
         """A command of the manager of `cluster`."""
-        if body.fence.cluster != cluster or body.fence.epoch < self.epoch:
+        if body.fence.cluster != cluster or _turn(body) < self._obeyed:
             return
-        if body.fence.epoch == self.epoch:
+        if not self.is_newer(body):
             if self._answer is not None and self._answer.fence == body.fence:
                 self._send(self._answer)
             return
-        self.epoch = body.fence.epoch
+        self._obeyed = _turn(body)
         self._answer = None
         seconds = bounded(body.deadline_seconds) if isinstance(body, FillRelay) else FORGET_SECONDS
         self._next = _Work(body, now + seconds)
@@ -162,8 +174,9 @@ class RelayFilling:
             assert known.told is not None
             self._answered(work, known.told, now)
             return
-        work.slot = self._free(command)
-        self._run(work, "count", CountSlot(work.slot, command, bounded(work.until - now)))
+        part = next((number for number, slot in enumerate(self._slots) if _has_a_part(slot, command)), None)
+        work.slot, work.more = (self._free(command), False) if part is None else (part, True)
+        self._run(work, "count", CountSlot(work.slot, command, bounded(work.until - now), work.more))
 
     def _free(self, command: FillRelay) -> int:
         """The slot to fill: not that of the version to keep; an empty one, else the one that was filled first."""
@@ -192,9 +205,10 @@ class RelayFilling:
         elif work.overtaken or done.problem is not None:
             self._answered(work, RelayFilled(problem=done.problem), now)
         else:
-            self._give_up(work.slot)
+            if not work.more:
+                self._give_up(work.slot)
             seconds = bounded(work.until - now)
-            self._run(work, "fill", FillSlot(work.slot, work.command, seconds))
+            self._run(work, "fill", FillSlot(work.slot, work.command, seconds, work.more))
 
     def _filled(self, work: _Work, filled: SlotFilled, now: float) -> None:
         command = cast(FillRelay, work.command)
@@ -236,9 +250,15 @@ class RelayFilling:
             answer.CopyFrom(told)
             answer.fence.CopyFrom(work.command.fence)
             answer.identity.CopyFrom(work.command.identity)
+            answer.attempt = _turn(work.command)[1]
             self._answer = answer
             self._send(answer)
         self._begin(now)
+
+
+def _turn(body: FillRelay | WithdrawRelay) -> tuple[int, int]:
+    """Epoch and attempt."""
+    return body.fence.epoch, body.attempt if isinstance(body, FillRelay) else 0
 
 
 def _digests(refs: object) -> frozenset[bytes]:
@@ -247,6 +267,14 @@ def _digests(refs: object) -> frozenset[bytes]:
 
 def _is_read(slot: _Slot, command: FillRelay) -> bool:
     return slot.told is not None and slot.told.table == command.keep_table != b""
+
+
+def _has_a_part(slot: _Slot, command: FillRelay) -> bool:
+    """Whether a slot holds some of the version, laid out as this command would have it."""
+    if slot.held is None or slot.told is None or slot.held.identity != command.identity:
+        return False
+    same = slot.needs == _digests(command.needs) and slot.everything == command.everything
+    return same and bool(slot.told.missing_cells)
 
 
 def _serves(slot: _Slot, command: FillRelay) -> bool:

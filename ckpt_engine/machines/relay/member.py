@@ -7,25 +7,29 @@ Its session and the digests that it is asked for are those of every holder, what
 - Sealing and filling obey one count of fill fences: what is below the highest of both is late, whatever it asks for.
 - What it holds is told before that it was brought: whoever hears the answer can plan with it. What it gives up is told
   before the first byte changes.
+- It lets go of memory that its owner takes back once nothing reads that, and keeps what it has brought from there.
 """
 
 from __future__ import annotations
 
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.machines.events import Done, OfferedVersion, Stop, TrainerEvent
+from ckpt_engine.machines.events import Done, OfferedVersion, Run, Stop, TrainerEvent
 from ckpt_engine.machines.holder.machine import HolderMachine
 from ckpt_engine.machines.relay.machine import Answer, HeldVersion, RelayFilling
-from ckpt_engine.machines.relay.tasks import FillingProgress
+from ckpt_engine.machines.relay.tasks import FillingProgress, LetGoOf
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 KIND = "relay"
+
+LET_GO_SECONDS = 600.0
+"""For a filling that still reads what is to be let go of."""
 
 
 class RelayMachine(HolderMachine):
     """One relay. filling: its memory and what it wants; the shell may change it, and the next hello says so.
 
     Events: those of a holder but which it feeds itself, and FillingProgress. Commands: a holder's, Run of
-    CountSlot, FillSlot and ForgetSlot (one of them at a time), and StopFilling.
+    CountSlot, FillSlot and ForgetSlot (one of them at a time), LetGoOf (beside them), and StopFilling.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class RelayMachine(HolderMachine):
     ) -> None:
         super().__init__(KIND, name, session_id, host, deadlines, filling)
         self._filling = RelayFilling(self._out.append, self._answer, self._hold)
+        self._letting_go = 0
         self._brought: manager_pb2.RelayFilled | None = None  # to be said once what it holds was told
 
     def _take(self, event: TrainerEvent, now: float) -> None:
@@ -55,9 +60,13 @@ class RelayMachine(HolderMachine):
         match body:
             case manager_pb2.FillRelay() | manager_pb2.WithdrawRelay():
                 if body.fence.epoch >= self._obeyed():
-                    if body.fence.epoch > self._filling.epoch:
+                    if self._filling.is_newer(body):
                         self._brought = None
                     self._filling.message(body, self._session.cluster, now)
+            case manager_pb2.LetGo():
+                self._letting_go += 1
+                task = LetGoOf(tuple(body.tables), LET_GO_SECONDS)
+                self._out.append(Run(("let go", self._letting_go), task))
             case _:
                 super()._message(body, now)
 

@@ -16,6 +16,7 @@ class CountSlot:
     slot: int
     command: manager_pb2.FillRelay
     seconds: float
+    more: bool = False  # as of FillSlot
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,15 @@ class SlotFilled:
 class FillSlot:
     """Lend the slot to nobody, wait for its readers as long as they may keep it, fill it, compare, and lend it. Result:
     SlotFilled. If it fails the slot holds nothing and is lent to nobody. A second one waits for the first to end,
-    within its own time, whatever the machine was told of the first."""
+    within its own time, whatever the machine was told of the first.
+
+    more: the slot holds a part of this very version, which others may be reading: it stays as it is and lent, also if
+    this fails, and only the rest is brought."""
 
     slot: int
     command: manager_pb2.FillRelay
     seconds: float
+    more: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,14 @@ class ForgetSlot:
     """Lend the slot to nobody, and wait for its readers as long as they may keep it. Result: None."""
 
     slot: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LetGoOf:
+    """Unmap what these tables offer, once nothing reads it. Result: None. tables: digests."""
+
+    tables: tuple[bytes, ...]
     seconds: float
 
 
@@ -60,4 +73,4 @@ class FillingProgress:
     bytes_total: int
 
 
-RelayTask: TypeAlias = CountSlot | FillSlot | ForgetSlot
+RelayTask: TypeAlias = CountSlot | FillSlot | ForgetSlot | LetGoOf

@@ -37,6 +37,6 @@ class TrainerMachine(OfferingMachine):
             )
 
         def changed(told: Told) -> manager_pb2.Publish:
-            return manager_pb2.Publish(table=told.held[0].table)
+            return manager_pb2.Publish(table=told.held[0].table if told.held else None)
 
         super().__init__(Kind("TrainerSession", manager_pb2.TrainerMessage, hello, changed), deadlines)

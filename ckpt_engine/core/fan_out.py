@@ -1,0 +1,366 @@
+"""Which host reads which chunks from which other host, so that each byte leaves the trainers' hosts about once. Pure.
+
+Chunks that the same hosts want are dealt to at most eight trees over these hosts. A host passes on in one of them and
+is a leaf in the others, so what it sends is about what it receives (SplitStream, SOSP 2003). Each tree has an order
+that is never changed: parents and alternates of a host come before it, so nobody ever waits for himself, whichever of
+them each host reads from. It decides neither when a relay reads nor what happens when hosts fail
+(core/fan_out_repair.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import heapify, heapreplace
+from itertools import islice
+from statistics import median
+from typing import NamedTuple
+
+from ckpt_engine.core.chunks import Chunk
+from ckpt_engine.core.problems import invalid
+
+TREES = 8
+"""At most, over hosts that want the same chunks."""
+
+FROM_TRAINERS = -1
+"""A parent: the host reads each chunk from the trainers' host that `FanOut.feeders` names."""
+
+LEAF_BELOW = 0.55
+"""Of the median rate: who is slower passes nothing on. Above one half, since a host at half the rate does not measure
+as exactly that."""
+
+ALTERNATES = 2
+
+_TRIES = 8  # to find an alternate that no sibling has
+
+_FEW_CHILDREN = 4  # of a host that passes on, where a tree could do with fewer: a chain would be too deep
+
+_ENOUGH = 0.95  # the sum of the trees' shares: nobody sends more than 1 / 0.95 of what he receives
+
+
+class HostRate(NamedTuple):
+    """A host, and how many bytes a second its network sends, and receives at the same time; None if nobody knows."""
+
+    name: str
+    rate: float | None = None
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Who reads from whom. Hosts are numbers in `FanOut.hosts`.
+
+    hosts: in the tree's order. parents, alternates: of each of these hosts, in the same order; each comes earlier in
+    the order, or is FROM_TRAINERS. chunks: in the order in which they are read and passed on. bytes: of all chunks.
+    """
+
+    hosts: tuple[int, ...]
+    parents: tuple[int, ...]
+    alternates: tuple[tuple[int, ...], ...]
+    chunks: tuple[int, ...]
+    bytes: int
+
+    @cached_property
+    def place(self) -> dict[int, int]:
+        """Of each host, its place in the order."""
+        return {host: place for place, host in enumerate(self.hosts)}
+
+    @cached_property
+    def children(self) -> dict[int, tuple[int, ...]]:
+        """Of each host that passes on, those who read from it, those first that most others wait for."""
+        below = dict.fromkeys(self.hosts, 1)
+        found: dict[int, list[int]] = {}
+        for host, parent in zip(reversed(self.hosts), reversed(self.parents), strict=True):
+            if parent != FROM_TRAINERS:
+                below[parent] += below[host]
+                found.setdefault(parent, []).append(host)
+        return {
+            parent: tuple(sorted(hosts, key=lambda host: (-below[host], self.place[host])))
+            for parent, hosts in found.items()
+        }
+
+
+class Upstream(NamedTuple):
+    """What a host does in one tree. tree: its number. parent, alternates: names, in the order in which they are to be
+    tried; None: the trainers' hosts. chunks: in the order in which they come."""
+
+    tree: int
+    parent: str | None
+    alternates: tuple[str | None, ...]
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FanOut:
+    """A plan. feeders: of each chunk the trainers' host that it is read from, a number in `trainers`. dead: hosts that
+    take no part any more. leaves: hosts that pass nothing on, because they are slow."""
+
+    chunks: tuple[Chunk, ...]
+    hosts: tuple[HostRate, ...]
+    trainers: tuple[HostRate, ...]
+    trees: tuple[Tree, ...]
+    feeders: tuple[int, ...]
+    dead: frozenset[int] = field(default=frozenset())
+    leaves: frozenset[int] = field(default=frozenset())
+
+    @cached_property
+    def number(self) -> dict[str, int]:
+        """Of each host, by name."""
+        return {host.name: number for number, host in enumerate(self.hosts)}
+
+    def upstreams(self, name: str) -> tuple[Upstream, ...]:
+        """What a host reads, tree by tree. That in which it passes on comes first: others wait for it."""
+        host = self.number[name]
+        found = []
+        for number, tree in enumerate(self.trees):
+            place = tree.place.get(host)
+            if place is not None:
+                alternates = tuple(map(self._name, tree.alternates[place]))
+                found.append(Upstream(number, self._name(tree.parents[place]), alternates, tree.chunks))
+        return tuple(sorted(found, key=lambda each: host not in self.trees[each.tree].children))
+
+    def publishes(self, name: str) -> tuple[int, ...]:
+        """The trees of which a host tells how many chunks, from the first one on, it has verified. A leaf too: it may
+        be the alternate of another."""
+        host = self.number[name]
+        return tuple(number for number, tree in enumerate(self.trees) if host in tree.place)
+
+    def _name(self, host: int) -> str | None:
+        return None if host == FROM_TRAINERS else self.hosts[host].name
+
+
+def plan_fan_out(chunks: Sequence[Chunk], hosts: Sequence[HostRate], trainers: Sequence[HostRate]) -> FanOut:
+    """The plan for chunks whose `hosts` and `holders` are numbers in `hosts` and `trainers`.
+
+    A rate that is unknown counts as the median of those that are told. The same arguments give the same plan.
+
+    Raises INVALID_ARGUMENT for two hosts with one name, a rate that is not positive, and a chunk that nobody holds or
+    that is wanted or held by a host that is not there.
+    """
+    _check(chunks, hosts, trainers)
+    rates = relative_rates(hosts)
+    slow = slow_hosts(dict(enumerate(rates)))
+    classes: dict[tuple[int, ...], list[int]] = {}
+    for number, chunk in enumerate(chunks):
+        if chunk.hosts:
+            classes.setdefault(chunk.hosts, []).append(number)
+    load = [0.0] * len(hosts)  # bytes that each host will send, by its rate
+    trees: list[Tree] = []
+    by_bytes = sorted(classes.items(), key=lambda each: (-sum(chunks[number].bytes for number in each[1]), each[0]))
+    for members, numbers in by_bytes:
+        trees += _forest(members, _interleaved(numbers, chunks), chunks, rates, slow, load)
+    feeders = _feeders(trees, chunks, relative_rates(trainers))
+    return FanOut(tuple(chunks), tuple(hosts), tuple(trainers), tuple(trees), feeders, frozenset(), slow)
+
+
+def relative_rates(hosts: Sequence[HostRate]) -> list[float]:
+    """Of each host its rate, as a multiple of the median of those that are known; 1 if it is not known."""
+    known = [host.rate for host in hosts if host.rate is not None]
+    usual = median(known) if known else 1.0
+    return [1.0 if host.rate is None else host.rate / usual for host in hosts]
+
+
+def slow_hosts(rates: dict[int, float]) -> frozenset[int]:
+    """Those that are to pass nothing on. rates: of hosts that are alive."""
+    if not rates:
+        return frozenset()
+    least = LEAF_BELOW * median(rates.values())
+    return frozenset(host for host, rate in rates.items() if rate < least)
+
+
+def alternates_of(
+    order: Sequence[int], parents: Sequence[int], able: Sequence[bool], kept: Sequence[Sequence[int]] = ()
+) -> list[tuple[int, ...]]:
+    """For each host two others to read from if its parent is lost: earlier in the order, able to pass on, and if it
+    can be not below that parent, who are orphans then themselves. The trainers' hosts where there are no two.
+
+    order: hosts. parents: of each of them. able: of each of them, whether it may pass on. kept: of each of them, those
+    that it has had, which stay if they can.
+    """
+    place = {host: at for at, host in enumerate(order)}
+    upper = [place.get(parent, FROM_TRAINERS) for parent in parents]
+    inner = set(upper) - {FROM_TRAINERS}
+    passing = sorted(inner)
+    deep = sorted(inner - {upper[at] for at in inner}) or passing  # what is slowed down there has few behind it
+    taken: set[tuple[int, int]] = set()  # the orphans of one parent go to different hosts
+    found: list[tuple[int, ...]] = []
+    turn = 0
+    for at, parent in enumerate(upper):
+        if parent == FROM_TRAINERS:
+            found.append(())
+            continue
+        had = [place.get(each, FROM_TRAINERS) for each in kept[at]] if kept else []
+        chosen = [each for each in had if each not in (FROM_TRAINERS, parent) and able[each]]
+        for pool in (passing if at in inner else deep, range(at)):
+            for _ in range(min(len(pool), _TRIES)):
+                each = pool[turn % len(pool)]
+                turn += 1
+                free = each < at and able[each] and each not in chosen and (parent, each) not in taken
+                if len(chosen) < ALTERNATES and free and not _below(each, parent, upper):
+                    chosen.append(each)
+                    taken.add((parent, each))
+        others = (each for each in range(at - 1, -1, -1) if able[each] and each != parent and each not in chosen)
+        chosen += islice(others, ALTERNATES - len(chosen))
+        trainers = (FROM_TRAINERS,) if len(chosen) < ALTERNATES else ()
+        found.append((*(order[each] for each in chosen), *trainers))
+    return found
+
+
+def _below(place: int, above: int, upper: Sequence[int]) -> bool:
+    while place != FROM_TRAINERS:
+        if place == above:
+            return True
+        place = upper[place]
+    return False
+
+
+def _check(chunks: Sequence[Chunk], hosts: Sequence[HostRate], trainers: Sequence[HostRate]) -> None:
+    for kind, several in (("host", hosts), ("trainers' host", trainers)):
+        names: set[str] = set()
+        for name, rate in several:
+            if name in names:
+                raise invalid(f"{kind} {name!r} is there twice; each needs a name of its own")
+            if rate is not None and not 0 < rate < float("inf"):
+                raise invalid(f"{kind} {name!r} has a rate of {rate} bytes/s; leave it out if it is not known")
+            names.add(name)
+    seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    for number, chunk in enumerate(chunks):
+        key = chunk.hosts, chunk.holders
+        if key in seen:
+            continue
+        seen.add(key)
+        if not chunk.holders:
+            raise invalid(f"no trainers' host holds chunk {number}; its version is not sealed as a whole")
+        for kind, wrong, several in (("host", chunk.hosts, hosts), ("trainers' host", chunk.holders, trainers)):
+            for each in wrong:
+                if not 0 <= each < len(several):
+                    raise invalid(f"chunk {number} names {kind} number {each}, and there are {len(several)}")
+
+
+def _interleaved(numbers: Sequence[int], chunks: Sequence[Chunk]) -> list[int]:
+    """So that all trainers' hosts send at all times: those of each holder spread over the whole."""
+    by_holders: dict[tuple[int, ...], list[int]] = {}
+    for number in numbers:
+        by_holders.setdefault(chunks[number].holders, []).append(number)
+    spread = [
+        ((index + 0.5) / len(held), holders, number)
+        for holders, held in by_holders.items()
+        for index, number in enumerate(held)
+    ]
+    return [number for _, _, number in sorted(spread)]
+
+
+def _forest(
+    members: Sequence[int],
+    numbers: Sequence[int],
+    chunks: Sequence[Chunk],
+    rates: Sequence[float],
+    slow: frozenset[int],
+    load: list[float],
+) -> Iterator[Tree]:
+    """The trees of hosts that want the same chunks. load: what each host sends is added to it."""
+    able = [host for host in members if host not in slow] or list(members)
+    able.sort(key=lambda host: (load[host], -rates[host], host))
+    counts = _inner_counts(len(members), len(able), min(TREES, len(able), len(numbers)))
+    inner = _dealt(able, counts)
+    shapes = [_shape(passing, members, shift, rates) for shift, passing in enumerate(inner)]
+    weights = [1.0 / (max(kids[host] / rates[host] for host in kids) or 1.0) for _, _, kids in shapes]
+    dealt: list[list[int]] = [[] for _ in shapes]
+    sums = [0] * len(shapes)
+    for number in numbers:
+        size = chunks[number].bytes
+        tree = min(range(len(shapes)), key=lambda each: ((sums[each] + size) / weights[each], each))
+        dealt[tree].append(number)
+        sums[tree] += size
+    for (order, parents, kids), own, total in zip(shapes, dealt, sums, strict=True):
+        if not own:
+            continue
+        for host, children in kids.items():
+            load[host] += children * total / rates[host]
+        may = set(able)
+        alternates = alternates_of(order, parents, [host in may for host in order])
+        yield Tree(tuple(order), tuple(parents), tuple(alternates), tuple(own), total)
+
+
+def _inner_counts(members: int, able: int, trees: int) -> list[int]:
+    """How many hosts pass on in each tree, so that the one that sends most sends least.
+
+    A host with c children sends c times the bytes of its tree, so a tree may have 1/c of all bytes. If these shares add
+    up to one nobody sends more than he receives; of such counts those are taken that leave the fewest children to one.
+    """
+    others = members - 1
+    if others <= 0:
+        return [1]
+    most = max(1, -(-others // min(_FEW_CHILDREN, others)))
+    wanted = {-(-others // children) for children in (*range(max(1, trees // 2), 4 * trees + 1), others)}
+    best: tuple[tuple[float, int, float], list[int]] | None = None
+    for first in sorted(wanted):
+        for many in range(trees + 1):
+            rest = trees - many
+            second = min(most, (able - many * first) // rest) if rest else 0
+            if first > most or many * first > able or (rest and second < 1):
+                continue
+            counts = [first] * many + [second] * rest
+            children = [-(-others // each) for each in counts]
+            shares = sum(1 / each for each in children)
+            key = -min(shares, _ENOUGH), max(children), -shares
+            if best is None or key < best[0]:
+                best = key, counts
+    return best[1] if best is not None else [1] * trees
+
+
+def _dealt(able: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+    """Those who pass on, by tree; each is in one tree. The first of `able` become roots."""
+    inner: list[list[int]] = [[] for _ in counts]
+    waiting = iter(able)
+    for _ in range(max(counts)):
+        for tree, most in enumerate(counts):
+            if len(inner[tree]) < most:
+                inner[tree].append(next(waiting))
+    return inner
+
+
+def _shape(
+    passing: Sequence[int], members: Sequence[int], shift: int, rates: Sequence[float]
+) -> tuple[list[int], list[int], dict[int, int]]:
+    """A tree as flat as it can be: its order, the parent of each, and how many children each has that passes on."""
+    if len(members) == 1:
+        return list(passing), [FROM_TRAINERS], {passing[0]: 0}
+    kids = _apportioned(len(members) - 1, {host: rates[host] for host in passing})
+    known = set(passing)
+    leaves = [host for host in members if host not in known]
+    turned = shift * len(leaves) // TREES
+    order = [*passing, *leaves[turned:], *leaves[:turned]]
+    parents = [FROM_TRAINERS]
+    upper, taken = 0, 0
+    for _ in order[1:]:
+        while taken == kids[order[upper]]:
+            upper, taken = upper + 1, 0
+        parents.append(order[upper])
+        taken += 1
+    return order, parents, kids
+
+
+def _apportioned(total: int, rates: dict[int, float]) -> dict[int, int]:
+    """At least as many children as hosts, dealt by the hosts' rates: at least one each."""
+    kids = dict.fromkeys(rates, 1)
+    waiting = [(2 / rate, host) for host, rate in rates.items()]
+    heapify(waiting)
+    for _ in range(total - len(kids)):
+        host = waiting[0][1]
+        kids[host] += 1
+        heapreplace(waiting, ((kids[host] + 1) / rates[host], host))
+    return kids
+
+
+def _feeders(trees: Sequence[Tree], chunks: Sequence[Chunk], rates: Sequence[float]) -> tuple[int, ...]:
+    """Of each chunk the holder that has least to send. Chunks that nobody wants count as read from the first."""
+    found = [chunk.holders[0] for chunk in chunks]
+    busy = [0.0] * len(rates)
+    for tree in trees:
+        for number in tree.chunks:
+            chunk = chunks[number]
+            holder = min(chunk.holders, key=lambda each: (busy[each] + chunk.bytes / rates[each], each))
+            busy[holder] += chunk.bytes / rates[holder]
+            found[number] = holder
+    return tuple(found)

@@ -1,0 +1,377 @@
+"""From whom each relay is filled: from the publication's own sources where it reaches them, else from other relays.
+
+Decides for each relay that replicas wait for which sources and which relays it reads, and at which stage it can begin:
+a relay is filled once those that it reads hold the version. A relay that no replica waits for is filled too where one
+further away needs it as a step in between. Pure; it knows hosts and transports, and neither boxes nor time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ckpt_engine.core.problems import CkptEngineError, precondition
+from ckpt_engine.core.reach import Distance, name_of, same_host
+from ckpt_engine.core.topology import Choice, choose_transport
+from ckpt_engine.v1.weights_pb2 import Host
+
+Choose = Callable[[Host, str, Host, Sequence[str]], Choice]
+"""As in core.plan."""
+
+Name = TypeVar("Name")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A source that has the version. ways: the transports over which each of its regions is offered, equal ones once:
+    who reads it needs one of each."""
+
+    name: str
+    host: Host
+    ways: tuple[frozenset[str], ...]
+
+
+@dataclass(frozen=True)
+class Station:
+    """A relay. reads: the transports that it can read with. lends: those over which it is read."""
+
+    name: str
+    host: Host
+    reads: tuple[str, ...]
+    lends: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one relay is filled.
+
+    stage: 0: from sources only; else one more than the last of the relays that it reads. sources: those within its
+    reach. upstream: relays that it waits for, and reads. others: relays of stages before its own that it can read as
+    well, the nearest and least loaded first. children: relays that read it. feeds: relays whose needs it must hold
+    beside those of its own host. lacks: sources of which it gets nothing, although nobody else has the same. ahead: it
+    brings first what its own sources have, since others wait for that. early: those of its upstream that it reads once
+    they have brought that much.
+    """
+
+    stage: int
+    sources: tuple[str, ...]
+    upstream: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    children: tuple[str, ...] = ()
+    feeds: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+    ahead: bool = False
+    early: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Routes:
+    """by_relay: of the relays that are filled. unreached: why others, which replicas wait for, cannot be."""
+
+    by_relay: Mapping[str, Route]
+    unreached: Mapping[str, str]
+
+
+def relay_routes(
+    origins: Sequence[Origin],
+    parts: Collection[frozenset[str]],
+    relays: Sequence[Station],
+    wanted: Collection[str],
+    holding: Mapping[str, frozenset[str]],
+    choose: Choose = choose_transport,
+) -> Routes:
+    """Routes for all relays that replicas wait for.
+
+    parts: sets of sources, such that the version is made of one source of each. wanted: by name, the relays that
+    replicas wait for. holding: of relays that hold the version, the sources whose parts they have; they are read and
+    not filled.
+    """
+    return _Routing(origins, parts, relays, wanted, holding, choose).routes()
+
+
+@dataclass
+class _Chosen:
+    """Of a relay that is filled."""
+
+    upstream: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    children: list[str] = field(default_factory=list)
+    early: list[str] = field(default_factory=list)
+    ahead: bool = False
+
+
+class _Routing:
+    def __init__(
+        self,
+        origins: Sequence[Origin],
+        parts: Collection[frozenset[str]],
+        relays: Sequence[Station],
+        wanted: Collection[str],
+        holding: Mapping[str, frozenset[str]],
+        choose: Choose,
+    ) -> None:
+        self._origins = {origin.name: origin for origin in origins}
+        self._parts = sorted(set(parts), key=sorted)
+        self._all = frozenset(range(len(self._parts)))
+        self._relays = {relay.name: relay for relay in sorted(relays, key=lambda relay: relay.name)}
+        self._wanted = {name for name in wanted if name in self._relays and name not in holding}
+        self._holding = holding
+        self._choose = choose
+        self._edges: dict[tuple[str, str], Choice | CkptEngineError] = {}
+        self._sources = {
+            name: [origin for origin in self._origins if origin != name and self._reaches(origin, name)]
+            for name in self._relays
+        }
+        # Files that another host may have, or not, are no reason to do without a relay that surely has them.
+        self._direct = {
+            name: self._made_of([origin for origin in found if self._distance(origin, name) < Distance.SHARED_FILE])
+            for name, found in self._sources.items()
+        }
+        # What each relay has once it is filled, and at which stage that is.
+        self._has = {name: self._made_of(sources) for name, sources in holding.items() if name in self._relays}
+        self._stage = dict.fromkeys(self._has, -1)
+        self._ahead: dict[str, int] = {}  # at which stage relays with replicas have what their own sources bring
+
+    def routes(self) -> Routes:
+        self._order()
+        chosen = self._choose_upstream()
+        self._choose_others(chosen)
+        unreached = {name: self._why_unreached(name) for name in sorted(self._wanted - self._stage.keys())}
+        return Routes({name: self._route(name, chosen) for name in sorted(chosen)}, unreached)
+
+    # -- stages
+
+    def _order(self) -> None:
+        """The stage of each relay, as if all of them were to be filled."""
+        pending = [name for name in self._relays if name not in self._stage]
+        stage = 0
+        while pending and not self._wanted <= self._stage.keys():
+            got = {name: self._within_reach(name) for name in pending}
+            ready = self._ready(got)
+            if not ready:
+                if not self._trust(pending):
+                    return
+                continue
+            ahead = [name for name in ready if name in self._wanted and got[name] != self._all and self._direct[name]]
+            ahead = [name for name in ahead if name not in self._ahead]
+            if ahead:
+                self._ahead |= dict.fromkeys(ahead, stage)
+                stage += 1
+                continue
+            for name in ready:
+                self._has[name], self._stage[name] = got[name], stage
+            pending = [name for name in pending if name not in self._stage]
+            stage += 1
+
+    def _ready(self, got: Mapping[str, frozenset[int]]) -> list[str]:
+        """Who can be filled now. Whoever gets all of it goes first; then steps in between with a part of it, so that
+        others may get the rest; a relay with replicas waits for the rest as long as more may come."""
+        some = [name for name, parts in got.items() if parts]
+        for those in (
+            [name for name in some if got[name] == self._all],
+            [name for name in some if name not in self._wanted and self._direct[name]],
+            [name for name in some if name in self._wanted],
+        ):
+            if those:
+                return those
+        return some
+
+    def _trust(self, names: Iterable[str]) -> bool:
+        """Counts what may lie in a directory of these relays' hosts; whether that is more."""
+        before = dict(self._direct)
+        self._direct |= {name: self._made_of(self._sources[name]) for name in names}
+        return self._direct != before
+
+    def _within_reach(self, name: str) -> frozenset[int]:
+        parts = [self._has[other] for other in self._has if other != name and self._reads(name, other)]
+        parts += [self._direct[other] for other in self._ahead if other != name and self._reads(name, other)]
+        return self._direct[name].union(*parts)
+
+    # -- who reads whom
+
+    def _choose_upstream(self) -> dict[str, _Chosen]:
+        """From the last stage to the first, so that a step in between is filled only where somebody reads it."""
+        chosen = {name: _Chosen() for name in self._relays if name in self._wanted and name in self._stage}
+        load: dict[str, int] = {}
+        done: set[str] = set()
+        while left := [name for name in chosen if name not in done]:
+            last = max(self._stage[name] for name in left)
+            for name in [name for name in left if self._stage[name] == last]:
+                done.add(name)
+                for other in self._upstream_of(name, chosen, load):
+                    load[other] = load.get(other, 0) + 1
+                    chosen[name].upstream.append(other)
+                    if self._is_early(other, name):
+                        chosen[name].early.append(other)
+                        chosen.setdefault(other, _Chosen()).ahead = True
+                    if other not in self._holding:
+                        chosen.setdefault(other, _Chosen()).children.append(name)
+        self._load = load
+        return chosen
+
+    def _upstream_of(self, name: str, chosen: Mapping[str, _Chosen], load: Mapping[str, int]) -> list[str]:
+        """The fewest relays that have what its sources do not bring; of equal ones the one with the fewest children."""
+        missing = set(self._has[name] - self._direct[name])
+        early = [other for other in self._ahead if self._is_early(other, name)]
+        lenders = [other for other in (*self._before(name), *early) if self._reads(name, other)]
+        parts = {other: self._direct[other] if other in early else self._has[other] for other in lenders}
+        found = []
+        while missing:
+            best = min(
+                (other for other in lenders if parts[other] & missing),
+                key=lambda other: (
+                    other not in chosen and other not in self._holding,  # a copy more
+                    -len(parts[other] & missing),
+                    self._distance(other, name),
+                    self._stage.get(other, len(self._relays)),
+                    load.get(other, 0),
+                    other,
+                ),
+            )
+            found.append(best)
+            missing -= parts[best]
+        return found
+
+    def _is_early(self, name: str, reader: str) -> bool:
+        """Whether a relay is read before it has all that it is to have."""
+        ahead = self._ahead.get(name)
+        late = name not in self._stage or self._stage[name] >= self._stage[reader]
+        return name != reader and ahead is not None and ahead < self._stage[reader] and late
+
+    def _choose_others(self, chosen: Mapping[str, _Chosen]) -> None:
+        for name, each in chosen.items():
+            if not each.upstream:
+                continue
+            lenders = (
+                other
+                for other in self._before(name)
+                if (other in chosen or other in self._holding)
+                and other not in each.upstream
+                and self._has[other] - self._direct[name]
+                and self._reads(name, other)
+            )
+            each.others = sorted(
+                lenders, key=lambda other: (self._distance(other, name), self._load.get(other, 0), other)
+            )
+
+    def _before(self, name: str) -> list[str]:
+        return [other for other, stage in self._stage.items() if stage < self._stage[name] and other != name]
+
+    def _route(self, name: str, chosen: Mapping[str, _Chosen]) -> Route:
+        each = chosen[name]
+        stages = [0 if other in each.early else self._stage_of(other, chosen) for other in each.upstream]
+        lacking = [self._parts[part] for part in sorted(self._all - self._has[name])]
+        return Route(
+            stage=max(stages, default=-1) + 1,
+            sources=tuple(sorted(self._sources[name], key=lambda origin: (self._distance(origin, name), origin))),
+            upstream=tuple(each.upstream),
+            others=tuple(each.others),
+            children=tuple(sorted(each.children)),
+            feeds=tuple(sorted(self._fed(name, chosen, {name}) - {name})),
+            ahead=each.ahead,
+            early=tuple(each.early),
+            lacks=_once(min(part) for part in lacking),
+        )
+
+    def _stage_of(self, name: str, chosen: Mapping[str, _Chosen]) -> int:
+        if name in self._holding:
+            return 0
+        each = chosen[name]
+        stages = (0 if other in each.early else self._stage_of(other, chosen) for other in each.upstream)
+        return max(stages, default=-1) + 1
+
+    def _fed(self, name: str, chosen: Mapping[str, _Chosen], found: set[str]) -> set[str]:
+        """A step in between holds what all need who can read it: one of them may lose whom it was to read."""
+        for other, each in chosen.items():
+            reads = name in each.upstream or (name not in self._wanted and name in each.others)
+            if reads and other not in found:
+                found.add(other)
+                self._fed(other, chosen, found)
+        return found
+
+    # -- reach
+
+    def _made_of(self, sources: Collection[str]) -> frozenset[int]:
+        """The parts that these sources have."""
+        return frozenset(number for number, part in enumerate(self._parts) if not part.isdisjoint(sources))
+
+    def _reaches(self, origin: str, relay: str) -> bool:
+        return not isinstance(self._edge(origin, relay), CkptEngineError)
+
+    def _reads(self, relay: str, other: str) -> bool:
+        return not isinstance(self._edge(other, relay), CkptEngineError)
+
+    def _distance(self, lender: str, relay: str) -> int:
+        edge = self._edge(lender, relay)
+        return 0 if isinstance(edge, CkptEngineError) else edge.distance
+
+    def _edge(self, lender: str, relay: str) -> Choice | CkptEngineError:
+        """How a relay reads a source or another relay: the worst of the best ways into its regions."""
+        key = lender, relay
+        if key not in self._edges:
+            origin = self._origins.get(lender)
+            host = self._relays[lender].host if origin is None else origin.host
+            ways = (self._relays[lender].lends,) if origin is None else origin.ways
+            self._edges[key] = self._worst_way(host, ways, self._relays[relay])
+        return self._edges[key]
+
+    def _worst_way(self, host: Host, ways: Iterable[frozenset[str]], relay: Station) -> Choice | CkptEngineError:
+        reader = as_reader(relay.host, host)
+        worst = Choice("", "it has nothing to read")
+        for transports in ways:
+            found: list[Choice] = []
+            failures: list[str] = []
+            for transport in sorted(transports):
+                if transport not in relay.reads:
+                    failures.append(
+                        f"{relay.name} cannot read over {transport} (it can over {', '.join(relay.reads) or 'none'}); "
+                        f"run `ckpt-engine doctor` on host {name_of(relay.host)} to see why"
+                    )
+                    continue
+                try:
+                    found.append(self._choose(host, transport, reader, relay.reads))
+                except CkptEngineError as error:
+                    failures.append(error.problem.message)
+            if failures and not found:
+                return precondition("; and ".join(_once(failures)))
+            best = min(found, key=lambda choice: choice.distance, default=worst)
+            worst = max(worst, best, key=lambda choice: choice.distance)
+        return worst
+
+    def _why_unreached(self, name: str) -> str:
+        """Says for people what to start where."""
+        relay = self._relays[name]
+        hosts = sorted({name_of(origin.host) for origin in self._origins.values()})
+        with_it = [other for other in self._relays if other != name and (self._direct[other] or other in self._holding)]
+        if with_it:
+            edge = self._edge(with_it[0], name)
+            said = edge.problem.message if isinstance(edge, CkptEngineError) else "it has none of it"
+            return f"it reads no relay that can have the version; {with_it[0]}: {said}"
+        if not self._origins.keys() - {name}:
+            return "nobody else holds the version"
+        where = " and ".join(f"the host {host}" for host in hosts)
+        reasons = _once(
+            edge.problem.message
+            for origin in self._origins.keys() - {name}
+            if isinstance(edge := self._edge(origin, name), CkptEngineError)
+        )
+        return (
+            f"it runs on host {name_of(relay.host)} and reaches none of the sources, and no relay does: start a relay "
+            f"on {where}, where the weights are (`ckpt-engine relay`); {reasons[0]}"
+        )
+
+
+def as_reader(relay: Host, source: Host) -> Host:
+    """A relay's host as it is when it reads this source: it starts CUDA on whichever GPU it finds weights on."""
+    if not source.gpus or not same_host(relay, source):
+        return relay
+    found = Host()
+    found.CopyFrom(relay)
+    del found.gpus[:]
+    found.gpus.extend(source.gpus)
+    return found
+
+
+def _once(names: Iterable[Name]) -> tuple[Name, ...]:
+    return tuple(dict.fromkeys(names))

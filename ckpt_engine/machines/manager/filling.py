@@ -1,0 +1,56 @@
+"""One relay of an update: from whom it is filled, what it was told, and what came of that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ckpt_engine.core.relay_routes import Route
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+Problem = weights_pb2.Problem
+
+FINAL = frozenset({Problem.FAILED_PRECONDITION, Problem.INVALID_ARGUMENT})
+"""Problems that another try does not solve: no memory, needs that do not fit."""
+
+
+@dataclass
+class Filling:
+    """One relay that is filled.
+
+    replicas: that are to be installed from it; none: it is a step in between. route: from whom it is filled. command:
+    what it was told last, by which route (`told`); None: it waits for its upstream. attempts: how often it was told
+    before. tried: tables of relays that it was told to read. pausing: it is told once more in a moment. session: of the
+    process that answered. early: what it answered when it had brought what its own sources have, which others read.
+    ahead: it was told to bring that only. left_out: why it does not count.
+    """
+
+    relay: str
+    replicas: tuple[str, ...]
+    route: Route = field(default_factory=lambda: Route(0, ()))
+    command: manager_pb2.FillRelay | None = None
+    told: Route | None = None
+    attempts: int = 0
+    tried: set[bytes] = field(default_factory=set)
+    pausing: bool = False
+    answer: manager_pb2.RelayFilled | None = None
+    session: str = ""
+    early: manager_pb2.RelayFilled | None = None
+    ahead: bool = False
+    left_out: Problem | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether its answer says that it has not brought all that it was to bring."""
+        if self.answer is None or self.told is None:
+            return False
+        may_lack = self.ahead or bool(self.told.lacks)
+        return self.answer.HasField("problem") or bool(self.answer.missing_cells and not may_lack)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to be told what to do next: it was told nothing yet, or has done the first part of it."""
+        return self.command is None or (self.ahead and self.answer is not None and not self.failed)
+
+    def tables(self) -> set[bytes]:
+        """Digests of the tables under which it holds what it has brought."""
+        return {each.table for each in (self.answer, self.early) if each is not None and each.table}

@@ -1,0 +1,215 @@
+"""Pieces of a version that are brought together, and digested as they then lie in the slot.
+
+Memory of this host, as it is served, is copied and digested in one pass, on the threads that digests of host memory
+use. All else is brought first: what comes over a network, what lies on a GPU, and what must be cast. Then processors
+digest it, or, where a GPU brought it, that GPU, which reads it back. A digest of what was sent would prove nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ckpt_engine.copy.prepared import PreparedCopy
+from ckpt_engine.core.boxes import Box
+from ckpt_engine.core.relay_layout import ATOM_BYTES
+from ckpt_engine.digest.host import HostDigests
+from ckpt_engine.relay.read_back import Boxes, digests_by_gpu, staged_bytes
+from ckpt_engine.relay.sources import Reading
+from ckpt_engine.transport.base import Move
+from ckpt_engine.transport.fetched import FetchedRegions
+from ckpt_engine.transport.landing import Landing
+
+BATCH_BYTES = 256 << 20
+"""At most, between two looks at the clock; also the most of a tensor that is read at once."""
+
+GPU_BATCH_BYTES = 512 << 20
+"""The same of what lies on a GPU: 10 ms of its link, beside which starting and ending one costs little."""
+
+LANDING_BYTES = 16 << 20
+"""The same of what comes over a network: several are on their way at a time."""
+
+READ_BACK = 2
+"""Of batches that a GPU brings, every so many-th one is digested by that GPU, which reads it back over its link, which
+carries both ways at once: 0 none, 1 all. The others are digested by processors, so neither has to keep up alone."""
+
+_POLL_SECONDS = 50e-6
+_LONGEST_POLL_SECONDS = 1e-3
+
+Words = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an atom that one read brings. holders: who has it, in the order in which they are asked. ends: whether
+    it ends where its atom does."""
+
+    cell: int
+    tensor: int
+    box: Box
+    destination: torch.Tensor
+    holders: tuple[Reading, ...]
+    ends: bool
+
+    @property
+    def bytes(self) -> int:
+        return self.destination.nbytes
+
+
+class Batch:
+    """Pieces that are brought together. readings: from whom each comes. All of them land over a network, or none.
+
+    `bring`, then `digest`, maybe on another thread. `start`, `bring` and `abandon` belong to one thread at a time.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], readings: Sequence[Reading], stage_bytes: int = 0) -> None:
+        """stage_bytes: memory of each GPU for what it reads back; 0: it reads nothing back."""
+        self.pieces, self.readings = pieces, readings
+        self.cells = np.fromiter((piece.cell for piece in pieces), dtype=np.int64, count=len(pieces))
+        plain = [index for index, reading in enumerate(readings) if reading.is_plain]
+        other = [index for index, reading in enumerate(readings) if not reading.is_plain]
+        by_gpu = self._by_gpu(other) if stage_bytes else {}
+        near = sorted(set(other).difference(*by_gpu.values()))
+        self._order = np.array([*plain, *near, *chain.from_iterable(by_gpu.values())], dtype=np.int64)
+        self._plain = HostDigests(
+            self._boxes(plain), sources=[readings[index].view(pieces[index].box) for index in plain]
+        )
+        self.lands = all(reading.lands for reading in readings)
+        pairs = [(pieces[index], readings[index]) for index in other]
+        self._landings = _landings(pairs) if self.lands else []
+        self._copies = [] if self.lands else _copies(pairs)
+        self._near = HostDigests(self._boxes(near))
+        self._read_back = [digests_by_gpu(self._boxes(group), gpu, stage_bytes) for gpu, group in by_gpu.items()]
+
+    @property
+    def bytes(self) -> int:
+        return sum(piece.bytes for piece in self.pieces)
+
+    @property
+    def is_brought_first(self) -> bool:
+        """Whether `bring` has anything to do."""
+        return bool(self._copies or self._landings)
+
+    def start(self) -> None:
+        """Asks for what comes over a network, if that was not done yet. Waits for nothing. Raises what a transport
+        raises."""
+        for landing in self._landings:
+            if not landing.started:
+                landing.start()
+
+    def bring(self, carry_on: Callable[[], None]) -> None:
+        """Brings what must be there before it can be digested. carry_on: called while it waits; what it raises ends
+        the batch. Raises what a transport raises."""
+        for copy in self._copies:
+            copy.run()
+        self.start()
+        for landing in self._landings:
+            _await(landing, carry_on)
+
+    def digest(self) -> Words:
+        """Brings the rest; the digest of each piece as it has arrived."""
+        found = np.zeros(len(self.pieces), dtype=np.uint64)
+        read_back = [value for digests in self._read_back for value in digests.run()]
+        found[self._order] = np.array([*self._plain.run(), *self._near.run(), *read_back], dtype=np.uint64)
+        return found
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more. When it returns, nothing of it can land."""
+        for landing in self._landings:
+            if landing.started:
+                landing.sever()
+
+    def _by_gpu(self, indices: Sequence[int]) -> dict[int, list[int]]:
+        """Those that a GPU brings into pinned memory."""
+        found: dict[int, list[int]] = {}
+        for index in indices:
+            gpu = self.readings[index].gpu
+            if gpu is not None and self.pieces[index].destination.is_pinned():
+                found.setdefault(gpu, []).append(index)
+        return found
+
+    def _boxes(self, indices: Sequence[int]) -> Boxes:
+        return [(self.pieces[index].destination, self.pieces[index].box.start) for index in indices]
+
+
+def _await(landing: Landing, carry_on: Callable[[], None]) -> None:
+    pause = _POLL_SECONDS
+    while not landing.over():
+        carry_on()
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+
+
+def _landings(pairs: Sequence[tuple[Piece, Reading]]) -> list[Landing]:
+    by_source: dict[int, tuple[FetchedRegions, list[Move], list[int]]] = {}
+    for piece, reading in pairs:
+        assert isinstance(reading.opened, FetchedRegions), "what lands is fetched"
+        _, moves, padded = by_source.setdefault(id(reading.opened), (reading.opened, [], []))
+        moves.append(reading.move(piece.box, piece.destination))
+        padded.append(-piece.bytes % ATOM_BYTES if piece.ends else 0)
+    return [Landing(opened, moves, padded) for opened, moves, padded in by_source.values()]
+
+
+def _copies(pairs: Sequence[tuple[Piece, Reading]]) -> list[PreparedCopy]:
+    moves: dict[int, tuple[Reading, list[Move]]] = {}
+    for piece, reading in pairs:
+        _, found = moves.setdefault(id(reading.opened), (reading, []))
+        found.append(reading.move(piece.box, piece.destination))
+    return [reading.opened.prepare(found) for reading, found in moves.values()]
+
+
+def parts_of(piece: Piece) -> list[Piece]:
+    """The piece, cut along its longest axis so that no part takes much longer than a batch."""
+    most = _most(piece.holders[0])
+    count = -(-piece.bytes // most)
+    if count <= 1:
+        return [piece] if piece.bytes else []
+    start, stop = piece.box
+    shape = piece.box.shape
+    axis = next(axis for axis, extent in enumerate(shape) if extent > 1)
+    step = -(-shape[axis] // count)
+    found = []
+    for first in range(0, shape[axis], step):
+        length = min(step, shape[axis] - first)
+        low = (*start[:axis], start[axis] + first, *start[axis + 1 :])
+        high = (*stop[:axis], start[axis] + first + length, *stop[axis + 1 :])
+        part = piece.destination.narrow(axis, first, length)
+        ends = piece.ends and first + length == shape[axis]
+        found.append(Piece(piece.cell, piece.tensor, Box(low, high), part, piece.holders, ends))
+    return found
+
+
+def _most(reading: Reading) -> int:
+    if reading.lands:
+        return LANDING_BYTES
+    return BATCH_BYTES if reading.gpu is None else GPU_BATCH_BYTES
+
+
+def in_batches(pieces: Sequence[tuple[Piece, Reading]]) -> list[Batch]:
+    """In their order; what comes over a network apart from what does not."""
+    parts: list[list[tuple[Piece, Reading]]] = []
+    size = 0
+    for piece, reading in pieces:
+        if not parts or reading.lands != parts[-1][-1][1].lands or size + piece.bytes > _most(reading):
+            parts.append([])
+            size = 0
+        parts[-1].append((piece, reading))
+        size += piece.bytes
+    staged = (
+        sum(staged_bytes(piece.destination) for piece, reading in part if reading.gpu is not None) for part in parts
+    )
+    stage_bytes = max(staged, default=0)
+    return [
+        Batch(
+            [piece for piece, _ in part],
+            [reading for _, reading in part],
+            stage_bytes if READ_BACK and number % READ_BACK == 0 else 0,
+        )
+        for number, part in enumerate(parts)
+    ]

@@ -1,0 +1,104 @@
+"""Digests, by a GPU, of what it has brought into pinned memory of this host: it reads that back over its link.
+
+A digest of what was sent would prove nothing. What is read back lies in memory of the GPU, one batch at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ckpt_engine.digest.factors import SEED
+from ckpt_engine.digest.host import HostDigests
+
+log = logging.getLogger("ckpt_engine.relay")
+
+_ALIGNMENT = 256
+
+Boxes = list[tuple[torch.Tensor, Sequence[int]]]
+"""Memory, with where its first element is in its tensor."""
+
+
+class Digests(Protocol):
+    """What digests the memory it was made for, again and again."""
+
+    def run(self) -> list[int]:
+        """A value for each box."""
+        ...
+
+
+def digests_by_gpu(boxes: Boxes, gpu: int, stage_bytes: int) -> Digests:
+    """Of pinned memory, by a GPU, which takes `stage_bytes` of its memory for that; by processors if it cannot."""
+    try:
+        return _ReadBack(boxes, gpu, stage_bytes)
+    except Exception as error:  # no compiler, no memory: processors do it, slower and not wrong
+        log.warning("GPU %d cannot digest what it brought: %s: %s", gpu, type(error).__name__, error)
+        return HostDigests(boxes)
+
+
+class _Stage:
+    """Memory of a GPU that holds what is read back, one batch at a time, and the stream on which that is done."""
+
+    def __init__(self, gpu: int) -> None:
+        self.gpu = gpu
+        self.lock = threading.Lock()
+        self.stream = torch.cuda.Stream(gpu)
+        self._memory = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", gpu))
+
+    def memory(self, size: int) -> torch.Tensor:
+        """So many bytes of it. More than there were: other memory."""
+        if size > self._memory.numel():
+            self._memory = torch.empty(size, dtype=torch.uint8, device=self._memory.device)
+        return self._memory[:size]
+
+
+_stages: weakref.WeakValueDictionary[int, _Stage] = weakref.WeakValueDictionary()
+"""Of this process, by GPU: the fillings of both slots share one."""
+
+
+def _stage(gpu: int) -> _Stage:
+    found = _stages.get(gpu)
+    if found is None:
+        found = _stages[gpu] = _Stage(gpu)
+    return found
+
+
+def staged_bytes(view: torch.Tensor) -> int:
+    """What it takes of the memory for what is read back."""
+    return -(-view.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class _ReadBack:
+    """Digests of pinned memory of this host by a GPU: copied to its memory, for which link and copy engines have a way
+    of their own, and digested there. A kernel that reads the host itself would get in the way of what arrives."""
+
+    def __init__(self, boxes: Boxes, gpu: int, stage_bytes: int) -> None:
+        # Imported here: it loads Triton, which only a relay that reads GPUs needs.
+        from ckpt_engine.digest.cuda import CudaDigests, missing
+
+        if why := missing():
+            raise RuntimeError(why)
+        self._stage = _stage(gpu)
+        memory = self._stage.memory(stage_bytes)
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        first = 0
+        for view, _ in boxes:
+            self._copies.append((memory[first : first + view.nbytes].view(view.dtype).view(view.shape), view))
+            first += staged_bytes(view)
+        with torch.cuda.stream(self._stage.stream):
+            seen = [
+                (there, tuple(start), there.dtype) for (there, _), (_, start) in zip(self._copies, boxes, strict=True)
+            ]
+            self._digests = CudaDigests(seen, SEED)
+            self._stage.stream.synchronize()  # tables were copied, and the kernel compiled
+
+    def run(self) -> list[int]:
+        with self._stage.lock, torch.inference_mode(), torch.cuda.stream(self._stage.stream):
+            for there, view in self._copies:
+                there.copy_(view, non_blocking=True)
+            return self._digests.run()

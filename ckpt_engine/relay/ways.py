@@ -1,0 +1,91 @@
+"""In which ways the slots of an arena are lent: to processes of the host, and to relays of others. Any thread.
+
+Decides nothing about when. A way that cannot be offered is left out, and costs that way only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+
+from ckpt_engine.core.offers import region_offered
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.relay_layout import Group
+from ckpt_engine.core.transports import arena_kinds, made
+from ckpt_engine.relay.arena import Arena
+from ckpt_engine.relay.door import Door
+from ckpt_engine.transport.base import ArenaLender, Network
+from ckpt_engine.v1.weights_pb2 import OfferedRegion, Region
+
+log = logging.getLogger("ckpt_engine.relay")
+
+NEAR = "relay_memory"
+"""The transport over which processes of the host read it."""
+
+
+class Ways:
+    """transports: that this relay uses. slot_grace, users: see Door. network: where relays of other hosts find it;
+    None: they do not. names: of the transports over which it is read. Raises as Door and lenders between relays."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        transports: Collection[str],
+        slot_grace: float,
+        users: Collection[int],
+        network: Network | None,
+    ) -> None:
+        self._door = Door(arena, slot_grace, users)
+        self._lenders: list[ArenaLender] = []
+        self.names: tuple[str, ...] = (NEAR,)
+        try:
+            for kind in arena_kinds() if network is not None else ():
+                if kind.name in transports:
+                    assert kind.arena is not None, kind.name
+                    self._lenders.append(made(kind.arena, arena.lendable(), network))
+                    self.names = (*self.names, kind.name)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def directory(self) -> str:
+        """As the host's facts have it."""
+        return self._door.directory
+
+    @property
+    def readers(self) -> int:
+        """Processes that map it now, and connections of other relays."""
+        return self._door.readers + sum(lender.readers for lender in self._lenders)
+
+    def regions(self, slot: int, groups: Sequence[Group]) -> list[OfferedRegion]:
+        """A region for each group, in every way in which it can be lent now."""
+        return [
+            region_offered([near, *self._far(near.id, slot, group)])
+            for near, group in zip(self._door.regions(slot, groups), groups, strict=True)
+        ]
+
+    def lend(self, slot: int) -> None:
+        """It may be read from now on."""
+        self._door.lend(slot)
+        for lender in self._lenders:
+            lender.lend(slot)
+
+    def retire(self, slot: int) -> int:
+        """Waits for whoever reads it, here and elsewhere. Returns how many were overruled."""
+        for lender in self._lenders:
+            lender.refuse(slot)
+        return self._door.retire(slot) + sum(lender.retire(slot) for lender in self._lenders)
+
+    def close(self) -> None:
+        """Ends all leases. May be repeated."""
+        self._door.close()
+        for lender in self._lenders:
+            lender.close()
+
+    def _far(self, id: int, slot: int, group: Group) -> Iterator[Region]:
+        for lender in self._lenders:
+            try:
+                yield lender.offer(id, slot, group.offset, group.size)
+            except CkptEngineError as error:
+                log.warning("a region of slot %d is not lent in every way: %s", slot, error.problem.message)

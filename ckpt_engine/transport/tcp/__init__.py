@@ -1,0 +1,8 @@
+"""TCP between relays: the owner sends runs of its arena, the reader receives them into its own.
+
+`wire.py` is what is said, `lendings.py` who may read what now, `server.py` the owner's side, `connection.py` and
+`fetcher.py` the reader's, `tls.py` both sides' certificates.
+"""
+
+from ckpt_engine.transport.tcp.fetcher import TcpFetcher as TcpFetcher
+from ckpt_engine.transport.tcp.server import TcpArenaLender as TcpArenaLender

@@ -1,0 +1,276 @@
+"""The reader's side: a few connections to one slot of one owner, each with a thread that receives into landing memory.
+
+Only those threads write to landing memory, each only what was asked for; when `Lanes.close` has returned they have
+ended. A thread first says all that is to be said, as far as the owner's side takes it, and then receives one answer, so
+that the next question is there before the owner has answered the last one.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import ssl
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+from ckpt_engine.addresses import split_address
+from ckpt_engine.core.problems import CkptEngineError, data_loss, deadline, unavailable
+from ckpt_engine.transport.tcp import tls, wire
+from ckpt_engine.transport.tcp.sockets import HungUp, Silence, has_hung_up, receive, receive_some, send, shut, tuned
+from ckpt_engine.v1.relay_pb2 import TcpLocator
+
+LANES = 2
+"""Connections to one slot of one owner."""
+
+STALL_SECONDS = 15.0
+"""How long an owner may send nothing of what it was asked for. A host that was stopped for a few seconds goes on."""
+
+ASK_SECONDS = 10.0
+"""How long it may take to greet, and to lend its slot."""
+
+_WAITING = 2
+"""Questions that are on their way on one connection: more would fill the buffers of an owner that is sending."""
+
+_GATHERED = 256
+"""Short runs that are received in one call."""
+
+_SHORT = 64 << 10
+
+
+class Asked:
+    """Something that was asked of an owner. landed: bytes of it. Its thread alone writes to it."""
+
+    def __init__(self, question: bytes, landing: Sequence[memoryview] = (), answered: bool = True) -> None:
+        self.question = question
+        self.landing = deque(landing)
+        self.answered = answered
+        self.landed = 0
+        self.answer = b""
+        self.problem: CkptEngineError | None = None
+        self.over = threading.Event()
+
+    def fail(self, problem: CkptEngineError) -> None:
+        self.problem = problem
+        self.over.set()
+
+
+class Lane:
+    """One connection. Raises UNAVAILABLE, DEADLINE_EXCEEDED, DATA_LOSS, each naming `owner`."""
+
+    def __init__(self, locator: TcpLocator, owner: str, stop_at: float) -> None:
+        self.owner = owner
+        self._socket = _connected(locator, owner, stop_at)
+        self._queue: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self._problem: CkptEngineError | None = None
+        self._lock = threading.Lock()
+        self.waiting = 0  # bytes that were asked for, less what has landed, as far as the asking thread knows
+        _lanes.add(self)
+        self._thread = threading.Thread(target=self._run, name="ckpt-engine tcp lane", daemon=True)
+        self._thread.start()
+
+    def ask(self, asked: Asked) -> None:
+        """Waits for nothing. Once the lane has failed, what is asked has failed, too."""
+        with self._lock:
+            if self._problem is None:
+                self._queue.put(asked)
+                return
+        asked.fail(self._problem)
+
+    def check(self) -> None:
+        """Raises if it has failed, or the owner has hung up, as far as one can tell without waiting."""
+        if self._problem is not None:
+            raise self._problem
+        if has_hung_up(self._socket):
+            self._fail(unavailable(f"{self.owner} has hung up"))
+            raise unavailable(f"{self.owner} has hung up")
+
+    def shut(self) -> None:
+        """Its thread ends soon."""
+        self._fail(unavailable(f"the connection to {self.owner} was severed"))
+        shut(self._socket)
+
+    def join(self) -> None:
+        """Returns once its thread has ended."""
+        self._thread.join()
+
+    def forget(self) -> None:
+        """Closes this process's copy of the socket, without a word to anybody: for a forked child."""
+        if self._socket.fileno() >= 0:
+            os.close(self._socket.detach())
+
+    # -- its thread
+
+    def _run(self) -> None:
+        said: deque[Asked] = deque()
+        problem = unavailable(f"the connection to {self.owner} was severed")
+        try:
+            while self._say(said):
+                if said:
+                    self._receive(said[0])
+                    said.popleft().over.set()
+        except Silence:
+            problem = deadline(
+                f"{self.owner} sent nothing of what it was asked for in {STALL_SECONDS:g} s: it is stopped, or the "
+                "network is cut"
+            )
+        except HungUp as error:
+            problem = unavailable(f"{self.owner} is gone: {error}")
+        except CkptEngineError as error:
+            problem = data_loss(f"{self.owner} does not speak as relays do: {error.problem.message}")
+        except Exception as error:
+            problem = unavailable(f"reading from {self.owner} failed: {type(error).__name__}: {error}")
+        self._fail(problem)
+        for each in said:
+            each.fail(self._problem or problem)
+        self._socket.close()
+
+    def _fail(self, problem: CkptEngineError) -> None:
+        """Whatever is asked from now on has failed; what was not said yet, too. The first reason stays."""
+        with self._lock:
+            if self._problem is None:
+                self._problem = problem
+            while True:
+                try:
+                    asked = self._queue.get_nowait()
+                except queue.Empty:
+                    break
+                if asked is not None:
+                    asked.fail(self._problem)
+            self._queue.put(None)
+
+    def _say(self, said: deque[Asked]) -> bool:
+        """Says what is to be said; waits for something if nothing was. False: it is over."""
+        while len(said) < _WAITING:
+            try:
+                asked = self._queue.get(block=not said)
+            except queue.Empty:
+                return True
+            if asked is None:
+                return False
+            if asked.answered:
+                said.append(asked)
+            send(self._socket, asked.question)
+        return True
+
+    def _receive(self, asked: Asked) -> None:
+        """One answer. Raises Silence, HungUp, INVALID_ARGUMENT for what is none."""
+        while True:
+            kind, size = wire.read_frame(receive(self._socket, wire.FRAME.size))
+            if kind == wire.DATA and asked.landing:
+                self._land(asked, size)
+                if asked.landing:
+                    continue
+                return
+            asked.answer = receive(self._socket, size) if size else b""
+            if kind == wire.GONE:
+                asked.problem = unavailable(f"{self.owner}: {_words(asked.answer)}")
+            elif kind == wire.NO:
+                raise HungUp(_words(asked.answer))
+            elif kind != wire.YES or asked.landing:
+                raise HungUp("it sends what nobody asked for")
+            return
+
+    def _land(self, asked: Asked, size: int) -> None:
+        while size:
+            if not asked.landing:
+                raise HungUp("it sends more than it was asked for")
+            if len(asked.landing[0]) < _SHORT and isinstance(self._socket, ssl.SSLSocket) is False:
+                got = self._gather(asked, size)
+            else:
+                into = asked.landing[0][:size]
+                got = receive_some(self._socket, into)
+                _advance(asked.landing, got)
+            asked.landed += got
+            size -= got
+
+    def _gather(self, asked: Asked, size: int) -> int:
+        """Several short runs in one call."""
+        parts: list[memoryview] = []
+        for view in asked.landing:
+            parts.append(view[:size])
+            size -= len(parts[-1])
+            if not size or len(parts) == _GATHERED:
+                break
+        try:
+            got = self._socket.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
+        except BlockingIOError as error:
+            raise Silence from error
+        except OSError as error:
+            raise HungUp(str(error)) from error
+        if not got:
+            raise HungUp("it has hung up")
+        _advance(asked.landing, got)
+        return got
+
+
+def _advance(landing: deque[memoryview], got: int) -> None:
+    while got:
+        first = landing.popleft()
+        if got < len(first):
+            landing.appendleft(first[got:])
+            return
+        got -= len(first)
+
+
+def _words(answer: bytes) -> str:
+    return answer.decode("utf-8", "replace") or "it gives no reason"
+
+
+def _connected(locator: TcpLocator, owner: str, stop_at: float) -> socket.socket:
+    """A connection whose owner has admitted us. Its addresses are tried in turn."""
+    problem = unavailable(f"{owner} told no address")
+    for address in locator.addresses:
+        left = stop_at - time.monotonic()
+        if left <= 0:
+            raise deadline(f"{owner} could not be reached in time: {problem.problem.message}")
+        try:
+            return _connected_to(address, locator, owner, left)
+        except TimeoutError:
+            problem = deadline(f"{owner} did not answer within {left:.3g} s")
+        except OSError as error:
+            problem = unavailable(f"{owner} cannot be reached: {error}")
+        except CkptEngineError as error:
+            problem = error
+    raise problem
+
+
+def _connected_to(address: str, locator: TcpLocator, owner: str, seconds: float) -> socket.socket:
+    connection: socket.socket = socket.create_connection(split_address(address), timeout=seconds)
+    try:
+        connection.settimeout(seconds)
+        if locator.certificate:
+            encrypted = tls.readers_context().wrap_socket(connection)
+            connection = encrypted
+            tls.check_certificate(encrypted, locator.certificate)
+        tuned(connection, seconds)
+        try:
+            send(connection, wire.hello(locator.slot, locator.arena, locator.token))
+            kind, size = wire.read_frame(receive(connection, wire.FRAME.size))
+            words = receive(connection, size) if size else b""
+        except Silence as error:
+            raise deadline(f"{owner} did not answer within {seconds:.3g} s") from error
+        except HungUp as error:
+            raise unavailable(f"{owner} is gone: {error}") from error
+        if kind != wire.YES:
+            raise unavailable(f"{owner} does not let us read: {_words(words)}")
+        tuned(connection, STALL_SECONDS)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A child that keeps a connection open would hide its parent's death from owners."""
+    for lane in list(_lanes):
+        lane.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)

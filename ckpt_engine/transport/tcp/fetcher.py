@@ -1,0 +1,244 @@
+"""The reader's side as relays use it: links to regions, several of which share the connections to their slot."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from ckpt_engine.addresses import split_address
+from ckpt_engine.core.problems import CkptEngineError, deadline, invalid, unavailable
+from ckpt_engine.transport.base import Availability, Run
+from ckpt_engine.transport.locator import locator_of
+from ckpt_engine.transport.tcp import connection, wire
+from ckpt_engine.transport.tcp.connection import Asked, Lane
+from ckpt_engine.v1.relay_pb2 import TcpLocator
+from ckpt_engine.v1.weights_pb2 import Region
+
+NAME = "tcp"
+
+REQUEST_BYTES = 8 << 20
+"""Of one question, about: several are on their way at any time."""
+
+
+class Lanes:
+    """The connections to one slot of one owner. One thread. owner: as messages name it."""
+
+    def __init__(self, locator: TcpLocator, owner: str, seconds: float) -> None:
+        self.owner = owner
+        self.links: set[TcpLink] = set()
+        self._holding: set[TcpLink] = set()
+        self._lending = b""
+        self._lanes: list[Lane] = []
+        self._closed = False
+        stop_at = time.monotonic() + seconds
+        try:
+            for _ in range(connection.LANES):
+                self._lanes.append(Lane(locator, owner, stop_at))
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        """Raises unless every connection holds."""
+        if self._closed:
+            raise unavailable(f"the connection to {self.owner} was severed")
+        for lane in self._lanes:
+            lane.check()
+
+    def hold(self, link: TcpLink, seconds: float) -> None:
+        """Asks for the slot, once for all links that read it."""
+        self.check()
+        if not self._holding:
+            asked = Asked(wire.question(wire.HOLD))
+            self._lanes[0].ask(asked)
+            if not asked.over.wait(seconds):
+                self.close()
+                raise deadline(f"{self.owner} did not say within {seconds:.3g} s whether its slot can be read")
+            if asked.problem is not None:
+                raise asked.problem
+            if len(asked.answer) != wire.LENDING_BYTES:
+                raise unavailable(f"{self.owner} lends its slot in a way that is not known here")
+            self._lending = asked.answer
+        self._holding.add(link)
+
+    def rest(self, link: TcpLink) -> None:
+        """The slot may be filled again once nobody reads it."""
+        self._holding.discard(link)
+        if not self._holding and self._lending:
+            self._lending = b""
+            self._lanes[0].ask(Asked(wire.question(wire.RELEASE), answered=False))
+
+    def read(self, runs: Sequence[tuple[int, int]], landing: Sequence[memoryview]) -> list[Asked]:
+        """Asks for runs of the slot, each to land in its own memory, over the connection that waits for least."""
+        if not self._lending:
+            raise unavailable(f"the slot of {self.owner} is not held, so it is not read")
+        found = []
+        for first, last in _requests(runs):
+            asked = Asked(wire.question(wire.READ, self._lending, runs[first:last]), landing[first:last])
+            lane = min(self._lanes, key=lambda each: each.waiting)
+            lane.waiting += sum(length for _, length in runs[first:last])
+            lane.ask(asked)
+            found.append(asked)
+        if all(lane.waiting for lane in self._lanes):  # only the difference counts
+            least = min(lane.waiting for lane in self._lanes)
+            for lane in self._lanes:
+                lane.waiting -= least
+        return found
+
+    def leave(self, link: TcpLink) -> None:
+        """A link has ended; the last one ends the connections."""
+        self.rest(link)
+        self.links.discard(link)
+        if not self.links:
+            self.close()
+
+    def close(self) -> None:
+        """Ends every connection. When it returns, nothing can land any more. May be repeated."""
+        self._closed = True
+        for lane in self._lanes:
+            lane.shut()
+        for lane in self._lanes:
+            lane.join()
+
+
+class TcpTicket:
+    """Runs that were asked for."""
+
+    def __init__(self, asked: Sequence[Asked]) -> None:
+        self._asked = asked
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it can land any more."""
+        return all(each.over.is_set() for each in self._asked)
+
+    def poll(self) -> int:
+        """Bytes that have landed. Raises what became of it if it has failed."""
+        for each in self._asked:
+            if each.problem is not None:
+                raise each.problem
+        return sum(each.landed for each in self._asked)
+
+
+class TcpLink:
+    """A region of a slot."""
+
+    def __init__(self, lanes: Lanes, locator: TcpLocator, size: int, landing: torch.Tensor) -> None:
+        self._lanes = lanes
+        self._first = locator.offset
+        self._size = size
+        self._landing = landing.numpy().data
+        self._tickets: list[TcpTicket] = []
+        self._severed = False
+        lanes.links.add(self)
+
+    def read(self, runs: Sequence[Run]) -> TcpTicket:
+        """See Link. Raises INVALID_ARGUMENT for runs that do not lie in the region, or in the landing memory."""
+        for run in runs:
+            if not (0 < run.length <= wire.MOST_BYTES and run.remote >= 0 and run.remote + run.length <= self._size):
+                raise invalid(f"{run.length} bytes at {run.remote} are no run of a region of {self._size} bytes")
+            if run.local < 0 or run.local + run.length > len(self._landing):
+                raise invalid(f"{run.length} bytes at {run.local} do not fit into {len(self._landing)}")
+        self._ask_nothing_of_the_severed()
+        asked = [(self._first + run.remote, run.length) for run in runs]
+        landing = [self._landing[run.local : run.local + run.length] for run in runs]
+        self._tickets = [ticket for ticket in self._tickets if not ticket.is_over]
+        self._tickets.append(TcpTicket(self._lanes.read(asked, landing)))
+        return self._tickets[-1]
+
+    def check(self) -> None:
+        """See Link."""
+        self._ask_nothing_of_the_severed()
+        self._lanes.check()
+
+    def hold(self, seconds: float) -> None:
+        """See LeasedLink."""
+        self._ask_nothing_of_the_severed()
+        self._lanes.hold(self, min(seconds, connection.ASK_SECONDS))
+
+    def rest(self) -> None:
+        """See LeasedLink."""
+        self._lanes.rest(self)
+
+    def sever(self) -> None:
+        """See Link. Where something of it may still land, the connections end, and with them those of other links."""
+        if self._severed:
+            return
+        self._severed = True
+        if not all(ticket.is_over for ticket in self._tickets):
+            self._lanes.close()
+        self._lanes.leave(self)
+
+    def _ask_nothing_of_the_severed(self) -> None:
+        if self._severed:
+            raise unavailable(f"the link to {self._lanes.owner} was severed")
+
+
+class TcpFetcher:
+    """Connects to relays of other hosts. One instance a relay; one thread."""
+
+    name = NAME
+
+    def __init__(self) -> None:
+        self._lanes: dict[bytes, Lanes] = {}
+        self._lock = threading.Lock()
+
+    def availability(self) -> Availability:
+        """Sockets are everywhere."""
+        return Availability(True, "plain sockets, encrypted where relays have certificates")
+
+    def connect(self, region: Region, landing: torch.Tensor, seconds: float) -> TcpLink:
+        """See Fetcher. Links to one slot share their connections."""
+        locator = checked(region)
+        key = TcpLocator(
+            addresses=locator.addresses,
+            arena=locator.arena,
+            slot=locator.slot,
+            token=locator.token,
+            certificate=locator.certificate,
+        ).SerializeToString(deterministic=True)
+        with self._lock:
+            self._lanes = {name: lanes for name, lanes in self._lanes.items() if _is_up(lanes)}
+            if key not in self._lanes:
+                owner = f"the relay at {' or '.join(locator.addresses)}"
+                self._lanes[key] = Lanes(locator, owner, min(seconds, connection.ASK_SECONDS))
+            return TcpLink(self._lanes[key], locator, region.size, landing)
+
+
+def checked(region: Region) -> TcpLocator:
+    """The region's locator. Raises INVALID_ARGUMENT for one that cannot be."""
+    locator = locator_of(region, NAME, TcpLocator)
+    if not 1 <= len(locator.addresses) <= 8:
+        raise invalid(f"the locator of region {region.id} has {len(locator.addresses)} addresses, not 1 to 8")
+    for address in locator.addresses:
+        split_address(address)
+    if len(locator.arena) != wire.ARENA_BYTES or len(locator.token) != wire.TOKEN_BYTES:
+        raise invalid(f"the locator of region {region.id} names no memory of a relay, or has no token")
+    if len(locator.certificate) not in (0, 32):
+        raise invalid(f"the locator of region {region.id} names no certificate by its digest")
+    return locator
+
+
+def _is_up(lanes: Lanes) -> bool:
+    try:
+        lanes.check()
+    except CkptEngineError:
+        return False
+    return bool(lanes.links)
+
+
+def _requests(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """[first, last) of the runs that each question is about."""
+    found, first, size = [], 0, 0
+    for index, (_, length) in enumerate(runs):
+        full = size and (size + length > REQUEST_BYTES or index - first == wire.MOST_RUNS)
+        if full:
+            found.append((first, index))
+            first, size = index, 0
+        size += length
+    if first < len(runs):
+        found.append((first, len(runs)))
+    return found

@@ -1,0 +1,306 @@
+"""The owner's side: a socket, and a thread for each connection, which sends runs of the arena to who may read them.
+
+A reader that is slow or stopped holds up its own thread and nobody else. Nothing here writes to the arena.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import ssl
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+
+from ckpt_engine.addresses import is_loopback, join_address, split_address
+from ckpt_engine.core.problems import CkptEngineError, invalid, unavailable
+from ckpt_engine.transport.base import ArenaMemory, Network
+from ckpt_engine.transport.tcp import tls, wire
+from ckpt_engine.transport.tcp.lendings import Lendings
+from ckpt_engine.transport.tcp.sockets import HungUp, Silence, receive, send, shut, tuned
+from ckpt_engine.v1.relay_pb2 import TcpLocator
+from ckpt_engine.v1.weights_pb2 import Region
+
+log = logging.getLogger("ckpt_engine.relay")
+
+NAME = "tcp"
+
+MOST_CONNECTIONS = 512
+"""At a time; more are closed at once."""
+
+MOST_STRANGERS = 64
+"""Of them that showed no token yet."""
+
+FIRST_SECONDS = 10.0
+"""From a connection to the end of its greeting, certificates included."""
+
+SEND_SECONDS = 60.0
+"""How long a reader may take nothing of what it asked for."""
+
+LONG_RUN = 256 << 10
+"""From here on a run is sent from where it lies; shorter ones are put together first."""
+
+
+class TcpArenaLender:
+    """Lends one arena to other relays. Any thread; it has a thread of its own and one a connection.
+
+    Raises INVALID_ARGUMENT for an address that is none, that others reach though nobody could be told apart there, or
+    certificates that do not work; UNAVAILABLE if it cannot listen there.
+    """
+
+    def __init__(self, memory: ArenaMemory, network: Network) -> None:
+        self._memory = memory
+        self._bytes = memory.bytes.numpy().data
+        self._lendings = Lendings(memory.id, len(self._bytes) // memory.slot_bytes, network.slot_grace)
+        self._context, self._certificate = tls.owners_context()
+        host, port = split_address(network.listen, "--listen")
+        if not is_loopback(host) and self._context is None and not network.insecure:
+            raise invalid(
+                f"--listen {network.listen}: other machines reach that, and what they are sent is not encrypted: set "
+                "CKPT_ENGINE_AUTHORITY, CKPT_ENGINE_CERTIFICATE and CKPT_ENGINE_KEY (docs/security.md), or give "
+                "--insecure where nobody else is on the network"
+            )
+        self._listener = _listening(host, port)
+        self.address = join_address(network.address, self._listener.getsockname()[1])
+        self._lock = threading.Lock()
+        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._admitted: set[socket.socket] = set()
+        self._open = True
+        self._accepting = threading.Thread(target=self._accept, name="ckpt-engine tcp", daemon=True)
+        _lenders.add(self)
+        if is_loopback(host):
+            log.info("relays of other hosts do not reach it: it listens on %s only (--listen)", host)
+        else:
+            encrypted = "encrypted" if self._context is not None else "not encrypted"
+            log.info("relays of other hosts read it over TCP at %s, %s", self.address, encrypted)
+        self._accepting.start()
+
+    @property
+    def readers(self) -> int:
+        """Connections that showed a token."""
+        with self._lock:
+            return len(self._admitted)
+
+    def offer(self, id: int, slot: int, offset: int, size: int) -> Region:
+        """The region as other relays open it; the same for the same arguments."""
+        locator = TcpLocator(
+            addresses=[self.address],
+            arena=self._memory.id,
+            slot=slot,
+            offset=offset,
+            token=self._lendings.offer(slot, offset + size),
+            certificate=self._certificate,
+        )
+        return Region(id=id, transport=NAME, size=size, locator=locator.SerializeToString(deterministic=True))
+
+    def lend(self, slot: int) -> None:
+        """Readers may hold the slot from now on."""
+        self._lendings.lend(slot)
+
+    def refuse(self, slot: int) -> None:
+        """Nobody who does not hold the slot may from now on."""
+        self._lendings.refuse(slot)
+
+    def retire(self, slot: int) -> int:
+        """Waits for those who hold the slot. Returns how many were overruled."""
+        return self._lendings.retire(slot)
+
+    def close(self) -> None:
+        """Ends every connection, and waits for its thread. May be repeated."""
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+            connections = dict(self._connections)
+        self._lendings.close()
+        shut(self._listener)
+        for connection in connections:
+            shut(connection)
+        for thread in (self._accepting, *connections.values()):
+            thread.join(FIRST_SECONDS)
+        self._listener.close()
+
+    def forget(self) -> None:
+        """Closes this process's copies of the sockets, without a word to anybody: for a forked child."""
+        for each in (self._listener, *self._connections):
+            with contextlib.suppress(OSError):
+                os.close(each.detach())
+
+    # -- threads
+
+    def _accept(self) -> None:
+        for number in itertools.count(1):
+            try:
+                connection, peer = self._listener.accept()
+            except OSError as error:
+                with self._lock:
+                    if not self._open:
+                        return
+                log.warning("a relay's connection could not be taken: %s", error)
+                threading.Event().wait(0.1)  # no descriptors are left, mostly
+                continue
+            if self._context is not None:  # certificates are shown in the connection's own thread
+                connection = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+            where = join_address(str(peer[0]), int(peer[1]))
+            thread = threading.Thread(
+                target=self._serve, args=(connection, where), name=f"ckpt-engine tcp {number}", daemon=True
+            )
+            if self._taken(connection, thread):
+                thread.start()
+            else:
+                connection.close()
+
+    def _taken(self, connection: socket.socket, thread: threading.Thread) -> bool:
+        """Whether there is room for it. Of those that showed no token yet, the oldest makes room."""
+        with self._lock:
+            if not self._open or len(self._admitted) >= MOST_CONNECTIONS:
+                return False
+            strangers = [each for each in self._connections if each not in self._admitted]
+            if len(strangers) >= 2 * MOST_STRANGERS:
+                return False
+            for each in strangers[: max(0, len(strangers) - MOST_STRANGERS + 1)]:
+                shut(each)
+            self._connections[connection] = thread
+            return True
+
+    def _serve(self, connection: socket.socket, where: str) -> None:
+        try:
+            tuned(connection, FIRST_SECONDS)
+            if isinstance(connection, ssl.SSLSocket):
+                connection.do_handshake()
+            asked = wire.read_hello(receive(connection, wire.HELLO.size))
+            self._lendings.admit(asked)
+            with self._lock:
+                self._admitted.add(connection)
+            send(connection, wire.frame(wire.YES, 0))
+            tuned(connection, SEND_SECONDS)
+            _Reader(connection, asked.slot, self._lendings, self._memory, self._bytes).serve()
+        except CkptEngineError as error:
+            log.info("the relay at %s is not served: %s", where, error.problem.message)
+            with contextlib.suppress(HungUp, Silence):
+                send(connection, wire.refusal(wire.NO, error.problem.message))
+        except (HungUp, Silence, OSError) as error:
+            log.debug("the relay at %s is not served any more: %s", where, error or "it says nothing")
+        except Exception:  # of one reader; the others are served
+            log.exception("ckpt-engine: the relay at %s could not be served", where)
+        finally:
+            with self._lock:
+                self._connections.pop(connection, None)
+                self._admitted.discard(connection)
+            connection.close()
+
+
+class _Reader:
+    """One connection that showed its token."""
+
+    def __init__(
+        self, connection: socket.socket, slot: int, lendings: Lendings, memory: ArenaMemory, lent: memoryview
+    ) -> None:
+        self._connection = connection
+        self._slot = slot
+        self._lendings = lendings
+        self._descriptor = memory.descriptor
+        self._first = slot * memory.slot_bytes
+        self._bytes = lent[self._first : self._first + memory.slot_bytes]
+        self._plain = not isinstance(connection, ssl.SSLSocket)
+
+    def serve(self) -> None:
+        """Answers until the reader hangs up. Raises INVALID_ARGUMENT for what nobody asks, HungUp."""
+        try:
+            while True:
+                with contextlib.suppress(Silence):  # of one who has nothing to ask
+                    self._answer(wire.read_question(receive(self._connection, wire.QUESTION.size)))
+        finally:
+            self._lendings.release(self._slot, self)
+
+    def _answer(self, asked: wire.Question) -> None:
+        try:
+            self._answered(asked)
+        except Silence as error:
+            raise HungUp(f"it takes nothing for {SEND_SECONDS:g} s") from error
+
+    def _answered(self, asked: wire.Question) -> None:
+        if asked.kind == wire.RELEASE:
+            self._lendings.release(self._slot, self)
+        elif asked.kind == wire.HOLD:
+            try:
+                lending = self._lendings.hold(self._slot, self)
+            except CkptEngineError as error:
+                send(self._connection, wire.refusal(wire.GONE, error.problem.message))
+            else:
+                send(self._connection, wire.frame(wire.YES, len(lending)) + lending)
+        else:
+            data = receive(self._connection, asked.runs * wire.RUN.size)
+            runs = wire.read_runs(data, self._lendings.size(self._slot))
+            for part in _frames(runs):
+                why = next((no for run in part if (no := self._lendings.why_not(self._slot, asked.lending, *run))), "")
+                if why:
+                    send(self._connection, wire.refusal(wire.GONE, why))
+                    return
+                self._send(part)
+
+    def _send(self, runs: Sequence[tuple[int, int]]) -> None:
+        """One frame."""
+        head = wire.frame(wire.DATA, sum(length for _, length in runs))
+        if len(runs) > 1 or runs[0][1] < LONG_RUN:
+            parts = [self._bytes[offset : offset + length] for offset, length in runs]
+            send(self._connection, b"".join((head, *parts)))
+            return
+        ((offset, length),) = runs
+        send(self._connection, head)
+        if self._plain:
+            self._send_file(offset, length)
+        else:
+            send(self._connection, self._bytes[offset : offset + length])
+
+    def _send_file(self, offset: int, length: int) -> None:
+        at, end = self._first + offset, self._first + offset + length
+        while at < end:
+            try:
+                sent = os.sendfile(self._connection.fileno(), self._descriptor, at, end - at)
+            except BlockingIOError as error:
+                raise Silence from error
+            except OSError as error:
+                raise HungUp(str(error)) from error
+            if not sent:
+                raise HungUp("the arena ends before the run")
+            at += sent
+
+
+def _frames(runs: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Runs, cut and put together so that each frame is a part of one long run or several short ones."""
+    short: list[tuple[int, int]] = []
+    size = 0
+    for offset, length in runs:
+        if short and (length >= LONG_RUN or size + length > wire.FRAME_BYTES):
+            yield short
+            short, size = [], 0
+        if length < LONG_RUN:
+            short.append((offset, length))
+            size += length
+            continue
+        for first in range(offset, offset + length, wire.FRAME_BYTES):
+            yield [(first, min(wire.FRAME_BYTES, offset + length - first))]
+    if short:
+        yield short
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise unavailable(f"--listen {join_address(host, port)}: cannot listen there: {error}") from error
+
+
+def _after_fork() -> None:
+    """A child that keeps the sockets open would hide its parent's death from readers."""
+    for lender in list(_lenders):
+        lender.forget()
+
+
+_lenders: weakref.WeakSet[TcpArenaLender] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_after_fork)

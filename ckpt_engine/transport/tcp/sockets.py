@@ -1,0 +1,95 @@
+"""What both sides do with a connected socket: wait for so long and no longer, and end it for good."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import struct
+
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+"""A host that has gone without a word is noticed within 20 s, also while nothing is asked of it."""
+
+
+class Silence(Exception):  # noqa: N818
+    """Nothing came, or could be sent, for as long as the socket waits."""
+
+
+class HungUp(Exception):  # noqa: N818
+    """The other side has ended the connection."""
+
+
+def tuned(connection: socket.socket, seconds: float) -> None:
+    """For long runs and short questions. seconds: how long it waits in each call."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    if isinstance(connection, ssl.SSLSocket):
+        connection.settimeout(seconds)
+        return
+    # By the kernel: a socket with Python's timeout is polled before each call and cannot wait for all of a run.
+    connection.settimeout(None)
+    packed = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
+
+
+def receive_some(connection: socket.socket, into: memoryview) -> int:
+    """Bytes that came, at least one. Raises Silence, HungUp."""
+    try:
+        if isinstance(connection, ssl.SSLSocket):
+            got = connection.recv_into(into)
+        else:
+            got = connection.recv_into(into, 0, socket.MSG_WAITALL)
+    except (BlockingIOError, TimeoutError) as error:
+        raise Silence from error
+    except OSError as error:
+        raise HungUp(str(error)) from error
+    if not got:
+        raise HungUp("it has hung up")
+    return got
+
+
+def receive(connection: socket.socket, size: int) -> bytes:
+    """Exactly so many bytes. Raises Silence if nothing came, HungUp, also if they stop coming in the middle."""
+    found = memoryview(bytearray(size))
+    at = 0
+    while at < size:
+        try:
+            at += receive_some(connection, found[at:])
+        except Silence as error:
+            if not at:
+                raise
+            raise HungUp("it stopped in the middle of a message") from error
+    return bytes(found)
+
+
+def send(connection: socket.socket, data: bytes | memoryview) -> None:
+    """All of it. Raises Silence, HungUp."""
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[connection.send(left) :]
+        except (BlockingIOError, TimeoutError) as error:
+            raise Silence from error
+        except OSError as error:
+            raise HungUp(str(error)) from error
+
+
+def shut(connection: socket.socket) -> None:
+    """Whoever waits in it wakes up, and nothing comes or goes any more. Any thread; whoever uses it closes it."""
+    with contextlib.suppress(OSError):
+        # Not SSLSocket's own, after which its other methods would go past the encryption.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+def has_hung_up(connection: socket.socket) -> bool:
+    """Whether the other side has, as far as one can tell without waiting."""
+    asked = select.poll()
+    try:
+        asked.register(connection.fileno(), select.POLLRDHUP)
+        return bool(asked.poll(0))
+    except (OSError, ValueError):  # closed already
+        return True

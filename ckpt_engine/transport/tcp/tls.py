@@ -1,0 +1,67 @@
+"""TLS between relays, from what ckpt_engine/security/ has for this process: both sides show a certificate.
+
+The authority that signed the manager's certificate must have signed the other relay's as well. Which relay it is says
+the locator, with its certificate's digest: it came from the manager, so no name has to stand in the certificate.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import ssl
+from collections.abc import Mapping
+
+from ckpt_engine.core.problems import invalid, unavailable
+from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY, ClientSecurity
+
+
+def owners_context(environment: Mapping[str, str] = os.environ) -> tuple[ssl.SSLContext | None, bytes]:
+    """What the owner's side speaks TLS with, and its certificate's digest; None: this process has no certificate.
+
+    Raises INVALID_ARGUMENT, naming the variable, for files that cannot be read or do not belong together.
+    """
+    security = ClientSecurity.from_environment(environment)
+    if not security.certificate:
+        return None, b""
+    context = _filled(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), security, environment)
+    first = security.certificate[security.certificate.index(b"-----BEGIN CERTIFICATE-----") :].decode("ascii")
+    return context, digest_of(ssl.PEM_cert_to_DER_cert(first.partition("-----END CERTIFICATE-----")[0] + _END))
+
+
+_END = "-----END CERTIFICATE-----\n"
+
+
+def readers_context(environment: Mapping[str, str] = os.environ) -> ssl.SSLContext:
+    """What the reader's side speaks TLS with. Raises INVALID_ARGUMENT if this process has no certificate."""
+    security = ClientSecurity.from_environment(environment)
+    if not security.certificate:
+        raise invalid(
+            f"that relay speaks TLS and wants a certificate of this one: set {AUTHORITY}, {CERTIFICATE}, {KEY}"
+        )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False  # the locator says which certificate it has to be
+    return _filled(context, security, environment)
+
+
+def _filled(context: ssl.SSLContext, security: ClientSecurity, environment: Mapping[str, str]) -> ssl.SSLContext:
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_verify_locations(cadata=security.authority.decode("ascii"))
+        context.load_cert_chain(environment[CERTIFICATE], environment[KEY])
+    except (ssl.SSLError, UnicodeDecodeError) as error:
+        raise invalid(f"{AUTHORITY}, {CERTIFICATE} and {KEY} cannot be used together: {error}") from error
+    return context
+
+
+def check_certificate(connection: ssl.SSLSocket, expected: bytes) -> None:
+    """Raises UNAVAILABLE unless the other side showed the certificate whose digest is expected."""
+    shown = connection.getpeercert(binary_form=True) or b""
+    if not hmac.compare_digest(digest_of(shown), expected):
+        raise unavailable("whoever answers there shows another certificate than that relay's: it is not believed")
+
+
+def digest_of(certificate: bytes) -> bytes:
+    """SHA-256 of a certificate (DER)."""
+    return hashlib.sha256(certificate).digest()

@@ -1,0 +1,154 @@
+"""What relays say to each other over TCP: fixed headers, all little-endian, every count bounded.
+
+    reader                                       owner
+    HELLO  magic, version, slot, arena, token    YES, or NO and why not; then it hangs up
+    HOLD                                         YES and the lending, or NO and why not
+    READ   lending, runs of the slot             DATA frames: the runs' bytes in their order; GONE and why instead, once
+                                                 the lending has ended
+    RELEASE                                      (nothing)
+
+A reader may ask for the next runs before the last ones have come; they come in the order in which they were asked for.
+Pure: no socket is touched here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ckpt_engine.core.problems import invalid
+
+VERSION = 1
+
+MAGIC = b"ckwt"
+
+TOKEN_BYTES = 32
+
+LENDING_BYTES = 16
+
+ARENA_BYTES = 16
+
+HELLO = struct.Struct(f"<4sB3xI{ARENA_BYTES}s{TOKEN_BYTES}s")
+"""Magic, version, slot, arena, token: what a connection is for, from its first byte to its last."""
+
+QUESTION = struct.Struct(f"<B3xI{LENDING_BYTES}s")
+"""Kind, how many runs follow, lending."""
+
+HOLD, RELEASE, READ = range(1, 4)
+
+RUN = struct.Struct("<QQ")
+"""Offset in the slot, length; bytes."""
+
+FRAME = struct.Struct("<B3xI")
+"""What follows, and how many bytes of it."""
+
+YES, NO, DATA, GONE = range(1, 5)
+
+FRAME_BYTES = 4 << 20
+"""Of one DATA frame, at most. Between two the owner looks whether the lending still holds."""
+
+WORDS_BYTES = 1024
+"""Of a reason, at most."""
+
+MOST_RUNS = 1024
+"""Of one READ."""
+
+MOST_BYTES = 64 << 20
+"""Of the runs of one READ."""
+
+
+class Hello(NamedTuple):
+    """What a connection is for."""
+
+    slot: int
+    arena: bytes
+    token: bytes
+
+
+class Question(NamedTuple):
+    """A message of a reader. runs: how many follow it."""
+
+    kind: int
+    runs: int
+    lending: bytes
+
+
+class Frame(NamedTuple):
+    """The head of an answer. size: bytes that follow."""
+
+    kind: int
+    size: int
+
+
+def hello(slot: int, arena: bytes, token: bytes) -> bytes:
+    """A reader's first message."""
+    return HELLO.pack(MAGIC, VERSION, slot, arena, token)
+
+
+def read_hello(data: bytes) -> Hello:
+    """Raises INVALID_ARGUMENT for what is none, or one of another version."""
+    try:
+        magic, version, slot, arena, token = HELLO.unpack(data)
+    except struct.error as error:
+        raise invalid(f"{len(data)} bytes are no greeting of a relay") from error
+    if magic != MAGIC:
+        raise invalid("whoever calls is no relay")
+    if version != VERSION:
+        raise invalid(f"it speaks version {version} of relays' protocol, and this relay version {VERSION}")
+    return Hello(slot, arena, token)
+
+
+def question(kind: int, lending: bytes = bytes(LENDING_BYTES), runs: Sequence[tuple[int, int]] = ()) -> bytes:
+    """A message of a reader. runs: (offset in the slot, length)."""
+    return QUESTION.pack(kind, len(runs), lending) + b"".join(RUN.pack(*run) for run in runs)
+
+
+def read_question(data: bytes) -> Question:
+    """Raises INVALID_ARGUMENT for what nobody asks."""
+    try:
+        found = Question(*QUESTION.unpack(data))
+    except struct.error as error:
+        raise invalid(f"{len(data)} bytes are no question") from error
+    if found.kind not in (HOLD, RELEASE, READ):
+        raise invalid(f"nobody can ask {found.kind}")
+    if not (1 <= found.runs <= MOST_RUNS if found.kind == READ else found.runs == 0):
+        raise invalid(f"question {found.kind} is about {found.runs} runs; a read is about 1 to {MOST_RUNS}")
+    return found
+
+
+def read_runs(data: bytes, size: int) -> list[tuple[int, int]]:
+    """(offset, length) of each run. size: bytes of the slot that are lent. Raises INVALID_ARGUMENT for runs that do not
+    lie in it, and for more than may be asked for at once."""
+    if len(data) % RUN.size:
+        raise invalid(f"{len(data)} bytes are no list of runs")
+    found = list(RUN.iter_unpack(data))
+    for offset, length in found:
+        if not length or offset + length > size:
+            raise invalid(f"a run of {length} bytes at {offset} does not lie in the {size} bytes that are lent")
+    if (total := sum(length for _, length in found)) > MOST_BYTES:
+        raise invalid(f"{total} bytes were asked for at once, and {MOST_BYTES} may be")
+    return found
+
+
+def frame(kind: int, size: int) -> bytes:
+    """The head of an answer."""
+    return FRAME.pack(kind, size)
+
+
+def refusal(kind: int, why: str) -> bytes:
+    """NO or GONE, with the reason."""
+    words = why.encode()[:WORDS_BYTES]
+    return frame(kind, len(words)) + words
+
+
+def read_frame(data: bytes) -> Frame:
+    """Raises INVALID_ARGUMENT for the head of no answer, or of one that is too large."""
+    try:
+        found = Frame(*FRAME.unpack(data))
+    except struct.error as error:
+        raise invalid(f"{len(data)} bytes are no answer") from error
+    most = {YES: LENDING_BYTES, NO: WORDS_BYTES, GONE: WORDS_BYTES, DATA: FRAME_BYTES}.get(found.kind)
+    if most is None or found.size > most or (found.kind == DATA and not found.size):
+        raise invalid(f"an answer of kind {found.kind} with {found.size} bytes is none of a relay")
+    return found

@@ -1,0 +1,83 @@
+"""Makes helper processes that have the relay's arena mapped. A process of its own, started before the arena is sealed.
+
+Once the arena is sealed nobody can map it writable, so whoever is to write must have inherited such a mapping. A relay
+cannot fork helpers itself: it has threads, and its own mapping is not for children. This process has one thread and
+loads next to nothing; it maps the arena and then forks one helper for each request. It ends when its socket does, and
+its helpers with it.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+
+from ckpt_engine.transport.ucx.channel import LENDER, READER
+from ckpt_engine.transport.ucx.memory import die_with_parent, mapped, unmapped
+
+ADDRESSES = struct.Struct("<QQQ")
+"""Its first message: where the arena lies writable, read-only, and where the board of tokens does."""
+
+REQUEST = struct.Struct("<B7x64s256s")
+"""What for, the name of the agent, UCX_NET_DEVICES or nothing; with it the helper's end of a channel. Answered with the
+process id, that name, and a descriptor of the process (pidfd)."""
+
+STARTED = struct.Struct("<Q64s")
+
+
+def serve(channel: socket.socket, arena: int, size: int, board: int, board_size: int) -> None:
+    """Forks helpers until the relay hangs up. arena, board: descriptors."""
+    writable, readable = mapped(arena, size, True), mapped(arena, size, False)
+    tokens = mapped(board, board_size, False)
+    os.close(arena)
+    os.close(board)
+    channel.send(ADDRESSES.pack(writable, readable, tokens))
+    # The kernel reaps them; the relay knows each by its descriptor, which no later process gets.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    own = os.getpid()
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(channel, REQUEST.size, 1, socket.MSG_CMSG_CLOEXEC)
+        if not request:
+            return
+        role, name, devices = REQUEST.unpack(request)
+        # The helper waits for the relay's first word before it does anything, so it cannot have ended before the next
+        # line is through.
+        if (child := os.fork()) == 0:
+            die_with_parent(signal.SIGKILL)
+            if os.getppid() != own:
+                os._exit(1)
+            channel.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            base = readable if role == LENDER else writable
+            unmapped(writable if role == LENDER else readable, size)
+            _help(descriptors[0], role, name.rstrip(b"\0").decode(), devices.rstrip(b"\0").decode(), base, size, tokens)
+        for each in descriptors:
+            os.close(each)
+        handle = os.pidfd_open(child)
+        socket.send_fds(channel, [STARTED.pack(child, name)], [handle])
+        os.close(handle)
+
+
+def _help(descriptor: int, role: int, name: str, devices: str, base: int, size: int, tokens: int) -> None:
+    """The life of a helper. Does not return."""
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # all weights would be in it
+        if devices:
+            os.environ["UCX_NET_DEVICES"] = devices
+        from ckpt_engine.transport.ucx.helper import help_relay
+
+        with socket.socket(fileno=descriptor) as channel:
+            help_relay(channel, name, base, size, tokens, role == READER)
+    except BaseException as error:
+        print(f"ckpt-engine: a UCX helper has ended: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    _channel, _arena, _size, _board, _board_size = (int(each) for each in sys.argv[1:])
+    with socket.socket(fileno=_channel) as _relay:
+        serve(_relay, _arena, _size, _board, _board_size)

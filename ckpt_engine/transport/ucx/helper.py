@@ -1,0 +1,217 @@
+"""A helper process: does what its relay asks, with NIXL, and can be killed at any time.
+
+It registers parts of the arena for peers to read, or reads from peers into the arena. It touches no other memory of the
+relay and knows nothing of weights. One thread of its own; a lender's NIXL has one more, which answers peers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import socket
+from collections import OrderedDict, deque
+from typing import Any
+
+from ckpt_engine.transport.ucx import channel as c
+from ckpt_engine.transport.ucx.memory import populated
+from ckpt_engine.transport.ucx.nixl import Agent
+
+IN_FLIGHT = 6
+"""Reads that are begun at a time; a request has at most some MiB."""
+
+NAP_SECONDS = 50e-6
+"""Between two looks at reads of which none has moved."""
+
+PREPARED = 4096
+"""Reads that stay prepared for the next time."""
+
+_TOKEN_BYTES = 16
+
+_Key = tuple[int, bytes]
+"""Kind and body of what was asked."""
+
+
+def help_relay(channel: socket.socket, name: str, base: int, size: int, tokens: int, reads: bool) -> None:
+    """Serves one relay until it hangs up, and ends this process then.
+
+    base: where the arena of `size` bytes lies. tokens: where the board does. reads: or it lends.
+    """
+    channel.recv(1)  # until the relay knows this process
+    os.dup2(2, 1)  # what libraries print must not go where people read answers
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    try:
+        agent = Agent(name, progress=not reads)
+        helper = _Reader(channel, agent, base, size) if reads else _Lender(channel, agent, base, size, tokens)
+    except Exception as error:
+        channel.send(c.message(c.READY, 0, 0, f"{type(error).__name__}: {error}".encode()[: c.MOST_BYTES // 2]))
+        raise
+    channel.send(c.message(c.READY, 0))
+    helper.serve()
+    os._exit(0)  # no destructor of NIXL or UCX runs: they would wait for reads that nobody waits for any more
+
+
+class _Served:
+    """Answers one relay."""
+
+    def __init__(self, channel: socket.socket, agent: Agent, base: int, size: int) -> None:
+        self._channel = channel
+        self._agent = agent
+        self._base = base
+        self._size = size
+
+    def serve(self) -> None:
+        """Until the relay hangs up."""
+        while data := self._channel.recv(c.MOST_BYTES):
+            self._heard(data)
+
+    def _heard(self, data: bytes) -> None:
+        kind, number, value, body = c.parts(data)
+        try:
+            answer = self._done(kind, number, value, body)
+        except Exception as error:
+            self._failed(number, error)
+        else:
+            if answer is not None:
+                self._channel.send(c.message(c.DONE, number, value, answer))
+
+    def _done(self, kind: int, number: int, value: int, body: bytes) -> bytes | None:
+        """The answer; None: it comes later."""
+        raise NotImplementedError
+
+    def _failed(self, number: int, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        self._channel.send(c.message(c.FAILED, number, 0, text.encode()[: c.MOST_BYTES // 2]))
+
+    def _inside(self, offset: int, length: int) -> int:
+        if offset < 0 or length <= 0 or offset + length > self._size:
+            raise ValueError(f"{length} bytes at {offset} are not in an arena of {self._size}")
+        return self._base + offset
+
+
+class _Lender(_Served):
+    """Lets peers read parts of the arena. It is NIXL's thread that answers them."""
+
+    def __init__(self, channel: socket.socket, agent: Agent, base: int, size: int, tokens: int) -> None:
+        super().__init__(channel, agent, base, size)
+        agent.register([(tokens, os.sysconf("SC_PAGESIZE"))])
+        self._lent: dict[int, tuple[int, Any]] = {}
+
+    def _done(self, kind: int, number: int, value: int, body: bytes) -> bytes | None:
+        if kind != c.LEND:
+            raise ValueError(f"a lender does not understand message {kind}")
+        (start,) = c.OFFSET.unpack(body)
+        size, registered = self._lent.get(start, (0, None))
+        if size < value:
+            address = self._inside(start, value)
+            if registered is not None:
+                self._agent.deregister(self._lent.pop(start)[1])
+            populated(address, value, writable=False)
+            self._lent[start] = value, self._agent.register([(address, value)])
+        return self._agent.metadata()
+
+
+class _Reader(_Served):
+    """Reads from one peer at a time into the arena."""
+
+    def __init__(self, channel: socket.socket, agent: Agent, base: int, size: int) -> None:
+        super().__init__(channel, agent, base, size)
+        self._token = ctypes.create_string_buffer(_TOKEN_BYTES)
+        agent.register([(ctypes.addressof(self._token), _TOKEN_BYTES)])
+        self._registered: dict[int, tuple[int, Any]] = {}
+        self._peer = ""
+        self._waiting: deque[tuple[int, _Key]] = deque()
+        self._flying: dict[int, tuple[_Key, Any]] = {}
+        self._prepared: OrderedDict[_Key, Any] = OrderedDict()
+
+    def serve(self) -> None:
+        while True:
+            if self._flying:
+                nap = 0.0 if self._moved() else NAP_SECONDS
+                if self._flying and not select.select([self._channel], [], [], nap)[0]:
+                    continue
+            data = self._channel.recv(c.MOST_BYTES)
+            if not data:
+                return
+            self._heard(data)
+
+    def _done(self, kind: int, number: int, value: int, body: bytes) -> bytes | None:
+        if kind == c.CONNECT:
+            self._peer = self._agent.connect(body)
+            return b""
+        if kind == c.LEND:
+            (start,) = c.OFFSET.unpack(body)
+            self._register(start, value)
+            return b""
+        if kind not in (c.READ, c.CHECK):
+            raise ValueError(f"a reader does not understand message {kind}")
+        if not self._peer:
+            raise ValueError("it is connected to nobody")
+        self._waiting.append((number, (kind, body)))
+        self._begin()
+        return None
+
+    def _register(self, start: int, size: int) -> None:
+        known, registered = self._registered.get(start, (0, None))
+        if size <= known:
+            return
+        if registered is not None:
+            self._prepared.clear()
+            self._agent.deregister(self._registered.pop(start)[1])
+        address = self._inside(start, size)
+        populated(address, size, writable=True)
+        self._registered[start] = size, self._agent.register([(address, size)])
+
+    def _begin(self) -> None:
+        while self._waiting and len(self._flying) < IN_FLIGHT:
+            number, key = self._waiting.popleft()
+            try:
+                read = self._taken(key)
+                over = self._agent.begin(read)
+            except Exception as error:
+                self._failed(number, error)
+                continue
+            self._flying[number] = key, read
+            if over:
+                self._ended(number)
+
+    def _taken(self, key: _Key) -> Any:
+        """A read made ready; the one of the last time if that is over."""
+        if key in self._prepared:
+            return self._prepared.pop(key)
+        kind, body = key
+        if kind == c.CHECK:
+            address, _ = c.TOKEN.unpack(body)
+            own = ctypes.addressof(self._token)
+            return self._agent.prepare(self._peer, [(own, _TOKEN_BYTES)], [(address, _TOKEN_BYTES)])
+        runs = c.unpack_runs(body)
+        local = [(self._inside(offset, length), length) for _, offset, length in runs]
+        return self._agent.prepare(self._peer, local, [(remote, length) for remote, _, length in runs])
+
+    def _moved(self) -> bool:
+        """Whether any read has ended."""
+        moved = False
+        for number, (_, read) in list(self._flying.items()):
+            try:
+                over = self._agent.over(read)
+            except Exception as error:
+                del self._flying[number]
+                self._failed(number, error)
+                moved = True
+                continue
+            if over:
+                self._ended(number)
+                moved = True
+        self._begin()
+        return moved
+
+    def _ended(self, number: int) -> None:
+        key, read = self._flying.pop(number)
+        self._prepared[key] = read
+        while len(self._prepared) > PREPARED:
+            self._prepared.popitem(last=False)
+        kind, body = key
+        if kind == c.CHECK and c.TOKEN.unpack(body)[1] != self._token.raw:
+            self._channel.send(c.message(c.FAILED, number, c.NOT_LENT, b"its owner does not lend that memory now"))
+            return
+        self._channel.send(c.message(c.DONE, number))

@@ -1,0 +1,194 @@
+"""What a relay has for UCX: the process that makes helpers, the helpers of each lane, and the board of lent slots.
+
+A lane is a network device. The owner's side has one helper a lane, for all readers. The reader's side has one a lane
+and owner, so that an owner who hangs costs the reads from that owner only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import threading
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_engine.core.relay_layout import SLOTS
+from ckpt_engine.transport.ucx import channel as c
+from ckpt_engine.transport.ucx.helpers import ForkServer, Helper
+
+RDMA_DEVICES = Path("/sys/class/infiniband")
+
+IDLE = 4
+"""Helpers that stay connected to owners nobody reads from now."""
+
+_TOKEN_BYTES = 16
+
+
+@dataclass(eq=False)
+class Peer:
+    """A helper that is connected to one of an owner's. failed: a read has failed, so it is used for nothing else."""
+
+    helper: Helper
+    key: tuple[int, bytes]
+    links: int = 0
+    failed: bool = False
+
+
+@dataclass(eq=False)
+class _Lender:
+    helper: Helper
+    metadata: bytes = b""
+
+
+class Lanes:
+    """UCX of one arena. Any thread. devices: one entry a lane, as UCX_NET_DEVICES has it.
+
+    Made between the arena's mapping and its sealing. descriptor, size: of the arena; address: where this process maps
+    it. reserved: bytes that each slot has taken, which are what is registered of it; whoever takes them says so.
+
+    Raises UNAVAILABLE, DEADLINE_EXCEEDED.
+    """
+
+    def __init__(self, descriptor: int, size: int, address: int, slot_bytes: int, devices: tuple[str, ...]) -> None:
+        self.devices = devices
+        self.address = address
+        self.size = size
+        self.slot_bytes = slot_bytes
+        self.reserved = [0] * SLOTS
+        self.tokens = [secrets.token_bytes(_TOKEN_BYTES) for _ in range(SLOTS)]
+        self._lock = threading.RLock()
+        self._lenders: dict[int, _Lender] = {}
+        self._peers: OrderedDict[tuple[int, bytes], Peer] = OrderedDict()
+        board = os.memfd_create("ckpt-engine ucx board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(board, mmap.PAGESIZE)
+            self._board = mmap.mmap(board, mmap.PAGESIZE, flags=mmap.MAP_SHARED)
+            self._board.madvise(mmap.MADV_DONTFORK)
+            fcntl.fcntl(board, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self._server = ForkServer(descriptor, size, board)
+        finally:
+            os.close(board)
+        _all.add(self)
+
+    @property
+    def fork_server(self) -> int:
+        """The process that makes helpers."""
+        return self._server.pid
+
+    @property
+    def helpers(self) -> list[int]:
+        """The processes of helpers that have not been ended."""
+        with self._lock:
+            found = [each.helper for each in self._lenders.values()]
+            found += [each.helper for each in self._peers.values()]
+            return [helper.pid for helper in found if not helper.killed]
+
+    # -- the owner's side
+
+    def lend(self, slot: int) -> None:
+        """Readers find the slot's token on the board from now on."""
+        self._board[slot * _TOKEN_BYTES : (slot + 1) * _TOKEN_BYTES] = self.tokens[slot]
+
+    def refuse(self, slot: int) -> None:
+        """They find it no more."""
+        self._board[slot * _TOKEN_BYTES : (slot + 1) * _TOKEN_BYTES] = bytes(_TOKEN_BYTES)
+
+    def metadata(self, slot: int) -> list[tuple[bytes, int, int]]:
+        """For each lane what readers need for a slot: the metadata of its helper's agent, where the arena lies in it,
+        and where the slot's token does. Equal from call to call while no slot takes more memory and no helper has
+        ended.
+
+        Raises UNAVAILABLE, DEADLINE_EXCEEDED.
+        """
+        role = c.LENDER_WRITABLE if has_rdma() else c.LENDER
+        memory = self._server.writable if role == c.LENDER_WRITABLE else self._server.readable
+        found = []
+        with self._lock:
+            for lane, devices in enumerate(self.devices):
+                lender = self._lenders.get(lane)
+                if lender is None or lender.helper.ended:
+                    if lender is not None:
+                        lender.helper.kill()
+                    lender = self._lenders[lane] = _Lender(self._server.start(role, devices))
+                start = slot * self.slot_bytes
+                size = self.reserved[slot]
+                if lender.helper.registered.get(start, 0) < size:
+                    lender.metadata = lender.helper.register(start, size)
+                found.append((lender.metadata, memory, self._server.board + slot * _TOKEN_BYTES))
+        return found
+
+    # -- the reader's side
+
+    def peer(self, lane: int, metadata: bytes, seconds: float, answer: float) -> Peer:
+        """A helper of a lane that is connected to an owner's. Given back with `release`. answer: of the seconds, how
+        many the owner may take.
+
+        Raises UNAVAILABLE (the owner is gone, its metadata is none), DEADLINE_EXCEEDED.
+        """
+        with self._lock:
+            key = lane, metadata
+            known = self._peers.get(key)
+            if known is not None and (known.failed or known.helper.ended):
+                self._end(known)
+                known = None
+            if known is None:
+                helper = self._server.start(c.READER, self.devices[lane], seconds)
+                try:
+                    helper.wait(helper.ask(c.CONNECT, 0, metadata), min(seconds, answer))
+                except BaseException:
+                    helper.kill()
+                    raise
+                known = self._peers[key] = Peer(helper, key)
+            self._peers.move_to_end(key)
+            known.links += 1
+            return known
+
+    def release(self, peer: Peer, kill: bool) -> None:
+        """Gives a peer back. kill: something that was asked of it may still write: when this returns, nothing can."""
+        with self._lock:
+            peer.links -= 1
+            if kill or peer.failed:
+                self._end(peer)
+            idle = [each for each in self._peers.values() if not each.links]
+            for each in idle[: max(0, len(idle) - IDLE)]:
+                self._end(each)
+
+    def _end(self, peer: Peer) -> None:
+        peer.failed = True
+        peer.helper.kill()
+        if self._peers.get(peer.key) is peer:
+            del self._peers[peer.key]
+
+    def close(self) -> None:
+        """Ends every helper. May be repeated. Never raises."""
+        _all.discard(self)
+        self._server.close()  # before the lock, which somebody may have who waits for a helper
+        with self._lock:
+            self._peers.clear()
+            self._lenders.clear()
+            with contextlib.suppress(ValueError, BufferError):
+                self._board.close()
+
+
+def has_rdma() -> bool:
+    """Whether this host has devices of InfiniBand or RoCE, whose registering needs memory that can be written."""
+    try:
+        return any(RDMA_DEVICES.iterdir())
+    except OSError:
+        return False
+
+
+def lanes_of(address: int, length: int) -> Lanes | None:
+    """Those of the arena in which memory of this process lies."""
+    for each in list(_all):
+        if each.address <= address and address + length <= each.address + each.size:
+            return each
+    return None
+
+
+_all: weakref.WeakSet[Lanes] = weakref.WeakSet()

@@ -1,0 +1,51 @@
+"""Relays with UCX, in this process and in others. Everything here needs NIXL."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ckpt_engine.host.processes import process_start_time
+from ckpt_engine.transport.ucx.packages import installed
+from ckpt_engine.v1.weights_pb2 import Region
+from tests.line_process import LineProcess
+
+NEEDS_NIXL = pytest.mark.skipif(installed() is None, reason="NIXL is not installed (pip install nixl-cu12 --no-deps)")
+
+SLOT = 8 << 20
+
+
+class Other(LineProcess):
+    """A relay in a process of its own; see ucx_relay.py. before: of its command line, such as `ip netns exec`."""
+
+    def __init__(
+        self, size: int = SLOT, devices: str = "lo", stall: float = 20.0, before: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__("tests.network.ucx_relay", str(size), devices, str(stall), before=before)
+
+    def __call__(self, do: str, **given: Any) -> Any:
+        """Has a command done. Raises RuntimeError with what the relay says against it."""
+        answer = self.ask(do=do, **given)
+        if "no" in answer:
+            raise RuntimeError(answer["no"])
+        return answer["ok"]
+
+    def offered(self, slot: int = 0) -> Region:
+        """What it lends."""
+        return Region.FromString(bytes.fromhex(self("offer", slot=slot)))
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process; one that has ended and that nobody has waited for yet is none."""
+    return process_start_time(pid) != 0
+
+
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Waits for something that is to come true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.01)

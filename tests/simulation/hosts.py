@@ -1,0 +1,46 @@
+"""Where everybody is, and which memory is reached from there: by the facts and the rules that the real ones go by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.reach import by_network
+from ckpt_engine.core.topology import Choice, choose_transport
+from ckpt_engine.core.transports import TransportKind, register_transport, transport_kinds
+from ckpt_engine.v1 import weights_pb2
+
+NETWORK = "tcp"
+MEMORY, FILES, RELAY = "shared_memory", "file", "relay_memory"
+
+WORKERS_READ = (MEMORY, RELAY, FILES)
+"""Transports of engines' workers: no network."""
+
+RELAYS_READ = (*WORKERS_READ, NETWORK)
+
+if NETWORK not in transport_kinds():
+    register_transport(TransportKind(NETWORK, by_network, reader="", relays_only=True))
+
+
+def host_of(name: str) -> weights_pb2.Host:
+    """A host, or a container that shares nothing with others."""
+    return weights_pb2.Host(
+        boot_id=f"boot {name}", pid_namespace="namespace", name=name, relay_directory="relays", address=name
+    )
+
+
+HOST = weights_pb2.Host(boot_id="host", pid_namespace="namespace", name="simulated", relay_directory="relays")
+"""Where everybody is, in stories of one host."""
+
+
+def ways(
+    source: weights_pb2.Host, offered: Sequence[str], reader: weights_pb2.Host, reads: Sequence[str]
+) -> list[Choice]:
+    """All ways from a reader to memory that is offered, the nearest first."""
+    found = []
+    for transport in offered:
+        try:
+            found.append(choose_transport(source, transport, reader, reads))
+        except CkptEngineError:
+            continue
+    return sorted(found, key=lambda choice: choice.distance)

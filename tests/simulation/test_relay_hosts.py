@@ -1,0 +1,262 @@
+"""Updates of replicas on several hosts: their relays are filled in stages, each from those that hold the version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.simulation.hosts import NETWORK, RELAY, host_of
+from tests.simulation.members import AgentShell
+from tests.simulation.relays import RelayShell
+from tests.simulation.story import NEW, OLD, Problem, Story, outcomes, refused
+from tests.simulation.training import Group
+
+A, B, C = (host_of(name) for name in "ABC")
+ALWAYS, HELD = manager_pb2.ALWAYS, manager_pb2.HELD
+
+
+@pytest.fixture
+def story() -> Story:
+    made = Story(far=True, fill=16.0, update=40.0)
+    made.hosts = [A, B, C]
+    return made
+
+
+def relays_on(story: Story, *hosts: weights_pb2.Host) -> list[RelayShell]:
+    """One each, called by their hosts' names."""
+    made = [story.join_relay(host.name.lower(), host) for host in hosts]
+    story.wait(1.0)
+    return made
+
+
+def trained(story: Story, group: Group, **wishes: Any) -> Any:
+    group.train()
+    return story.update(group, **wishes)
+
+
+def begun(story: Story, group: Group, reached: Callable[[], object], **wishes: Any) -> list[Any]:
+    """Calls, and lets time pass until something is reached."""
+    group.train()
+    (result,) = [story.call(trainer, **wishes) for trainer in group.trainers]
+    end = story.world.now + 10.0
+    while not reached():
+        assert story.world.now < end, "it does not come to that"
+        story.wait(0.001)
+    return result
+
+
+def holds(agent: AgentShell) -> weights_pb2.Identity | None:
+    assert agent.engine is not None
+    return agent.engine.words().identity
+
+
+def fills(report: manager_pb2.UpdateReport) -> dict[str, tuple[int, list[str], list[str]]]:
+    """By relay: its stage, the relays that it was filled from, and those that were filled from it."""
+    return {each.relay: (each.stage, list(each.upstream), list(each.relays)) for each in report.relays}
+
+
+def test_a_relay_of_the_trainers_host_is_filled_for_those_of_others(story: Story) -> None:
+    relays_on(story, A, B, C)
+    agents, group = [story.replica(host=B), story.replica(host=C)], story.ranks(world_size=2)
+    for _ in range(3):
+        report = trained(story, group)
+        assert outcomes(report) == {agent.name: NEW for agent in agents}
+        assert fills(report) == {
+            "relay a": (0, [], ["relay b", "relay c"]),
+            "relay b": (1, ["relay a"], []),
+            "relay c": (1, ["relay a"], []),
+        }
+        (between,) = [each for each in report.relays if each.relay == "relay a"]
+        assert not between.replicas
+        assert between.filled.bytes
+        assert "relay a is filled for relay b and relay c, which do not reach the trainer" in report.prefetch
+        assert "it is filled from relay a, since it does not reach the trainer" in report.prefetch
+
+
+def test_a_replica_beside_the_trainer_reads_it_while_its_relay_is_filled_for_others(story: Story) -> None:
+    relays_on(story, A, B)
+    near, far, group = story.replica(host=A), story.replica(host=B), story.ranks()
+    report = trained(story, group)
+    assert outcomes(report) == {near.name: NEW, far.name: NEW}
+    assert {each.relay: list(each.replicas) for each in report.relays} == {"relay a": [], "relay b": [far.name]}
+
+
+def test_a_trainer_on_two_hosts_is_read_by_two_relays(story: Story) -> None:
+    relays_on(story, A, B, C)
+    far, group = story.replica(host=C), story.ranks(world_size=2, hosts=[A, B])
+    report = trained(story, group)
+    assert outcomes(report) == {far.name: NEW}
+    assert fills(report)["relay c"] == (1, ["relay a", "relay b"], [])
+
+
+def test_relays_of_both_hosts_of_a_trainer_give_each_other_what_they_have(story: Story) -> None:
+    a, b, _ = relays_on(story, A, B, C)
+    agents = [story.replica(host=A), story.replica(host=B), story.replica(host=C)]
+    group = story.ranks(world_size=2, hosts=[A, B])
+    for count in range(1, 4):
+        report = trained(story, group)
+        assert outcomes(report) == {agent.name: NEW for agent in agents}
+        assert fills(report) == {
+            "relay a": (1, ["relay b"], ["relay b", "relay c"]),
+            "relay b": (1, ["relay a"], ["relay a", "relay c"]),
+            "relay c": (1, ["relay a", "relay b"], []),
+        }
+        assert (a.fills, b.fills) == (count, count), "what came first stays where it is"
+        assert "it is filled from relay b too, since it does not reach all of the trainer" in report.prefetch
+
+
+def test_what_no_relay_reaches_is_told_what_to_start(story: Story) -> None:
+    relays_on(story, B)
+    story.replica(host=B)
+    refused(trained(story, story.ranks()), Problem.FAILED_PRECONDITION, "start a relay on the host A")
+    assert not story.ledger.intents
+
+
+def test_a_step_in_between_counts_for_no_replica(story: Story) -> None:
+    """It holds the version, but nobody is installed from it."""
+    relays_on(story, A, B)
+    near, far, group = story.replica(host=A), story.replica(host=B), story.ranks()
+    near.machine._transports = ("shared_memory",)
+    near.break_streams()
+    story.wait(3.0)
+    report = trained(story, group, until=HELD)
+    assert report.held
+    assert outcomes(report) == {near.name: OLD} or list(outcomes(report)) == [near.name]
+    story.wait(3.0)
+    assert holds(far) == report.identity
+
+
+def test_the_trainer_goes_on_once_relays_of_other_hosts_hold_the_version(story: Story) -> None:
+    relays_on(story, A, B)
+    far, group = story.replica(host=B), story.ranks()
+    result = begun(story, group, lambda: story.ledger.intents, until=HELD)
+    story.wait(0.2)
+    (report,) = result
+    assert report.held
+    first = report.identity
+    group.train()
+    second = story.call(group.trainers[0], until=HELD)
+    story.wait(5.0)
+    assert second[0].held
+    assert second[0].identity.version == first.version + 1
+    assert holds(far) == second[0].identity
+
+
+@pytest.mark.parametrize("when", ["before it is filled", "while it is filled", "once it was filled"])
+@pytest.mark.parametrize("how", ["killed", "stopped", "cut off", "killed and started again"])
+def test_whoever_waits_for_a_relay_takes_another(story: Story, when: str, how: str) -> None:
+    (a,) = relays_on(story, A)
+    (b,) = relays_on(story, B)
+    spare = story.join_relay("spare", A)
+    far, group = story.replica(host=B), story.ranks()
+
+    def reached() -> bool:
+        if when == "before it is filled":
+            return bool(a.streams) and any(phase(story).endswith(each) for each in ("sealing", "combining"))
+        return a.fills == 1 if when == "while it is filled" else b.fills == 1
+
+    result = begun(story, group, reached)
+    if "killed" in how:
+        a.crash()
+        if "again" in how:
+            story.join_relay(a.name, A)
+    elif how == "stopped":
+        a.stop_for(30.0)
+    else:
+        story.faults.wire_cuts.add(frozenset("AB"))
+        story.world.after(1.0, story.faults.wire_cuts.clear)
+    story.wait(41.0)
+    (report,) = result
+    assert outcomes(report) == {far.name: NEW}, report
+    assert holds(far) == report.identity
+    assert spare.fills or a.fills
+
+
+def phase(story: Story) -> str:
+    assert story.cluster.manager is not None
+    return story.cluster.manager.machine.status().phase
+
+
+def test_nobody_left_to_read_is_said_and_leaves_replicas_as_they_were(story: Story) -> None:
+    a, _ = relays_on(story, A, B)
+    near, far, group = story.replica(host=A), story.replica(host=B), story.ranks()
+    first = trained(story, group)
+    result = begun(story, group, lambda: a.fills == 2, timeout_seconds=15.0)
+    a.crash()
+    story.wait(16.0)
+    (report,) = result
+    assert outcomes(report) == {near.name: NEW, far.name: OLD}
+    (told,) = [each for each in report.replicas if each.replica == far.name]
+    assert "relay a is left out" in told.problem.message
+    assert holds(far) == first.identity
+
+
+def test_a_late_replica_is_brought_up_over_the_network_when_the_trainer_is_gone(story: Story) -> None:
+    relays_on(story, A, B)
+    story.replica(host=B)
+    group = story.ranks()
+    report = trained(story, group)
+    story.end_group(group, in_good_order=True)
+    (c,) = relays_on(story, C)
+    late = story.replica(host=C)
+    story.wait(5.0)
+    assert holds(late) == report.identity
+    assert c.fills == 1
+
+
+def test_a_late_replica_waits_for_a_relay_of_its_host(story: Story) -> None:
+    relays_on(story, A, B)
+    story.replica(host=B)
+    group = story.ranks()
+    report = trained(story, group)
+    story.end_group(group, in_good_order=True)
+    late = story.replica(host=C)
+    story.wait(30.0)  # so that all tries are over
+    assert holds(late) is None
+    relays_on(story, C)
+    story.wait(5.0)
+    assert holds(late) == report.identity
+
+
+def test_a_late_replica_is_brought_up_after_a_restart_of_the_manager(story: Story) -> None:
+    relays_on(story, A, B, C)
+    story.replica(host=B)
+    group = story.ranks()
+    report = trained(story, group)
+    story.end_group(group, in_good_order=False)
+    assert story.cluster.manager is not None
+    story.cluster.manager.crash()
+    story.start_manager()
+    story.wait(6.0)
+    late = story.replica(host=C)
+    story.wait(5.0)
+    assert holds(late) == report.identity
+
+
+def test_replicas_go_back_to_what_relays_of_other_hosts_hold(story: Story) -> None:
+    relays_on(story, A, B)
+    story.replica(host=B)
+    group = story.ranks()
+    first, second = trained(story, group), trained(story, group)
+    (c,) = relays_on(story, C)
+    late = story.replica(host=C)
+    story.wait(5.0)
+    assert holds(late) == second.identity
+    report = story.roll_back(first.identity.version)
+    assert isinstance(report, manager_pb2.UpdateReport), report
+    assert set(outcomes(report).values()) == {NEW}
+    assert holds(late) == first.identity
+    assert c.fills == 2
+
+
+def test_an_old_relay_says_nothing_of_transports_and_is_read_on_its_host(story: Story) -> None:
+    (a,) = relays_on(story, A)
+    old = story.join_relay("old", B)
+    del old.filling.lends[:], old.filling.reads[:]
+    story.wait(1.0)
+    story.replica(host=B)
+    refused(trained(story, story.ranks()), Problem.FAILED_PRECONDITION, "relay old cannot read over tcp")
+    assert {RELAY, NETWORK} == set(a.filling.lends)
