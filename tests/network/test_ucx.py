@@ -19,7 +19,7 @@ from ckpt_engine.v1.weights_pb2 import Problem, Region
 from tests.network.ucx_relay import Relay, fetched, pattern
 from tests.network.ucx_world import NEEDS_NIXL, SLOT, Other, alive, until
 
-pytestmark = NEEDS_NIXL
+pytestmark = [NEEDS_NIXL, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from ckpt_engine.v1.weights_pb2 import Problem
 from tests.network.ucx_relay import Relay, fetched, pattern
 from tests.network.ucx_world import NEEDS_NIXL, SLOT, Other, alive, until
 
-pytestmark = NEEDS_NIXL
+pytestmark = [NEEDS_NIXL, pytest.mark.slow]
 
 MARK = 0xAB
 WHOLE = [Run(0, 0, SLOT)]
@@ -99,7 +99,6 @@ def test_a_read_that_was_severed_never_lands(owner: Other, reader: Relay) -> Non
         ticket.poll()
 
 
-@pytest.mark.slow
 def test_it_would_land_if_its_helper_were_not_killed(
     owner: Other, reader: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +109,6 @@ def test_it_would_land_if_its_helper_were_not_killed(
         assert is_written_when_the_owner_goes_on(reader, link, lender, 60.0)
 
 
-@pytest.mark.slow
 def test_an_owner_that_was_stopped_for_a_moment_goes_on(owner: Other, environment: None) -> None:
     patient = Relay(SLOT, ("lo",))
     try:
@@ -158,7 +156,6 @@ def test_an_owner_that_was_killed_leaves_no_helper_and_fails_the_read(owner: Oth
     assert not [each for each in reader.lanes._peers.values() if each.links]
 
 
-@pytest.mark.slow
 def test_one_owner_that_hangs_costs_nothing_of_another(owner: Other, reader: Relay) -> None:
     with Other() as second:
         second("fill", slot=0, seed=2)
@@ -171,7 +168,6 @@ def test_one_owner_that_hangs_costs_nothing_of_another(owner: Other, reader: Rel
         os.kill(lender, signal.SIGCONT)
 
 
-@pytest.mark.slow
 def test_an_owners_helper_that_ended_comes_back_as_another(owner: Other, reader: Relay) -> None:
     region = owner.offered()
     link = reader.linked(region)
@@ -187,7 +183,6 @@ def test_an_owners_helper_that_ended_comes_back_as_another(owner: Other, reader:
     assert bool((reader.slot(0) == pattern(SLOT, 1)).all())
 
 
-@pytest.mark.slow
 def test_without_the_process_that_makes_helpers_there_is_no_ucx_and_a_reason(owner: Other, reader: Relay) -> None:
     region = owner.offered()
     reader.linked(region)

@@ -31,7 +31,7 @@ from tests.network.ucx_world import NEEDS_NIXL, alive, until
 from tests.relay.relay_process import RelayProcess
 from tests.relay.relay_world import seal, tables, wish
 
-pytestmark = NEEDS_NIXL
+pytestmark = [NEEDS_NIXL, pytest.mark.slow]
 
 
 def relay(name: str, *fetchers: UcxFetcher | TcpFetcher) -> Slots:
@@ -84,7 +84,6 @@ def test_without_ucx_the_next_way_is_taken(pair: tuple[Slots, Slots]) -> None:
     assert [offer.transport for offer in held.table.regions[0].offers] == ["relay_memory", "tcp"]
 
 
-@pytest.mark.slow
 def test_between_hosts_an_owner_that_hangs_is_read_over_tcp_the_next_time(tmp_path: Path) -> None:
     weights = odd()
     checkpoint = Checkpoint(weights, None)
@@ -143,7 +142,6 @@ def test_nobody_uses_ucx_who_was_not_told_to(monkeypatch: pytest.MonkeyPatch) ->
     assert "ucx" not in all_transports()
 
 
-@pytest.mark.slow
 def test_a_relay_with_a_device_that_is_none_does_not_start_and_says_so(tmp_path: Path) -> None:
     told = subprocess.run(
         [
