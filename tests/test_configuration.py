@@ -38,6 +38,12 @@ ENDED_OTHERWISE = {
     ("ckpt_engine/gateway/placing.py", "self._news.wait()"): "inside wait_for",
     ("ckpt_engine/gateway/workers.py", "worker.poll()"): "it asks, and waits for nothing",
     ("ckpt_engine/gateway/server.py", "stop.wait()"): "a gateway serves until it is stopped",
+    ("ckpt_engine/digest/host.py", "each.result()"): "it digests, and waits for nothing",
+    ("ckpt_engine/relay/pipeline.py", "found.result()"): "it digests, once the batch was brought",
+    (
+        "ckpt_engine/relay/pipeline.py",
+        "brought_first.result()",
+    ): "bringing looks at the filling's deadline while it waits for a network; else it copies",
     ("ckpt_engine/relay/process.py", "self._over.result()"): "it is done",
     ("ckpt_engine/relay/process.py", "stop.wait()"): "a relay serves until it is stopped",
     ("ckpt_engine/words/waiting.py", "self.reading.result()"): "it is done",

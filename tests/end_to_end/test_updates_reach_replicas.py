@@ -117,6 +117,7 @@ def test_a_checkpoint_directory_by_the_command_line(cluster: Cluster, tmp_path: 
     assert "version" in again.stdout + again.stderr
 
 
+@pytest.mark.slow
 def test_a_replica_that_starts_late_catches_up_from_what_stays_sealed(
     cluster: Cluster, tmp_path: Path, bare_model: Path
 ) -> None:

@@ -55,6 +55,7 @@ class Answers:
             await asyncio.gather(asking, return_exceptions=True)
 
 
+@pytest.mark.slow
 async def test_fifty_thousand_tensors(address: str) -> None:
     weights = {
         f"model.layers.{index // 512}.mlp.experts.{index % 512}.up_proj.weight": torch.full((2, 2), float(index))

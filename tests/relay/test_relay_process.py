@@ -211,6 +211,7 @@ async def test_a_manager_that_is_away_is_waited_for_and_what_is_held_outlives_it
     assert manager.all(HolderHello)[-1].epoch == 1
 
 
+@pytest.mark.slow
 async def test_of_two_relays_in_one_directory_the_second_names_the_first_and_a_killed_one_leaves_nothing(
     manager: PlainManager, start: Start, relay_directory: Path
 ) -> None:
