@@ -11,7 +11,7 @@ from ckpt_engine.machines.manager.filling import Filling
 from ckpt_engine.machines.manager.order import Order
 from ckpt_engine.machines.manager.prefetch import Prefetch
 from ckpt_engine.machines.manager.state import State
-from ckpt_engine.machines.manager.targets import Targets
+from ckpt_engine.machines.manager.targets import Targets, with_words
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 IDENTITY = weights_pb2.Identity(lineage="run", version=1, root=b"root")
@@ -117,3 +117,10 @@ def test_one_that_is_back_is_not_gone(update: Update) -> None:
     update.hello((IDENTITY, b"new"))
     update.answer(b"new")
     assert not update.prefetch.held(), "what was left out stays out"
+
+
+def test_a_reason_is_said_once() -> None:
+    """A worker and its relay are often cut off for the same reason."""
+    why = "they share no process ids; run both in one container"
+    told = with_words(weights_pb2.Problem(message=f"it cannot read rank 0: {why}"), f"no relay reaches rank 0; {why}")
+    assert told.message == f"it cannot read rank 0: {why}; no relay reaches rank 0"

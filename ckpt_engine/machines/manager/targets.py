@@ -239,8 +239,9 @@ class Targets:
 
 
 def with_words(problem: Problem, more: str) -> Problem:
-    """The same problem, with more said about it."""
+    """The same problem, with more said about it; what it says already is not said again."""
     told = Problem()
     told.CopyFrom(problem)
-    told.message = "; ".join(filter(None, (problem.message, more)))
+    new = [clause for clause in more.split("; ") if clause and clause not in problem.message]
+    told.message = "; ".join([problem.message, *new])
     return told
