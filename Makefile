@@ -16,12 +16,12 @@ demo: DEMO_ENGINE = $(strip $(foreach engine,vllm sglang,$(findstring $(engine),
 demo: $(INSTALLED)
 	@$(if $(DEMO_ENGINE),engines/run $(DEMO_ENGINE) --) $(BIN)/ckpt-engine demo $(ARGS)
 
-# Three files at a time, since most tests wait for processes that they have started; those that take longest first
+# Several files at a time, since most tests wait for processes that they have started; those that take longest first
 # (tests/conftest.py). The linters run among them.
-THREE_AT_A_TIME := --numprocesses 3 --dist loadfile --no-loadscope-reorder
+FILES_AT_A_TIME = --numprocesses $(1) --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not engine and not framework and not gpu and not slow" $(THREE_AT_A_TIME) $(ARGS)
+	$(BIN)/python -m pytest -m "not engine and not framework and not gpu and not slow" $(call FILES_AT_A_TIME,4) $(ARGS)
 
 # Real inference engines on the CPU, and real routers, in environments of their own that are cached outside the checkout.
 # PART=by_relay: what `make test-slow` does with the reference engine, the whole conformance suite by way of a relay.
@@ -38,7 +38,7 @@ SLOW = slow and not engine and not framework and not gpu$(if $(PART), and not ho
 
 test-slow: $(INSTALLED)
 	$(if $(filter-out ci,$(PART)),$(error PART=$(PART): there is PART=ci, and all of it without PART))
-	$(BIN)/python -m pytest -m "$(SLOW)" --timeout=1800 $(THREE_AT_A_TIME) $(ARGS)
+	$(BIN)/python -m pytest -m "$(SLOW)" --timeout=1800 $(call FILES_AT_A_TIME,3) $(ARGS)
 
 # A million damaged messages for everything that reads what another process sent (docs/security.md).
 fuzz: $(INSTALLED)
