@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -78,15 +79,34 @@ def test_relay_to_relay(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
                     times[name].append(seconds)
                     cpu[name].append(near.ask(cpu=True) + far.ask(cpu=True) - before)
     size = held["bytes"]
-    speeds = {name: size / median(kept) / 1e9 for name, kept in times.items()}
+    speeds = speeds_of(size, times)
+    ratios = {way: round(speeds["tcp"] / speeds[way], 3) for way in WAYS}
+    keep(benchmark, size, times, cpu, sent, lanes=LANES, ratio_to_raw=ratios)
+    assert size == table_bytes(table)
+
+
+def speeds_of(size: int, times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """GB/s of each that took turns. times: seconds of each for `size` bytes."""
+    return {name: size / median(kept) / 1e9 for name, kept in times.items()}
+
+
+def keep(
+    benchmark: BenchmarkFixture,
+    size: int,
+    times: Mapping[str, Sequence[float]],
+    cpu: Mapping[str, Sequence[float]],
+    sent: int,
+    **own: object,
+) -> None:
+    """Writes down, and prints, what was measured side by side. cpu: seconds of processors. sent: bytes on the wire of
+    one filling. own: what one benchmark has to say beside that."""
+    speeds = speeds_of(size, times)
     benchmark.pedantic(lambda: None, rounds=1)  # the rounds are in `extra_info`
     benchmark.extra_info.update(
         bytes=size,
         tensors=len(SHAPES),
-        lanes=LANES,
         gigabytes_per_second={name: round(speed, 3) for name, speed in speeds.items()},
         cpu_seconds_a_gigabyte={name: round(median(kept) / size * 1e9, 3) for name, kept in cpu.items()},
-        ratio_to_raw={way: round(speeds["tcp"] / speeds[way], 3) for way in WAYS},
         bytes_on_the_wire_to_bytes=round(sent / size, 4),
         milliseconds={name: [round(each * 1e3, 1) for each in sorted(kept)] for name, kept in times.items()},
         processors=len(os.sched_getaffinity(0)),
@@ -94,10 +114,10 @@ def test_relay_to_relay(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
         python=platform.python_version(),
         torch=torch.__version__,
         kernel=platform.release(),
+        **own,
     )
     print(f"\n{benchmark.name}: " + ", ".join(f"{name} {speed:.2f} GB/s" for name, speed in speeds.items()))
     print(benchmark.extra_info)
-    assert size == table_bytes(table)
 
 
 def table_bytes(table: SourceTable) -> int:

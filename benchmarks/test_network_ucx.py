@@ -7,16 +7,13 @@ of the filling, and in none of NIXL's.
 from __future__ import annotations
 
 import os
-import platform
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
 
 import pytest
-import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks.test_network import MEMORY, ROUNDS, SHAPES, table_bytes, wish_of
+from benchmarks.test_network import MEMORY, ROUNDS, SHAPES, keep, speeds_of, table_bytes, wish_of
 from benchmarks.test_relay import Trainer
 from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.transport.ucx.reader import REQUEST_BYTES
@@ -92,23 +89,7 @@ def test_relay_to_relay_over_ucx(benchmark: BenchmarkFixture, tmp_path: Path) ->
                     times[name].append(seconds)
                     cpu[name].append(processors[name].seconds() - before)
     size = held["bytes"]
-    speeds = {name: size / median(kept) / 1e9 for name, kept in times.items()}
-    benchmark.pedantic(lambda: None, rounds=1)  # the rounds are in `extra_info`
-    benchmark.extra_info.update(
-        bytes=size,
-        tensors=len(SHAPES),
-        request_bytes=REQUEST_BYTES,
-        gigabytes_per_second={name: round(speed, 3) for name, speed in speeds.items()},
-        cpu_seconds_a_gigabyte={name: round(median(kept) / size * 1e9, 3) for name, kept in cpu.items()},
-        ratio_to_bare=round(speeds[UCX] / speeds[BARE], 3),
-        bytes_on_the_wire_to_bytes=round(sent / size, 4),
-        milliseconds={name: [round(each * 1e3, 1) for each in sorted(kept)] for name, kept in times.items()},
-        processors=len(os.sched_getaffinity(0)),
-        load=os.getloadavg()[0],
-        python=platform.python_version(),
-        torch=torch.__version__,
-        kernel=platform.release(),
-    )
-    print(f"\n{benchmark.name}: " + ", ".join(f"{name} {speed:.2f} GB/s" for name, speed in speeds.items()))
-    print(benchmark.extra_info)
+    speeds = speeds_of(size, times)
+    ratio = round(speeds[UCX] / speeds[BARE], 3)
+    keep(benchmark, size, times, cpu, sent, request_bytes=REQUEST_BYTES, ratio_to_bare=ratio)
     assert size == table_bytes(table)
