@@ -23,6 +23,7 @@ def rollback(
     pause_mode: str | None = None,
     timeout: float | None = None,
     replicas: Sequence[str] = (),
+    pool: str = "",
     on_progress: Callable[[manager_pb2.UpdateProgress], object] | None = None,
     deadlines: Deadlines | None = None,
 ) -> UpdateReport:
@@ -30,9 +31,9 @@ def rollback(
 
     address: the manager, host:port. version: by its number. lineage: of which run; empty: the only one of which that
     number is held. pause_mode: "keep" (the engine's default), "abort", "wait" or "in_place". timeout: of the whole
-    rollback, seconds; none: the manager's default. replicas: only these; empty: all that are registered and receive
-    weights. on_progress: called on this thread with each UpdateProgress; what it raises ends the wait. deadlines: none:
-    the defaults, changed by CKPT_ENGINE_DEADLINES.
+    rollback, seconds; none: the manager's default. pool: of the replicas. replicas: only these; empty: all of the pool
+    that are registered and receive weights. on_progress: called on this thread with each UpdateProgress; what it raises
+    ends the wait. deadlines: none: the defaults, changed by CKPT_ENGINE_DEADLINES.
 
     Versions that are sealed later count on above the highest number ever used. Replicas that start late or again are
     brought to the version that was gone back to, until the next update.
@@ -58,6 +59,7 @@ def rollback(
         pause_mode=manager_pb2.PAUSE_MODE_UNSPECIFIED if pause_mode is None else pause_mode.upper(),
         timeout_seconds=timeout or 0.0,
         replicas=replicas,
+        pool=pool,
     )
     limits = deadlines or Deadlines.from_environment(os.environ)
     seconds = (timeout or limits.update) + limits.call_grace

@@ -124,6 +124,7 @@ class ReplicaAgent:
                 this_host(self.settings.advertise),
                 worker_transports(self.settings.transports),
                 self.settings.deadlines,
+                self.settings.pool,
             )
             self._loop = Loop("agent", self._machine, self._perform, self._run, self._failed)
             self.say(f"replica {self.name}, manager {self.settings.manager}")

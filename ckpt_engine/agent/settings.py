@@ -10,6 +10,7 @@ from ckpt_engine.agent.launched import LaunchSettings
 from ckpt_engine.agent.nodes import NodeSettings
 from ckpt_engine.connection import checked_address
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.names import check_pool
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.transport.on_host import worker_transports
 from ckpt_engine.v1 import manager_pb2
@@ -20,11 +21,11 @@ from ckpt_engine.words.state import HoldLimits
 class AgentSettings:
     """One replica.
 
-    manager: host:port. name: empty: host-kind-port. Exactly one of launch and url says which engine; kind is its kind.
-    advertise: name or address at which other hosts reach this one. transports: over which weights may be read; empty:
-    all that work here. startup_seconds: for an attached engine to answer. nodes: of an engine that spans
-    several, which this agent leads. close_when_alone: the gate closes once this agent has been gone for a lease.
-    metrics: host:port where Prometheus scrapes this agent; empty: nowhere.
+    manager: host:port. name: empty: host-kind-port. pool: the replicas that it is updated with. Exactly one of launch
+    and url says which engine; kind is its kind. advertise: name or address at which other hosts reach this one.
+    transports: over which weights may be read; empty: all that work here. startup_seconds: for an attached engine to
+    answer. nodes: of an engine that spans several, which this agent leads. close_when_alone: the gate closes once this
+    agent has been gone for a lease. metrics: host:port where Prometheus scrapes this agent; empty: nowhere.
     """
 
     manager: str
@@ -32,6 +33,7 @@ class AgentSettings:
     launch: LaunchSettings | None = None
     url: str = ""
     name: str = ""
+    pool: str = ""
     mode: manager_pb2.Mode = manager_pb2.STANDALONE
     advertise: str = ""
     transports: tuple[str, ...] = ()
@@ -48,6 +50,7 @@ class AgentSettings:
             raise ValueError("an agent either launches its engine or is told the url of one that runs")
         try:
             checked_address(self.manager)
+            check_pool(self.pool)
         except CkptEngineError as error:
             raise ValueError(error.problem.message) from error
         if self.nodes.nodes > 1 and (self.launch is None or self.nodes.rank != 0):

@@ -16,7 +16,10 @@ from ckpt_engine.core.problems import CkptEngineError
 Answer = TypeVar("Answer")
 
 Manager = Annotated[str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="The manager, host:port.")]
-Names = Annotated[list[str] | None, typer.Argument(help="Replicas, as `ckpt-engine status` names them. Default: all.")]
+Pool = Annotated[str, typer.Option(help="Of the replicas. Default: those that were started without one.")]
+Names = Annotated[
+    list[str] | None, typer.Argument(help="Replicas, as `ckpt-engine status` names them. Default: all of the pool.")
+]
 
 
 def ask_manager(manager: str, ask: Callable[[Any], Awaitable[Any]], what: str) -> Any:

@@ -55,6 +55,10 @@ def replica(
     engine: Annotated[Engine, typer.Option(help="Kind of the engine.")],
     model: Annotated[str, typer.Option(help="Model directory for the engine; or name it in the arguments.")] = "",
     name: Annotated[str, typer.Option(help="Name of this replica. Default: host, engine and port.")] = "",
+    pool: Annotated[
+        str,
+        typer.Option(envvar="CKPT_ENGINE_POOL", help="Replicas of one name are updated together, apart from others."),
+    ] = "",
     mode: Annotated[Mode, typer.Option(help="Whose the GPUs are: docs/modes.md.")] = Mode.STANDALONE,
     port: Annotated[int, typer.Option(help="Port for the launched engine; 0: a free one.")] = 0,
     url: Annotated[str, typer.Option(help="Attach to the engine that runs at this URL instead of launching one.")] = "",
@@ -202,6 +206,7 @@ def replica(
             launch=None if url else launch,
             url=url,
             name=name,
+            pool=pool,
             mode=modes[mode],
             advertise=advertise,
             transports=tuple(transport or ()),

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ckpt_engine.addresses import MANAGER
-from ckpt_engine.commands.asking import Manager
+from ckpt_engine.commands.asking import Manager, Pool
 from ckpt_engine.commands.choices import PauseMode
 from ckpt_engine.commands.options import configured_deadlines
 from ckpt_engine.commands.progress import interrupted, refused, shown, told
@@ -21,7 +21,10 @@ def rollback(
     lineage: Annotated[
         str, typer.Option(help="Of which run. Default: the only one of which that version is held.")
     ] = "",
-    replica: Annotated[list[str] | None, typer.Option(help="Only this one. May be repeated. Default: all.")] = None,
+    pool: Pool = "",
+    replica: Annotated[
+        list[str] | None, typer.Option(help="Only this one. May be repeated. Default: all of the pool.")
+    ] = None,
     pause_mode: Annotated[
         PauseMode | None, typer.Option(help="What becomes of running requests. Default: the engine's.")
     ] = None,
@@ -44,6 +47,7 @@ def rollback(
                 lineage,
                 pause_mode=pause_mode,
                 timeout=timeout,
+                pool=pool,
                 replicas=tuple(replica or ()),
                 on_progress=show.progress,
                 deadlines=configured_deadlines(None),

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ckpt_engine.addresses import MANAGER
-from ckpt_engine.commands.asking import Manager, Names, ask_manager
+from ckpt_engine.commands.asking import Manager, Names, Pool, ask_manager
 from ckpt_engine.core.deadlines import Deadlines, check_seconds
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.v1 import manager_pb2
@@ -28,6 +28,7 @@ Timeout = Annotated[float, typer.Option(help="Seconds that the slowest may take.
 def sleep(
     replicas: Names = None,
     manager: Manager = MANAGER,
+    pool: Pool = "",
     level: Annotated[int, typer.Option(help="1 keeps weights on the host, 2 discards them.", min=1)] = 1,
     timeout: Timeout = Deadlines.sleep_wake,
 ) -> None:
@@ -35,7 +36,7 @@ def sleep(
 
     Exits with 1 if one of them does not sleep, and says why.
     """
-    request = manager_pb2.SleepRequest(replicas=replicas or (), level=level, timeout_seconds=timeout)
+    request = manager_pb2.SleepRequest(replicas=replicas or (), level=level, timeout_seconds=timeout, pool=pool)
     what = f"sleep, up to {timeout:g} s"
     answer = ask_manager(manager, lambda stub: stub.Sleep(request, timeout=timeout + Deadlines.call_grace), what)
     show(answer.results, "asleep")

@@ -235,9 +235,10 @@ def _last_filling(holder: manager_pb2.HolderStatus) -> str:
 
 
 def _replicas(answer: manager_pb2.GetStatusResponse, wide: bool) -> Table:
-    titles: tuple[str, ...] = ("replica", "state", "version", "last pause")
+    pools = ("pool",) if any(replica.pool for replica in answer.replicas) else ()
+    titles: tuple[str, ...] = ("replica", *pools, "state", "version", "last pause")
     if wide:
-        titles = ("replica", "engine", "mode", "state", "version", "workers", "last sync", "last pause")
+        titles = ("replica", *pools, "engine", "mode", "state", "version", "workers", "last sync", "last pause")
     table = Table(title="Replicas", title_justify="left", box=None)
     for title in titles:
         table.add_column(title, overflow="fold")
@@ -246,6 +247,7 @@ def _replicas(answer: manager_pb2.GetStatusResponse, wide: bool) -> Table:
         outcome = replica.last_outcome if replica.HasField("last_outcome") else None
         cells: dict[str, str | Text] = {
             "replica": Text(replica.name),
+            "pool": Text(replica.pool),
             "engine": Text(f"{replica.engine.kind} {replica.engine.version}".strip()),
             "mode": manager_pb2.Mode.Name(replica.mode).lower(),
             "state": Text(state, style=_STATE_STYLES.get(state, "")),

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ckpt_engine.addresses import MANAGER
-from ckpt_engine.commands.asking import Manager
+from ckpt_engine.commands.asking import Manager, Pool
 from ckpt_engine.commands.choices import PauseMode, Prefetch, Until
 from ckpt_engine.commands.options import configured_deadlines
 from ckpt_engine.commands.progress import interrupted, refused, shown, told
@@ -41,7 +41,10 @@ def update(
             help="So many suffice: refuse to update fewer, exit with 0 if so many serve. Default: all must serve.",
         ),
     ] = None,
-    replica: Annotated[list[str] | None, typer.Option(help="Only this one. May be repeated. Default: all.")] = None,
+    pool: Pool = "",
+    replica: Annotated[
+        list[str] | None, typer.Option(help="Only this one. May be repeated. Default: all of the pool.")
+    ] = None,
     prefetch: Annotated[
         Prefetch, typer.Option(help="Whether relays bring the weights before anything is paused.")
     ] = Prefetch.AUTO,
@@ -68,7 +71,10 @@ def update(
     limits = configured_deadlines(None)
     limits = replace(limits, connect=min(limits.connect, CONNECT_SECONDS))
     try:
-        with Trainer(manager, lineage=lineage, deadlines=limits) as trainer, shown(quiet=json_output) as show:
+        with (
+            Trainer(manager, lineage=lineage, pool=pool, deadlines=limits) as trainer,
+            shown(quiet=json_output) as show,
+        ):
             trainer.publish(checkpoint, check_finite=check_finite)
             report = trainer.update_weights(
                 version,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ckpt_engine.addresses import MANAGER
-from ckpt_engine.commands.asking import Manager, Names, ask_manager
+from ckpt_engine.commands.asking import Manager, Names, Pool, ask_manager
 from ckpt_engine.commands.choices import Tag
 from ckpt_engine.commands.sleep import Timeout, show
 from ckpt_engine.core.deadlines import Deadlines
@@ -17,6 +17,7 @@ from ckpt_engine.v1 import manager_pb2
 def wake(
     replicas: Names = None,
     manager: Manager = MANAGER,
+    pool: Pool = "",
     tag: Annotated[list[Tag] | None, typer.Option(help="Weights first; repeatable. Default: both.")] = None,
     timeout: Timeout = Deadlines.sleep_wake,
 ) -> None:
@@ -24,7 +25,7 @@ def wake(
 
     Exits with 1 if one of them does not wake, and says why.
     """
-    request = manager_pb2.WakeRequest(replicas=replicas or (), tags=tag or (), timeout_seconds=timeout)
+    request = manager_pb2.WakeRequest(replicas=replicas or (), tags=tag or (), timeout_seconds=timeout, pool=pool)
     what = f"wake, up to {timeout:g} s"
     answer = ask_manager(manager, lambda stub: stub.Wake(request, timeout=timeout + Deadlines.call_grace), what)
     show(answer.results, "awake")

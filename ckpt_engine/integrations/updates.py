@@ -18,7 +18,7 @@ class Updates:
 
     manager: host:port. replicas: how many must have come up before the first update; it waits `wait` seconds for them.
     dtype: that is served, if another than the weights' (a trainer in mixed precision has float32 weights, engines serve
-    bfloat16). lineage, pause_mode, timeout: as for `Trainer`. min_replicas: so many suffice; None: all that are
+    bfloat16). lineage, pool, pause_mode, timeout: as for `Trainer`. min_replicas: so many suffice; None: all that are
     registered. on_report: called with each report, on the thread that trains.
     """
 
@@ -30,12 +30,14 @@ class Updates:
         wait: float = 600.0,
         dtype: str | None = None,
         lineage: str | None = None,
+        pool: str = "",
         pause_mode: str | None = None,
         min_replicas: int | None = None,
         timeout: float | None = None,
         on_report: Callable[[UpdateReport], None] | None = None,
     ) -> None:
         self._manager, self._lineage, self._dtype = manager, lineage, dtype
+        self._pool = pool
         self._replicas, self._wait = replicas, wait
         self._pause_mode, self._min_replicas, self._timeout = pause_mode, min_replicas, timeout
         self._on_report = on_report
@@ -55,7 +57,7 @@ class Updates:
         """
         if self._trainer is not None:
             raise precondition("these updates have been opened already")
-        trainer = Trainer(self._manager, rank=rank, world_size=world_size, lineage=self._lineage)
+        trainer = Trainer(self._manager, rank=rank, world_size=world_size, lineage=self._lineage, pool=self._pool)
         try:
             trainer.publish(weights, dtype=self._dtype)
             trainer.wait_for_replicas(self._replicas, timeout=self._wait)

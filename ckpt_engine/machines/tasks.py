@@ -178,8 +178,8 @@ class SpendEpoch:
 class RecordIntent:
     """Ledger.record_intent. Result: None, once it is on the disk.
 
-    selection: the replicas that the version is for; none: all. meant: those that this update is for (versions.EVERYBODY
-    for all), and none if it brings up a late one.
+    selection: the replicas that the version is for, by name, or a pool (versions.everybody). meant: those that this
+    update is for, and none if it brings up a late one.
     """
 
     epoch: int

@@ -162,6 +162,7 @@ class Replica(BaseModel):
     """A rollout replica as the manager sees it."""
 
     name: str
+    pool: str = Field(description="the replicas that it is updated with; empty: the pool without a name")
     state: str = Field(description="serving, asleep, closed or disconnected")
     engine: str
     engine_version: str
@@ -179,6 +180,7 @@ class Replica(BaseModel):
     def of(cls, replica: manager_pb2.ReplicaStatus) -> Replica:
         return cls(
             name=replica.name,
+            pool=replica.pool,
             state=replica_state(replica),
             engine=replica.engine.kind,
             engine_version=replica.engine.version,

@@ -24,6 +24,7 @@ import torch
 
 from ckpt_engine.connection import checked_address
 from ckpt_engine.core.deadlines import NOTICE_SECONDS, Deadlines, check_seconds
+from ckpt_engine.core.names import check_pool, in_pool
 from ckpt_engine.core.problems import CkptEngineError, deadline, invalid, precondition
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.machines.trainer.machine import TrainerMachine
@@ -72,6 +73,8 @@ class Trainer:
     rank, world_size: of the ranks that publish; each has a Trainer of its own in its own process.
     lineage: the training run; equal on all ranks. Left out, see `lineage.resolve_lineage`: it may need
         torch.distributed. A run that starts again or goes back to an earlier version needs a new one.
+    pool: the replicas that updates, `sleep` and `wake` are for: those that were started with this `--pool`; equal on
+        all ranks. Empty: those that were started without one.
     advertise: the name or address at which other hosts reach this one; only for transports between hosts. None:
         CKPT_ENGINE_ADVERTISE, if it is set.
     deadlines: how long the steps may take; none: the defaults, changed by CKPT_ENGINE_DEADLINES.
@@ -87,9 +90,11 @@ class Trainer:
         world_size: int = 1,
         lineage: str | None = None,
         *,
+        pool: str = "",
         advertise: str | None = None,
         deadlines: Deadlines | None = None,
     ) -> None:
+        check_pool(pool)
         if not (_whole(rank) and _whole(world_size)):
             raise invalid(f"rank {rank!r} and world_size {world_size!r} are whole numbers; those of a shell are texts")
         checked_address(address)
@@ -99,6 +104,7 @@ class Trainer:
         self.rank = rank
         self.world_size = world_size
         self.lineage = resolve_lineage(lineage, rank, world_size, os.environ)
+        self.pool = pool
         self._advertise = os.environ.get(ADVERTISE, "") if advertise is None else advertise
         self._deadlines = deadlines or Deadlines.from_environment(os.environ)
         self._session_id = uuid.uuid4().hex
@@ -181,7 +187,7 @@ class Trainer:
             self._sealer.withdraw(timeout)
 
     def wait_for_replicas(self, count: int = 1, timeout: float = 600.0) -> list[str]:
-        """Returns the names of the replicas that updates would bring weights to, once there are `count` of them.
+        """Returns the names of the replicas that updates bring weights to, once there are `count` of them.
 
         For runs that start everything at once: engines take minutes to come up, and an update with too few replicas is
         refused. Raises DEADLINE_EXCEEDED after `timeout` seconds.
@@ -227,7 +233,7 @@ class Trainer:
         timeout: of the whole update, seconds; none: the manager's default.
         min_replicas: so many suffice: fewer are refused, and with so many `report.ok` is true. None: whoever can be
             updated is (at least one), and `report.ok` is true only if all are, also those that are not connected.
-        replicas: only these; empty: all that are registered and receive weights.
+        replicas: only these; empty: all of the pool that are registered and receive weights.
         prefetch: "auto", "always" or "never", see PREFETCH; `report.prefetch` says what was done, and why.
         until: "installed", or "held": returns when relays hold the version, verified, and the weights may change.
             Installs go on; `report.held` is true and `report.ok` says nothing. Replicas without such a relay keep what
@@ -298,10 +304,13 @@ class Trainer:
         check_seconds("a timeout", seconds)
         with self._alone("sleep or wake"):
             status = self._background.status() if not replicas else manager_pb2.GetStatusResponse()
-            hybrid = [each.name for each in status.replicas if each.mode == manager_pb2.HYBRID]
+            ours = [each for each in status.replicas if each.pool == self.pool]
+            hybrid = [each.name for each in ours if each.mode == manager_pb2.HYBRID]
             if not replicas and not hybrid:
-                raise precondition("no replica is registered as hybrid: name those that shall sleep or wake")
+                where = f" {in_pool(self.pool)}" if self.pool else ""
+                raise precondition(f"no replica{where} is registered as hybrid: name those that shall sleep or wake")
             request.replicas.extend(replicas or hybrid)
+            request.pool = self.pool
             for result in self._background.sleep_or_wake(request, seconds + self._deadlines.call_grace):
                 if result.HasField("problem"):
                     raise CkptEngineError(result.problem)
@@ -321,8 +330,11 @@ class Trainer:
         except CkptEngineError as error:
             return [], f": {error.problem.message}"
         # Agents connect before their engine runs, and name it once it answers.
-        up = [each for each in status.replicas if each.connected and each.HasField("engine")]
-        return [each.name for each in up if each.mode != manager_pb2.COLOCATED], ""
+        running = [each for each in status.replicas if each.connected and each.HasField("engine")]
+        up = [each for each in running if each.mode != manager_pb2.COLOCATED]
+        others = sorted({in_pool(each.pool) for each in up if each.pool != self.pool})
+        why = f" {in_pool(self.pool)} (there are others {', '.join(others)})" if self.pool or others else ""
+        return [each.name for each in up if each.pool == self.pool], why
 
     def _check_process(self, what: str) -> None:
         if os.getpid() != self._process:
@@ -368,6 +380,7 @@ class Trainer:
             timeout_seconds=timeout or 0.0,
             min_replicas=min_replicas,
             replicas=replicas,
+            pool=self.pool,
         )
 
 

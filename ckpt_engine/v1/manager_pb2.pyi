@@ -375,7 +375,7 @@ class Engine(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., version: _Optional[str] = ..., url: _Optional[str] = ..., pause_modes: _Optional[_Iterable[_Union[PauseMode, str]]] = ...) -> None: ...
 
 class ReplicaHello(_message.Message):
-    __slots__ = ("cluster", "name", "session_id", "agent_epoch", "engine", "mode", "host", "workers", "transports", "prepared", "last_outcome", "asleep", "epoch")
+    __slots__ = ("cluster", "name", "session_id", "agent_epoch", "engine", "mode", "host", "workers", "transports", "prepared", "last_outcome", "asleep", "epoch", "pool")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -389,6 +389,7 @@ class ReplicaHello(_message.Message):
     LAST_OUTCOME_FIELD_NUMBER: _ClassVar[int]
     ASLEEP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     cluster: str
     name: str
     session_id: str
@@ -402,7 +403,8 @@ class ReplicaHello(_message.Message):
     last_outcome: ReplicaOutcome
     asleep: bool
     epoch: int
-    def __init__(self, cluster: _Optional[str] = ..., name: _Optional[str] = ..., session_id: _Optional[str] = ..., agent_epoch: _Optional[int] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., prepared: _Optional[_Iterable[_Union[PreparedWorker, _Mapping]]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., asleep: bool = ..., epoch: _Optional[int] = ...) -> None: ...
+    pool: str
+    def __init__(self, cluster: _Optional[str] = ..., name: _Optional[str] = ..., session_id: _Optional[str] = ..., agent_epoch: _Optional[int] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., prepared: _Optional[_Iterable[_Union[PreparedWorker, _Mapping]]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., asleep: bool = ..., epoch: _Optional[int] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class ReplicaMessage(_message.Message):
     __slots__ = ("hello", "heartbeat", "prepared", "progress", "outcome", "sealed", "sleep_wake_done", "goodbye")
@@ -663,7 +665,7 @@ class ReplicaOutcome(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., before: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., after: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., bytes: _Optional[int] = ..., edges: _Optional[_Iterable[_Union[EdgeReport, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., pause_seconds: _Optional[float] = ..., sync_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., label_problem: _Optional[str] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
-    __slots__ = ("lineage", "rank", "session_id", "version", "pause_mode", "timeout_seconds", "min_replicas", "replicas", "prefetch", "until")
+    __slots__ = ("lineage", "rank", "session_id", "version", "pause_mode", "timeout_seconds", "min_replicas", "replicas", "prefetch", "until", "pool")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -674,6 +676,7 @@ class UpdateWeightsRequest(_message.Message):
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
     UNTIL_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     lineage: str
     rank: int
     session_id: str
@@ -684,21 +687,24 @@ class UpdateWeightsRequest(_message.Message):
     replicas: _containers.RepeatedScalarFieldContainer[str]
     prefetch: Prefetch
     until: Until
-    def __init__(self, lineage: _Optional[str] = ..., rank: _Optional[int] = ..., session_id: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., timeout_seconds: _Optional[float] = ..., min_replicas: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ..., prefetch: _Optional[_Union[Prefetch, str]] = ..., until: _Optional[_Union[Until, str]] = ...) -> None: ...
+    pool: str
+    def __init__(self, lineage: _Optional[str] = ..., rank: _Optional[int] = ..., session_id: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., timeout_seconds: _Optional[float] = ..., min_replicas: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ..., prefetch: _Optional[_Union[Prefetch, str]] = ..., until: _Optional[_Union[Until, str]] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class RollbackRequest(_message.Message):
-    __slots__ = ("lineage", "version", "pause_mode", "timeout_seconds", "replicas")
+    __slots__ = ("lineage", "version", "pause_mode", "timeout_seconds", "replicas", "pool")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     lineage: str
     version: int
     pause_mode: PauseMode
     timeout_seconds: float
     replicas: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, lineage: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., timeout_seconds: _Optional[float] = ..., replicas: _Optional[_Iterable[str]] = ...) -> None: ...
+    pool: str
+    def __init__(self, lineage: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., timeout_seconds: _Optional[float] = ..., replicas: _Optional[_Iterable[str]] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class WaitForUpdateRequest(_message.Message):
     __slots__ = ("lineage", "version", "timeout_seconds")
@@ -783,14 +789,16 @@ class UpdateReport(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., ok: bool = ..., replicas: _Optional[_Iterable[_Union[ReplicaOutcome, _Mapping]]] = ..., seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., source_copies: _Optional[int] = ..., verified: bool = ..., warnings: _Optional[_Iterable[str]] = ..., copied: _Optional[_Iterable[_Union[_weights_pb2.CopiedTensors, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[RelayReport, _Mapping]]] = ..., prefetch: _Optional[str] = ..., held: bool = ...) -> None: ...
 
 class SleepRequest(_message.Message):
-    __slots__ = ("replicas", "level", "timeout_seconds")
+    __slots__ = ("replicas", "level", "timeout_seconds", "pool")
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     LEVEL_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     replicas: _containers.RepeatedScalarFieldContainer[str]
     level: int
     timeout_seconds: float
-    def __init__(self, replicas: _Optional[_Iterable[str]] = ..., level: _Optional[int] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+    pool: str
+    def __init__(self, replicas: _Optional[_Iterable[str]] = ..., level: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class SleepResponse(_message.Message):
     __slots__ = ("results",)
@@ -799,14 +807,16 @@ class SleepResponse(_message.Message):
     def __init__(self, results: _Optional[_Iterable[_Union[SleepWakeResult, _Mapping]]] = ...) -> None: ...
 
 class WakeRequest(_message.Message):
-    __slots__ = ("replicas", "tags", "timeout_seconds")
+    __slots__ = ("replicas", "tags", "timeout_seconds", "pool")
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     TAGS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     replicas: _containers.RepeatedScalarFieldContainer[str]
     tags: _containers.RepeatedScalarFieldContainer[str]
     timeout_seconds: float
-    def __init__(self, replicas: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[str]] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+    pool: str
+    def __init__(self, replicas: _Optional[_Iterable[str]] = ..., tags: _Optional[_Iterable[str]] = ..., timeout_seconds: _Optional[float] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class WakeResponse(_message.Message):
     __slots__ = ("results",)
@@ -905,7 +915,7 @@ class HolderStatus(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., connected: bool = ..., held: _Optional[_Iterable[_Union[_weights_pb2.Identity, _Mapping]]] = ..., description: _Optional[str] = ..., filling: _Optional[_Union[Filling, _Mapping]] = ..., last_filled: _Optional[_Union[RelayFilled, _Mapping]] = ..., progress: _Optional[_Union[RelayProgress, _Mapping]] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
-    __slots__ = ("name", "engine", "mode", "connected", "serving", "asleep", "closed_reason", "workers", "identity", "last_outcome", "host", "unfit", "label_problem")
+    __slots__ = ("name", "engine", "mode", "connected", "serving", "asleep", "closed_reason", "workers", "identity", "last_outcome", "host", "unfit", "label_problem", "pool")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
@@ -919,6 +929,7 @@ class ReplicaStatus(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     UNFIT_FIELD_NUMBER: _ClassVar[int]
     LABEL_PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     name: str
     engine: Engine
     mode: Mode
@@ -932,7 +943,8 @@ class ReplicaStatus(_message.Message):
     host: _weights_pb2.Host
     unfit: _weights_pb2.Problem
     label_problem: str
-    def __init__(self, name: _Optional[str] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., connected: bool = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., unfit: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., label_problem: _Optional[str] = ...) -> None: ...
+    pool: str
+    def __init__(self, name: _Optional[str] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., connected: bool = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., unfit: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., label_problem: _Optional[str] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class Holding(_message.Message):
     __slots__ = ("owner", "bytes")
@@ -971,7 +983,7 @@ class WatchReplicasRequest(_message.Message):
     def __init__(self, watcher: _Optional[str] = ...) -> None: ...
 
 class WatchedReplica(_message.Message):
-    __slots__ = ("name", "url", "engine", "engine_version", "state", "reason", "identity", "next", "pause_mode", "label_problem")
+    __slots__ = ("name", "url", "engine", "engine_version", "state", "reason", "identity", "next", "pause_mode", "label_problem", "pool")
     NAME_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
@@ -982,6 +994,7 @@ class WatchedReplica(_message.Message):
     NEXT_FIELD_NUMBER: _ClassVar[int]
     PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
     LABEL_PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     name: str
     url: str
     engine: str
@@ -992,7 +1005,8 @@ class WatchedReplica(_message.Message):
     next: _weights_pb2.Identity
     pause_mode: PauseMode
     label_problem: str
-    def __init__(self, name: _Optional[str] = ..., url: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., reason: _Optional[str] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., next: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., label_problem: _Optional[str] = ...) -> None: ...
+    pool: str
+    def __init__(self, name: _Optional[str] = ..., url: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., reason: _Optional[str] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., next: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., label_problem: _Optional[str] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class WatchReplicasResponse(_message.Message):
     __slots__ = ("fence", "run", "sequence", "snapshot", "settling", "replicas", "gone", "latest")

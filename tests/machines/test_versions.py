@@ -6,7 +6,7 @@ import pytest
 
 from ckpt_engine.machines.events import Published
 from ckpt_engine.machines.manager.order import Order
-from ckpt_engine.machines.manager.versions import Intended, Meant, Versions
+from ckpt_engine.machines.manager.versions import EVERYBODY, Intended, Meant, Versions, everybody
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 PUBLISHED = Published(manager_pb2.BlobRef(digest=b"m" * 32), (), 1, 1)
@@ -26,9 +26,9 @@ class Manager:
         self.epoch = 0
 
     def install(self, what: weights_pb2.Identity, *names: str, late: bool = False) -> None:
-        """Into these replicas; none: all. late: one of them gets what it was to hold already."""
+        """Into these replicas; none: all without a pool. late: one of them gets what it was to hold already."""
         self.epoch += 1
-        selection = None if late else frozenset(names) or None
+        selection = frozenset() if late else frozenset(names or (EVERYBODY,))
         before = what if late else None
         mode = manager_pb2.KEEP
         order = Order(what.lineage, what.version, PUBLISHED, (), {}, mode, None, selection, end=0.0, late=before)
@@ -72,3 +72,38 @@ def test_runs_with_replicas_of_their_own_do_not_meet_also_after_a_restart() -> N
     manager.install(identity(2, "two"))
     assert held(manager.versions) == dict.fromkeys("abc", ("two", 2))
     assert held(manager.restarted()) == held(manager.versions)
+
+
+def test_pools_do_not_meet_also_after_a_restart() -> None:
+    manager = Manager()
+    manager.versions.pools |= {"a": "actor", "b": "judge"}
+    manager.install(identity(1, "one"), everybody("actor"))
+    manager.install(identity(1, "two"), everybody("judge"))
+    manager.install(identity(1, "three"))
+    assert held(manager.versions) == {"a": ("one", 1), "b": ("two", 1), "c": ("three", 1)}
+    manager.install(identity(2, "one"), everybody("actor"))
+    again = manager.restarted()
+    again.pools |= {"a": "actor", "b": "judge"}
+    assert held(again) == held(manager.versions) == {"a": ("one", 2), "b": ("two", 1), "c": ("three", 1)}
+    assert again.lineages() == {"one", "two", "three"}
+
+
+def test_what_one_pool_got_is_not_for_another_one() -> None:
+    """A frozen pool: its replicas wait for an update that is for them, whatever their run's other pool gets."""
+    manager = Manager()
+    manager.versions.pools |= {"a": "actor", "b": "evaluation"}
+    manager.install(identity(1), everybody("actor"))
+    manager.install(identity(1), everybody("evaluation"))
+    assert held(manager.versions) == {"a": ("run", 1), "b": ("run", 1), "c": None}
+    manager.install(identity(2), everybody("actor"))
+    assert held(manager.versions) == {"a": ("run", 2), "b": None, "c": None}
+
+
+def test_a_replica_that_comes_back_in_another_pool_is_to_hold_what_that_one_got() -> None:
+    manager = Manager()
+    manager.versions.pools["a"] = "actor"
+    manager.install(identity(1, "one"), everybody("actor"))
+    manager.install(identity(1, "two"))
+    assert held(manager.versions)["a"] == ("one", 1)
+    manager.versions.pools["a"] = ""
+    assert held(manager.versions)["a"] == ("two", 1)

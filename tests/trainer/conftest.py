@@ -22,8 +22,8 @@ def replica(manager: str) -> Iterator[Callable[..., PlainReplica]]:
     """Starts replicas that are stopped after the test."""
     started: list[PlainReplica] = []
 
-    def start(name: str = "plain", address: str = manager) -> PlainReplica:
-        started.append(PlainReplica(address, name).start())
+    def start(name: str = "plain", address: str = manager, pool: str = "") -> PlainReplica:
+        started.append(PlainReplica(address, name, pool).start())
         return started[-1]
 
     yield start

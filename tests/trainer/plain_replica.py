@@ -35,8 +35,8 @@ class PlainReplica:
     byte of an install is read.
     """
 
-    def __init__(self, address: str, name: str = "plain") -> None:
-        self.name = name
+    def __init__(self, address: str, name: str = "plain", pool: str = "") -> None:
+        self.name, self.pool = name, pool
         self.weights: dict[str, torch.Tensor] = {}
         self.identity: weights_pb2.Identity | None = None
         self.installs: list[manager_pb2.Install] = []
@@ -93,6 +93,7 @@ class PlainReplica:
             host=this_host(),
             workers=[self._worker],
             transports=list(self._transports),
+            pool=self.pool,
         )
 
     def _beat(self) -> manager_pb2.ReplicaHeartbeat:

@@ -68,7 +68,9 @@ class AgentMachine:
         host: weights_pb2.Host,
         transports: tuple[str, ...],
         deadlines: Deadlines | None = None,
+        pool: str = "",
     ) -> None:
+        self._pool = pool
         self._session_id = session_id
         self._agent_epoch = agent_epoch
         self._host = host
@@ -152,6 +154,7 @@ class AgentMachine:
             last_outcome=replica.last_outcome,
             asleep=replica.asleep,
             epoch=max(self._highest, self._filled),
+            pool=self._pool,
         )
 
     def _beat(self, sequence: int) -> manager_pb2.ReplicaHeartbeat:

@@ -72,7 +72,7 @@ class CatchUp:
                 calls={},
                 pause_mode=manager_pb2.PAUSE_MODE_UNSPECIFIED,
                 min_replicas=None,
-                selection=None,
+                selection=frozenset(),
                 end=now + self.state.deadlines.catch_up,
                 late=latest.identity,
                 record=record,

@@ -15,7 +15,14 @@ from ckpt_engine.machines.events import Call
 from ckpt_engine.machines.manager.naming import ranks_named
 from ckpt_engine.machines.manager.order import Order
 from ckpt_engine.machines.manager.publications import Publications
-from ckpt_engine.machines.manager.selection import check_wishes, min_replicas_of, prefetch_of, replicas_for, until_of
+from ckpt_engine.machines.manager.selection import (
+    check_wishes,
+    min_replicas_of,
+    prefetch_of,
+    replicas_for,
+    selection_of,
+    until_of,
+)
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import manager_pb2
 
@@ -109,7 +116,7 @@ class Gather:
             calls=self.calls,
             pause_mode=request.pause_mode,
             min_replicas=min_replicas_of(request),
-            selection=frozenset(request.replicas) or None,
+            selection=selection_of(request),
             end=self.end,
             before=self.state.versions.highest.get(self.lineage),
             prefetch=prefetch_of(request),
@@ -175,6 +182,7 @@ class Gather:
                 request.pause_mode,
                 min_replicas_of(request),
                 tuple(sorted(request.replicas)),
+                request.pool,
                 prefetch_of(request),
                 until_of(request),
             )
@@ -182,7 +190,7 @@ class Gather:
         }
         if len(set(wishes.values())) > 1:
             raise invalid(
-                "the ranks differ in pause mode, replicas, min_replicas, prefetch or until", ranks=sorted(wishes)
+                "the ranks differ in pause mode, pool, replicas, min_replicas, prefetch or until", ranks=sorted(wishes)
             )
 
     def _meant(self, request: manager_pb2.UpdateWeightsRequest) -> int:

@@ -213,6 +213,8 @@ class ManagerMachine:
             self._publications.offered(member)
         elif isinstance(member, Holder):
             self._holdings.told(member)
+        elif isinstance(member, Replica):
+            self._state.versions.pools[member.name] = member.pool
         self._updates.back(member, now)
         if self._sleepers is not None:
             self._sleepers.send_missing(now)

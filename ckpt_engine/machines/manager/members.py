@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
-from ckpt_engine.core.names import LINEAGE_BYTES
+from ckpt_engine.core.names import LINEAGE_BYTES, check_pool
 from ckpt_engine.core.offers import holder_id
 from ckpt_engine.core.problems import aborted, invalid, not_found, precondition
 from ckpt_engine.machines.events import Peer, SourceOffer
@@ -83,8 +83,9 @@ class Unfit:
 class Replica:
     """One rollout replica, as its agent tells. peer: None while its session is lost.
 
-    engine: None until the agent has one that answers. prepared: what its workers last recorded, by rank. unfit: why it
-    could not take the version that it was asked to take last; None if it could.
+    pool: the replicas that it is updated with. engine: None until the agent has one that answers. prepared: what its
+    workers last recorded, by rank. unfit: why it could not take the version that it was asked to take last; None if it
+    could.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Replica:
     host: weights_pb2.Host
     peer: Peer | None
     heard: float
+    pool: str = ""
     engine: manager_pb2.Engine | None = None
     transports: tuple[str, ...] = ()
     workers: tuple[manager_pb2.WorkerStatus, ...] = ()
@@ -320,12 +322,15 @@ class Members:
     def replica_hello(self, peer: Peer, hello: manager_pb2.ReplicaHello, now: float) -> tuple[Replica, Peer | None]:
         """Takes a replica in. Raises ABORTED if its agent was overtaken or the name is taken, INVALID_ARGUMENT or
         FAILED_PRECONDITION for a hello that does not fit."""
-        if not hello.name:
-            raise invalid("a replica needs a name")
+        if not hello.name or "\n" in hello.name:
+            raise invalid(f"a replica needs a name, of one line: {hello.name!r}")
+        check_pool(hello.pool)
         old = self.replicas.get(hello.name)
         if old is not None and old.session_id != hello.session_id:
             self._check_agent(old, hello)
-        replica = Replica(hello.name, hello.session_id, hello.agent_epoch, hello.mode, hello.host, peer, now)
+        replica = Replica(
+            hello.name, hello.session_id, hello.agent_epoch, hello.mode, hello.host, peer, now, hello.pool
+        )
         if hello.HasField("engine"):
             replica.engine = hello.engine
         replica.transports = tuple(hello.transports)

@@ -13,11 +13,11 @@ class Order:
     """What an update is to do. end: monotonic seconds by which it must have reported.
 
     replicas: those it is for, by name. min_replicas: how many of them suffice; None: it is carried out for one too, but
-    is ok only with all. selection: the caller's wish, None for all. late: the version that a late replica is brought
-    to. back: the version that replicas are brought back to. Both were sealed before; with neither the version is sealed
-    now, and its root is not known yet. record: the sealed record of a version that was sealed before, if the sources
-    need digest no more than what is finer. before: the lineage's version before this one, if one is known. prefetch:
-    whether relays are filled first. until: what its callers wait for.
+    is ok only with all. selection: whom the version is for, as `selection_of` has it. late: the version that a late
+    replica is brought to. back: the version that replicas are brought back to. Both were sealed before; with neither
+    the version is sealed now, and its root is not known yet. record: the sealed record of a version that was sealed
+    before, if the sources need digest no more than what is finer. before: the lineage's version before this one, if one
+    is known. prefetch: whether relays are filled first. until: what its callers wait for.
     """
 
     lineage: str
@@ -27,7 +27,7 @@ class Order:
     calls: dict[int, Call]  # by trainer rank
     pause_mode: manager_pb2.PauseMode
     min_replicas: int | None
-    selection: frozenset[str] | None
+    selection: frozenset[str]
     end: float
     late: weights_pb2.Identity | None = None
     record: manager_pb2.BlobRef | None = None

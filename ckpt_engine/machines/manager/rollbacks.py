@@ -17,7 +17,7 @@ from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invali
 from ckpt_engine.machines.events import Call, Done, Key, Published
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.order import Order
-from ckpt_engine.machines.manager.selection import replicas_for
+from ckpt_engine.machines.manager.selection import replicas_for, selection_of
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import Latest, describe
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -129,7 +129,9 @@ class Rollbacks:
         for order in others:
             if order.late is None and order.lineage == identity.lineage:
                 raise aborted(f"an update of lineage {identity.lineage!r} runs, to version {order.version}: try again")
-        wishes = manager_pb2.UpdateWeightsRequest(pause_mode=request.pause_mode, replicas=request.replicas)
+        wishes = manager_pb2.UpdateWeightsRequest(
+            pause_mode=request.pause_mode, replicas=request.replicas, pool=request.pool
+        )
         replicas = replicas_for(self.state, wishes, now)
         if identity.lineage in taken:
             asked.lacks = f"another rollback of lineage {identity.lineage!r}"
@@ -148,7 +150,7 @@ class Rollbacks:
             calls={0: asked.call},
             pause_mode=request.pause_mode,
             min_replicas=None,
-            selection=frozenset(request.replicas) or None,
+            selection=selection_of(request),
             end=asked.end,
             record=record,
             back=identity,

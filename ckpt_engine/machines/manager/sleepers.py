@@ -9,18 +9,18 @@ from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.problems import deadline, unavailable
 from ckpt_engine.machines.events import Call, FinishCall, SleepCall, WakeCall
 from ckpt_engine.machines.manager.members import Replica
+from ckpt_engine.machines.manager.selection import check_named
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
 class Sleepers:
-    """Runs one call. Raises at construction: NOT_FOUND for a replica that nobody knows, INVALID_ARGUMENT for a timeout
-    that nobody can wait."""
+    """Runs one call. Raises at construction: NOT_FOUND for a replica that nobody knows, INVALID_ARGUMENT for one of
+    another pool, or for a timeout that nobody can wait."""
 
     def __init__(self, state: State, event: SleepCall | WakeCall, now: float) -> None:
         request = event.request
-        for name in request.replicas:
-            state.members.replica(name)
+        check_named(state.members, request.replicas, request.pool)
         if request.timeout_seconds:
             check_seconds("a timeout", request.timeout_seconds)
         self.state = state
@@ -28,7 +28,8 @@ class Sleepers:
         self.wake = isinstance(event, WakeCall)
         self.fence = weights_pb2.Fence()
         self.over = False
-        self._names = sorted(set(request.replicas)) or sorted(state.members.replicas)
+        replicas = state.members.replicas.items()
+        self._names = sorted(set(request.replicas) or (name for name, each in replicas if each.pool == request.pool))
         self._results: dict[str, manager_pb2.SleepWakeResult] = {}
         self._seconds = request.timeout_seconds or state.deadlines.sleep_wake
         self._end = now + self._seconds

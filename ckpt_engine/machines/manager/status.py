@@ -109,4 +109,5 @@ def _replica(replica: Replica) -> manager_pb2.ReplicaStatus:
         last_outcome=replica.last_outcome,
         host=replica.host,
         unfit=replica.why_unfit(),
+        pool=replica.pool,
     )

@@ -5,9 +5,9 @@ each lineage's highest number apart from its last intent, and members tell of nu
 rollback installs a lower one, under the root that the ledger or a worker's words know it by; numbers go on above the
 highest all the same.
 
-A replica belongs to the lineage whose update was for it last: one that named it, or one for all. It is to hold that
-lineage's last version, if that is for it too. So runs that share no replica do not meet, one that takes a replica over
-has it from then on, and a replica that came after its lineage chose others waits for an update that is for it.
+A replica belongs to the lineage whose update was for it last: one that named it, or one for its pool. It is to hold
+that lineage's last version, if that is for it too. So runs that share no replica do not meet, one that takes a replica
+over has it from then on, and a replica that came after its lineage chose others waits for an update that is for it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 HIGHEST_VERSION = (1 << 63) - 1
 """What the wire and the state words hold."""
 
+_POOL = "pool\n"
+"""No replica's name begins so."""
+
 KNOWN_ROOTS = 1000
 """Versions whose roots are remembered, the newest: as many as the ledger keeps reports."""
 
 EVERYBODY = ""
-"""In place of a replica's name: all that receive weights."""
+"""In place of a replica's name: all that receive weights and are in the pool without a name."""
 
 Meant = tuple[int, str]
 """The epoch of an update, and its lineage."""
@@ -35,7 +38,7 @@ Meant = tuple[int, str]
 
 @dataclass(frozen=True)
 class Intended:
-    """An intent as the ledger has it. selection: the replicas that the version is for; none: all."""
+    """An intent as the ledger has it. selection: the replicas that the version is for; none: `EVERYBODY`."""
 
     epoch: int
     identity: weights_pb2.Identity
@@ -47,28 +50,30 @@ class Latest:
     """The last version of a lineage that was sealed and meant for installing.
 
     epoch: the highest that anybody may have installed it with, late replicas aside. published: where its bytes lie;
-    None after a restart of the manager, until its ranks have published again. selection: the replicas that it is for;
-    None: all that receive weights. record: its SealedRecord, a blob; None: nobody has one. sealed_since: its ranks were
-    told to seal another version since, so what they hold now must be hashed again before it is called this one.
+    None after a restart of the manager, until its ranks have published again. selection: the replicas that it is for,
+    by name, or everybody in a pool. record: its SealedRecord, a blob; None: nobody has one. sealed_since: its ranks
+    were told to seal another version since, so what they hold now must be hashed again before it is called this one.
     """
 
     identity: weights_pb2.Identity
     epoch: int
     published: Published | None = None
-    selection: frozenset[str] | None = None
+    selection: frozenset[str] = frozenset((EVERYBODY,))
     record: manager_pb2.BlobRef | None = None
     sealed_since: bool = False
 
 
 @dataclass
 class Versions:
-    """meant: by replica, the last update that was for it; EVERYBODY: the last one for all. ledger_epoch: what the
-    ledger knew of when the manager began. highest: of each lineage the version with the highest number, which need not
-    be its latest one. roots: of versions that were meant for installing, by lineage and number."""
+    """meant: by replica, the last update that was for it; by `everybody`, the last one for a pool. pools: of each
+    replica that has said hello, its pool. ledger_epoch: what the ledger knew of when the manager began. highest: of
+    each lineage the version with the highest number, which need not be its latest one. roots: of versions that were
+    meant for installing, by lineage and number."""
 
     ledger_epoch: int = 0
     latest: dict[str, Latest] = field(default_factory=dict)
     meant: dict[str, Meant] = field(default_factory=dict)
+    pools: dict[str, str] = field(default_factory=dict)
     highest: dict[str, weights_pb2.Identity] = field(default_factory=dict)
     roots: dict[tuple[str, int], bytes] = field(default_factory=dict)
 
@@ -84,7 +89,9 @@ class Versions:
         """As a manager begins. intents: the last one of each lineage. highest: of each lineage, at least as high.
         identities: of all intents that are kept, oldest first."""
         latest = {
-            intent.identity.lineage: Latest(intent.identity, intent.epoch, None, frozenset(intent.selection) or None)
+            intent.identity.lineage: Latest(
+                intent.identity, intent.epoch, None, frozenset(intent.selection or (EVERYBODY,))
+            )
             for intent in intents
         }
         versions = cls(epoch, latest, dict(meant))
@@ -154,8 +161,8 @@ class Versions:
         """What the ledger is to know. A late replica gets what it was meant to have, so nothing is meant anew."""
         late = order.late is not None
         whole = self.selection(identity, frozenset() if late else order.selection)
-        meant = () if late else tuple(sorted(order.selection or (EVERYBODY,)))
-        return RecordIntent(epoch, identity, seconds, tuple(sorted(whole or ())), meant)
+        meant = () if late else tuple(sorted(order.selection))
+        return RecordIntent(epoch, identity, seconds, tuple(sorted(whole)), meant)
 
     def begin(
         self, identity: weights_pb2.Identity, epoch: int, order: Order, record: manager_pb2.BlobRef | None
@@ -169,7 +176,7 @@ class Versions:
             # Who holds what was gone back to, and its record, is asked whenever that is needed.
             published = order.published if order.back is None else None
             self.latest[identity.lineage] = Latest(identity, epoch, published, whole, record)
-            self.meant |= dict.fromkeys(order.selection or (EVERYBODY,), (epoch, identity.lineage))
+            self.meant |= dict.fromkeys(order.selection, (epoch, identity.lineage))
         elif latest is not None and latest.identity == identity:
             latest.record = latest.record or record
 
@@ -178,12 +185,12 @@ class Versions:
         if lineage in self.latest:
             self.latest[lineage].sealed_since = True
 
-    def selection(self, identity: weights_pb2.Identity, selection: frozenset[str] | None) -> frozenset[str] | None:
+    def selection(self, identity: weights_pb2.Identity, selection: frozenset[str]) -> frozenset[str]:
         """Whom a version is for, if it is asked for once more for these: for all that it was ever asked for."""
         known = self.latest.get(identity.lineage)
         if known is None or known.identity != identity:
             return selection
-        return None if selection is None or known.selection is None else known.selection | selection
+        return known.selection | selection
 
     def learn(self, name: str, identity: weights_pb2.Identity, epoch: int) -> None:
         """A replica holds what the ledger does not know of. It tells of that replica, and of nobody else."""
@@ -194,7 +201,7 @@ class Versions:
         if known is None:
             self.latest[lineage] = Latest(identity, epoch, None, frozenset((name,)))
         else:
-            selection = None if known.selection is None else known.selection | {name}
+            selection = known.selection | {name}
             if known.identity == identity:
                 self.latest[lineage] = replace(known, epoch=epoch, selection=selection)
             else:
@@ -205,7 +212,7 @@ class Versions:
     def of(self, name: str) -> Latest | None:
         """What a replica is to hold; None: nothing, until an update is for it."""
         latest = self.latest.get(self._meant_for(name)[1])
-        if latest is None or (latest.selection is not None and name not in latest.selection):
+        if latest is None or latest.selection.isdisjoint((name, self._everybody_with(name))):
             return None
         return latest
 
@@ -218,7 +225,18 @@ class Versions:
         return {self._meant_for(name)[1] for name in (*self.meant, EVERYBODY)}
 
     def _meant_for(self, name: str) -> Meant:
-        return max(self.meant.get(name, (0, "")), self.meant.get(EVERYBODY, (0, "")))
+        return max(self.meant.get(name, (0, "")), self.meant.get(self._everybody_with(name), (0, "")))
+
+    def _everybody_with(self, name: str) -> str:
+        """Of a replica's pool, or of the pool that this means."""
+        if name.startswith(_POOL):
+            return name
+        return everybody(self.pools.get(name, ""))
+
+
+def everybody(pool: str) -> str:
+    """In place of a replica's name: all of a pool that receive weights."""
+    return _POOL + pool if pool else EVERYBODY
 
 
 def describe(identity: weights_pb2.Identity) -> str:

@@ -65,7 +65,7 @@ def changes(before: Watched, now: Watched) -> manager_pb2.WatchReplicasResponse 
 
 def _replica(replica: Replica) -> manager_pb2.WatchedReplica:
     seen = manager_pb2.WatchedReplica(
-        name=replica.name, identity=replica.identity(), label_problem=replica.label_problem
+        name=replica.name, identity=replica.identity(), label_problem=replica.label_problem, pool=replica.pool
     )
     if replica.engine is not None:
         seen.url, seen.engine, seen.engine_version = replica.engine.url, replica.engine.kind, replica.engine.version
