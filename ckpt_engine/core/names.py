@@ -18,7 +18,11 @@ NAMES_SHOWN = 4
 
 def check_pool(pool: str) -> None:
     """Raises INVALID_ARGUMENT for what cannot be a pool's name. The empty one is that of the pool without a name."""
-    if len(pool.encode()) > POOL_BYTES or any(letter.isspace() or not letter.isprintable() for letter in pool):
+    if (
+        not isinstance(pool, str)
+        or len(pool.encode()) > POOL_BYTES
+        or any(letter.isspace() or not letter.isprintable() for letter in pool)
+    ):
         raise invalid(f"a pool's name has at most {POOL_BYTES} bytes and no spaces: {pool!r}")
 
 

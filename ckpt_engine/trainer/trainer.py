@@ -15,10 +15,9 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Integral
-from typing import Self, TypeVar
+from typing import Self
 
 import torch
 
@@ -33,30 +32,9 @@ from ckpt_engine.source.open import Publishable, open_source
 from ckpt_engine.trainer.background import Background
 from ckpt_engine.trainer.call import Progress
 from ckpt_engine.trainer.lineage import resolve_lineage
+from ckpt_engine.trainer.request import check_version, update_request, whole
 from ckpt_engine.trainer.sealer import Sealer
 from ckpt_engine.v1 import manager_pb2
-
-Choice = TypeVar("Choice")
-
-PAUSE_MODES: Mapping[str, manager_pb2.PauseMode] = {
-    "keep": manager_pb2.KEEP,
-    "abort": manager_pb2.ABORT,
-    "wait": manager_pb2.WAIT,
-    "in_place": manager_pb2.IN_PLACE,
-}
-"""What becomes of requests that run during an update: they wait and go on with the new weights (caches recomputed),
-end early with what they have, finish first with the old weights, or go on with the new weights over old caches."""
-
-PREFETCH: Mapping[str, manager_pb2.Prefetch] = {
-    "auto": manager_pb2.AUTO,
-    "always": manager_pb2.ALWAYS,
-    "never": manager_pb2.NEVER,
-}
-"""Whether weights go by way of relays, which are filled before anything is paused: where that is better, wherever a
-relay is within reach, or not at all."""
-
-UNTIL: Mapping[str, manager_pb2.Until] = {"installed": manager_pb2.INSTALLED, "held": manager_pb2.HELD}
-"""What `update_weights` waits for: every replica's outcome, or only until relays hold the version."""
 
 ADVERTISE = "CKPT_ENGINE_ADVERTISE"
 """Environment variable with the name or address at which other hosts reach this one; agents read it, too."""
@@ -95,7 +73,7 @@ class Trainer:
         deadlines: Deadlines | None = None,
     ) -> None:
         check_pool(pool)
-        if not (_whole(rank) and _whole(world_size)):
+        if not (whole(rank) and whole(world_size)):
             raise invalid(f"rank {rank!r} and world_size {world_size!r} are whole numbers; those of a shell are texts")
         checked_address(address)
         if not 0 <= rank < world_size:
@@ -219,6 +197,7 @@ class Trainer:
         timeout: float | None = None,
         min_replicas: int | None = None,
         replicas: Sequence[str] = (),
+        pool: str | None = None,
         prefetch: str = "auto",
         until: str = "installed",
         on_progress: Progress | None = None,
@@ -229,12 +208,13 @@ class Trainer:
         change while they are copied is refused by name; a change while replicas read leaves these closed.
 
         version: rises within the lineage; none: the last one plus one. All ranks give the same.
-        pause_mode: "keep" (the engine's default), "abort", "wait" or "in_place", see PAUSE_MODES.
+        pause_mode: "keep" (the engine's default), "abort", "wait" or "in_place", see `request.PAUSE_MODES`.
         timeout: of the whole update, seconds; none: the manager's default.
         min_replicas: so many suffice: fewer are refused, and with so many `report.ok` is true. None: whoever can be
             updated is (at least one), and `report.ok` is true only if all are, also those that are not connected.
         replicas: only these; empty: all of the pool that are registered and receive weights.
-        prefetch: "auto", "always" or "never", see PREFETCH; `report.prefetch` says what was done, and why.
+        pool: another one than the trainer's, for this update. All ranks give the same.
+        prefetch: "auto", "always" or "never", see `request.PREFETCH`; `report.prefetch` says what was done, and why.
         until: "installed", or "held": returns when relays hold the version, verified, and the weights may change.
             Installs go on; `report.held` is true and `report.ok` says nothing. Replicas without such a relay keep what
             they serve, and count against `min_replicas`. All ranks give the same.
@@ -245,8 +225,17 @@ class Trainer:
         (ABORTED, UNAVAILABLE, DEADLINE_EXCEEDED). KeyboardInterrupt cancels the call. The next update repairs
         whatever an unfinished one left.
         """
-        request = self._request(version, pause_mode, timeout, min_replicas, replicas)
-        request.prefetch, request.until = _choice("prefetch", prefetch, PREFETCH), _choice("until", until, UNTIL)
+        request = update_request(
+            version,
+            self.pool if pool is None else pool,
+            replicas,
+            pause_mode=pause_mode,
+            timeout=timeout,
+            min_replicas=min_replicas,
+            prefetch=prefetch,
+            until=until,
+        )
+        request.lineage, request.rank, request.session_id = self.lineage, self.rank, self._session_id
         with self._alone("update_weights"):
             self._background.require_running()
             if not self._sealer.offering:
@@ -270,8 +259,7 @@ class Trainer:
         what is going on, if it goes on; ABORTED if the manager ended in its middle, so that nobody has reported; and
         what the update itself was refused with.
         """
-        if not (_whole(version) and 0 <= version < 1 << 63):
-            raise invalid(f"version {version!r} is not a count of steps: give a whole number from 0")
+        check_version(version)
         seconds = self._deadlines.update if timeout is None else timeout
         check_seconds("a timeout", seconds)
         self._check_process("wait")
@@ -349,48 +337,3 @@ class Trainer:
             yield
         finally:
             self._busy.release()
-
-    def _request(
-        self,
-        version: int | None,
-        pause_mode: str | None,
-        timeout: float | None,
-        min_replicas: int | None,
-        replicas: Sequence[str],
-    ) -> manager_pb2.UpdateWeightsRequest:
-        if version is not None and not (_whole(version) and 0 <= version < 1 << 63):
-            raise invalid(f"version {version!r} is not a count of steps: give a whole number from 0")
-        mode = manager_pb2.PAUSE_MODE_UNSPECIFIED
-        if pause_mode is not None:
-            mode = _choice("pause_mode", pause_mode, PAUSE_MODES)
-        if timeout is not None:
-            check_seconds("a timeout", timeout)
-        if min_replicas is not None and not (_whole(min_replicas) and 0 <= min_replicas < 1 << 31):
-            raise invalid(f"min_replicas {min_replicas!r} is not a number of replicas")
-        if isinstance(replicas, str):
-            raise invalid(f"replicas is a list of names: [{replicas!r}]")
-        if not all(isinstance(name, str) for name in replicas):
-            raise invalid(f"replicas is a list of names, not {list(replicas)!r}")
-        return manager_pb2.UpdateWeightsRequest(
-            lineage=self.lineage,
-            rank=self.rank,
-            session_id=self._session_id,
-            version=version,
-            pause_mode=mode,
-            timeout_seconds=timeout or 0.0,
-            min_replicas=min_replicas,
-            replicas=replicas,
-            pool=self.pool,
-        )
-
-
-def _choice(what: str, word: str, choices: Mapping[str, Choice]) -> Choice:
-    """Raises INVALID_ARGUMENT for a word that there is not."""
-    if not isinstance(word, str) or word not in choices:
-        raise invalid(f"{what} {word!r} is none of {', '.join(choices)}")
-    return choices[word]
-
-
-def _whole(number: object) -> bool:
-    """Whether it is a whole number; numpy's count, too, and truth values do not."""
-    return isinstance(number, Integral) and not isinstance(number, bool)

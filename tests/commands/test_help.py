@@ -15,7 +15,7 @@ from ckpt_engine.commands import choices
 from ckpt_engine.core.sleeping import TAGS
 from ckpt_engine.core.transports import worker_kinds
 from ckpt_engine.engine.adapter import ADAPTERS
-from ckpt_engine.trainer.trainer import PAUSE_MODES, PREFETCH, UNTIL
+from ckpt_engine.trainer.request import PAUSE_MODES, PREFETCH, UNTIL
 from ckpt_engine.v1 import manager_pb2
 
 Run = Callable[..., Result]

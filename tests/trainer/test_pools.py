@@ -66,6 +66,18 @@ def test_a_pool_without_replicas_names_the_pools_that_there_are(manager: str, re
             trainer.wait_for_replicas(timeout=0.5)
 
 
+def test_one_run_updates_two_pools_each_when_it_is_wanted(manager: str, replica: StartReplica) -> None:
+    """The evaluation's stays at version 1 while the other goes on."""
+    actor, evaluation = replica("a", pool="actor"), replica("e", pool="evaluation")
+    with a_trainer(manager, "actor", 1.0) as trainer:
+        trainer.wait_for_replicas(timeout=60)
+        eventually(lambda: trainer.update_weights(1, pool="evaluation", min_replicas=1, timeout=10).ok)
+        for version in (1, 2):
+            assert trainer.update_weights(version, timeout=10).ok
+    assert [each.identity.version for each in (actor, evaluation) if each.identity is not None] == [2, 1]
+    assert len(evaluation.installs) == 1
+
+
 def test_a_pools_name_has_no_spaces() -> None:
     with pytest.raises(CkptEngineError, match="'two words'"):
         Trainer("127.0.0.1:1", lineage="run", pool="two words")
