@@ -27,7 +27,7 @@ def check_pool(pool: str) -> None:
 
 
 def in_pool(pool: str) -> str:
-    """For a message: "in pool 'actor'", or nothing where nobody has named pools."""
+    """For a message: "in pool 'actor'", or "in the pool without a name"."""
     return f"in pool {pool!r}" if pool else "in the pool without a name"
 
 

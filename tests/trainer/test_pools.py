@@ -71,7 +71,9 @@ def test_one_run_updates_two_pools_each_when_it_is_wanted(manager: str, replica:
     actor, evaluation = replica("a", pool="actor"), replica("e", pool="evaluation")
     with a_trainer(manager, "actor", 1.0) as trainer:
         trainer.wait_for_replicas(timeout=60)
-        eventually(lambda: trainer.update_weights(1, pool="evaluation", min_replicas=1, timeout=10).ok)
+        with a_trainer(manager, "evaluation", 0.0) as other:
+            other.wait_for_replicas(timeout=60)
+        assert trainer.update_weights(1, pool="evaluation", timeout=10).ok
         for version in (1, 2):
             assert trainer.update_weights(version, timeout=10).ok
     assert [each.identity.version for each in (actor, evaluation) if each.identity is not None] == [2, 1]
