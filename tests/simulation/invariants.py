@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_engine.machines import events
 from ckpt_engine.machines.agent.state import Operation
 from ckpt_engine.machines.manager.update import Update
+from ckpt_engine.machines.manager.versions import EVERYBODY
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.words.holding import Kind
 from tests.simulation.engine import CLEAN, DIRTY, Engine, Worker
@@ -381,7 +382,7 @@ class Invariants:
         if reported != set(update.order.replicas):
             raise BrokenPromiseError(f"replicas have no outcome in the report of epoch {report.fence.epoch}")
         unsaid = self._registered[update] - reported
-        if unsaid and update.order.selection is None and update.order.late is None:
+        if unsaid and EVERYBODY in update.order.selection and update.order.late is None:
             raise BrokenPromiseError(f"{unsaid} are registered, and not in the report of epoch {report.fence.epoch}")
         for outcome in report.replicas:
             self._left_alone_rightly(report, outcome)
