@@ -89,8 +89,8 @@ class Held:
 @dataclass(eq=False)
 class _Ready:
     """What is kept from one filling of a slot to the next. tables: digests of those that are opened. recorded: of the
-    version with this root. kept: cells that stay as they are. whole: what can be read if nothing is missing. fan_in: for
-    fillings along with others."""
+    version with this root. kept: cells that stay as they are. whole: what can be read if nothing is missing. fan_in:
+    for fillings along with others."""
 
     key: tuple[object, ...]
     tables: frozenset[bytes]

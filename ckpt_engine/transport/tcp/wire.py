@@ -8,7 +8,8 @@
     RELEASE                                      (nothing)
     PASS   key of a filling, number of a chunk   DATA frames once that chunk is verified, WAIT until then; GONE and why
 
-PASS is asked of what is being filled, so its greeting is about no slot. A reader may ask for the next runs before the last ones have come; they come in the order in which they were asked for.
+A reader may ask for the next runs before the last ones have come; they come in the order in which they were asked for.
+PASS is asked of what is being filled, so its greeting is about no slot.
 Pure: no socket is touched here.
 """
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -15,7 +13,6 @@ from ckpt_engine.core import relay_chunks
 from ckpt_engine.core.fan_out_orders import fan_out_orders
 from ckpt_engine.core.sealed_record import Recorded
 from ckpt_engine.relay.slots import Held, Slots, Wish
-from ckpt_engine.transport.tcp import asking, passing
 from ckpt_engine.v1.manager_pb2 import FanOut
 from ckpt_engine.v1.weights_pb2 import SourceTable
 from tests.install.install_world import Checkpoint
