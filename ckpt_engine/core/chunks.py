@@ -127,7 +127,7 @@ def cut_chunks(
             for size, each in together:
                 sizes.append(size)
                 pieces.append(each)
-        for start, stop in _joined(sizes, least):
+        for start, stop in joined(sizes, least):
             chunks.append(Chunk(sum(sizes[start:stop]), wanting, holding, first + start, first + stop))
     return ChunkTable(tuple(hosts), tuple(trainers), tuple(chunks), tuple(pieces))
 
@@ -204,9 +204,9 @@ def rows_of(box: Box, most: int) -> Iterator[Box]:
         yield from rows_of(inner, most)
 
 
-def _joined(sizes: Sequence[int], least: int) -> list[tuple[int, int]]:
-    """Runs of pieces, of `least` bytes and less than twice as many. What is left over and small is joined to the last.
-    sizes: none is above `least`."""
+def joined(sizes: Sequence[int], least: int) -> list[tuple[int, int]]:
+    """Runs of pieces, [first, last), of `least` bytes and less than twice as many where no piece is above `least`. What
+    is left over and small is joined to the last."""
     found: list[tuple[int, int]] = []
     start = total = 0
     for at, size in enumerate(sizes):

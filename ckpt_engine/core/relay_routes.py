@@ -51,7 +51,7 @@ class Route:
     well, the nearest and least loaded first. children: relays that read it. feeds: relays whose needs it must hold
     beside those of its own host. lacks: sources of which it gets nothing, although nobody else has the same. ahead: it
     brings first what its own sources have, since others wait for that. early: those of its upstream that it reads once
-    they have brought that much.
+    they have brought that much. over: the transports by which it reads its upstream.
     """
 
     stage: int
@@ -63,6 +63,7 @@ class Route:
     lacks: tuple[str, ...] = ()
     ahead: bool = False
     early: tuple[str, ...] = ()
+    over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -271,6 +272,7 @@ class _Routing:
             feeds=tuple(sorted(self._fed(name, chosen, {name}) - {name})),
             ahead=each.ahead,
             early=tuple(each.early),
+            over=tuple(sorted(_once(self._transport(other, name) for other in each.upstream))),
             lacks=_once(min(part) for part in lacking),
         )
 
@@ -305,6 +307,10 @@ class _Routing:
     def _distance(self, lender: str, relay: str) -> int:
         edge = self._edge(lender, relay)
         return 0 if isinstance(edge, CkptEngineError) else edge.distance
+
+    def _transport(self, lender: str, relay: str) -> str:
+        edge = self._edge(lender, relay)
+        return "" if isinstance(edge, CkptEngineError) else edge.transport
 
     def _edge(self, lender: str, relay: str) -> Choice | CkptEngineError:
         """How a relay reads a source or another relay: the worst of the best ways into its regions."""

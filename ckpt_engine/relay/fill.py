@@ -31,6 +31,9 @@ NAMED = 16
 Memory = Callable[[int, tuple[int, ...], torch.dtype], torch.Tensor]
 """(offset in the slot, shape, dtype) to writable memory."""
 
+Arrived = Callable[[Collection[int]], None]
+"""Told cells that lie in the slot as they were sealed, and are not written to any more; on the filling's thread."""
+
 Progress = Callable[[int, int], None]
 """(bytes that were read, bytes that are to be read)."""
 
@@ -113,9 +116,10 @@ class Filling:
         stop_at: float,
         cancelled: Callable[[], bool] = lambda: False,
         progress: Progress = lambda done, total: None,
+        arrived: Arrived | None = None,
     ) -> Filled:
         """Fills the slot. recorded: of this version, with the layout's manifest and cells. stop_at: of the monotonic
-        clock. progress: told after each batch, on this thread.
+        clock. progress: told after each batch, on this thread. arrived: told each cell that is there, once.
 
         Raises DEADLINE_EXCEEDED or ABORTED within a few batches of its end; the slot holds nothing then.
         """
@@ -131,7 +135,8 @@ class Filling:
             self._carry_on(stop_at, cancelled)
 
         try:
-            self._bring_all(self._batches, found, brought, failed, carry_on, progress)
+            seen = None if arrived is None else _Arrivals(self._batches, found, self._expected, arrived)
+            self._bring_all(self._batches, found, brought, failed, carry_on, progress, seen)
             again = self._bring_what_was_cut_off(found, brought, failed, faults, carry_on)
             missing = dict(self._unheld)
             wrong = self._wrong(found, failed)
@@ -141,6 +146,8 @@ class Filling:
                 problem = self._retry(cell, parts, found, brought, failed, faults, carry_on)
                 if problem is not None:
                     missing[cell] = problem
+            if seen is not None:
+                seen.rest(missing)
         finally:
             self._sources.end()
         left = tuple(Missing(cell, missing[cell]) for cell in sorted(missing))
@@ -155,6 +162,7 @@ class Filling:
         failed: dict[int, Problem],
         carry_on: Callable[[], None],
         progress: Progress,
+        seen: _Arrivals | None = None,
     ) -> None:
         """What ends it leaves nothing that could still be written."""
         done, total = 0, sum(batch.bytes for batch in batches)
@@ -165,6 +173,8 @@ class Filling:
                     failed.update((int(cell), result) for cell in batch.cells)
                 else:
                     np.add.at(found, batch.cells, result)
+                    if seen is not None:
+                        seen.brought(batch)
                     for piece, reading in zip(batch.pieces, batch.readings, strict=True):
                         brought[reading.source] = brought.get(reading.source, 0) + piece.bytes
                 done += batch.bytes
@@ -257,3 +267,27 @@ class Filling:
             "its bytes have changed since, or were damaged",
             tensors=[self._names[tensor]],
         )
+
+
+class _Arrivals:
+    """Which cells are there as they were sealed, as soon as that is so. found: what is known of their digests."""
+
+    def __init__(self, batches: Sequence[Batch], found: Words, expected: Words, arrived: Arrived) -> None:
+        self._found, self._expected, self._arrived = found, expected, arrived
+        self._cells = {int(cell) for batch in batches for cell in batch.cells}
+        self._left = np.zeros(len(expected), dtype=np.int64)  # pieces; a sum may be right before all of them are there
+        for batch in batches:
+            np.add.at(self._left, batch.cells, 1)
+
+    def brought(self, batch: Batch) -> None:
+        """All of a batch has come and is part of the sums."""
+        np.subtract.at(self._left, batch.cells, 1)
+        cells = np.unique(batch.cells)
+        whole = cells[(self._left[cells] == 0) & (self._found[cells] == self._expected[cells])].tolist()
+        self._cells.difference_update(whole)
+        if whole:
+            self._arrived(whole)
+
+    def rest(self, missing: Collection[int]) -> None:
+        """Nothing is brought any more."""
+        self._arrived(sorted(self._cells.difference(missing)))

@@ -117,7 +117,11 @@ class _Relay:
                 in_words(room),
             )
         self._filling = manager_pb2.Filling(
-            memory_bytes=memory, everything=settings.everything, reads=reads, lends=slots.lends
+            memory_bytes=memory,
+            everything=settings.everything,
+            reads=reads,
+            lends=slots.lends,
+            passes_on=slots.passes_on,
         )
         machine = RelayMachine(settings.called, uuid.uuid4().hex, slots.host, self._filling, settings.deadlines)
         self._session = OfferingSession(

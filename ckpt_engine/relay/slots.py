@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -23,6 +24,7 @@ from ckpt_engine.core.sealed_record import Recorded, read_record
 from ckpt_engine.cuda.driver import CudaDriverError
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.contents import Contents, contents_of
+from ckpt_engine.relay.fan_in import FanIn
 from ckpt_engine.relay.fill import Filled, Filling, Memory, Progress
 from ckpt_engine.relay.gpus import TrainersGpus
 from ckpt_engine.relay.sources import Sources
@@ -30,10 +32,12 @@ from ckpt_engine.relay.ways import Ways
 from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.transport.base import Network, Transport
 from ckpt_engine.transport.ucx.settings import UCX, ucx_devices
+from ckpt_engine.v1.manager_pb2 import FanOut
 from ckpt_engine.v1.weights_pb2 import (
     Atoms,
     Host,
     Identity,
+    Region,
     SealedRecord,
     SourceTable,
     WorkerNeeds,
@@ -48,13 +52,15 @@ CLOSE_SECONDS = 10.0
 @dataclass(frozen=True)
 class Wish:
     """A version to bring. record: hashes to identity.root, or it is refused. tables: of those who hold it, in the order
-    in which equally near ones are asked. needs: of the workers of this host. everything: hold all of it."""
+    in which equally near ones are asked. needs: of the workers of this host. everything: hold all of it. fan_out: who
+    is filled with the same at the same time, if anybody is."""
 
     identity: Identity
     record: SealedRecord
     tables: Sequence[SourceTable]
     needs: Sequence[WorkerNeeds] = ()
     everything: bool = False
+    fan_out: FanOut | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,8 @@ class Held:
 @dataclass(eq=False)
 class _Ready:
     """What is kept from one filling of a slot to the next. tables: digests of those that are opened. recorded: of the
-    version with this root. kept: cells that stay as they are. whole: what can be read if nothing is missing."""
+    version with this root. kept: cells that stay as they are. whole: what can be read if nothing is missing. fan_in:
+    for fillings along with others."""
 
     key: tuple[object, ...]
     tables: frozenset[bytes]
@@ -94,6 +101,7 @@ class _Ready:
     kept: frozenset[int]
     memory: Memory
     whole: Contents | None = None
+    fan_in: FanIn | None = None
 
 
 class Slots:
@@ -139,6 +147,11 @@ class Slots:
     def lends(self) -> tuple[str, ...]:
         """The transports over which it is read."""
         return self._ways.names
+
+    @property
+    def passes_on(self) -> Region | None:
+        """Where other relays ask for what is being filled; None: they cannot."""
+        return self._ways.passes_on
 
     @property
     def host(self) -> Host:
@@ -301,7 +314,12 @@ class Slots:
             self._held[slot] = None
             overruled = self._ways.retire(slot)
         waited, layout = time.monotonic() - began, ready.filling.layout
-        filled = ready.filling.run(ready.recorded, stop_at, cancelled, progress)
+        if wish.fan_out is None or before is not None:
+            filled = ready.filling.run(ready.recorded, stop_at, cancelled, progress)
+        else:
+            ready.fan_in = ready.fan_in or FanIn(layout, ready.memory, ready.sources)
+            pass_on = partial(self._ways.pass_on, slot)
+            filled = ready.fan_in.run(wish.fan_out, pass_on, ready.recorded, stop_at, cancelled, progress)
         if filled.faults:  # a source may be reached in another way by the next time
             self._forget(slot)
         filled = filled if before is None else filled.after(before.filled)

@@ -14,7 +14,7 @@ from ckpt_engine.core.relay_layout import Group
 from ckpt_engine.core.transports import arena_kinds, made
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.door import Door
-from ckpt_engine.transport.base import ArenaLender, Network
+from ckpt_engine.transport.base import ArenaLender, Network, PassesOn, Passing
 from ckpt_engine.v1.weights_pb2 import OfferedRegion, Region
 
 log = logging.getLogger("ckpt_engine.relay")
@@ -57,6 +57,16 @@ class Ways:
     def readers(self) -> int:
         """Processes that map it now, and connections of other relays."""
         return self._door.readers + sum(lender.readers for lender in self._lenders)
+
+    @property
+    def passes_on(self) -> Region | None:
+        """Where other relays ask for what is being filled; None: they cannot."""
+        return next((each.passes_on for each in self._lenders if isinstance(each, PassesOn)), None)
+
+    def pass_on(self, slot: int, key: bytes, chunks: Sequence[Sequence[tuple[int, int]]]) -> Passing | None:
+        """Lends a slot while it is being filled; None if that is not possible. See PassesOn."""
+        found = next((each for each in self._lenders if isinstance(each, PassesOn)), None)
+        return None if found is None else found.pass_on(slot, key, chunks)
 
     def regions(self, slot: int, groups: Sequence[Group]) -> list[OfferedRegion]:
         """A region for each group, in every way in which it can be lent now."""

@@ -60,6 +60,7 @@ class RelayWork:
                 [_read(SourceTable, each) for each in tables],
                 [_read(WorkerNeeds, each) for each in needs],
                 command.everything,
+                command.fan_out if command.HasField("fan_out") else None,
             )
             self._fetched = command, wish
         return self._fetched[1]

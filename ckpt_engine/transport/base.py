@@ -315,6 +315,41 @@ class ArenaLender(Protocol):
         ...
 
 
+class Passing(Protocol):
+    """A filling that others wait for. Any thread."""
+
+    def verified(self, chunk: int) -> None:
+        """A chunk lies in the slot as it was sealed, and is not written to any more: it may be read from now on."""
+        ...
+
+    def moved(self) -> None:
+        """Something has come: who waits sees that it gets on."""
+        ...
+
+    def finish(self) -> None:
+        """The filling is over; what is verified can be read until the slot is retired, and nothing else comes."""
+        ...
+
+    def end(self, why: str) -> None:
+        """The filling has failed: nothing of it is sent any more."""
+        ...
+
+
+@runtime_checkable
+class PassesOn(Protocol):
+    """An ArenaLender that lends a slot while it is being filled. Any thread."""
+
+    @property
+    def passes_on(self) -> Region:
+        """Where other relays ask for what is being filled, whatever that is."""
+        ...
+
+    def pass_on(self, slot: int, key: bytes, chunks: Sequence[Sequence[tuple[int, int]]]) -> Passing:
+        """The filling of a slot, which nobody reads, begins. key: 16 bytes by which readers name it. chunks: of each
+        its runs, (offset in the slot, length), in the order in which they are sent."""
+        ...
+
+
 def source_of(region: Region) -> str:
     """The source of a region as messages name it."""
     return f"{region.source or 'its source'} (region {region.id} over {region.transport})"

@@ -1,7 +1,7 @@
 """A trainer on a host of its own, driven by one JSON line at a time; run as a script with the manager's address.
 
-Answers {"train": [folder, seed]} (weights of a tiny model, as after a step), {"update": wishes}, {"spoil": true} (all
-weights are NaN), {"status": true}, {"close": true}: it ends, and its memory with it.
+Answers {"train": [folder, seed], "shape": sizes} (weights of a tiny model, as after a step), {"update": wishes},
+{"spoil": true} (all weights are NaN), {"status": true}, {"close": true}: it ends, and its memory with it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def _main(address: str) -> None:
             if "train" in question:
                 folder, seed = question["train"]
                 trainer = trainer or Trainer(address, lineage="far")
-                model = make_tiny_qwen3(Path(folder), seed, vocabulary=PADDED_VOCABULARY, weights=False)
+                model = make_tiny_qwen3(
+                    Path(folder), seed, vocabulary=PADDED_VOCABULARY, weights=False, **question.get("shape", {})
+                )
                 trainer.publish(model)
             elif "update" in question:
                 assert trainer is not None

@@ -21,7 +21,7 @@ from ckpt_engine.relay.slots import Held, Slots
 from ckpt_engine.transport.base import Network, Run
 from ckpt_engine.transport.fetched import FetchedTransport
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
-from ckpt_engine.transport.tcp import TcpArenaLender, TcpFetcher, connection, server, wire
+from ckpt_engine.transport.tcp import TcpArenaLender, TcpFetcher, connection, sending, server, wire
 from ckpt_engine.transport.tcp.fetcher import TcpLink
 from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import Problem, Region, SourceTable
@@ -209,7 +209,7 @@ def test_an_owner_that_sends_nothing_is_a_timeout_with_its_name_and_address(
     table = filled(near, 0, recorded, tables(checkpoint)).table
     monkeypatch.setattr(connection, "STALL_SECONDS", 0.2)
     stopped = threading.Event()
-    monkeypatch.setattr(server._Reader, "_send", lambda self, runs: stopped.wait(30) and None)
+    monkeypatch.setattr(sending.Sender, "send", lambda self, slot, runs: stopped.wait(30) and None)
     held = filled(far, 0, recorded, [table])
     stopped.set()
     assert len(held.filled.missing) == len([value for value in recorded.boxes if value])
@@ -227,7 +227,7 @@ def test_a_filling_that_is_overtaken_leaves_nothing_that_could_still_land(
     recorded = seal(checkpoint, [])
     table = filled(near, 0, recorded, tables(checkpoint)).table
     asked, silent = threading.Event(), threading.Event()
-    monkeypatch.setattr(server._Reader, "_send", lambda self, runs: asked.set() or (silent.wait(30) and None))
+    monkeypatch.setattr(sending.Sender, "send", lambda self, slot, runs: asked.set() or (silent.wait(30) and None))
     over: list[CkptEngineError] = []
 
     def fill() -> None:
@@ -392,7 +392,7 @@ def test_a_reader_that_takes_nothing_holds_up_nobody(lent: tuple[Slots, Region])
     owner, region = lent
     slow = [link_to(region)[0] for _ in range(2)]
     locator = TcpLocator.FromString(region.locator)
-    deaf = connection._connected(locator, "near", time.monotonic() + 10)
+    deaf = connection.connected(locator, "near", time.monotonic() + 10)
     deaf.sendall(wire.question(wire.HOLD))
     _, size = wire.read_frame(connection.receive(deaf, wire.FRAME.size))
     lending = connection.receive(deaf, size)

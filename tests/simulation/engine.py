@@ -244,7 +244,9 @@ class Engine:
         prepared = worker_pb2.WorkerPrepared(fence=reply.prepare.fence, host=self.host)
         model = reply.prepare.manifest.decode()
         if model in self.models:
-            prepared.needs = json.dumps([self.name, worker.rank, worker.boot_id.hex(), model]).encode()
+            # Where there are several hosts workers are alike, and so are their needs; on one host each has its own.
+            own = [self.name, worker.rank, worker.boot_id.hex()] if self.host == HOST else []
+            prepared.needs = json.dumps([*own, model]).encode()
         else:
             prepared.problem.CopyFrom(invalid(f"this engine cannot load {model}").problem)
         yield from self._ask(worker, _request(prepared=prepared), 3.0)

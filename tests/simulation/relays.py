@@ -18,6 +18,7 @@ from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot, Le
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.hosts import HOST, NETWORK, RELAY, RELAYS_READ, ways
 from tests.simulation.members import Cluster, MemberShell
+from tests.simulation.passing import Passing, asked_for, wait_for
 from tests.simulation.weights import SLICES, HeldSource, Source, SourceGoneError, ref_of
 from tests.simulation.world import Signal, Steps
 
@@ -37,6 +38,9 @@ class RelayShell(MemberShell):
     ) -> None:
         session = f"{name}-{cluster.world.random.getrandbits(32):08x}"
         self.filling = filling = manager_pb2.Filling(memory_bytes=1 << 30, reads=RELAYS_READ, lends=(RELAY, NETWORK))
+        filling.passes_on.CopyFrom(weights_pb2.Region(transport=NETWORK, locator=session.encode()))
+        cluster.truth.passing[session.encode()] = self
+        self.passing: Passing | None = None
         super().__init__(cluster, name, machine(name, session, host, filling, cluster.deadlines))
         self.host = host
         self.slots = [self._slot() for _ in range(SLOTS)]
@@ -119,6 +123,10 @@ class RelayShell(MemberShell):
         try:
             yield before
             return (yield from self._overwrite(task, end, stops))
+        except BaseException:
+            if self.passing is not None:
+                self.passing.end()
+            raise
         finally:
             mine.set()
 
@@ -134,22 +142,32 @@ class RelayShell(MemberShell):
         (data,) = yield from self.fetch((command.record,))
         record = json.loads(data)
         lacks: dict[int, weights_pb2.Problem] = {}
+        asked = {}
+        passing = self.passing = Passing((command.fan_out.plan, command.identity.root), slot)
+        if command.HasField("fan_out") and not held:
+            asked = asked_for(command.fan_out)
         for index in [each for each in range(SLICES) if each not in held]:
             yield self.world.between(0.001, 0.03)
             if self._over_network(command):
                 yield self.world.between(0.0, self.faults.wire_delay)
             self._may_go_on(end, stops)
+            wanted = record[str(index)]
             try:
-                slot.memory[index] = slot.sealed[index] = self._read(command, index, record[str(index)])
+                found = yield from wait_for(
+                    *(self, passing, asked.get(index, ()), index, wanted), lambda: self._may_go_on(end, stops)
+                )
+                slot.memory[index] = slot.sealed[index] = found or self._read(command, index, wanted)
+                passing.verified.add(index)
             except CkptEngineError as error:
                 slot.memory.pop(index, None)
                 lacks[index] = error.problem
+        passing.over = True
         if len(lacks) == SLICES:
             raise CkptEngineError(lacks[0])
         slot.filled, slot.lacks = command.identity, frozenset(lacks)
         truth.sources[ref_of(slot.table()).digest] = slot
         told = manager_pb2.RelayFilled(
-            bytes=SLICES - len(lacks), missing=list(lacks.values()), missing_cells=len(lacks)
+            bytes=SLICES - len(lacks), missing=list(lacks.values()), missing_cells=len(lacks), brought=passing.brought()
         )
         return SlotFilled(slot.table(), data, told)
 
@@ -179,12 +197,19 @@ class RelayShell(MemberShell):
             except SourceGoneError:
                 continue
             if found == wanted:
+                if self.passing is not None:
+                    self.passing.came(source.source if isinstance(source, HeldSource) else f"rank {source.rank}")
                 return found
         raise data_loss(f"nobody brings slice {index} as it was sealed")
 
     def _let_go(self, task: LetGoOf) -> Steps:
         yield self._last
         self.mapped -= set(task.tables)
+
+    def hears(self, other: RelayShell) -> bool:
+        """Whether another relay says anything on the network."""
+        cut = frozenset({other.host.name, self.host.name}) in self.faults.wire_cuts
+        return not cut and not other.slots[0].silent
 
     def _fails(self, source: Source) -> bool:
         cut = frozenset({source.host.name, self.host.name}) in self.faults.wire_cuts

@@ -191,6 +191,7 @@ class Truth:
         self.sources: dict[bytes, Source] = {}  # by the digest of their table
         self.recorded: dict[tuple[str, int], list[weights_pb2.Identity]] = {}  # intents on any disk, by fence
         self.models: dict[str, str] = {}  # by lineage
+        self.passing: dict[bytes, Any] = {}  # relays, by the locator under which they pass on
 
     @staticmethod
     def hash(digests: dict[str, str]) -> bytes:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ckpt_engine.core.problems import deadline
 from ckpt_engine.core.relay_routes import Route
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -51,6 +53,31 @@ class Filling:
         """Whether it is to be told what to do next: it was told nothing yet, or has done the first part of it."""
         return self.command is None or (self.ahead and self.answer is not None and not self.failed)
 
+    def too_late(self, waits: Sequence[str], since: str) -> Problem:
+        """Why it is left out now that the time is over. waits: relays that it waits for. since: how long it took."""
+        if self.answer is not None and self.answer.HasField("problem"):
+            return self.answer.problem
+        if self.command is None:
+            return deadline(f"it waited for {', '.join(waits) or 'its turn'} to hold the version {since}").problem
+        said = "does not say that it holds the version" if self.answer is not None else "has not answered"
+        return deadline(f"it {said} {since}").problem
+
     def tables(self) -> set[bytes]:
         """Digests of the tables under which it holds what it has brought."""
         return {each.table for each in (self.answer, self.early) if each is not None and each.table}
+
+
+def reports(fillings: Iterable[Filling]) -> list[manager_pb2.RelayReport]:
+    """What each relay did."""
+    told = {each.relay: (each, each.told or each.route) for each in fillings}
+    return [
+        manager_pb2.RelayReport(
+            relay=each.relay,
+            filled=each.answer,
+            replicas=each.replicas,
+            relays=sorted(other for other, (_, other_route) in told.items() if each.relay in other_route.upstream),
+            upstream=route.upstream,
+            stage=route.stage,
+        )
+        for each, route in told.values()
+    ]

@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ckpt_engine.core.problems import deadline, precondition, unavailable
+from ckpt_engine.core.problems import precondition, unavailable
 from ckpt_engine.core.reach import name_of
 from ckpt_engine.core.relay_routes import Route, relay_routes
 from ckpt_engine.machines.events import Compiled
 from ckpt_engine.machines.manager.course import Course
+from ckpt_engine.machines.manager.fan_out import Together, filled_together
 from ckpt_engine.machines.manager.fill_command import fill_command
-from ckpt_engine.machines.manager.filling import FINAL, Filling
+from ckpt_engine.machines.manager.filling import FINAL, Filling, reports
 from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.machines.manager.prefetch_rule import by_way_of, in_between, prefetch_decision
 from ckpt_engine.machines.manager.relay_facts import (
@@ -57,6 +58,8 @@ class Prefetch:
         self._from: dict[str, str] = {}  # by relay, a sentence that says why it is filled from or for others
         # Whoever does not answer on a network is found to be gone after a lease.
         self._tries = 1 + int(self._state.deadlines.lease / self._state.deadlines.resend)
+        self._along: dict[str, str] = {}  # by relay, a sentence about those that are filled along with it
+        self._together = Together()
         self.why: dict[str, str] = {}
 
     def choose(self, compiled: Compiled, before: Prefetch | None) -> None:
@@ -88,6 +91,8 @@ class Prefetch:
         changed = True
         while changed:
             changed = False
+            self._together = self._filled_together()
+            self._along |= self._together.why
             for filling in list(self._fillings.values()):
                 changed |= self._step(filling, seconds)
             if self._routed != len(self._out()):
@@ -144,15 +149,8 @@ class Prefetch:
     def overdue(self, seconds: float) -> None:
         """The time for filling is over, `seconds` after the update began."""
         for filling in self.missing():
-            since = f"{seconds:.1f} s after the update began"
-            if filling.answer is not None and filling.answer.HasField("problem"):
-                filling.left_out = filling.answer.problem
-            elif filling.command is None:
-                waits = ", ".join(name for name in filling.route.upstream if not self._has(name))
-                filling.left_out = deadline(f"it waited for {waits or 'its turn'} to hold the version {since}").problem
-            else:
-                said = "does not say that it holds the version" if filling.answer is not None else "has not answered"
-                filling.left_out = deadline(f"it {said} {since}").problem
+            waits = [name for name in filling.route.upstream if not self._has(name)]
+            filling.left_out = filling.too_late(waits, f"{seconds:.1f} s after the update began")
 
     def leave_out(self, relay: str, problem: Problem) -> None:
         """It was filled, and cannot be installed from."""
@@ -161,18 +159,7 @@ class Prefetch:
 
     def reports(self) -> list[manager_pb2.RelayReport]:
         """What each relay did."""
-        told = {each.relay: each.told or each.route for each in self._fillings.values()}
-        return [
-            manager_pb2.RelayReport(
-                relay=each.relay,
-                filled=each.answer,
-                replicas=each.replicas,
-                relays=sorted(other for other, route in told.items() if each.relay in route.upstream),
-                upstream=told[each.relay].upstream,
-                stage=told[each.relay].stage,
-            )
-            for each in self._fillings.values()
-        ]
+        return reports(self._fillings.values())
 
     def why_not(self) -> dict[str, Problem]:
         """By replica: why the relay that was to serve it does not count."""
@@ -213,7 +200,7 @@ class Prefetch:
         filling = self._fillings.get(name)
         if name in self._from and filling is not None and not filling.replicas:
             return self._from[name]
-        return "; ".join(filter(None, (self.why.get(name), self._from.get(name))))
+        return "; ".join(filter(None, (self.why.get(name), self._from.get(name), self._along.get(name))))
 
     # -- from whom
 
@@ -316,6 +303,16 @@ class Prefetch:
         filling.told, filling.answer = route, None
         self._tell(filling, seconds)
 
+    def _filled_together(self) -> Together:
+        """Of those whose turn it is, who are filled together."""
+        new = (each for each in self._fillings.values() if each.command is None and each.left_out is None)
+        due = [each for each in new if all(self._is_ready(name, each.route) for name in each.route.upstream)]
+
+        def command(each: Filling) -> manager_pb2.FillRelay:
+            return fill_command(self._course, self._known, self._identity, each.relay, each.route, ())
+
+        return filled_together(due, self._state.members.holders, command, self._course.fence)
+
     def _is_ready(self, name: str, route: Route) -> bool:
         """Whether a relay of a route's upstream can be read."""
         return self._has(name) and (name in route.early or not self._is_partial(name) or self._gave_up(name))
@@ -386,6 +383,8 @@ class Prefetch:
         command = fill_command(self._course, self._known, self._identity, filling.relay, route, upstream)
         command.record.CopyFrom(self._record)
         command.attempt = filling.attempts
+        if filling.command is None and filling.relay in self._together.orders:
+            command.fan_out.CopyFrom(self._together.orders[filling.relay])
         if before is not None:
             command.keep.CopyFrom(before._identity)
             command.keep_table = before._slot(filling.relay)

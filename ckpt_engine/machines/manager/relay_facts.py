@@ -77,16 +77,20 @@ class KnownNeeds:
             if prepared.manifest_digest == published.manifest.digest
         ]
         self._found: dict[Place, tuple[weights_pb2.Host, Needs]] = {}
+        self._near: dict[tuple[Place, ...], list[manager_pb2.BlobRef]] = {}
         for host, needs in known:
             self._found.setdefault(_place(host), (host, {}))[1].setdefault(needs.digest, needs)
 
     def near(self, relays: Collection[Holder]) -> list[manager_pb2.BlobRef]:
         """Of the workers that reach one of these relays."""
-        needs: Needs = {}
-        for host, found in self._found.values():
-            if any(by_directory(relay.host, host).ok for relay in relays):
-                needs |= found
-        return [needs[digest] for digest in sorted(needs)]
+        places = tuple(sorted({_place(relay.host) for relay in relays}))
+        if places not in self._near:
+            needs: Needs = {}
+            for host, found in self._found.values():
+                if any(by_directory(relay.host, host).ok for relay in relays):
+                    needs |= found
+            self._near[places] = [needs[digest] for digest in sorted(needs)]
+        return self._near[places]
 
 
 def station_of(relay: Holder) -> Station:

@@ -58,7 +58,7 @@ def status_of(
             connected=holder.peer is not None,
             held=[held.identity for held in holder.held],
             description=holder.host.name,
-            filling=holder.filling,
+            filling=_told(holder.filling),
             last_filled=holder.last_filled,
             progress=holder.progress,
         )
@@ -111,3 +111,13 @@ def _replica(replica: Replica) -> manager_pb2.ReplicaStatus:
         unfit=replica.why_unfit(),
         pool=replica.pool,
     )
+
+
+def _told(filling: manager_pb2.Filling | None) -> manager_pb2.Filling | None:
+    """Without what lets whoever has it read a relay."""
+    if filling is None:
+        return None
+    found = manager_pb2.Filling()
+    found.CopyFrom(filling)
+    found.ClearField("passes_on")
+    return found

@@ -63,7 +63,7 @@ class Lane:
 
     def __init__(self, locator: TcpLocator, owner: str, stop_at: float) -> None:
         self.owner = owner
-        self._socket = _connected(locator, owner, stop_at)
+        self._socket = connected(locator, owner, stop_at)
         self._queue: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
         self._problem: CkptEngineError | None = None
         self._lock = threading.Lock()
@@ -220,7 +220,7 @@ def _words(answer: bytes) -> str:
     return answer.decode("utf-8", "replace") or "it gives no reason"
 
 
-def _connected(locator: TcpLocator, owner: str, stop_at: float) -> socket.socket:
+def connected(locator: TcpLocator, owner: str, stop_at: float) -> socket.socket:
     """A connection whose owner has admitted us. Its addresses are tried in turn."""
     problem = unavailable(f"{owner} told no address")
     for address in locator.addresses:

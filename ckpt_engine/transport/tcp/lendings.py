@@ -1,7 +1,8 @@
 """Who may read which slot now: the one place that says so. Any thread.
 
 A slot is lent under a number that nobody can guess, and that ends when the slot is to be filled anew. Who holds it is
-waited for, but not for longer than `slot_grace`; then nothing of it is sent any more, whoever asks.
+waited for, but not for longer than `slot_grace`; then nothing of it is sent any more, whoever asks. While it is being
+filled, those who know the filling's key are sent what of it is verified, and nothing else.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import hmac
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.problems import invalid, unavailable
-from ckpt_engine.transport.tcp.wire import LENDING_BYTES, TOKEN_BYTES, Hello
+from ckpt_engine.transport.tcp.passing import Passing, Runs
+from ckpt_engine.transport.tcp.wire import LENDING_BYTES, NO_SLOT, TOKEN_BYTES, Hello
 
 NOT_LENT = "another version is brought into it, or none is in it yet; the next plan has another slot"
 
@@ -27,6 +30,7 @@ class _Slot:
     refused: bool = True
     size: int = 0
     held: dict[object, float] = field(default_factory=dict)  # readers to since when
+    passing: Passing | None = None  # what it was filled with last, or is being filled with
 
 
 class Lendings:
@@ -38,6 +42,7 @@ class Lendings:
         self._slots = [_Slot() for _ in range(slots)]
         self._changed = threading.Condition()
         self._open = True
+        self.token = secrets.token_bytes(TOKEN_BYTES)  # who shows it may ask for what is being filled
 
     def offer(self, slot: int, end: int) -> bytes:
         """The token of a slot, of which bytes up to `end` are offered."""
@@ -53,12 +58,17 @@ class Lendings:
     def admit(self, asked: Hello) -> None:
         """Raises INVALID_ARGUMENT unless it shows the token of a slot of this arena. Takes the same time whatever it
         shows."""
-        known = self._slots[asked.slot].token if asked.slot < len(self._slots) else secrets.token_bytes(TOKEN_BYTES)
+        known = secrets.token_bytes(TOKEN_BYTES)
+        if asked.slot == NO_SLOT:
+            known = self.token
+        elif asked.slot < len(self._slots):
+            known = self._slots[asked.slot].token
         is_known = hmac.compare_digest(known, asked.token)
         if not hmac.compare_digest(self._arena, asked.arena):
             raise invalid("this relay has other memory by now: the one that offered it has ended")
         if not is_known:
-            raise invalid(f"whoever reads slot {asked.slot} has to show the token that its table has")
+            where = "what is being filled" if asked.slot == NO_SLOT else f"slot {asked.slot}"
+            raise invalid(f"whoever reads {where} has to show the token that its table has")
 
     def hold(self, slot: int, reader: object) -> bytes:
         """The lending, which lasts until `release`, or until it is overruled. Raises UNAVAILABLE if there is none."""
@@ -91,17 +101,60 @@ class Lendings:
             found = self._slots[slot]
             found.lending, found.refused = secrets.token_bytes(LENDING_BYTES), False
 
+    def pass_on(self, slot: int, key: bytes, chunks: Sequence[Runs]) -> Passing:
+        """From now on the slot is filled: its chunks may be read one by one. key: 16 bytes that name the filling."""
+        with self._changed:
+            passing = self._slots[slot].passing = Passing(key, chunks, self._changed)
+            self._changed.notify_all()
+            return passing
+
+    def chunk(self, key: bytes, number: int, reader: object, seconds: float) -> tuple[int, Runs] | int:
+        """A chunk's slot and runs, once it is verified; the slot is held then until `release`. After `seconds` a number
+        that changes as long as the filling gets on; also where it has not begun. Raises UNAVAILABLE if it never comes.
+        """
+        until = time.monotonic() + seconds
+        with self._changed:
+            while True:
+                if not self._open:
+                    raise unavailable("this relay is being stopped")
+                pulse = 0
+                for slot, found in enumerate(self._slots):
+                    passing = found.passing
+                    if passing is None or not hmac.compare_digest(passing.key, key):
+                        continue
+                    if why := passing.why_not(number):
+                        raise unavailable(why)
+                    if passing.has(number):
+                        found.held[reader] = time.monotonic()
+                        return slot, passing.chunks[number]
+                    pulse = passing.pulse
+                left = until - time.monotonic()
+                if left <= 0:
+                    return pulse
+                self._changed.wait(left)
+
+    def passes(self, slot: int, key: bytes) -> bool:
+        """Whether what is being sent of a filling may go on being sent."""
+        with self._changed:
+            passing = self._slots[slot].passing
+            return self._open and passing is not None and hmac.compare_digest(passing.key, key)
+
     def refuse(self, slot: int) -> None:
         """Nobody who does not hold the slot may from now on."""
         with self._changed:
-            self._slots[slot].refused = True
+            self._refuse(self._slots[slot])
+
+    def _refuse(self, found: _Slot) -> None:
+        found.refused = True
+        if found.passing is not None:
+            found.passing.end("another version is brought into its place")
 
     def retire(self, slot: int) -> int:
         """Ends the lending once nobody holds it, or whoever does has had it for long enough. Returns how many were
         overruled."""
         with self._changed:
             found = self._slots[slot]
-            found.refused = True
+            self._refuse(found)
             while found.held and self._open:
                 left = max(found.held.values()) + self._grace - time.monotonic()
                 if left <= 0:
@@ -109,7 +162,7 @@ class Lendings:
                 self._changed.wait(left)
             overruled = len(found.held)
             found.held.clear()
-            found.lending = b""
+            found.lending, found.passing = b"", None
             return overruled
 
     def close(self) -> None:

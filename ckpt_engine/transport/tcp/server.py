@@ -13,13 +13,15 @@ import socket
 import ssl
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ckpt_engine.addresses import is_loopback, join_address, split_address
 from ckpt_engine.core.problems import CkptEngineError, invalid, unavailable
 from ckpt_engine.transport.base import ArenaMemory, Network
 from ckpt_engine.transport.tcp import tls, wire
 from ckpt_engine.transport.tcp.lendings import Lendings
+from ckpt_engine.transport.tcp.passing import Passer, Passing, Runs
+from ckpt_engine.transport.tcp.sending import Sender, frames
 from ckpt_engine.transport.tcp.sockets import HungUp, Silence, receive, send, shut, tuned
 from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import Region
@@ -39,9 +41,6 @@ FIRST_SECONDS = 10.0
 
 SEND_SECONDS = 60.0
 """How long a reader may take nothing of what it asked for."""
-
-LONG_RUN = 256 << 10
-"""From here on a run is sent from where it lies; shorter ones are put together first."""
 
 
 class TcpArenaLender:
@@ -83,6 +82,23 @@ class TcpArenaLender:
         """Connections that showed a token."""
         with self._lock:
             return len(self._admitted)
+
+    @property
+    def passes_on(self) -> Region:
+        """Where other relays ask for what is being filled."""
+        locator = TcpLocator(
+            addresses=[self.address],
+            arena=self._memory.id,
+            slot=wire.NO_SLOT,
+            token=self._lendings.token,
+            certificate=self._certificate,
+        )
+        size = len(self._bytes)
+        return Region(transport=NAME, size=size, locator=locator.SerializeToString(deterministic=True))
+
+    def pass_on(self, slot: int, key: bytes, chunks: Sequence[Runs]) -> Passing:
+        """Lends a slot while it is being filled, chunk by chunk as each is verified. See PassesOn."""
+        return self._lendings.pass_on(slot, key, chunks)
 
     def offer(self, id: int, slot: int, offset: int, size: int) -> Region:
         """The region as other relays open it; the same for the same arguments."""
@@ -177,7 +193,11 @@ class TcpArenaLender:
                 self._admitted.add(connection)
             send(connection, wire.frame(wire.YES, 0))
             tuned(connection, SEND_SECONDS)
-            _Reader(connection, asked.slot, self._lendings, self._memory, self._bytes).serve()
+            sender = Sender(connection, self._memory, self._bytes)
+            if asked.slot == wire.NO_SLOT:
+                Passer(connection, self._lendings, sender).serve()
+            else:
+                _Reader(connection, asked.slot, self._lendings, sender).serve()
         except CkptEngineError as error:
             log.info("the relay at %s is not served: %s", where, error.problem.message)
             with contextlib.suppress(HungUp, Silence):
@@ -196,16 +216,11 @@ class TcpArenaLender:
 class _Reader:
     """One connection that showed its token."""
 
-    def __init__(
-        self, connection: socket.socket, slot: int, lendings: Lendings, memory: ArenaMemory, lent: memoryview
-    ) -> None:
+    def __init__(self, connection: socket.socket, slot: int, lendings: Lendings, sender: Sender) -> None:
         self._connection = connection
         self._slot = slot
         self._lendings = lendings
-        self._descriptor = memory.descriptor
-        self._first = slot * memory.slot_bytes
-        self._bytes = lent[self._first : self._first + memory.slot_bytes]
-        self._plain = not isinstance(connection, ssl.SSLSocket)
+        self._sender = sender
 
     def serve(self) -> None:
         """Answers until the reader hangs up. Raises INVALID_ARGUMENT for what nobody asks, HungUp."""
@@ -232,60 +247,17 @@ class _Reader:
                 send(self._connection, wire.refusal(wire.GONE, error.problem.message))
             else:
                 send(self._connection, wire.frame(wire.YES, len(lending)) + lending)
-        else:
+        elif asked.kind == wire.READ:
             data = receive(self._connection, asked.runs * wire.RUN.size)
             runs = wire.read_runs(data, self._lendings.size(self._slot))
-            for part in _frames(runs):
+            for part in frames(runs):
                 why = next((no for run in part if (no := self._lendings.why_not(self._slot, asked.lending, *run))), "")
                 if why:
                     send(self._connection, wire.refusal(wire.GONE, why))
                     return
-                self._send(part)
-
-    def _send(self, runs: Sequence[tuple[int, int]]) -> None:
-        """One frame."""
-        head = wire.frame(wire.DATA, sum(length for _, length in runs))
-        if len(runs) > 1 or runs[0][1] < LONG_RUN:
-            parts = [self._bytes[offset : offset + length] for offset, length in runs]
-            send(self._connection, b"".join((head, *parts)))
-            return
-        ((offset, length),) = runs
-        send(self._connection, head)
-        if self._plain:
-            self._send_file(offset, length)
+                self._sender.send(self._slot, part)
         else:
-            send(self._connection, self._bytes[offset : offset + length])
-
-    def _send_file(self, offset: int, length: int) -> None:
-        at, end = self._first + offset, self._first + offset + length
-        while at < end:
-            try:
-                sent = os.sendfile(self._connection.fileno(), self._descriptor, at, end - at)
-            except BlockingIOError as error:
-                raise Silence from error
-            except OSError as error:
-                raise HungUp(str(error)) from error
-            if not sent:
-                raise HungUp("the arena ends before the run")
-            at += sent
-
-
-def _frames(runs: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Runs, cut and put together so that each frame is a part of one long run or several short ones."""
-    short: list[tuple[int, int]] = []
-    size = 0
-    for offset, length in runs:
-        if short and (length >= LONG_RUN or size + length > wire.FRAME_BYTES):
-            yield short
-            short, size = [], 0
-        if length < LONG_RUN:
-            short.append((offset, length))
-            size += length
-            continue
-        for first in range(offset, offset + length, wire.FRAME_BYTES):
-            yield [(first, min(wire.FRAME_BYTES, offset + length - first))]
-    if short:
-        yield short
+            raise invalid("a chunk is asked for where what is being filled is asked for, not where a slot is read")
 
 
 def _listening(host: str, port: int) -> socket.socket:

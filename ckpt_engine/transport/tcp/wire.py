@@ -6,8 +6,10 @@
     READ   lending, runs of the slot             DATA frames: the runs' bytes in their order; GONE and why instead, once
                                                  the lending has ended
     RELEASE                                      (nothing)
+    PASS   key of a filling, number of a chunk   DATA frames once that chunk is verified, WAIT until then; GONE and why
 
 A reader may ask for the next runs before the last ones have come; they come in the order in which they were asked for.
+PASS is asked of what is being filled, so its greeting is about no slot.
 Pure: no socket is touched here.
 """
 
@@ -35,7 +37,10 @@ HELLO = struct.Struct(f"<4sB3xI{ARENA_BYTES}s{TOKEN_BYTES}s")
 QUESTION = struct.Struct(f"<B3xI{LENDING_BYTES}s")
 """Kind, how many runs follow, lending."""
 
-HOLD, RELEASE, READ = range(1, 4)
+HOLD, RELEASE, READ, PASS = range(1, 5)
+
+NO_SLOT = 2**32 - 1
+"""Of a greeting: the connection is for asking what is being filled."""
 
 RUN = struct.Struct("<QQ")
 """Offset in the slot, length; bytes."""
@@ -43,7 +48,10 @@ RUN = struct.Struct("<QQ")
 FRAME = struct.Struct("<B3xI")
 """What follows, and how many bytes of it."""
 
-YES, NO, DATA, GONE = range(1, 5)
+YES, NO, DATA, GONE, WAIT = range(1, 6)
+
+PULSE = struct.Struct("<Q")
+"""With WAIT: a number that changes whenever its sender gets something of what it is being filled with."""
 
 FRAME_BYTES = 4 << 20
 """Of one DATA frame, at most. Between two the owner looks whether the lending still holds."""
@@ -67,7 +75,7 @@ class Hello(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A message of a reader. runs: how many follow it."""
+    """A message of a reader. runs: how many follow it; of PASS the number of a chunk. lending: of PASS the key."""
 
     kind: int
     runs: int
@@ -104,15 +112,20 @@ def question(kind: int, lending: bytes = bytes(LENDING_BYTES), runs: Sequence[tu
     return QUESTION.pack(kind, len(runs), lending) + b"".join(RUN.pack(*run) for run in runs)
 
 
+def passed(key: bytes, chunk: int) -> bytes:
+    """A reader's question for a chunk of a filling. key: 16 bytes."""
+    return QUESTION.pack(PASS, chunk, key)
+
+
 def read_question(data: bytes) -> Question:
     """Raises INVALID_ARGUMENT for what nobody asks."""
     try:
         found = Question(*QUESTION.unpack(data))
     except struct.error as error:
         raise invalid(f"{len(data)} bytes are no question") from error
-    if found.kind not in (HOLD, RELEASE, READ):
+    if found.kind not in (HOLD, RELEASE, READ, PASS):
         raise invalid(f"nobody can ask {found.kind}")
-    if not (1 <= found.runs <= MOST_RUNS if found.kind == READ else found.runs == 0):
+    if found.kind != PASS and not (1 <= found.runs <= MOST_RUNS if found.kind == READ else found.runs == 0):
         raise invalid(f"question {found.kind} is about {found.runs} runs; a read is about 1 to {MOST_RUNS}")
     return found
 
@@ -148,7 +161,7 @@ def read_frame(data: bytes) -> Frame:
         found = Frame(*FRAME.unpack(data))
     except struct.error as error:
         raise invalid(f"{len(data)} bytes are no answer") from error
-    most = {YES: LENDING_BYTES, NO: WORDS_BYTES, GONE: WORDS_BYTES, DATA: FRAME_BYTES}.get(found.kind)
-    if most is None or found.size > most or (found.kind == DATA and not found.size):
+    most = {YES: LENDING_BYTES, NO: WORDS_BYTES, GONE: WORDS_BYTES, DATA: FRAME_BYTES, WAIT: PULSE.size}.get(found.kind)
+    if most is None or found.size > most or (found.kind in (DATA, WAIT) and not found.size):
         raise invalid(f"an answer of kind {found.kind} with {found.size} bytes is none of a relay")
     return found

@@ -1,0 +1,44 @@
+"""What each relay is told of a plan in which several are filled with the same at the same time. Pure.
+
+The manager does not know the chunks, and needs not: it plans for shares of equal size, and relays deal their chunks to
+the trees by these (core/relay_chunks.py). Whom a relay may ask comes before it in the tree's order, so nobody waits for
+himself, whichever of them each relay asks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from ckpt_engine.core.chunks import Chunk
+from ckpt_engine.core.fan_out import HostRate, plan_fan_out
+from ckpt_engine.core.relay_chunks import KEY_BYTES
+from ckpt_engine.v1.manager_pb2 import FanOut
+from ckpt_engine.v1.weights_pb2 import Region
+
+SHARES = 64
+"""Of all bytes, that are dealt to the trees."""
+
+
+def fan_out_orders(relays: Mapping[str, Region], about: bytes) -> dict[str, FanOut]:
+    """What each relay is told. relays: by name, where it passes on. about: no other plan is about the same.
+
+    The same arguments give the same plan.
+    """
+    names = sorted(relays)
+    hosts = tuple(range(len(names)))
+    chunks = [Chunk(1, hosts, (0,)) for _ in range(SHARES)]
+    plan = plan_fan_out(chunks, [HostRate(name) for name in names], [HostRate("whoever holds the version")])
+    key = hashlib.sha256(b"\0".join([about, *(name.encode() for name in names)])).digest()[:KEY_BYTES]
+    found = {}
+    for name in names:
+        told = found[name] = FanOut(plan=key)
+        numbers: dict[str, int] = {}
+        for upstream in sorted(plan.upstreams(name), key=lambda each: each.tree):
+            ask = [] if upstream.parent is None else [upstream.parent, *filter(None, upstream.alternates)]
+            for each in ask:
+                if each not in numbers:
+                    numbers[each] = len(numbers)
+                    told.peers.add(relay=each, region=relays[each])
+            told.trees.add(share=plan.trees[upstream.tree].bytes, ask=[numbers[each] for each in ask])
+    return found

@@ -1,0 +1,277 @@
+"""Fills a slot along with other relays: some chunks from those who hold the version, the others from each other.
+
+A chunk is digested as it lies in the slot, compared with the sealed record, and only then said to be there, so nothing
+is passed on that was not sealed. Who loses whom it reads, or is sent something else, goes on with the next alternate by
+itself; what none of them passes on is read from those who hold the version, as ever. A thread for each tree.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+import torch
+
+from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline
+from ckpt_engine.core.relay_chunks import chunks_of, dealt, filling_key
+from ckpt_engine.core.relay_layout import SlotLayout
+from ckpt_engine.core.sealed_record import Recorded
+from ckpt_engine.digest.host import HostDigests
+from ckpt_engine.relay.fill import NAMED, Filled, Filling, Memory, Missing, Progress
+from ckpt_engine.relay.sources import Sources
+from ckpt_engine.torch_dtypes import torch_dtype
+from ckpt_engine.transport.base import Passing
+from ckpt_engine.transport.tcp.asking import Passed
+from ckpt_engine.v1.manager_pb2 import FanOut
+from ckpt_engine.v1.weights_pb2 import Problem, Region
+
+AHEAD = 2
+"""Chunks of a tree that are asked for at a time: one comes while the next one is on its way."""
+
+LOOK_SECONDS = 0.2
+"""Between two looks whether a filling goes on, while others pass on to it."""
+
+PassOn = Callable[[bytes, Sequence[Sequence[tuple[int, int]]]], Passing | None]
+"""(key, runs of each chunk): the slot's filling begins, for those who wait for it; None: it cannot be passed on."""
+
+
+class FanIn:
+    """A slot's chunks, made ready; kept as long as its layout and sources are the same."""
+
+    def __init__(self, layout: SlotLayout, memory: Memory, sources: Sources) -> None:
+        self._layout = layout
+        self._memory = memory
+        self._sources = sources
+        self._bytes = memory(0, (layout.size,), torch.uint8).numpy().data
+        self._digests: dict[int, HostDigests] = {}
+        self._direct: tuple[frozenset[int], Filling] | None = None
+        self.chunks = chunks_of(layout)
+
+    def run(
+        self,
+        fan_out: FanOut,
+        pass_on: PassOn,
+        recorded: Recorded,
+        stop_at: float,
+        cancelled: Callable[[], bool],
+        progress: Progress = lambda done, total: None,
+    ) -> Filled:
+        """Fills the slot, as `Filling.run`. When it returns or raises, nothing can land any more."""
+        began = time.monotonic()
+        key = filling_key(fan_out.plan, recorded.root, self.chunks)
+        passing = pass_on(key, [each.runs for each in self.chunks])
+        try:
+            found = _Trees(self, fan_out, key, passing, recorded, stop_at).run(cancelled, progress)
+        except BaseException as error:
+            if passing is not None:
+                why = error.problem.message if isinstance(error, CkptEngineError) else "its filling has failed"
+                passing.end(f"it does not hold the version: {why}")
+            raise
+        if passing is not None:
+            passing.finish()
+        missing, brought, again, faults = found
+        told = {fault.message: fault for fault in faults}
+        return Filled(missing, brought, again, tuple(told.values())[:NAMED], time.monotonic() - began)
+
+    def direct(self, chunks: Collection[int]) -> Filling:
+        """Reads these chunks from those who hold the version, and whatever is in none."""
+        key = frozenset(chunks)
+        if self._direct is None or self._direct[0] != key:
+            self._direct = key, self._filling(chunks, others=True)
+        return self._direct[1]
+
+    def rest(self, chunks: Collection[int]) -> Filling:
+        """Reads these chunks alone, once."""
+        return self._filling(chunks, others=False)
+
+    def landing(self, number: int) -> list[memoryview]:
+        """Where a chunk's runs belong."""
+        return [self._bytes[offset : offset + length] for offset, length in self.chunks[number].runs]
+
+    def wrong(self, number: int, recorded: Recorded) -> list[int]:
+        """The cells of a chunk that are not as they were sealed, as they lie there now."""
+        chunk = self.chunks[number]
+        if number not in self._digests:
+            self._digests[number] = HostDigests([self._box(atom) for atom in chunk.atoms])
+        sums = dict.fromkeys(chunk.cells, 0)
+        for atom, value in zip(chunk.atoms, self._digests[number].run(), strict=True):
+            cell = self._layout.atoms[atom].cell
+            sums[cell] = (sums[cell] + value) % 2**64
+        return [cell for cell, value in sums.items() if value != int(recorded.values[cell])]
+
+    def name(self, cell: int) -> str:
+        """Of a cell's tensor."""
+        tensor = int(np.searchsorted(self._layout.recorded.first, cell, side="right")) - 1
+        return self._layout.recorded.record.manifest.tensors[tensor].name
+
+    def _box(self, number: int) -> tuple[torch.Tensor, Sequence[int]]:
+        atom = self._layout.atoms[number]
+        dtype = torch_dtype(self._layout.recorded.record.manifest.tensors[atom.tensor].dtype)
+        return self._memory(atom.offset, atom.box.shape, dtype), atom.box.start
+
+    def _filling(self, chunks: Collection[int], others: bool) -> Filling:
+        wanted = {cell for number in chunks for cell in self.chunks[number].cells}
+        in_chunks = {cell for chunk in self.chunks for cell in chunk.cells}
+        kept = {atom.cell for atom in self._layout.atoms} - wanted
+        return Filling(self._layout, self._memory, self._sources, kept & in_chunks if others else kept)
+
+
+class _Trees:
+    """One filling. What its threads share is guarded by `_changed`."""
+
+    def __init__(
+        self,
+        slot: FanIn,
+        fan_out: FanOut,
+        key: bytes,
+        passing: Passing | None,
+        recorded: Recorded,
+        stop_at: float,
+    ) -> None:
+        self._slot, self._key, self._passing, self._recorded, self._stop_at = slot, key, passing, recorded, stop_at
+        self._peers = fan_out.peers
+        self._changed = threading.Condition()
+        self._connections: set[Passed] = set()
+        self._stopped = False
+        self._left: list[int] = []  # chunks that nobody passes on
+        self._again = 0
+        self._done = 0  # bytes that others have passed on
+        self._faults: list[Problem] = []
+        self._brought: dict[str, int] = {}
+        self._direct: list[int] = []
+        self._whole = {cell: number for number, chunk in enumerate(slot.chunks) for cell in chunk.cells}
+        self._missing = [len(chunk.cells) for chunk in slot.chunks]
+        by_tree = dealt(slot.chunks, [tree.share for tree in fan_out.trees])
+        self._threads: list[threading.Thread] = []
+        for number, (tree, chunks) in enumerate(zip(fan_out.trees, by_tree, strict=True)):
+            if not tree.ask:
+                self._direct += chunks
+                continue
+            name, given = f"ckpt-engine tree {number}", (list(tree.ask), deque(chunks))
+            self._threads.append(threading.Thread(target=self._follow, args=given, name=name, daemon=True))
+        self._total = sum(chunk.bytes for chunk in slot.chunks)
+
+    def run(
+        self, cancelled: Callable[[], bool], progress: Progress
+    ) -> tuple[tuple[Missing, ...], dict[str, int], int, list[Problem]]:
+        """What is missing, bytes by source, cells that were read again, and faults."""
+        direct = 0
+
+        def told(done: int, total: int) -> None:
+            progress(direct + done + self._done, self._total)
+
+        for thread in self._threads:
+            thread.start()
+        try:
+            first = self._slot.direct(self._direct).run(self._recorded, self._stop_at, cancelled, told, self._arrived)
+            direct = sum(first.brought.values())
+            while any(thread.is_alive() for thread in self._threads):
+                if cancelled():
+                    raise aborted("bringing this version was overtaken by a newer command")
+                if time.monotonic() >= self._stop_at:
+                    raise deadline("bringing this version into the relay took longer than it may: others passed it on")
+                with self._changed:
+                    self._changed.wait(LOOK_SECONDS)
+                told(0, 0)
+        finally:
+            self._stop()
+        filled = [first]
+        if self._left:
+            rest = self._slot.rest(self._left)
+            filled.append(rest.run(self._recorded, self._stop_at, cancelled, told, self._arrived))
+        for each in filled:
+            for source, size in each.brought.items():
+                self._brought[source] = self._brought.get(source, 0) + size
+            self._faults += each.faults
+            self._again += each.again
+        missing = sorted((one for each in filled for one in each.missing), key=lambda one: one.cell)
+        return tuple(missing), self._brought, self._again, self._faults
+
+    def _stop(self) -> None:
+        """Nothing can land in the slot once it returns. A thread that connects still lands nothing any more."""
+        with self._changed:
+            self._stopped = True
+            for connection in self._connections:
+                connection.shut()
+            while self._connections:  # they have been woken up
+                self._changed.wait(LOOK_SECONDS)
+
+    def _arrived(self, cells: Collection[int]) -> None:
+        """Cells that were read from those who hold the version."""
+        if self._passing is None:
+            return
+        self._passing.moved()
+        for cell in cells:
+            number = self._whole.get(cell)
+            if number is not None:
+                self._missing[number] -= 1
+                if not self._missing[number]:
+                    self._passing.verified(number)
+
+    # -- a tree's thread
+
+    def _follow(self, ask: Sequence[int], chunks: deque[int]) -> None:
+        """Reads a tree's chunks from the first who passes them on; the others are left."""
+        problem: Problem | None = None
+        for each in ask:
+            if not chunks or self._stopped:
+                break
+            peer = self._peers[each]
+            try:
+                self._read(peer.relay, peer.region, chunks)
+            except CkptEngineError as error:
+                problem = error.problem
+            except Exception as error:  # a bug costs this parent, and neither the chunks nor the filling
+                problem = Problem(code=Problem.INTERNAL, message=f"{peer.relay}: {type(error).__name__}: {error}")
+            if problem is not None and not self._stopped:
+                with self._changed:
+                    self._faults.append(problem)
+        with self._changed:
+            self._left += chunks
+            self._changed.notify_all()
+
+    def _read(self, owner: str, region: Region, chunks: deque[int]) -> None:
+        connection = Passed(region, owner, self._key, self._stop_at)
+        try:
+            with self._changed:
+                if self._stopped:
+                    return
+                self._connections.add(connection)
+            asked = 0
+            while chunks:
+                while asked < min(AHEAD, len(chunks)):
+                    connection.ask(chunks[asked])
+                    asked += 1
+                number = chunks[0]
+                connection.receive(number, self._slot.landing(number), self._moved)
+                self._take(owner, number)
+                chunks.popleft()
+                asked -= 1
+        finally:
+            with self._changed:
+                self._connections.discard(connection)
+                self._changed.notify_all()
+            connection.close()
+
+    def _moved(self) -> None:
+        if self._stopped:
+            raise aborted("nobody waits for this chunk any more")
+        if self._passing is not None:
+            self._passing.moved()
+
+    def _take(self, owner: str, number: int) -> None:
+        """Compares a chunk that has come; then others may read it. Raises DATA_LOSS."""
+        if wrong := self._slot.wrong(number, self._recorded):
+            names = sorted({self._slot.name(cell) for cell in wrong})
+            with self._changed:
+                self._again += len(wrong)
+            raise data_loss(f"{', '.join(names[:3])} as {owner} passes it on is not what was sealed", names[:NAMED])
+        if self._passing is not None:
+            self._passing.verified(number)
+        with self._changed:
+            size = self._slot.chunks[number].bytes
+            self._done += size
+            self._brought[owner] = self._brought.get(owner, 0) + size

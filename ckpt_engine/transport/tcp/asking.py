@@ -1,0 +1,126 @@
+"""The reader's side of what another relay passes on while it is being filled: one connection, one thread.
+
+Only the calling thread writes to landing memory, and only what was asked for. Whoever shuts the connection, from any
+thread, wakes it up.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+from ckpt_engine.core.problems import CkptEngineError, data_loss, deadline, unavailable
+from ckpt_engine.transport.tcp import connection, wire
+from ckpt_engine.transport.tcp.fetcher import checked
+from ckpt_engine.transport.tcp.sockets import HungUp, Silence, receive, receive_some, send, shut, tuned
+from ckpt_engine.v1.weights_pb2 import Region
+
+SILENCE_SECONDS = 6.0
+"""How long an owner may say nothing at all. One that waits says so every second; a host that was stopped for a few
+seconds goes on."""
+
+STUCK_SECONDS = 15.0
+"""How long an owner may get nothing itself while we wait for it."""
+
+
+class Passed:
+    """A connection to a relay that is being filled. owner: as messages name it. key: of the filling, 16 bytes.
+
+    Raises UNAVAILABLE, DEADLINE_EXCEEDED, DATA_LOSS, each naming the owner.
+    """
+
+    def __init__(self, region: Region, owner: str, key: bytes, stop_at: float) -> None:
+        self._owner = owner
+        self._key = key
+        until = min(stop_at, time.monotonic() + connection.ASK_SECONDS)
+        self._socket = connection.connected(checked(region), owner, until)
+        tuned(self._socket, SILENCE_SECONDS)
+        _passed.add(self)
+
+    def ask(self, chunk: int) -> None:
+        """Asks for a chunk; they come in the order in which they were asked for."""
+        self._doing(lambda: send(self._socket, wire.passed(self._key, chunk)), chunk)
+
+    def receive(self, chunk: int, landing: Sequence[memoryview], moved: Callable[[], None]) -> None:
+        """Waits for the next chunk that was asked for, and receives it. moved: called whenever some of it has come;
+        what it raises ends the connection's use."""
+        self._doing(lambda: self._received(chunk, landing, moved), chunk)
+
+    def shut(self) -> None:
+        """Whoever waits for it wakes up. Any thread."""
+        shut(self._socket)
+
+    def close(self) -> None:
+        """By its thread, once it is done. May be repeated."""
+        self._socket.close()
+
+    def forget(self) -> None:
+        """Closes this process's copy of the socket, without a word to anybody: for a forked child."""
+        if self._socket.fileno() >= 0:
+            os.close(self._socket.detach())
+
+    def _doing(self, what: Callable[[], None], chunk: int) -> None:
+        try:
+            what()
+        except Silence as error:
+            raise deadline(
+                f"{self._owner} said nothing for {SILENCE_SECONDS:g} s while chunk {chunk} was waited for: it is "
+                "stopped, or the network is cut"
+            ) from error
+        except (HungUp, OSError) as error:
+            raise unavailable(f"{self._owner} is gone, while chunk {chunk} was waited for: {error}") from error
+
+    def _received(self, chunk: int, landing: Sequence[memoryview], moved: Callable[[], None]) -> None:
+        left = list(reversed(landing))
+        pulse, since = -1, time.monotonic()
+        while left:
+            kind, size = self._frame()
+            if kind == wire.WAIT:
+                (now,) = wire.PULSE.unpack(receive(self._socket, size))
+                if now != pulse:
+                    pulse, since = now, time.monotonic()
+                elif time.monotonic() - since > STUCK_SECONDS:
+                    raise deadline(
+                        f"{self._owner} has not got chunk {chunk}, nor anything else, for {STUCK_SECONDS:g} s: whoever "
+                        "it waits for does not send"
+                    )
+            elif kind == wire.DATA:
+                self._land(left, size, moved)
+            elif kind == wire.GONE:
+                raise unavailable(f"{self._owner}: {self._words(size)}")
+            else:
+                raise unavailable(f"{self._owner} ends the connection: {self._words(size)}")
+
+    def _frame(self) -> wire.Frame:
+        try:
+            return wire.read_frame(receive(self._socket, wire.FRAME.size))
+        except CkptEngineError as error:
+            raise data_loss(f"{self._owner} does not speak as relays do: {error.problem.message}") from error
+
+    def _land(self, left: list[memoryview], size: int, moved: Callable[[], None]) -> None:
+        while size:
+            if not left:
+                raise HungUp("it sends more than it was asked for")
+            into = left.pop()
+            got = receive_some(self._socket, into[:size])
+            if got < len(into):
+                left.append(into[got:])
+            size -= got
+            moved()
+
+    def _words(self, size: int) -> str:
+        return receive(self._socket, size).decode("utf-8", "replace") if size else "it gives no reason"
+
+
+_passed: weakref.WeakSet[Passed] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A child that keeps a connection open would hide its parent's death from owners."""
+    for each in list(_passed):
+        each.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)

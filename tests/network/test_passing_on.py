@@ -1,0 +1,260 @@
+"""Relays that are filled at the same time pass on to each other what they have verified, and nothing else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ckpt_engine.core import relay_chunks
+from ckpt_engine.core.fan_out_orders import fan_out_orders
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.sealed_record import Recorded
+from ckpt_engine.relay import batches as relay_batches
+from ckpt_engine.relay.slots import Held, Wish
+from ckpt_engine.transport.tcp import TcpArenaLender, asking, connection, passing, wire
+from ckpt_engine.transport.tcp.lendings import Lendings
+from ckpt_engine.v1.manager_pb2 import FanOut
+from ckpt_engine.v1.relay_pb2 import TcpLocator
+from ckpt_engine.v1.weights_pb2 import Region, SourceTable
+from tests.install.install_world import Checkpoint
+from tests.network.test_tcp import assert_same, relay
+from tests.relay.relay_world import seal, tables, wish
+
+NAMES = ("a", "b", "c")
+
+
+class World:
+    """A checkpoint in many small chunks; `near` holds it, and relays that are to be filled read it over TCP."""
+
+    def __init__(self, names: Sequence[str] = NAMES) -> None:
+        torch.manual_seed(7)
+        self.weights = {f"layer.{number}": torch.randn(37, 1 + number % 5) for number in range(60)}
+        self.weights |= {"empty": torch.zeros(0, 3)}
+        checkpoint = Checkpoint(self.weights, 2)
+        self.recorded: Recorded = seal(checkpoint, [])
+        self.near = relay("near")
+        self.table: SourceTable = self.near.fill(0, self._wish(1, tables(checkpoint)), 60.0).table
+        checkpoint.close()
+        self.relays = {name: relay(name) for name in names}
+        self.threads: dict[str, int] = {}  # those that fill
+        self._pool = ThreadPoolExecutor(len(names))
+
+    def close(self) -> None:
+        for each in (self.near, *self.relays.values()):
+            each.close()
+        self._pool.shutdown()
+
+    def orders(self, about: bytes = b"1") -> dict[str, FanOut]:
+        """By relay."""
+        regions = {}
+        for name, each in self.relays.items():
+            assert each.passes_on is not None
+            regions[f"relay {name}"] = each.passes_on
+        return {name.removeprefix("relay "): told for name, told in fan_out_orders(regions, about).items()}
+
+    def _wish(self, version: int, sources: Sequence[SourceTable]) -> Wish:
+        return wish(self.recorded, version, sources, everything=True)
+
+    def fill(self, name: str, told: FanOut, slot: int = 0, seconds: float = 60.0) -> Future[Held]:
+        wanted = replace(self._wish(1, [self.table]), fan_out=told)
+
+        def fill() -> Held:
+            self.threads[name] = threading.get_ident()
+            return self.relays[name].fill(slot, wanted, seconds)
+
+        return self._pool.submit(fill)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr(relay_chunks, "chunk_bytes", lambda model: 1 << 10)
+    made = World()
+    yield made
+    made.close()
+
+
+def test_each_byte_leaves_its_holder_once(world: World) -> None:
+    for slot in (0, 1, 0):
+        orders = world.orders(b"%d" % slot)
+        held = {name: world.fill(name, orders[name], slot) for name in NAMES}
+        found = {name: future.result(60) for name, future in held.items()}
+        total = found["a"].layout.bytes
+        for each in found.values():
+            assert (each.filled.missing, each.filled.faults, each.filled.again) == ((), (), 0)
+            assert sum(each.filled.brought.values()) == total
+            assert_same(each, world.weights)
+        assert sum(each.filled.brought["relay near"] for each in found.values()) == total
+        assert all(len(each.filled.brought) == 3 for each in found.values()), "everybody passes on"
+
+
+def test_what_a_relay_has_of_a_damaged_chunk_is_named_and_goes_no_further(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first chunk that `a` has verified is damaged in its memory before anybody reads it."""
+    orders = world.orders()
+    first = relay_chunks.dealt(_chunks(world), [tree.share for tree in orders["a"].trees])
+    (own,) = [number for number, tree in enumerate(orders["a"].trees) if not tree.ask]
+    damaged = first[own][0]
+    verified = passing.Passing.verified
+
+    def spoilt(self: passing.Passing, chunk: int) -> None:
+        if chunk == damaged and threading.get_ident() == world.threads["a"]:
+            offset, _ = self.chunks[chunk][0]
+            world.relays["a"]._arena.tensor(0, offset, (1,), torch.uint8).add_(1)
+        verified(self, chunk)
+
+    monkeypatch.setattr(passing.Passing, "verified", spoilt)
+    held = {name: world.fill(name, orders[name]) for name in NAMES}
+    found = {name: future.result(60) for name, future in held.items()}
+    for name in ("b", "c"):
+        assert found[name].filled.missing == ()
+        assert_same(found[name], world.weights)
+    said = [fault.message for name in ("b", "c") for fault in found[name].filled.faults]
+    assert said
+    assert all("as relay a passes it on is not what was sealed" in each for each in said), said
+
+
+def _chunks(world: World) -> tuple[relay_chunks.SlotChunk, ...]:
+    held = world.near.held(0)
+    assert held is not None
+    return relay_chunks.chunks_of(held.layout)
+
+
+def test_who_is_gone_is_done_without(world: World) -> None:
+    """One relay of the plan is not there any more."""
+    orders = world.orders()
+    world.relays["a"].close()
+    held = {name: world.fill(name, orders[name]) for name in ("b", "c")}
+    for future in held.values():
+        found = future.result(60)
+        assert found.filled.missing == ()
+        assert_same(found, world.weights)
+        assert "relay a" not in found.filled.brought
+        assert any("relay a cannot be reached" in each.message for each in found.filled.faults)
+
+
+def test_who_never_begins_is_waited_for_and_not_for_ever(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "STUCK_SECONDS", 0.1)
+    monkeypatch.setattr(passing, "PULSE_SECONDS", 0.02)
+    orders = world.orders()
+    held = {name: world.fill(name, orders[name]) for name in ("b", "c")}
+    for future in held.values():
+        found = future.result(60)
+        assert found.filled.missing == ()
+        assert_same(found, world.weights)
+        assert any("relay a has not got chunk" in each.message for each in found.filled.faults)
+
+
+def test_whoever_is_stopped_tells_those_who_wait(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`a` is told to stop once it has passed something on: the others do without."""
+    verified = passing.Passing.verified
+    seen: list[int] = []
+
+    def stopping(self: passing.Passing, chunk: int) -> None:
+        verified(self, chunk)
+        if threading.get_ident() == world.threads["a"] and len(seen) < 3:
+            seen.append(chunk)
+            if len(seen) == 3:
+                world.relays["a"].stop()
+
+    monkeypatch.setattr(passing.Passing, "verified", stopping)
+    monkeypatch.setattr(relay_batches, "LANDING_BYTES", 1 << 10)
+    orders = world.orders()
+    held = {name: world.fill(name, orders[name]) for name in NAMES}
+    with pytest.raises(CkptEngineError, match="overtaken by a newer command"):
+        held["a"].result(60)
+    for name in ("b", "c"):
+        found = held[name].result(60)
+        assert found.filled.missing == ()
+        assert_same(found, world.weights)
+    assert world.relays["a"].held(0) is None
+
+
+def test_nothing_is_sent_before_it_is_verified(world: World) -> None:
+    slots = world.relays["a"]
+    region = slots.passes_on
+    assert region is not None
+    key = b"k" * 16
+    slots._arena.reserve(0, 4096, "a test")
+    memory = slots._arena.tensor(0, 0, (4096,), torch.uint8)
+    connection = asking.Passed(region, "relay a", key, time.monotonic() + 30)
+    found = bytearray(1000)
+    heard: list[int] = []
+
+    def read() -> bytes:
+        connection.ask(1)
+        connection.receive(1, [memoryview(found)[:600], memoryview(found)[600:]], lambda: heard.append(1))
+        return bytes(found)
+
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(read)
+        filling = slots._ways.pass_on(0, key, [[(0, 1000)], [(1000, 300), (2000, 700)]])
+        assert filling is not None
+        filling.verified(0)
+        lender = slots._ways._lenders[0]
+        assert isinstance(lender, TcpArenaLender)
+        asked = lender._lendings.chunk(key, 1, object(), 0.05)
+        assert isinstance(asked, int), "it has to wait"
+        assert not heard
+        memory.fill_(7)
+        filling.verified(1)
+        assert reading.result(30) == b"\7" * 1000
+        connection.ask(0)
+        connection.ask(5)
+        connection.receive(0, [memoryview(bytearray(1000))], lambda: None)
+        with pytest.raises(CkptEngineError, match="there is no chunk 5"):
+            connection.receive(5, [memoryview(bytearray(1))], lambda: None)
+        connection.ask(0)
+        connection.receive(0, [memoryview(bytearray(1000))], lambda: None)
+        assert slots._ways.retire(0) == 0
+        connection.ask(0)
+        reading = threads.submit(lambda: connection.receive(0, [memoryview(bytearray(1000))], lambda: None))
+        filling = slots._ways.pass_on(0, key, [[(0, 1000)]])
+        assert filling is not None
+        filling.end("it does not hold the version: a test")
+        with pytest.raises(CkptEngineError, match="relay a: it does not hold the version: a test"):
+            reading.result(30)
+    connection.close()
+
+
+def test_who_reads_a_chunk_is_waited_for_and_overruled() -> None:
+    lendings = Lendings(b"a" * 16, 2, 0.05)
+    filling = lendings.pass_on(0, b"k" * 16, [[(0, 10)]])
+    filling.verified(0)
+    reader = object()
+    assert lendings.chunk(b"k" * 16, 0, reader, 0.0) == (0, [(0, 10)])
+    assert lendings.passes(0, b"k" * 16)
+    assert lendings.retire(0) == 1
+    assert not lendings.passes(0, b"k" * 16)
+    assert lendings.chunk(b"k" * 16, 0, reader, 0.0) == 0, "nobody passes that on"
+
+
+def test_only_who_shows_the_token_asks_and_for_nothing_else(world: World) -> None:
+    region = world.relays["a"].passes_on
+    assert region is not None
+    locator = TcpLocator.FromString(region.locator)
+    forged = TcpLocator()
+    forged.CopyFrom(locator)
+    forged.token = b"x" * 32
+    other = Region(transport="tcp", size=region.size, locator=forged.SerializeToString())
+    stop_at = time.monotonic() + 30
+    with pytest.raises(CkptEngineError, match="whoever reads what is being filled has to show the token"):
+        asking.Passed(other, "relay a", b"k" * 16, stop_at)
+    socket = connection.connected(locator, "relay a", stop_at)
+    socket.sendall(wire.question(wire.HOLD))
+    kind, size = wire.read_frame(socket.recv(wire.FRAME.size))
+    assert kind == wire.NO
+    assert b"nobody reads a slot" in socket.recv(size)
+    socket.close()
+    slot = TcpLocator.FromString(next(way for way in world.table.regions[0].offers if way.transport == "tcp").locator)
+    socket = connection.connected(slot, "relay near", stop_at)
+    socket.sendall(wire.passed(b"k" * 16, 0))
+    kind, _ = wire.read_frame(socket.recv(wire.FRAME.size))
+    assert kind == wire.NO
+    socket.close()

@@ -1,0 +1,156 @@
+"""Updates of several hosts whose relays are filled together and pass on to each other what they have verified."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from ckpt_engine.core.fan_out_orders import fan_out_orders
+from ckpt_engine.machines.manager import fan_out
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.simulation.hosts import host_of
+from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
+from tests.simulation.passing import Passing
+from tests.simulation.scenario import Slant
+from tests.simulation.story import NEW, OLD, Story, outcomes
+from tests.simulation.test_relay_hosts import begun, holds, relays_on, trained
+
+HOSTS = [host_of(name) for name in "ABCDE"]
+A, *FAR = HOSTS
+
+
+@pytest.fixture
+def story() -> Story:
+    made = Story(far=True, fill=16.0, update=40.0)
+    made.hosts = HOSTS
+    return made
+
+
+def test_several_hosts_are_filled_together_and_report_it(story: Story) -> None:
+    relays = relays_on(story, *HOSTS)
+    agents = [story.replica(host=host) for host in FAR]
+    group = story.ranks()
+    for _ in range(3):
+        report = trained(story, group)
+        assert outcomes(report) == {agent.name: NEW for agent in agents}
+        assert "relay b" in report.prefetch
+        assert "it is filled along with 3 others, and reads relay c, relay d, relay e meanwhile" in report.prefetch
+        brought = [one for each in report.relays for one in each.filled.brought]
+        assert sum(one.bytes for one in brought if one.source == "relay a") == 4, "each slice leaves the host once"
+    assert all(relay.fills == 3 for relay in relays)
+
+
+def test_one_host_is_filled_as_ever(story: Story) -> None:
+    relays_on(story, A, FAR[0])
+    story.replica(host=FAR[0])
+    report = trained(story, story.ranks())
+    assert "along with" not in report.prefetch
+
+
+def test_who_does_not_pass_on_is_filled_as_ever_and_so_is_who_reads_otherwise(story: Story) -> None:
+    _, b, c = relays_on(story, A, *FAR[:2])
+    b.filling.ClearField("passes_on")
+    b.break_streams()
+    story.wait(3.0)
+    agents = [story.replica(host=host) for host in FAR[:2]]
+    report = trained(story, story.ranks())
+    assert outcomes(report) == {agent.name: NEW for agent in agents}
+    assert "along with" not in report.prefetch
+    assert c.fills == 1
+
+
+def test_nobody_is_shown_where_a_relay_passes_on(story: Story) -> None:
+    relays_on(story, A)
+    assert story.cluster.manager is not None
+    (holder,) = story.cluster.manager.machine.status().holders
+    assert holder.filling.memory_bytes
+    assert not holder.filling.HasField("passes_on")
+
+
+@pytest.mark.parametrize("when", ["before it has anything", "in the middle", "once it has all of it"])
+@pytest.mark.parametrize("how", ["killed", "stopped", "cut off", "killed and started again"])
+def test_whoever_loses_one_that_passes_on_reads_another(story: Story, when: str, how: str) -> None:
+    relays_on(story, *HOSTS)
+    agents = [story.replica(host=host) for host in FAR]
+    group = story.ranks()
+    assert set(outcomes(trained(story, group)).values()) == {NEW}
+    lost = next(relay for relay in story.relays if relay.name == "b")
+
+    def reached() -> bool:
+        if lost.passing is None or lost.fills < 2:
+            return False
+        has = len(lost.passing.verified)
+        return {"before it has anything": True, "in the middle": has >= 2, "once it has all of it": has == 4}[when]
+
+    result = begun(story, group, reached)
+    if "killed" in how:
+        lost.crash()
+        if "again" in how:
+            story.join_relay(lost.name, lost.host)
+    elif how == "stopped":
+        lost.stop_for(30.0)
+    else:
+        story.faults.wire_cuts |= {frozenset("B" + other) for other in "ACDE"}
+        story.world.after(1.0, story.faults.wire_cuts.clear)
+    story.wait(41.0)
+    (report,) = result
+    found = outcomes(report)
+    first, *others = (agent.name for agent in agents)
+    assert {name: found[name] for name in others} == dict.fromkeys(others, NEW), report
+    assert found[first] in (NEW, OLD), report
+    assert all(holds(agent) == report.identity for agent in agents[1:])
+
+
+def test_late_hosts_are_filled_together_from_whoever_holds_the_version(story: Story) -> None:
+    relays_on(story, A, FAR[0])
+    story.replica(host=FAR[0])
+    group = story.ranks()
+    report = trained(story, group)
+    story.end_group(group, in_good_order=True)
+    late = relays_on(story, *FAR[1:])
+    agents = [story.replica(host=host) for host in FAR[1:]]
+    story.wait(8.0)
+    assert all(holds(agent) == report.identity for agent in agents)
+    assert all(relay.fills == 1 for relay in late)
+
+
+# -- rules, taken out one by one
+
+
+def a_relay_passes_on_what_it_has_verified_only(patch: Patch) -> None:
+    """It passes on whatever lies in its slot."""
+    original = Passing.passed
+
+    def passed(self: Passing, index: int, wanted: str) -> str | None:
+        self.verified |= self.slot.memory.keys()
+        return original(self, index, wanted)
+
+    patch.setattr(Passing, "passed", passed)
+
+
+def whom_a_relay_asks_comes_before_it_in_a_tree(patch: Patch) -> None:
+    """Each asks the other one, whoever that is, and nobody reads those who hold the version."""
+
+    def orders(relays: Mapping[str, weights_pb2.Region], about: bytes) -> dict[str, manager_pb2.FanOut]:
+        found = fan_out_orders(relays, about)
+        for name, one in found.items():
+            del one.peers[:]
+            for other in relays.keys() - {name}:
+                one.peers.add(relay=other, region=relays[other])
+            for tree in one.trees:
+                tree.ask[:] = range(len(one.peers))
+        return found
+
+    patch.setattr(fan_out, "fan_out_orders", orders)
+
+
+RULES: list[Mistake] = [
+    a_relay_passes_on_what_it_has_verified_only,
+    whom_a_relay_asks_comes_before_it_in_a_tree,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=name_of)
+def test_some_seed_notices_without(rule: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+    must_be_noticed(rule, monkeypatch, Slant(relays=True, far=True, held=0.5))
