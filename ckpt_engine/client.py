@@ -105,16 +105,19 @@ def blob_ref(data: bytes) -> manager_pb2.BlobRef:
 
 
 async def put_blob(
-    stub: manager_pb2_grpc.CheckpointEngineManagerStub, data: bytes, timeout_seconds: float = 60.0
+    stub: manager_pb2_grpc.CheckpointEngineManagerStub,
+    data: bytes,
+    timeout_seconds: float = 60.0,
+    ask: bool = True,
 ) -> manager_pb2.BlobRef:
-    """Stores `data` with the manager, unless it already holds those bytes, and returns the reference.
+    """Stores `data` with the manager, unless it already holds those bytes, and returns the reference. ask: False for
+    bytes that nobody can have stored before.
 
     Raises CkptEngineError when the manager cannot be reached or refuses the blob.
     """
     ref = blob_ref(data)
     try:
-        held = await stub.HasBlob(ref, timeout=timeout_seconds)
-        if held.present:
+        if ask and (await stub.HasBlob(ref, timeout=timeout_seconds)).present:
             return ref
         stored = await stub.PutBlob(_chunks(ref, data), timeout=timeout_seconds)
     except grpc.RpcError as error:

@@ -6,11 +6,15 @@ Runs in the reader.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from ckpt_engine.copy.host_copy import HostRun, Pair, batches_of, host_work
-from ckpt_engine.copy.prepared import PreparedCopy
+from ckpt_engine.copy.prepared import Queued
+
+if TYPE_CHECKING:
+    from ckpt_engine.copy.device_copy import DeviceCopy
 
 
 class TensorCopy:
@@ -57,8 +61,14 @@ class TensorCopy:
             HostRun(self._near).finish(on_bytes)
         return self.bytes
 
+    def queue(self) -> Queued | None:
+        """See QueueableCopy. Only what goes to or from GPUs alone can be queued."""
+        if self._near or self._far or self._device is None:
+            return None
+        return self._device.queue()
 
-def _device_copy(pairs: Sequence[Pair]) -> PreparedCopy:
+
+def _device_copy(pairs: Sequence[Pair]) -> DeviceCopy:
     # Imported here: it loads Triton, which only a process that copies to a GPU needs.
     from ckpt_engine.copy.device_copy import DeviceCopy
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 
 import torch
 
@@ -64,6 +65,53 @@ class DeviceCopy:
                 part.run(on_bytes)
         return self.bytes
 
+    def queue(self) -> QueuedCopies | None:
+        """See QueueableCopy: what comes from pageable memory cannot be queued."""
+        if not all(part.is_queueable for part in self._parts):
+            return None
+        queued = QueuedCopies()
+        try:
+            with torch.inference_mode():
+                for part in self._parts:
+                    part.queue(queued)
+        except BaseException:
+            queued.drain()
+            raise
+        return queued
+
+
+class QueuedCopies:
+    """Copies that were queued, by the event at the end of each stream's. See Queued."""
+
+    def __init__(self) -> None:
+        self._streams: list[torch.cuda.Stream] = []
+        self._ends: list[torch.cuda.Event] = []
+
+    def add(self, stream: torch.cuda.Stream, segments: Sequence[Segment]) -> None:
+        """Queues segments on a stream, which is torch's current one."""
+        self._streams.append(stream)
+        for segment in segments:
+            segment.queue(stream.cuda_stream)
+        end = torch.cuda.Event()
+        end.record(stream)
+        self._ends.append(end)
+
+    def over(self) -> bool:
+        """Whether all of them have arrived."""
+        return all(end.query() for end in self._ends)
+
+    def drain(self) -> None:
+        """Waits until nothing is on its way: memory may be freed after it. Raises INTERNAL if a GPU does not end."""
+        for stream in self._streams:
+            _drain(stream)
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """Before digests of the same process, which come from streams of the usual priority. One a GPU, so that what was
+    queued first arrives first."""
+    return torch.cuda.Stream(device, priority=-1)
+
 
 class _Part:
     """What goes to one GPU."""
@@ -71,8 +119,7 @@ class _Part:
     def __init__(self, device: torch.device, direct: list[Pair], pageable: list[Pair]) -> None:
         self._device = device
         with torch.cuda.device(device):
-            # Before digests of the same process, which come from streams of the usual priority.
-            self._stream = torch.cuda.Stream(device, priority=-1)
+            self._stream = _stream(device.index)
             self._work = DeviceWork(direct, device)
             self._feed = StagedFeed(pageable, device) if pageable else None
             # Tables were copied, and kernels loaded, on the current stream.
@@ -81,6 +128,16 @@ class _Part:
         self.bytes = sum(work.bytes for work in made)
         self.launches = sum(work.launches for work in made)
         self.engine_copies = sum(work.engine_copies for work in made)
+
+    @property
+    def is_queueable(self) -> bool:
+        return self._feed is None
+
+    def queue(self, queued: QueuedCopies) -> None:
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                queued.add(self._stream, self._work.segments)
 
     def run(self, on_bytes: Callable[[int], None] | None) -> None:
         with torch.cuda.device(self._device):
@@ -94,7 +151,7 @@ class _Part:
                         self._feed.run(flight)
                     flight.wait(0)
                 except BaseException:
-                    flight.drain()
+                    _drain(self._stream)
                     raise
 
 
@@ -129,7 +186,7 @@ class _Flight:
         return self._arrived
 
     def pause(self) -> None:
-        time.sleep(_POLL_SECONDS)
+        _pause()
 
     def wait(self, most: int) -> None:
         """Until at most so many segments are on their way."""
@@ -138,15 +195,20 @@ class _Flight:
             self.pause()
             self.arrived()
 
-    def drain(self) -> None:
-        """Waits until nothing is on its way: memory may be freed after it. Raises INTERNAL if the GPU does not end."""
-        stop_at = time.monotonic() + DRAIN_SECONDS
-        try:
-            event = torch.cuda.Event()
-            event.record(self._stream)
-            while not event.query():
-                if time.monotonic() > stop_at:
-                    raise internal(f"a copy that was stopped still runs on its GPU after {DRAIN_SECONDS:g} s")
-                self.pause()
-        except RuntimeError:
-            log.exception("ckpt-engine: this process's GPU is broken; nothing is on its way any more")
+
+def _drain(stream: torch.cuda.Stream) -> None:
+    """Waits until nothing is on its way: memory may be freed after it. Raises INTERNAL if the GPU does not end."""
+    stop_at = time.monotonic() + DRAIN_SECONDS
+    try:
+        event = torch.cuda.Event()
+        event.record(stream)
+        while not event.query():
+            if time.monotonic() > stop_at:
+                raise internal(f"a copy that was stopped still runs on its GPU after {DRAIN_SECONDS:g} s")
+            _pause()
+    except RuntimeError:
+        log.exception("ckpt-engine: this process's GPU is broken; nothing is on its way any more")
+
+
+def _pause() -> None:
+    time.sleep(_POLL_SECONDS)

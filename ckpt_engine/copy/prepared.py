@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class PreparedCopy(Protocol):
@@ -26,4 +26,26 @@ class PreparedCopy(Protocol):
         milliseconds of work.
         What it raises stops the copy there and comes out of `run`: that is how a deadline is kept.
         """
+        ...
+
+
+class Queued(Protocol):
+    """Moves that a GPU was given, and that nobody waits for yet. One thread."""
+
+    def over(self) -> bool:
+        """Whether every destination has been written. Raises what CUDA raises."""
+        ...
+
+    def drain(self) -> None:
+        """Waits until nothing is on its way, also where the GPU is broken. Raises INTERNAL if that does not end."""
+        ...
+
+
+@runtime_checkable
+class QueueableCopy(PreparedCopy, Protocol):
+    """A prepared copy that may be given to a GPU as a whole, so that the next one is there when it ends."""
+
+    def queue(self) -> Queued | None:
+        """Queues every move, after those that were queued before, and waits for nothing. None, with nothing done, if a
+        GPU cannot do all of it: then `run` does."""
         ...

@@ -8,7 +8,7 @@ digest it, or, where a GPU brought it, that GPU, which reads it back. A digest o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ckpt_engine.copy.prepared import PreparedCopy
+from ckpt_engine.copy.prepared import PreparedCopy, QueueableCopy, Queued
 from ckpt_engine.core.boxes import Box
 from ckpt_engine.core.relay_layout import ATOM_BYTES
 from ckpt_engine.digest.host import HostDigests
@@ -32,8 +32,17 @@ BATCH_BYTES = 256 << 20
 GPU_BATCH_BYTES = 512 << 20
 """The same of what lies on a GPU: 10 ms of its link, beside which starting and ending one costs little."""
 
+GPU_PIECE_BYTES = 128 << 20
+"""The most of a tensor on a GPU that is read at once, and of what is read last: nothing is copied beside its digest."""
+
 LANDING_BYTES = 16 << 20
 """The same of what comes over a network: several are on their way at a time."""
+
+LANDINGS_AHEAD = 3
+"""Batches that are asked for over a network behind the one that is waited for."""
+
+COPIES_AHEAD = 2
+"""Batches that a GPU is given behind the one that is waited for: its link never waits for this process."""
 
 READ_BACK = 2
 """Of batches that a GPU brings, every so many-th one is digested by that GPU, which reads it back over its link, which
@@ -41,8 +50,10 @@ carries both ways at once: 0 none, 1 all. The others are digested by processors,
 
 _POLL_SECONDS = 50e-6
 _LONGEST_POLL_SECONDS = 1e-3
+_LONGEST_COPY_POLL_SECONDS = 200e-6
 
 Words = npt.NDArray[np.uint64]
+Cells = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,8 @@ class Batch:
         pairs = [(pieces[index], readings[index]) for index in other]
         self._landings = _landings(pairs) if self.lands else []
         self._copies = [] if self.lands else _copies(pairs)
+        self._on_gpus = not self.lands and all(readings[index].gpu is not None for index in other)
+        self._queued: list[Queued] | None = None  # None: not started
         self._near = HostDigests(self._boxes(near))
         self._read_back = [digests_by_gpu(self._boxes(group), gpu, stage_bytes) for gpu, group in by_gpu.items()]
 
@@ -91,26 +104,49 @@ class Batch:
     def bytes(self) -> int:
         return sum(piece.bytes for piece in self.pieces)
 
+    def by_source(self) -> Iterator[tuple[str, Cells, Words]]:
+        """Of each source that is read: the cells of its pieces, and their bytes."""
+        for source in dict.fromkeys(reading.source for reading in self.readings):
+            its = [index for index, reading in enumerate(self.readings) if reading.source == source]
+            yield source, self.cells[its], np.array([self.pieces[index].bytes for index in its], dtype=np.uint64)
+
     @property
     def is_brought_first(self) -> bool:
         """Whether `bring` has anything to do."""
         return bool(self._copies or self._landings)
 
+    @property
+    def ahead(self) -> int:
+        """How many batches behind this one are to be started while it is waited for."""
+        if self._landings:
+            return LANDINGS_AHEAD
+        return COPIES_AHEAD if self._copies and self._on_gpus else 0
+
     def start(self) -> None:
-        """Asks for what comes over a network, if that was not done yet. Waits for nothing. Raises what a transport
-        raises."""
+        """Asks for what comes over a network, and queues what a GPU copies, if that was not done yet. Waits for
+        nothing. Raises what a transport raises."""
         for landing in self._landings:
             if not landing.started:
                 landing.start()
+        if self._on_gpus and self._queued is None:
+            self._queued = []
+            for copy in self._copies:
+                queued = copy.queue() if isinstance(copy, QueueableCopy) else None
+                if queued is not None:
+                    self._queued.append(queued)
 
     def bring(self, carry_on: Callable[[], None]) -> None:
         """Brings what must be there before it can be digested. carry_on: called while it waits; what it raises ends
         the batch. Raises what a transport raises."""
-        for copy in self._copies:
-            copy.run()
         self.start()
         for landing in self._landings:
-            _await(landing, carry_on)
+            _await(landing.over, carry_on, _LONGEST_POLL_SECONDS)
+        for queued in self._queued or ():
+            _await(queued.over, carry_on, _LONGEST_COPY_POLL_SECONDS)
+        if len(self._queued or ()) < len(self._copies):
+            for copy in self._copies:
+                copy.run()
+        self._queued = None
 
     def digest(self) -> Words:
         """Brings the rest; the digest of each piece as it has arrived."""
@@ -124,6 +160,9 @@ class Batch:
         for landing in self._landings:
             if landing.started:
                 landing.sever()
+        queued, self._queued = self._queued, None
+        for each in queued or ():
+            each.drain()
 
     def _by_gpu(self, indices: Sequence[int]) -> dict[int, list[int]]:
         """Those that a GPU brings into pinned memory."""
@@ -138,12 +177,12 @@ class Batch:
         return [(self.pieces[index].destination, self.pieces[index].box.start) for index in indices]
 
 
-def _await(landing: Landing, carry_on: Callable[[], None]) -> None:
+def _await(over: Callable[[], bool], carry_on: Callable[[], None], longest: float) -> None:
     pause = _POLL_SECONDS
-    while not landing.over():
+    while not over():
         carry_on()
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+        pause = min(2 * pause, longest)
 
 
 def _landings(pairs: Sequence[tuple[Piece, Reading]]) -> list[Landing]:
@@ -166,7 +205,7 @@ def _copies(pairs: Sequence[tuple[Piece, Reading]]) -> list[PreparedCopy]:
 
 def parts_of(piece: Piece) -> list[Piece]:
     """The piece, cut along its longest axis so that no part takes much longer than a batch."""
-    most = _most(piece.holders[0])
+    most = _most(piece.holders[0], 0)
     count = -(-piece.bytes // most)
     if count <= 1:
         return [piece] if piece.bytes else []
@@ -185,22 +224,27 @@ def parts_of(piece: Piece) -> list[Piece]:
     return found
 
 
-def _most(reading: Reading) -> int:
+def _most(reading: Reading, left: int) -> int:
+    """Bytes of a batch of which so many are left to be brought, itself included."""
     if reading.lands:
         return LANDING_BYTES
-    return BATCH_BYTES if reading.gpu is None else GPU_BATCH_BYTES
+    if reading.gpu is None:
+        return BATCH_BYTES
+    return min(GPU_BATCH_BYTES, max(GPU_PIECE_BYTES, left // 2))
 
 
 def in_batches(pieces: Sequence[tuple[Piece, Reading]]) -> list[Batch]:
-    """In their order; what comes over a network apart from what does not."""
+    """In their order; what comes over a network apart from what does not. What comes last from GPUs is small."""
     parts: list[list[tuple[Piece, Reading]]] = []
-    size = 0
+    size, most = 0, 0
+    left = sum(piece.bytes for piece, _ in pieces)
     for piece, reading in pieces:
-        if not parts or reading.lands != parts[-1][-1][1].lands or size + piece.bytes > _most(reading):
+        if not parts or reading.lands != parts[-1][-1][1].lands or size + piece.bytes > most:
             parts.append([])
-            size = 0
+            size, most = 0, _most(reading, left)
         parts[-1].append((piece, reading))
         size += piece.bytes
+        left -= piece.bytes
     staged = (
         sum(staged_bytes(piece.destination) for piece, reading in part if reading.gpu is not None) for part in parts
     )

@@ -19,7 +19,7 @@ from ckpt_engine.core.problems import CkptEngineError, aborted, deadline
 from ckpt_engine.core.relay_layout import SlotLayout
 from ckpt_engine.core.sealed_record import Recorded
 from ckpt_engine.relay.batches import Batch, Piece, Words, in_batches, parts_of
-from ckpt_engine.relay.pipeline import brought as brought_in_turn
+from ckpt_engine.relay.pipeline import Pipeline
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.v1.weights_pb2 import Problem
 
@@ -48,7 +48,8 @@ class Missing:
 
 @dataclass(frozen=True)
 class Filled:
-    """What `run` brought. missing: cells, sorted. brought: bytes by source id. again: cells read more than once.
+    """What `run` brought. missing: cells, sorted. brought: bytes that arrived as they were sealed, by source id, each
+    once however often it was read. again: cells read more than once.
     faults: of sources, also where another one served instead; at most 16."""
 
     missing: tuple[Missing, ...]
@@ -125,72 +126,38 @@ class Filling:
         """
         began = time.monotonic()
         self._expected = recorded.values
-        found = np.zeros(len(recorded.values), dtype=np.uint64)
-        brought: dict[str, int] = {}
         faults = list(self._sources.faults)
         self._sources.begin()
-        failed: dict[int, Problem] = {}
 
         def carry_on() -> None:
             self._carry_on(stop_at, cancelled)
 
         try:
-            seen = None if arrived is None else _Arrivals(self._batches, found, self._expected, arrived)
-            self._bring_all(self._batches, found, brought, failed, carry_on, progress, seen)
-            again = self._bring_what_was_cut_off(found, brought, failed, faults, carry_on)
-            missing = dict(self._unheld)
-            wrong = self._wrong(found, failed)
-            again += len(wrong)
-            pieces = self._pieces_of(wrong)
-            for cell, parts in pieces.items():
-                problem = self._retry(cell, parts, found, brought, failed, faults, carry_on)
-                if problem is not None:
-                    missing[cell] = problem
-            if seen is not None:
-                seen.rest(missing)
+            with Pipeline(self._sources.lost, carry_on) as pipeline:
+                run = _Run(pipeline, carry_on, np.zeros(len(recorded.values), dtype=np.uint64), faults)
+                seen = None if arrived is None else _Arrivals(self._batches, run.found, self._expected, arrived)
+                run.bring(self._batches, progress, seen)
+                again = self._bring_what_was_cut_off(run)
+                missing = dict(self._unheld)
+                wrong = self._wrong(run)
+                again += len(wrong)
+                for cell, parts in self._pieces_of(wrong).items():
+                    problem = self._retry(run, cell, parts)
+                    if problem is not None:
+                        missing[cell] = problem
+                if seen is not None:
+                    seen.rest(missing)
         finally:
             self._sources.end()
+        run.forget(list(missing))
         left = tuple(Missing(cell, missing[cell]) for cell in sorted(missing))
         told = {fault.message: fault for fault in faults}
-        return Filled(left, brought, again, tuple(told.values())[:NAMED], time.monotonic() - began)
+        return Filled(left, run.brought(), again, tuple(told.values())[:NAMED], time.monotonic() - began)
 
-    def _bring_all(
-        self,
-        batches: Sequence[Batch],
-        found: Words,
-        brought: dict[str, int],
-        failed: dict[int, Problem],
-        carry_on: Callable[[], None],
-        progress: Progress,
-        seen: _Arrivals | None = None,
-    ) -> None:
-        """What ends it leaves nothing that could still be written."""
-        done, total = 0, sum(batch.bytes for batch in batches)
-        with closing(brought_in_turn(batches, self._sources.lost, carry_on)) as results:
-            for batch, result in results:
-                carry_on()
-                if isinstance(result, Problem):
-                    failed.update((int(cell), result) for cell in batch.cells)
-                else:
-                    np.add.at(found, batch.cells, result)
-                    if seen is not None:
-                        seen.brought(batch)
-                    for piece, reading in zip(batch.pieces, batch.readings, strict=True):
-                        brought[reading.source] = brought.get(reading.source, 0) + piece.bytes
-                done += batch.bytes
-                progress(done, total)
-
-    def _bring_what_was_cut_off(
-        self,
-        found: Words,
-        brought: dict[str, int],
-        failed: dict[int, Problem],
-        faults: list[Problem],
-        carry_on: Callable[[], None],
-    ) -> int:
+    def _bring_what_was_cut_off(self, run: _Run) -> int:
         """What failed over a network, all of it together: from the nearest that has not failed, or else from who is
         back. Returns how many cells were asked for again."""
-        batches, again = self._batches, 0
+        batches, again, failed = self._batches, 0, run.failed
         for attempt in range(CUT_OFF_TIMES):
             cut = [batch for batch in batches if batch.lands and any(int(cell) in failed for cell in batch.cells)]
             for batch in cut:
@@ -204,13 +171,13 @@ class Filling:
             there = [cell for cell, each in pieces.items() if all(readings[id(piece)] is not None for piece in each)]
             if not there:
                 break
-            faults += [failed.pop(cell) for cell in there]
-            found[there] = 0
+            run.faults += [failed.pop(cell) for cell in there]
+            run.forget(there)
             again += len(there)
             pairs = [(piece, reading) for cell in there for piece in pieces[cell] if (reading := readings[id(piece)])]
             pairs.sort(key=lambda pair: pair[1].place(pair[0].box))
             batches = in_batches(pairs)
-            self._bring_all(batches, found, brought, failed, carry_on, lambda done, total: None)
+            run.bring(batches)
         return again
 
     def _pieces_of(self, cells: Collection[int]) -> dict[int, list[Piece]]:
@@ -227,34 +194,25 @@ class Filling:
         if time.monotonic() >= stop_at:
             raise deadline("bringing this version into the relay took longer than it may")
 
-    def _wrong(self, found: Words, failed: Mapping[int, Problem]) -> list[int]:
-        differ = self._held & (found != self._expected)
-        differ[list(failed)] = True
+    def _wrong(self, run: _Run) -> list[int]:
+        differ = self._held & (run.found != self._expected)
+        differ[list(run.failed)] = True
         return [cell for cell in np.flatnonzero(differ).tolist() if cell not in self._unheld]
 
-    def _retry(
-        self,
-        cell: int,
-        pieces: Sequence[Piece],
-        found: Words,
-        brought: dict[str, int],
-        failed: dict[int, Problem],
-        faults: list[Problem],
-        carry_on: Callable[[], None],
-    ) -> Problem | None:
+    def _retry(self, run: _Run, cell: int, pieces: Sequence[Piece]) -> Problem | None:
         """Reads a cell from its other holders, until it is as it was sealed. Why it cannot be had, if it cannot."""
-        problem = failed.get(cell) or self._fault(cell, pieces, 0)
-        faults.append(problem)
+        problem = run.failed.get(cell) or self._fault(cell, pieces, 0)
+        run.faults.append(problem)
         # What failed may have failed for the sake of another cell, which was read along with it.
-        for attempt in range(0 if cell in failed else 1, max(len(piece.holders) for piece in pieces)):
+        for attempt in range(0 if cell in run.failed else 1, max(len(piece.holders) for piece in pieces)):
             pairs = [(piece, piece.holders[attempt % len(piece.holders)]) for piece in pieces]
-            found[cell] = 0
-            failed.pop(cell, None)
-            self._bring_all(in_batches(pairs), found, brought, failed, carry_on, lambda done, total: None)
-            if cell not in failed and found[cell] == self._expected[cell]:
+            run.forget([cell])
+            run.failed.pop(cell, None)
+            run.bring(in_batches(pairs))
+            if cell not in run.failed and run.found[cell] == self._expected[cell]:
                 return None
-            problem = failed.get(cell) or self._fault(cell, pieces, attempt)
-            faults.append(problem)
+            problem = run.failed.get(cell) or self._fault(cell, pieces, attempt)
+            run.faults.append(problem)
         return problem
 
     def _fault(self, cell: int, pieces: Sequence[Piece], attempt: int) -> Problem:
@@ -267,6 +225,51 @@ class Filling:
             "its bytes have changed since, or were damaged",
             tensors=[self._names[tensor]],
         )
+
+
+class _Run:
+    """What one `run` has found out so far. found: by cell, what its pieces add up to. failed: why cells could not be
+    read. Used on the thread that fills."""
+
+    def __init__(self, pipeline: Pipeline, carry_on: Callable[[], None], found: Words, faults: list[Problem]) -> None:
+        self.found = found
+        self.failed: dict[int, Problem] = {}
+        self.faults = faults
+        self._pipeline = pipeline
+        self._carry_on = carry_on
+        self._came: dict[str, Words] = {}  # by source, of each cell the bytes that were read
+
+    def bring(
+        self,
+        batches: Sequence[Batch],
+        progress: Progress = lambda done, total: None,
+        seen: _Arrivals | None = None,
+    ) -> None:
+        """Reads and digests them. What ends it leaves nothing that could still be written."""
+        done, total = 0, sum(batch.bytes for batch in batches)
+        with closing(self._pipeline.brought(batches)) as results:
+            for batch, result in results:
+                self._carry_on()
+                if isinstance(result, Problem):
+                    self.failed.update((int(cell), result) for cell in batch.cells)
+                else:
+                    np.add.at(self.found, batch.cells, result)
+                    if seen is not None:
+                        seen.brought(batch)
+                    for source, cells, sizes in batch.by_source():
+                        came = self._came.setdefault(source, np.zeros_like(self.found))
+                        np.add.at(came, cells, sizes)
+                done += batch.bytes
+                progress(done, total)
+
+    def forget(self, cells: Sequence[int]) -> None:
+        """They are read again, or given up: what was read of them counts for nothing."""
+        for each in (self.found, *self._came.values()):
+            each[cells] = 0
+
+    def brought(self) -> dict[str, int]:
+        """Bytes that lie in the slot as they were sealed, by source."""
+        return {source: int(came.sum()) for source, came in self._came.items() if came.any()}
 
 
 class _Arrivals:

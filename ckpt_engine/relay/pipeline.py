@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import torch
 
@@ -19,8 +20,8 @@ from ckpt_engine.relay.batches import Batch, Words
 from ckpt_engine.relay.sources import Reading
 from ckpt_engine.v1.weights_pb2 import Problem
 
-AHEAD = 3
-"""Batches that are brought, asked for or digested, or wait for that, behind the one that is waited for."""
+AHEAD = 6
+"""Batches that are brought or digested, or wait for that, behind the one that is waited for."""
 
 DIGESTING = 2
 """Batches that are digested at once, on the same threads: one has work for them while the other one begins or ends."""
@@ -29,39 +30,52 @@ Lost = Callable[[Sequence[Reading]], Problem | None]
 """Why some of these cannot be read in this filling."""
 
 
-def brought(
-    batches: Sequence[Batch], lost: Lost, carry_on: Callable[[], None]
-) -> Generator[tuple[Batch, Words | Problem], None, None]:
-    """Each batch in turn with its digests, or why there are none; meanwhile the next ones are brought and digested.
+class Pipeline:
+    """The threads of one filling. Used inside `with`, by one thread; nothing of it goes on afterwards.
 
-    carry_on: called before each batch and while a network is waited for; what it raises ends that batch. Close the
-    iterator: it waits for what is on its way, and then nothing can land any more.
+    carry_on: called before each batch and while a network or a GPU is waited for; what it raises ends that batch.
     """
-    line = _Line(batches, lost, carry_on)
-    ahead: deque[tuple[Batch, Future[Words | Problem]]] = deque()
-    digesting = min(DIGESTING, torch.get_num_threads())
-    try:
-        with (
-            ThreadPoolExecutor(digesting, thread_name_prefix="ckpt-engine fill digest") as digests,
-            ThreadPoolExecutor(1, thread_name_prefix="ckpt-engine fill bring") as bringing,
-        ):
-            try:
-                for number, batch in enumerate(batches):
-                    first = bringing.submit(line.bring, number) if batch.is_brought_first else None
-                    ahead.append((batch, digests.submit(line.digest, batch, first)))
-                    if len(ahead) > AHEAD:
-                        done, found = ahead.popleft()
-                        yield done, found.result()
-                while ahead:
+
+    def __init__(self, lost: Lost, carry_on: Callable[[], None]) -> None:
+        self._lost = lost
+        self._carry_on = carry_on
+        self._digests = ThreadPoolExecutor(
+            min(DIGESTING, torch.get_num_threads()), thread_name_prefix="ckpt-engine fill digest"
+        )
+        self._bringing = ThreadPoolExecutor(1, thread_name_prefix="ckpt-engine fill bring")
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pool in (self._bringing, self._digests):
+            pool.shutdown(cancel_futures=True)
+
+    def brought(self, batches: Sequence[Batch]) -> Generator[tuple[Batch, Words | Problem], None, None]:
+        """Each batch in turn with its digests, or why there are none; meanwhile the next ones are brought and digested.
+
+        Close the iterator: it waits for what is on its way, and then nothing can land any more.
+        """
+        line = _Line(batches, self._lost, self._carry_on)
+        ahead: deque[tuple[Batch, Future[Words | Problem]]] = deque()
+        given: list[Future[Any]] = []
+        try:
+            for number, batch in enumerate(batches):
+                first = self._bringing.submit(line.bring, number) if batch.is_brought_first else None
+                found = self._digests.submit(line.digest, batch, first)
+                given += [found] if first is None else [first, found]
+                ahead.append((batch, found))
+                if len(ahead) > AHEAD:
                     done, found = ahead.popleft()
                     yield done, found.result()
-            finally:
-                line.ended = True
-                for pool in (bringing, digests):
-                    pool.shutdown(wait=False, cancel_futures=True)
-    finally:
-        for batch in batches:
-            batch.abandon()
+            while ahead:
+                done, found = ahead.popleft()
+                yield done, found.result()
+        finally:
+            line.ended = True
+            wait([each for each in given if not each.cancel()])
+            for batch in batches:
+                batch.abandon()
 
 
 class _Line:
@@ -78,8 +92,8 @@ class _Line:
             self._go_on()
             if (lost := self._lost(batch.readings)) is not None:
                 return lost
-            for later in self._batches[number + 1 : number + 1 + AHEAD] if batch.lands else ():
-                self._ask(batch, later)
+            for later in self._batches[number + 1 : number + 1 + batch.ahead]:
+                self._start(batch, later)
             batch.bring(self._go_on)
         except CkptEngineError as error:
             return error.problem
@@ -95,7 +109,7 @@ class _Line:
         except CkptEngineError as error:
             return error.problem
 
-    def _ask(self, batch: Batch, later: Batch) -> None:
+    def _start(self, batch: Batch, later: Batch) -> None:
         with contextlib.suppress(CkptEngineError):  # it is asked once more, and told then
             batch.start()  # first, so that it is served first
             if self._lost(later.readings) is None:

@@ -10,7 +10,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ckpt_engine.core.problems import invalid
+from ckpt_engine.source.found import Finder
 from ckpt_engine.source.held import Held, held, is_sharded
 from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.names import strip_wrappers
@@ -33,7 +33,7 @@ def module_source(module: nn.Module, *, host: Host, rank: int = 0, wish: Wish | 
     """
     sharded = any(is_sharded(tensor) for _, tensor in _tensors(module))
     return MemorySource(
-        partial(_find, module),
+        Finder(module, _find),
         host=host,
         rank=rank,
         wish=wish,

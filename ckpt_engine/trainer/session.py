@@ -220,7 +220,7 @@ class OfferingSession:
 
     async def _perform_task(self, task: Task) -> object:
         if isinstance(task, PutBlobs):
-            return tuple([await put_blob(self._stub, blob, task.seconds) for blob in task.blobs])
+            return tuple(await asyncio.gather(*(put_blob(self._stub, blob, task.seconds) for blob in task.blobs)))
         if not isinstance(task, SealSource):
             assert self._further is not None, "a machine that offers weights asks for nothing else"
             return await self._further(task)
@@ -230,7 +230,7 @@ class OfferingSession:
             # Its atoms came late; sealing anew would change what the later update's readers read.
             raise aborted(f"sealing for epoch {task.epoch} was overtaken by epoch {self._seal_epoch}")
         digests, copy_seconds, digest_seconds = await self._seal(task, atoms)
-        ref = await put_blob(self._stub, digests.SerializeToString(deterministic=True), task.seconds)
+        ref = await put_blob(self._stub, digests.SerializeToString(deterministic=True), task.seconds, ask=False)
         return SealResult(ref, copy_seconds, digest_seconds)
 
     async def fetch(self, refs: Sequence[manager_pb2.BlobRef], seconds: float) -> list[bytes]:
