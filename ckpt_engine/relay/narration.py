@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt_engine.machines.events import SessionEnded
-from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot, LetGoOf, RelayTask, SlotFilled
+from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, LetGoOf, RelayTask, SlotFilled
 from ckpt_engine.report import human_bytes
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -18,8 +18,6 @@ def lost(manager: str, ended: SessionEnded) -> str:
 
 def failed(task: RelayTask, problem: weights_pb2.Problem) -> str:
     """What was not done, and why."""
-    if isinstance(task, ForgetSlot):
-        return f"a version was not forgotten: {problem.message}"
     if isinstance(task, LetGoOf):
         return f"memory that its owner takes back stays mapped: {problem.message}"
     return f"{_version(task)} is not brought: {problem.message}"

@@ -1,6 +1,6 @@
 """A relay as a process: the shell around its machine.
 
-The session and its machine live on one asyncio loop. Counting, filling and forgetting go on on one thread, one after
+The session and its machine live on one asyncio loop. Counting and filling go on on one thread, one after
 the other; digests for workers who need finer pieces on another, so that nobody waits for a filling. Decides nothing.
 """
 
@@ -29,7 +29,7 @@ from ckpt_engine.machines.events import (
     Task,
 )
 from ckpt_engine.machines.relay.member import RelayMachine
-from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot, LetGoOf
+from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, LetGoOf
 from ckpt_engine.relay import narration
 from ckpt_engine.relay.alone import alone
 from ckpt_engine.relay.fill import Progress
@@ -149,7 +149,7 @@ class _Relay:
     # -- the machine's tasks, on the loop
 
     async def _perform(self, task: Task) -> object:
-        assert isinstance(task, CountSlot | FillSlot | ForgetSlot | LetGoOf), "a relay's machine asks for nothing else"
+        assert isinstance(task, CountSlot | FillSlot | LetGoOf), "a relay's machine asks for nothing else"
         try:
             done = await self._loop.run_in_executor(self._worker, self._work.perform, task, self._progress(task))
         except CkptEngineError as error:

@@ -38,10 +38,8 @@ class RelayWork:
             held = self._slots.fill(task.slot, wish, task.seconds, progress, task.more)
             self._fetched = None
             return SlotFilled(canonical(held.table), canonical(held.record), told(held))
-        if isinstance(task, LetGoOf):
-            self._slots.let_go(task.tables, task.seconds)
-        else:
-            self._slots.withdraw(task.slot)
+        assert isinstance(task, LetGoOf)
+        self._slots.let_go(task.tables, task.seconds)
         return None
 
     def stop(self) -> None:

@@ -307,25 +307,23 @@ class Filling(_message.Message):
     def __init__(self, memory_bytes: _Optional[int] = ..., everything: bool = ..., gpu_context_bytes: _Optional[int] = ..., reads: _Optional[_Iterable[str]] = ..., lends: _Optional[_Iterable[str]] = ..., passes_on: _Optional[_Union[_weights_pb2.Region, _Mapping]] = ...) -> None: ...
 
 class HolderMessage(_message.Message):
-    __slots__ = ("hello", "sealed", "heartbeat", "goodbye", "filled", "withdrawn", "progress")
+    __slots__ = ("hello", "sealed", "heartbeat", "goodbye", "filled", "progress")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SEALED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
     FILLED_FIELD_NUMBER: _ClassVar[int]
-    WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     hello: HolderHello
     sealed: Sealed
     heartbeat: Heartbeat
     goodbye: Goodbye
     filled: RelayFilled
-    withdrawn: RelayWithdrawn
     progress: RelayProgress
-    def __init__(self, hello: _Optional[_Union[HolderHello, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., filled: _Optional[_Union[RelayFilled, _Mapping]] = ..., withdrawn: _Optional[_Union[RelayWithdrawn, _Mapping]] = ..., progress: _Optional[_Union[RelayProgress, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[HolderHello, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., filled: _Optional[_Union[RelayFilled, _Mapping]] = ..., progress: _Optional[_Union[RelayProgress, _Mapping]] = ...) -> None: ...
 
 class HolderCommand(_message.Message):
-    __slots__ = ("welcome", "refused", "publication_accepted", "seal", "release", "heartbeat", "fill", "withdraw", "let_go")
+    __slots__ = ("welcome", "refused", "publication_accepted", "seal", "release", "heartbeat", "fill", "let_go")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     PUBLICATION_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -333,7 +331,6 @@ class HolderCommand(_message.Message):
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     FILL_FIELD_NUMBER: _ClassVar[int]
-    WITHDRAW_FIELD_NUMBER: _ClassVar[int]
     LET_GO_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
@@ -342,9 +339,8 @@ class HolderCommand(_message.Message):
     release: Release
     heartbeat: Heartbeat
     fill: FillRelay
-    withdraw: WithdrawRelay
     let_go: LetGo
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., publication_accepted: _Optional[_Union[PublicationAccepted, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fill: _Optional[_Union[FillRelay, _Mapping]] = ..., withdraw: _Optional[_Union[WithdrawRelay, _Mapping]] = ..., let_go: _Optional[_Union[LetGo, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., publication_accepted: _Optional[_Union[PublicationAccepted, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fill: _Optional[_Union[FillRelay, _Mapping]] = ..., let_go: _Optional[_Union[LetGo, _Mapping]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("rank", "boot_id", "pid", "state", "epoch", "identity", "node")
@@ -1128,22 +1124,6 @@ class RelayProgress(_message.Message):
     bytes_done: int
     bytes_total: int
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ...) -> None: ...
-
-class WithdrawRelay(_message.Message):
-    __slots__ = ("fence", "identity")
-    FENCE_FIELD_NUMBER: _ClassVar[int]
-    IDENTITY_FIELD_NUMBER: _ClassVar[int]
-    fence: _weights_pb2.Fence
-    identity: _weights_pb2.Identity
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ...) -> None: ...
-
-class RelayWithdrawn(_message.Message):
-    __slots__ = ("fence", "identity")
-    FENCE_FIELD_NUMBER: _ClassVar[int]
-    IDENTITY_FIELD_NUMBER: _ClassVar[int]
-    fence: _weights_pb2.Fence
-    identity: _weights_pb2.Identity
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ...) -> None: ...
 
 class LetGo(_message.Message):
     __slots__ = ("tables",)

@@ -38,21 +38,34 @@ class Result:
 
 def play(world: World, cell: Cell) -> Result:
     """Brings the world into order, lets the fault happen, looks, and makes the next update. Raises nothing."""
-    result = Result(cell)
-    started = time.monotonic()
     world.by_relay = cell.victim == RELAY
-    try:
-        if wrong := world.update_all():
-            result.wrong.append(f"before the fault: {wrong}")
-        before, workers = world.version, world.replicas[VICTIM].workers
-        timeout = SHORT_TIMEOUT_SECONDS if _until_end(cell) else TIMEOUT_SECONDS
+    workers = world.replicas[VICTIM].workers
+    timeout = SHORT_TIMEOUT_SECONDS if _until_end(cell) else TIMEOUT_SECONDS
+
+    def suffer(result: Result) -> None:
         with ExitStack() as undo:
             _inject(world, cell, undo, timeout)
             answer = world.answer(timeout) if cell.stage != "join" else {"replicas": "joined"}
             result.report = "died" if answer is None else str(answer.get("error") or answer.get("replicas"))
-        _judge(world, cell, result, before)
+
+    def mend() -> None:
         if cell.stage == "join":
             world.restart_agent(VICTIM, workers=workers)
+
+    return played(world, cell, suffer, mend)
+
+
+def played(world: World, cell: Cell, suffer: Callable[[Result], None], mend: Callable[[], None]) -> Result:
+    """A cell between two updates that must reach everybody. suffer: makes an update, with the fault. Raises nothing."""
+    result = Result(cell)
+    started = time.monotonic()
+    try:
+        if wrong := world.update_all():
+            result.wrong.append(f"before the fault: {wrong}")
+        before = world.version
+        suffer(result)
+        _judge(world, cell, result, before)
+        mend()
         if wrong := world.update_all():
             result.wrong.append(f"after the fault: {wrong}")
     except Exception as error:
@@ -117,9 +130,9 @@ def _suffer(world: World, cell: Cell, undo: ExitStack) -> None:
         case "stop":
             pid = world.pid_of(cell.victim, VICTIM)
             os.kill(pid, signal.SIGSTOP)
-            undo.callback(_go_on, pid)
+            undo.callback(go_on, pid)
             if not _until_end(cell):
-                _later(world, lambda: _go_on(pid))
+                _later(world, lambda: go_on(pid))
         case "cut" | "partition":
             for proxy in _proxies(world, cell.victim):
                 proxy.cut(reachable=cell.fault == "cut")
@@ -132,7 +145,8 @@ def _later(world: World, action: Callable[[], object]) -> None:
     world.loop.loop.call_soon_threadsafe(lambda: world.loop.loop.call_later(1.5 * LEASE, action))
 
 
-def _go_on(pid: int) -> None:
+def go_on(pid: int) -> None:
+    """A stopped process does, if it is there yet."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
 

@@ -21,13 +21,20 @@ _DIE_WITH_US = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDE
 
 
 class Member:
-    """One process of ours. Its output is appended to `log`."""
+    """One process of ours. Its output is appended to `log`. before: of its command, as `nsenter`: it ends with that."""
 
-    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str], **pipes: Any) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        before: Sequence[str] = (),
+        **pipes: Any,
+    ) -> None:
         self.log = log
         with log.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, *command],
+                [*before, sys.executable, *command],
                 **{"stdout": output, "stderr": output, **pipes},
                 env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
                 preexec_fn=_DIE_WITH_US,

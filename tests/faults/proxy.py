@@ -31,19 +31,22 @@ class Loop:
 
 
 class Proxy:
-    """Listens on a free port. upstream: host and port; a test may change it for later connections."""
+    """Listens on a free port, or the one that is given. upstream: host and port; a test may change it for later
+    connections. pause: seconds that every 64 KiB wait."""
 
-    def __init__(self, loop: Loop, upstream: tuple[str, int]) -> None:
+    def __init__(self, loop: Loop, upstream: tuple[str, int], host: str = "127.0.0.1", port: int = 0) -> None:
         self.upstream = upstream
+        self.pause = 0.0
+        self._host = host
         self._loop = loop
         self._reachable = True
         self._writers: set[asyncio.StreamWriter] = set()
-        self._server = loop.run(asyncio.start_server(self._carry, "127.0.0.1", 0))
+        self._server = loop.run(asyncio.start_server(self._carry, host, port))
         self.port: int = self._server.sockets[0].getsockname()[1]
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self._host}:{self.port}"
 
     @property
     def connected(self) -> bool:
@@ -77,20 +80,20 @@ class Proxy:
             return
         self._writers |= {writer, out_writer}
         try:
-            await asyncio.gather(pump(reader, out_writer), pump(out_reader, writer))
+            await asyncio.gather(self._pump(reader, out_writer), self._pump(out_reader, writer))
         finally:
             for each in (writer, out_writer):
                 self._writers.discard(each)
                 reset(each)
 
-
-async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Carries bytes one way until either end is gone; then the other way has nobody to talk to either."""
-    with suppress(OSError):
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
-    writer.close()
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Carries bytes one way until either end is gone; then the other way has nobody to talk to either."""
+        with suppress(OSError):
+            while data := await reader.read(1 << 16):
+                await asyncio.sleep(self.pause)
+                writer.write(data)
+                await writer.drain()
+        writer.close()
 
 
 def reset(writer: asyncio.StreamWriter) -> None:

@@ -46,7 +46,8 @@ def update(trainer: Trainer, version: int, timeout: float, prefetch: str, until:
     replicas = {each.name: [each.outcome, each.problem] for each in report.replicas}
     ways = sorted({use.transport for each in report.replicas for use in each.transports})
     seconds = time.monotonic() - started
-    return {"ok": report.ok, "held": report.held, "replicas": replicas, "ways": ways, "seconds": seconds}
+    told = {"ok": report.ok, "held": report.held, "prefetch": report.prefetch}
+    return {**told, "replicas": replicas, "ways": ways, "seconds": seconds}
 
 
 def main() -> None:

@@ -113,7 +113,7 @@ class World:
         self.replicas: dict[str, Rollout] = {}
         for name, workers in replicas.items():
             port, proxy = free_port(), self._proxy()
-            prober = Prober(name, f"http://127.0.0.1:{port}", expected, lambda: self.version, probe_pause)
+            prober = Prober(name, self._url(name, port), expected, lambda: self.version, probe_pause)
             prober.start()
             engine = start_engine(path, name, model, port, workers, self._environment) if attached else None
             agent = self._agent(name, port, workers, proxy, attached)
@@ -353,6 +353,9 @@ class World:
             found += rollout.prober.violations
             rollout.prober.violations = []
         return found
+
+    def _url(self, name: str, port: int) -> str:
+        return f"http://127.0.0.1:{port}"
 
     def _proxy(self) -> Proxy:
         return Proxy(self.loop, ("127.0.0.1", self.manager_port))

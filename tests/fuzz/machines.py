@@ -11,7 +11,7 @@ from ckpt_engine.machines import events
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.relay.member import RelayMachine
-from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot, SlotFilled
+from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, SlotFilled
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.machines.wire import unpack
 from ckpt_engine.v1 import manager_pb2, worker_pb2
@@ -128,7 +128,7 @@ def relay() -> Iterator[Callable[[bytes], None]]:
                     feed(events.Done(key, tuple(manager_pb2.BlobRef(digest=blob) for blob in blobs)))
                 case events.Run(key, FillSlot()):
                     feed(events.Done(key, SlotFilled(b"table", b"record", manager_pb2.RelayFilled(bytes=1))))
-                case events.Run(key, CountSlot() | ForgetSlot()):
+                case events.Run(key, CountSlot()):
                     feed(events.Done(key))
 
     def take(data: bytes) -> None:

@@ -146,7 +146,6 @@ TARGETS = [
                     )
                 ),
                 manager_pb2.HolderCommand(let_go=manager_pb2.LetGo(tables=[b"a table's digest"])),
-                manager_pb2.HolderCommand(withdraw=manager_pb2.WithdrawRelay(fence=fence(2), identity=IDENTITY)),
                 manager_pb2.HolderCommand(
                     seal=manager_pb2.Seal(fence=fence(3), version=1, atoms=ref(), keep=True, deadline_seconds=9.0)
                 ),

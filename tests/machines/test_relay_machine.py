@@ -10,8 +10,8 @@ from google.protobuf.message import Message as ProtobufMessage
 from ckpt_engine.core.manifest import blob_digest
 from ckpt_engine.machines.events import Done, Run
 from ckpt_engine.machines.relay.machine import HeldVersion, RelayCommand, RelayFilling, StopFilling
-from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot, SlotFilled
-from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled, RelayWithdrawn, WithdrawRelay
+from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, SlotFilled
+from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled
 from ckpt_engine.v1.weights_pb2 import Fence, Identity, Problem
 
 CLUSTER = "cluster"
@@ -36,10 +36,6 @@ def fill(
     return command
 
 
-def withdraw(epoch: int, version: int) -> WithdrawRelay:
-    return WithdrawRelay(fence=Fence(cluster=CLUSTER, epoch=epoch), identity=identity(version))
-
-
 class Relay:
     """A relay whose tasks a test ends. said: everything, in its order: commands, answers, versions held."""
 
@@ -57,13 +53,13 @@ class Relay:
     def _hold(self, versions: tuple[HeldVersion, ...]) -> None:
         self.said.append(tuple(each.identity.version for each in versions))
 
-    def tell(self, command: FillRelay | WithdrawRelay, now: float = 0.0) -> None:
+    def tell(self, command: FillRelay, now: float = 0.0) -> None:
         self.machine.message(command, CLUSTER, now)
 
     @property
-    def task(self) -> CountSlot | FillSlot | ForgetSlot | None:
+    def task(self) -> CountSlot | FillSlot | None:
         for run in self.running.values():
-            assert isinstance(run.task, CountSlot | FillSlot | ForgetSlot)
+            assert isinstance(run.task, CountSlot | FillSlot)
             return run.task
         return None
 
@@ -90,11 +86,7 @@ class Relay:
     @property
     def answers(self) -> list[tuple[int, str]]:
         """Epoch and what is wrong."""
-        return [
-            (each.fence.epoch, each.problem.message if isinstance(each, RelayFilled) else "withdrawn")
-            for each in self.said
-            if isinstance(each, RelayFilled | RelayWithdrawn)
-        ]
+        return [(each.fence.epoch, each.problem.message) for each in self.said if isinstance(each, RelayFilled)]
 
 
 FULL = Problem(code=Problem.FAILED_PRECONDITION, message="takes 9 bytes, and a slot has 8")
@@ -202,7 +194,6 @@ def test_a_lower_fence_is_not_obeyed_and_an_equal_one_is_answered_as_before() ->
     relay.tell(fill(5, 1))
     relay.tell(fill(5, 1))
     relay.tell(fill(4, 9))
-    relay.tell(withdraw(4, 1))
     other = fill(9, 9)
     other.fence.cluster = "other"
     relay.tell(other)
@@ -302,34 +293,6 @@ def test_everything_serves_whoever_needs_something_and_not_the_other_way_round()
     relay.tell(fill(3, 1, needs=[b"z"]))
     assert relay.task is None
     assert relay.answers[-1] == (3, "")
-
-
-def test_a_withdrawn_version_is_said_to_be_gone_at_once_and_answered_when_its_readers_are() -> None:
-    relay = Relay()
-    relay.bring(fill(1, 1))
-    relay.tell(withdraw(2, 1))
-    assert relay.held == []
-    assert isinstance(relay.task, ForgetSlot)
-    assert relay.answers == [(1, "")]
-    relay.end()
-    assert relay.answers[-1] == (2, "withdrawn")
-    relay.tell(withdraw(2, 1))
-    relay.tell(withdraw(3, 7))
-    assert relay.answers[-2:] == [(2, "withdrawn"), (3, "withdrawn")], "nothing to forget is forgotten"
-
-
-def test_a_version_that_is_withdrawn_while_it_is_brought_does_not_stay() -> None:
-    for whole in (False, True):
-        relay = Relay()
-        relay.tell(fill(1, 1))
-        relay.end()
-        relay.tell(withdraw(2, 1))
-        assert relay.said[-1] == StopFilling()
-        relay.end(None if whole else Problem(code=Problem.ABORTED, message="overtaken"))
-        if whole:
-            assert isinstance(relay.task, ForgetSlot)
-            relay.end()
-        assert (relay.held, relay.answers) == ([], [(2, "withdrawn")])
 
 
 def test_counting_takes_its_time_from_the_filling() -> None:

@@ -16,11 +16,9 @@ from ckpt_engine.v1.manager_pb2 import (
     LetGo,
     RelayFilled,
     RelayProgress,
-    RelayWithdrawn,
     Seal,
     Sealed,
     Welcome,
-    WithdrawRelay,
 )
 from ckpt_engine.v1.weights_pb2 import Fence, Host, Identity, Problem
 
@@ -108,7 +106,7 @@ class Relay:
             match body:
                 case HolderHello():
                     found.append(("holds", [each.identity.version for each in body.held]))
-                case RelayFilled() | RelayWithdrawn() | Sealed() | RelayProgress():
+                case RelayFilled() | Sealed() | RelayProgress():
                     found.append((type(body).__name__, body.fence.epoch))
         return found
 
@@ -165,7 +163,6 @@ def test_sealing_and_filling_obey_one_count_of_fences() -> None:
     relay.tell(fill(5, 9))
     relay.tell(fill(4, 9))
     assert not relay.tasks, "late orders to fill"
-    relay.tell(WithdrawRelay(fence=fence(5), identity=identity(1)))
     assert relay.story[-1] == ("Sealed", 6)
     relay.tell(fill(6, 2))  # the same update's: it has not been asked for this
     relay.end()

@@ -15,12 +15,12 @@ from ckpt_engine.core.sealed_record import Recorded, read_record
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.machines.events import Done, Run
 from ckpt_engine.machines.relay.machine import HeldVersion, RelayCommand, RelayFilling
-from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot
+from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot
 from ckpt_engine.relay.slots import Slots
 from ckpt_engine.relay.work import RelayWork
 from ckpt_engine.transport.relay_memory import RelayMemoryTransport
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
-from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled, RelayWithdrawn, WithdrawRelay
+from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled
 from ckpt_engine.v1.relay_pb2 import RelayMemoryLocator
 from ckpt_engine.v1.weights_pb2 import Fence, Identity, Problem, Region, SealedRecord, SourceTable
 from tests.fuzz.mutation import mutated
@@ -60,13 +60,13 @@ class Relay:
         self.blobs[blob_digest(data)] = data
         return BlobRef(digest=blob_digest(data), size=len(data))
 
-    def tell(self, command: FillRelay | WithdrawRelay) -> object:
+    def tell(self, command: FillRelay) -> object:
         """Carries it out; its answer."""
         before = len(self.answers)
         self._machine.message(command, "cluster", 0.0)
         while self._todo:
             run = self._todo.pop(0)
-            assert isinstance(run.task, CountSlot | FillSlot | ForgetSlot)
+            assert isinstance(run.task, CountSlot | FillSlot)
             try:
                 done = Done(run.key, self.work.perform(run.task))
             except CkptEngineError as error:
@@ -115,12 +115,6 @@ def test_versions_come_and_go_and_what_is_held_proves_itself(slots: Slots) -> No
         for held in relay.held:
             assert read_record(SealedRecord.FromString(held.record), held.identity.root).root == held.identity.root
         before = recorded
-    latest = relay.held[0]
-    answer = relay.tell(WithdrawRelay(fence=Fence(cluster="cluster", epoch=9), identity=latest.identity))
-    assert isinstance(answer, RelayWithdrawn)
-    assert [each.identity.version for each in relay.held] == [3]
-    with pytest.raises(CkptEngineError, match="none is in it yet"):
-        RelayMemoryTransport().open(regions_of(SourceTable.FromString(latest.table)))
 
 
 def test_what_cannot_be_brought_is_said_and_what_was_held_stays(slots: Slots) -> None:

@@ -14,7 +14,7 @@ from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadl
 from ckpt_engine.core.relay_layout import SLOTS
 from ckpt_engine.machines import events
 from ckpt_engine.machines.relay.member import KIND, RelayMachine
-from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, ForgetSlot, LetGoOf, SlotFilled, StopFilling
+from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, LetGoOf, SlotFilled, StopFilling
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.hosts import HOST, NETWORK, RELAY, RELAYS_READ, ways
 from tests.simulation.members import Cluster, MemberShell
@@ -97,8 +97,6 @@ class RelayShell(MemberShell):
                 self.run_task(key, task.seconds, self._count(task))
             case FillSlot():
                 self.run_task(key, task.seconds, self._fill(task, self.world.now + task.seconds, self._stops))
-            case ForgetSlot():
-                self.run_task(key, task.seconds, self._forget(task))
             case LetGoOf():
                 self.run_task(key, task.seconds, self._let_go(task))
 
@@ -214,7 +212,3 @@ class RelayShell(MemberShell):
     def _fails(self, source: Source) -> bool:
         cut = frozenset({source.host.name, self.host.name}) in self.faults.wire_cuts
         return cut or (isinstance(source, HeldSource) and source.silent) or self.world.chance(self.faults.wire)
-
-    def _forget(self, task: ForgetSlot) -> Steps:
-        yield self.world.between(0.001, 0.02)
-        self.slots[task.slot].memory.clear()

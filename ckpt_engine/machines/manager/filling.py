@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.problems import deadline
 from ckpt_engine.core.relay_routes import Route
+from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
@@ -81,3 +82,28 @@ def reports(fillings: Iterable[Filling]) -> list[manager_pb2.RelayReport]:
         )
         for each, route in told.values()
     ]
+
+
+def shortfalls(fillings: Iterable[Filling], holders: Mapping[str, Holder]) -> dict[str, Problem]:
+    """By replica: why the relay that was to serve it does not count, or what of the version that has not brought. It
+    names the relay, and those that it reads, with their addresses."""
+    return {name: told for each in fillings if (told := _shortfall(each, holders)) for name in each.replicas}
+
+
+def _shortfall(filling: Filling, holders: Mapping[str, Holder]) -> Problem | None:
+    told = Problem()
+    if filling.left_out is not None:
+        told.CopyFrom(filling.left_out)
+        if filling.relay not in told.message:
+            told.message = f"{filling.relay}: {told.message}"
+    elif filling.answer is not None and filling.failed and filling.answer.missing:
+        count = filling.answer.missing_cells
+        told.CopyFrom(filling.answer.missing[0])
+        told.message = f"{filling.relay} lacks {count} piece{'s' * (count != 1)} of the version: {told.message}"
+    else:
+        return None
+    upstream = (filling.told or filling.route).upstream
+    read = [f"{name} at {holders[name].host.address}" for name in upstream if name in holders]
+    if read and told.code in (Problem.DEADLINE_EXCEEDED, Problem.UNAVAILABLE):
+        told.message += f"; it reads {' and '.join(read)}: see whether that runs and the network carries"
+    return told

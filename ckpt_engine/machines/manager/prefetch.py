@@ -23,7 +23,7 @@ from ckpt_engine.machines.events import Compiled
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.fan_out import Together, filled_together
 from ckpt_engine.machines.manager.fill_command import fill_command
-from ckpt_engine.machines.manager.filling import FINAL, Filling, reports
+from ckpt_engine.machines.manager.filling import FINAL, Filling, reports, shortfalls
 from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.machines.manager.prefetch_rule import by_way_of, in_between, prefetch_decision
 from ckpt_engine.machines.manager.relay_facts import (
@@ -162,8 +162,8 @@ class Prefetch:
         return reports(self._fillings.values())
 
     def why_not(self) -> dict[str, Problem]:
-        """By replica: why the relay that was to serve it does not count."""
-        return {name: each.left_out for each in self._out() for name in each.replicas if each.left_out is not None}
+        """By replica: why the relay that was to serve it does not count, or what of the version that lacks."""
+        return shortfalls(self._fillings.values(), self._state.members.holders)
 
     def warnings(self) -> list[str]:
         """What is well and yet not what was asked for."""

@@ -68,7 +68,9 @@ class Relaying:
         self.ways = self._routes.ways()
         for relay, problem in self._routes.unread().items():
             self._prefetch.leave_out(relay, problem)
-        why = {**self._prefetch.why_not(), **self._routes.unfit()}
+        why = self._prefetch.why_not()
+        for name, problem in self._routes.unfit().items():
+            why[name] = with_words(problem, why[name].message if name in why else "")
         for name, lacks in self._prefetch.lacking().items():
             if name in why:
                 why[name] = with_words(why[name], lacks)

@@ -29,12 +29,11 @@ from ckpt_engine.machines.relay.tasks import (
     CountSlot,
     FillingProgress,
     FillSlot,
-    ForgetSlot,
     RelayTask,
     SlotFilled,
     StopFilling,
 )
-from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled, RelayProgress, RelayWithdrawn, WithdrawRelay
+from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled, RelayProgress
 from ckpt_engine.v1.weights_pb2 import Identity
 
 
@@ -49,10 +48,7 @@ class HeldVersion:
 
 RelayCommand: TypeAlias = Run | StopFilling
 
-Answer: TypeAlias = RelayFilled | RelayWithdrawn | RelayProgress
-
-FORGET_SECONDS = 120.0
-"""For a slot's readers; they are overruled long before."""
+Answer: TypeAlias = RelayFilled | RelayProgress
 
 
 @dataclass
@@ -70,7 +66,7 @@ class _Slot:
 class _Work:
     """A command that is carried out. until: of the machine's clock. slot: once it is known which."""
 
-    command: FillRelay | WithdrawRelay
+    command: FillRelay
     until: float
     slot: int = -1
     more: bool = False
@@ -97,7 +93,7 @@ class RelayFilling:
         self._slots = [_Slot() for _ in range(SLOTS)]
         self._work: _Work | None = None
         self._next: _Work | None = None  # waits until `_work`, which it overtook, has ended
-        self._answer: RelayFilled | RelayWithdrawn | None = None
+        self._answer: RelayFilled | None = None
         self._count = 0
         self._obeyed = (0, 0)  # epoch and attempt
 
@@ -106,7 +102,7 @@ class RelayFilling:
         """The highest that it has obeyed."""
         return self._obeyed[0]
 
-    def is_newer(self, body: FillRelay | WithdrawRelay) -> bool:
+    def is_newer(self, body: FillRelay) -> bool:
         """Whether a command is none of those that it has obeyed, nor before them."""
         return _turn(body) > self._obeyed
 
@@ -120,7 +116,7 @@ class RelayFilling:
             found.setdefault(slot.held.identity.SerializeToString(deterministic=True), slot.held)
         return tuple(found.values())
 
-    def message(self, body: FillRelay | WithdrawRelay, cluster: str, now: float) -> None:
+    def message(self, body: FillRelay, cluster: str, now: float) -> None:
         """A command of the manager of `cluster`."""
         if body.fence.cluster != cluster or _turn(body) < self._obeyed:
             return
@@ -130,8 +126,7 @@ class RelayFilling:
             return
         self._obeyed = _turn(body)
         self._answer = None
-        seconds = bounded(body.deadline_seconds) if isinstance(body, FillRelay) else FORGET_SECONDS
-        self._next = _Work(body, now + seconds)
+        self._next = _Work(body, now + bounded(body.deadline_seconds))
         if self._work is None:
             self._begin(now)
         elif not self._work.overtaken:
@@ -166,9 +161,6 @@ class RelayFilling:
         if work is None:
             return
         command = work.command
-        if isinstance(command, WithdrawRelay):
-            self._forget(work, now)
-            return
         known = next((slot for slot in self._slots if _serves(slot, command)), None)
         if known is not None:
             assert known.told is not None
@@ -196,10 +188,6 @@ class RelayFilling:
         self._emit(Run(key, task))
 
     def _ended(self, work: _Work, done: Done, now: float) -> None:
-        if work.step == "forget":
-            self._forget(work, now)
-            return
-        assert isinstance(work.command, FillRelay)
         if work.step == "fill" and done.problem is None:
             self._filled(work, cast(SlotFilled, done.result), now)
         elif work.overtaken or done.problem is not None:
@@ -211,7 +199,7 @@ class RelayFilling:
             self._run(work, "fill", FillSlot(work.slot, work.command, seconds, work.more))
 
     def _filled(self, work: _Work, filled: SlotFilled, now: float) -> None:
-        command = cast(FillRelay, work.command)
+        command = work.command
         told = RelayFilled(table=blob_digest(filled.table))
         told.MergeFrom(filled.told)
         self._slots[work.slot] = _Slot(
@@ -229,20 +217,6 @@ class RelayFilling:
             self._slots[number] = _Slot()
             self._hold(self.held)
 
-    def _forget(self, work: _Work, now: float) -> None:
-        """The next slot that holds what is to be forgotten; answers when there is none."""
-        identity = work.command.identity
-        for number, slot in enumerate(self._slots):
-            if slot.held is not None and slot.held.identity == identity:
-                self._give_up(number)
-                self._run(work, "forget", ForgetSlot(number, bounded(work.until - now)))
-                return
-        self._work = None
-        if not work.overtaken:
-            self._answer = RelayWithdrawn(fence=work.command.fence, identity=identity)
-            self._send(self._answer)
-        self._begin(now)
-
     def _answered(self, work: _Work, told: RelayFilled, now: float) -> None:
         self._work = None
         if not work.overtaken:
@@ -256,9 +230,9 @@ class RelayFilling:
         self._begin(now)
 
 
-def _turn(body: FillRelay | WithdrawRelay) -> tuple[int, int]:
+def _turn(body: FillRelay) -> tuple[int, int]:
     """Epoch and attempt."""
-    return body.fence.epoch, body.attempt if isinstance(body, FillRelay) else 0
+    return body.fence.epoch, body.attempt
 
 
 def _digests(refs: object) -> frozenset[bytes]:

@@ -1,5 +1,4 @@
-"""The machine of a relay's process: a holder of kind "relay" that the manager can tell to bring versions, or to forget
-them.
+"""The machine of a relay's process: a holder of kind "relay" that the manager can tell to bring versions.
 
 Its session and the digests that it is asked for are those of every holder, what it does with its slots is in
 `RelayFilling`. Here is what lies between the two:
@@ -29,7 +28,7 @@ class RelayMachine(HolderMachine):
     """One relay. filling: its memory and what it wants; the shell may change it, and the next hello says so.
 
     Events: those of a holder but which it feeds itself, and FillingProgress. Commands: a holder's, Run of
-    CountSlot, FillSlot and ForgetSlot (one of them at a time), LetGoOf (beside them), and StopFilling.
+    CountSlot and FillSlot (one of them at a time), LetGoOf (beside them), and StopFilling.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class RelayMachine(HolderMachine):
 
     def _message(self, body: object, now: float) -> None:
         match body:
-            case manager_pb2.FillRelay() | manager_pb2.WithdrawRelay():
+            case manager_pb2.FillRelay():
                 if body.fence.epoch >= self._obeyed():
                     if self._filling.is_newer(body):
                         self._brought = None

@@ -44,14 +44,6 @@ class FillSlot:
 
 
 @dataclass(frozen=True)
-class ForgetSlot:
-    """Lend the slot to nobody, and wait for its readers as long as they may keep it. Result: None."""
-
-    slot: int
-    seconds: float
-
-
-@dataclass(frozen=True)
 class LetGoOf:
     """Unmap what these tables offer, once nothing reads it. Result: None. tables: digests."""
 
@@ -73,4 +65,4 @@ class FillingProgress:
     bytes_total: int
 
 
-RelayTask: TypeAlias = CountSlot | FillSlot | ForgetSlot | LetGoOf
+RelayTask: TypeAlias = CountSlot | FillSlot | LetGoOf
