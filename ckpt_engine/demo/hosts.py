@@ -58,19 +58,20 @@ class NetworkHost:
                 _enter(before.fileno())
 
     def sent(self) -> int:
-        """Bytes that left its interface, headers and all, by the kernel's count."""
+        """Bytes that left its interface, headers and all, by the kernel's count. Raises HostsError."""
         return self._counters()[8]
 
     def received(self) -> int:
-        """Bytes that came to its interface, by the kernel's count."""
+        """Bytes that came to its interface, by the kernel's count. Raises HostsError."""
         return self._counters()[0]
 
     def _counters(self) -> list[int]:
-        for line in Path(f"/proc/{self.keeper}/net/dev").read_text().splitlines():
-            device, _, counters = line.partition(":")
-            if device.strip() == self.device:
-                return [int(each) for each in counters.split()]
-        raise HostsError(f"the interface {self.device} of {self.address} has gone")
+        with suppress(OSError):
+            for line in Path(f"/proc/{self.keeper}/net/dev").read_text().splitlines():
+                device, _, counters = line.partition(":")
+                if device.strip() == self.device:
+                    return [int(each) for each in counters.split()]
+        raise HostsError(f"the host {self.address} has gone: process {self.keeper}, which holds its network, was ended")
 
 
 @contextmanager
@@ -106,7 +107,14 @@ def _check() -> None:
 def _network(made: ExitStack) -> int:
     """A network of its own. Returns its keeper, which ends with the block, or when this process has gone."""
     command = ["unshare", "--net", "sh", "-c", "echo made; exec cat"]
-    keeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    keeper = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for us: the hosts go last
+    )
     made.callback(_end, keeper)
     assert keeper.stdout is not None
     assert keeper.stderr is not None

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ckpt_engine.core.deadlines import ENVIRONMENT as DEADLINES
 from tests.cluster import eventually
 from tests.end_to_end.conftest import PADDED_VOCABULARY
 from tests.end_to_end.test_several_hosts import TOKENS, World
@@ -27,7 +28,8 @@ CONTROL = 1_000_000
 
 
 @pytest.fixture
-def world(tmp_path: Path, bare_model: Path) -> Iterator[World]:
+def world(tmp_path: Path, bare_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setenv(DEADLINES, "lease=60")  # a crowded machine may silence an agent for longer than the usual one
     with ExitStack() as stack:
         yield World(tmp_path, bare_model, stack.enter_context(hosts(3)), stack)
 
