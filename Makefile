@@ -24,7 +24,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not engine and not framework and not gpu and not slow" $(call FILES_AT_A_TIME,4) $(ARGS)
 
 # Real inference engines on the CPU, and real routers, in environments of their own that are cached outside the checkout.
-# PART=by_relay: what `make test-slow` does with the reference engine, the whole conformance suite by way of a relay.
+# PART=by_relay: the whole conformance suite by way of a relay, and engines on other hosts than the trainer (root).
 test-engines: $(INSTALLED)
 	$(if $(filter-out by_relay,$(PART)),$(error PART=$(PART): there is PART=by_relay, and all else without PART))
 	engines/run $(ENGINES) -- $(BIN)/python -m pytest -m "engine and not gpu and $(if $(PART),,not )by_relay" --timeout=900 $(ARGS)
@@ -33,12 +33,14 @@ test-engines: $(INSTALLED)
 test-frameworks: $(INSTALLED)
 	engines/run $(FRAMEWORKS) -- $(BIN)/python -m pytest -m "framework" --timeout=900 $(ARGS)
 
-# Repetitions, and most of a million simulated events. PART=ci: without what takes ten minutes or more.
+# Repetitions, most of a million simulated events, and real engines by way of relays. PART=ci: without the engines, and
+# without what takes ten minutes or more.
 SLOW = slow and not engine and not framework and not gpu$(if $(PART), and not hours)
 
 test-slow: $(INSTALLED)
 	$(if $(filter-out ci,$(PART)),$(error PART=$(PART): there is PART=ci, and all of it without PART))
 	$(BIN)/python -m pytest -m "$(SLOW)" --timeout=1800 $(call FILES_AT_A_TIME,3) $(ARGS)
+	$(if $(PART),,$(MAKE) test-engines PART=by_relay ENGINES="$(filter-out routers,$(ENGINES))")
 
 # A million damaged messages for everything that reads what another process sent (docs/security.md).
 fuzz: $(INSTALLED)

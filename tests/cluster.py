@@ -156,6 +156,9 @@ class Relay:
 class Cluster:
     """One manager, its relays and its replicas. Use `running_cluster`."""
 
+    before: Sequence[str] = ()
+    """What the commands of replicas begin with."""
+
     def __init__(self, path: Path, address: str) -> None:
         self.path, self.address = path, address
         self.replicas: list[Replica] = []
@@ -178,8 +181,9 @@ class Cluster:
         environment: Mapping[str, str] | None = None,
     ) -> Replica:
         """Starts a replica; `arguments` go to the engine, `options` to `ckpt-engine replica`."""
-        command = [sys.executable, "-m", "ckpt_engine", "replica", "--manager", self.address, "--engine", kind]
-        command += ["--model", str(model), "--name", name, "--engine-output", *options, "--", *arguments]
+        command = [*self.before, sys.executable, "-m", "ckpt_engine", "replica", "--manager", self.address]
+        command += ["--engine", kind, "--model", str(model), "--name", name, "--engine-output", *options]
+        command += ["--", *arguments]
         # Threads of small models only wait for each other, and two engines share two cores.
         replica = Replica(self, name, command, {"OMP_NUM_THREADS": "1", **(environment or {})})
         self.replicas.append(replica)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -112,6 +113,12 @@ def test_every_room_has_its_place_in_the_order() -> None:
     rooms = {room_of(module) for module in modules()} - {""}
     assert not rooms - set(ROOMS), "say where they are in the order"
     assert len(modules()) > 250
+
+
+def test_every_package_is_installed() -> None:
+    """Here all of it is imported from the checkout, so nothing else would miss one."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert set(listed) == {name for name, path in modules().items() if path.name == "__init__.py"}
 
 
 def test_imports_go_downward() -> None:

@@ -17,6 +17,9 @@ from ckpt_engine.demo.show import ConsoleShow
 from ckpt_engine.demo.stage import Settings
 from ckpt_engine.extras import require
 
+MOST_HOSTS = 9
+"""Each costs an engine."""
+
 
 class Engine(StrEnum):
     """Engines that the demo can start."""
@@ -39,15 +42,31 @@ def demo(
     tensor_parallel: Annotated[
         bool, typer.Option("--tensor-parallel", help="Split each replica's model over two workers.")
     ] = False,
+    hosts: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MOST_HOSTS,
+            help="Hosts with networks of their own (Linux, root): the trainer on the first, a replica on each of the "
+            "others, a relay on each. 1: all on loopback.",
+        ),
+    ] = 1,
 ) -> None:
     """Train a tiny model on this machine and watch replicas follow.
 
     Starts a manager, two agents with an inference server each, and two trainer ranks, in processes of their own on
     free ports of the loopback interface. Needs no GPU and no network; leaves nothing behind, but for the logs of a demo
-    that failed. Exits with 0 only if every update was verified and every replica recites the text in the end.
+    that failed. With --hosts they are on hosts with networks of their own, and each update says what went over the
+    wire. Exits with 0 only if every update was verified and every replica recites the text in the end.
     """
     require("demo", "torch", "numba", "transformers", what="this command")
-    settings = Settings(engine=engine.value, updates=updates, tensor_parallel=2 if tensor_parallel else 1)
+    settings = Settings(
+        engine=engine.value,
+        updates=updates,
+        tensor_parallel=2 if tensor_parallel else 1,
+        replicas=hosts - 1 if hosts > 1 else 2,
+        hosts=hosts,
+    )
     try:
         outcome = asyncio.run(_show(settings, _console(json_output)))
     except (KeyboardInterrupt, asyncio.CancelledError):

@@ -66,16 +66,19 @@ def compile_plans(
 
     along: for each tensor, boxes that cells are cut along too (those of a sealed record). refused: takes, by their
     keys, the workers for which no plan can be made; the others are planned for. None: raises what is wrong with the
-    first one.
+    first one. Without `along`, cells are cut along the needs of refused workers as well: relays of their hosts bring
+    whole cells, and so no more than what is needed there.
 
     Raises INVALID_ARGUMENT for a need that does not fit the manifest, FAILED_PRECONDITION for needs of another manifest
     or tables that are not the publication's, and what `choose` raises if no holder of a needed part can be reached.
     """
     if tuple(table_digests) != publication.table_digests:
         raise precondition("the tables have changed since they were merged; merge them again")
-    compiled = _compile(publication, workers, choose, refused)
+    wanted: dict[bytes, Wanted] = {}
+    compiled = _compile(publication, workers, choose, refused, wanted)
     boxes = [(tensor, box) for tensor, boxes in enumerate(along) for box in boxes]
-    cells = cut(publication, [*(each.wanted for each in compiled), boxes])
+    needed = [each.wanted for each in compiled] if along else wanted.values()
+    cells = cut(publication, [*needed, boxes])
     return _plans(publication, compiled, cells)
 
 
@@ -108,8 +111,9 @@ def _compile(
     workers: Sequence[PlanRequest],
     choose: Choose,
     refused: dict[Hashable, CkptEngineError] | None,
+    wanted: dict[bytes, Wanted],
 ) -> list[_Compiled]:
-    wanted: dict[bytes, Wanted] = {}
+    """wanted: gets what all workers need, by the digests of their needs."""
     compiled: dict[tuple[bytes, bytes, tuple[str, ...]], _Compiled] = {}
     keys: set[Hashable] = set()
     for worker in workers:

@@ -6,11 +6,14 @@ import math
 import shutil
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.demo.hosts import HostsError, hosts
+from ckpt_engine.demo.places import Wire
 from ckpt_engine.demo.recital import Recital, recite
 from ckpt_engine.demo.stage import DemoError, Settings, Stage
 
@@ -20,12 +23,14 @@ LINE_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Act:
-    """One update and what the replicas said after it. report: UpdateReport.to_dict() of the trainer."""
+    """One update and what the replicas said after it. report: UpdateReport.to_dict() of the trainer. wire: what went
+    through the hosts' interfaces meanwhile."""
 
     report: dict[str, Any]
     loss: float
     """Before the last optimizer step, nats a byte; NaN if there was none yet."""
     recitals: list[Recital]
+    wire: Wire = field(default_factory=lambda: Wire({}))
 
     @property
     def verified(self) -> bool:
@@ -73,6 +78,11 @@ class Outcome:
             "ok": self.ok,
             "updates": len(self.acts),
             "replicas": self.settings.replicas,
+            "hosts": self.settings.hosts,
+            "wire": [
+                {name: {"sent": sent, "received": received} for name, (sent, received) in act.wire.counts.items()}
+                for act in self.acts
+            ],
             "verified": self.verified,
             "final_text_matches": self.final_text_matches,
             "problem": self.problem,
@@ -104,15 +114,22 @@ async def play(settings: Settings, show: Show) -> Outcome:
     """Runs the demo. When it returns, or is cancelled, no process of it runs. No file is left, but for the logs of a
     demo that failed, which its problem names."""
     outcome = Outcome(settings)
-    with tempfile.TemporaryDirectory(prefix="ckpt-engine-demo-") as directory:
+    with ExitStack() as made:
+        directory = made.enter_context(tempfile.TemporaryDirectory(prefix="ckpt-engine-demo-"))
         try:
-            stage = Stage(settings, Path(directory))
+            found = made.enter_context(hosts(settings.hosts)) if settings.hosts > 1 else []
+            if found:
+                made.enter_context(found[0].entered())
+            stage = Stage(settings, Path(directory), found)
+        except HostsError as error:
+            outcome.problem = str(error)
+            return outcome
         except CkptEngineError as error:
             outcome.problem = error.problem.message
             return outcome
         try:
             await _play(stage, settings, show, outcome)
-        except DemoError as error:
+        except (DemoError, HostsError) as error:
             outcome.problem = str(error)
         finally:
             stopping = time.monotonic()
@@ -141,6 +158,7 @@ async def _play(stage: Stage, settings: Settings, show: Show, outcome: Outcome) 
     began = time.monotonic()
     loss = math.nan
     while len(outcome.acts) < settings.updates:
+        before = Wire.now(stage.places)
         stage.give_turn()
         while "report" not in (line := await stage.line(LINE_SECONDS)):
             if "problem" in line:
@@ -149,8 +167,9 @@ async def _play(stage: Stage, settings: Settings, show: Show, outcome: Outcome) 
             show.state(f"training: step {line['step']}, loss {loss:.3f}")
         if not line["report"]["ok"]:
             raise DemoError(f"the update is not whole:\n{line['table']}")
+        wire = Wire.now(stage.places).since(before)
         show.state(f"asking {settings.replicas} replicas to go on from the opening words")
-        act = Act(line["report"], loss, await recite(settings.engine, stage.gateway, list(stage.replicas)))
+        act = Act(line["report"], loss, await recite(settings.engine, stage.gateway, list(stage.replicas)), wire)
         outcome.acts.append(act)
         show.act(act)
         outcome.play_seconds = time.monotonic() - began

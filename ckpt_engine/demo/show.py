@@ -43,6 +43,13 @@ class ConsoleShow:
                 f"{settings.updates} times and go on from the opening words; what is right is green.\n"
             )
         )
+        if settings.hosts > 1:
+            self._console.print(
+                Text(
+                    f"{settings.hosts} hosts, each with a network of its own: trainer and manager are on host-1, a "
+                    "replica is on each of the others. Weights go from the relay of host-1 to theirs, over TCP.\n"
+                )
+            )
 
     def state(self, words: str) -> None:
         if self._console.is_terminal:
@@ -71,6 +78,8 @@ class ConsoleShow:
         )
         for recital in act.recitals:
             self._console.print(_spoken(recital))
+        if act.wire.counts:
+            self._console.print(Text(f"  {_on_the_wire(act)}", style="dim"))
         self._console.print()
 
     def end(self, outcome: Outcome) -> None:
@@ -91,6 +100,15 @@ class ConsoleShow:
                 f"; {timing}",
             )
         )
+
+
+def _on_the_wire(act: Act) -> str:
+    model = act.report["bytes"] // len(act.report["replicas"])
+    counts = (
+        f"{name} sent {human_bytes(sent)}, received {human_bytes(received)}"
+        for name, (sent, received) in act.wire.counts.items()
+    )
+    return f"by the kernel's counters, for {human_bytes(model)} a replica: {'; '.join(counts)}"
 
 
 def _spoken(recital: Recital) -> Text:

@@ -1,4 +1,5 @@
-"""The demo's processes: a manager, two agents with an engine each, two trainer ranks. Started together, ended together.
+"""The demo's processes: a manager, a gateway, agents with an engine each, trainer ranks, and with several hosts a relay
+on each. Started together, ended together.
 
 Every process is started through the agents' launcher, so its whole tree ends when it is told to, and also when the
 demo itself is killed. All files lie in one directory that the demo removes.
@@ -24,6 +25,8 @@ from ckpt_engine.agent.ports import ReservedPort
 from ckpt_engine.agent.process import EngineProcess, EngineProcessError
 from ckpt_engine.client import manager_stub, open_channel
 from ckpt_engine.demo import task
+from ckpt_engine.demo.hosts import NetworkHost
+from ckpt_engine.demo.places import Place, places_of
 from ckpt_engine.v1 import manager_pb2
 from ckpt_engine.words.directory import default_root
 
@@ -56,13 +59,15 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the demo runs."""
+    """What the demo runs. hosts: 1: this machine; else so many of its own, trainer and manager on the first one, a
+    replica on each of the others."""
 
     engine: str = "reference"
     updates: int = 6
     tensor_parallel: int = 1
     replicas: int = 2
     trainers: int = 2
+    hosts: int = 1
 
     @property
     def start_seconds(self) -> float:
@@ -71,10 +76,15 @@ class Settings:
 
 
 class Stage:
-    """The processes of one run in `directory`. On one event loop; `start` once, `stop` always."""
+    """The processes of one run in `directory`. On one event loop; `start` once, `stop` always.
 
-    def __init__(self, settings: Settings, directory: Path) -> None:
+    hosts: those of the settings, if there are several; the caller's thread is on the network of the first one.
+    """
+
+    def __init__(self, settings: Settings, directory: Path, hosts: Sequence[NetworkHost] = ()) -> None:
         self._settings = settings
+        self.places = places_of(hosts, directory)
+        self._home = self.places[0]
         self._directory = directory
         self._children: dict[str, EngineProcess] = {}
         self._lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -82,9 +92,14 @@ class Stage:
         self._turns: int | None = None
         # Kept until this process ends: a server binds its port only when its engine has been imported.
         self._ports = [ReservedPort(default_root()) for _ in range(2 + settings.replicas)]
-        self.manager, gateway, *urls = (f"127.0.0.1:{port.number}" for port in self._ports)
-        self.gateway = f"http://{gateway}"
-        self.replicas = {f"replica-{number}": f"http://{url}" for number, url in enumerate(urls)}
+        manager, gateway, *ports = (port.number for port in self._ports)
+        self.manager = f"{self._home.address}:{manager}"
+        self.gateway = f"http://127.0.0.1:{gateway}"
+        self._of_replica: dict[str, tuple[Place, int]] = {
+            f"replica-{number}": (self.places[(number + 1) % len(self.places)], port)
+            for number, port in enumerate(ports)
+        }
+        self.replicas = {name: f"http://{place.address}:{port}" for name, (place, port) in self._of_replica.items()}
 
     async def start(self, on_state: Callable[[str], None]) -> None:
         """Returns when every replica's engine is up and every trainer rank has published.
@@ -102,9 +117,17 @@ class Stage:
         self._turns = os.open(self._directory / TURNS, os.O_RDWR | os.O_NONBLOCK)
         starts = [self._start("manager", self._manager_command())]
         starts += [self._start("gateway", self._gateway_command())]
-        starts += [self._start(name, self._replica_command(name, url, model)) for name, url in self.replicas.items()]
         starts += [
-            self._start(f"trainer-{rank}", self._trainer_command(rank, model), self._on_trainer_line)
+            self._start(f"relay-{place.name}", self._relay_command(place), place=place)
+            for place in self.places
+            if place.host is not None
+        ]
+        starts += [
+            self._start(name, self._replica_command(name, place, port, model), place=place)
+            for name, (place, port) in self._of_replica.items()
+        ]
+        starts += [
+            self._start(f"trainer-{rank}", self._trainer_command(rank, model), on_line=self._on_trainer_line)
             for rank in range(self._settings.trainers)
         ]
         await asyncio.gather(*starts)
@@ -136,7 +159,7 @@ class Stage:
     async def stop(self) -> None:
         """Ends every process, trainers first, and waits until all are gone. May be repeated."""
         children, self._children = self._children, {}
-        for kind in ("trainer", "gateway", "replica", "manager"):
+        for kind in ("trainer", "gateway", "replica", "relay", "manager"):
             ending = [child.stop() for name, child in children.items() if name.startswith(kind)]
             await asyncio.gather(*ending, return_exceptions=True)
         if self._turns is not None:
@@ -147,16 +170,21 @@ class Stage:
 
     def _manager_command(self) -> Sequence[str]:
         ledger = str(self._directory / "ledger.sqlite3")
-        return ("-m", "ckpt_engine", "serve", "--listen", self.manager, "--http", "", "--ledger", ledger)
+        beyond = ("--insecure",) if self._home.host is not None else ()
+        return ("-m", "ckpt_engine", "serve", "--listen", self.manager, "--http", "", "--ledger", ledger, *beyond)
 
     def _gateway_command(self) -> Sequence[str]:
         listen = self.gateway.removeprefix("http://")
         return ("-m", "ckpt_engine", "gateway", "--manager", self.manager, "--listen", listen)
 
-    def _replica_command(self, name: str, url: str, model: Path) -> Sequence[str]:
-        port = url.rpartition(":")[2]
+    def _relay_command(self, place: Place) -> Sequence[str]:
+        return ("-m", "ckpt_engine", "relay", "--manager", self.manager, *place.relay)
+
+    def _replica_command(self, name: str, place: Place, port: int, model: Path) -> Sequence[str]:
         agent = ("--name", name, "--manager", self.manager, "--engine", self._settings.engine, "--model", str(model))
-        return ("-m", "ckpt_engine", "replica", *agent, "--port", port, "--restart", "no", "--", *self._serving())
+        told, listening = place.reached
+        more = ("--port", str(port), "--restart", "no", *told)
+        return ("-m", "ckpt_engine", "replica", *agent, *more, "--", *self._serving(), *listening)
 
     def _serving(self) -> Sequence[str]:
         """Arguments of the engine itself."""
@@ -190,10 +218,17 @@ class Stage:
         }
         return ("-m", "ckpt_engine.demo.train", *(str(part) for option in options.items() for part in option))
 
-    async def _start(self, name: str, arguments: Sequence[str], on_line: Callable[[str], None] | None = None) -> None:
+    async def _start(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        place: Place | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> None:
+        place = self._home if place is None else place
         child = EngineProcess(
-            (sys.executable, *arguments),
-            self._environment(),
+            (*place.before, sys.executable, *arguments),
+            {**self._environment(), **place.variables},
             self._directory / f"{name}.log",
             on_line=on_line,
             grace_seconds=STOP_SECONDS,
@@ -244,12 +279,15 @@ class Stage:
                     # Agents connect before their engine runs, and name it once it answers.
                     replicas = sum(replica.connected and replica.HasField("engine") for replica in status.replicas)
                     trainers = sum(trainer.published for trainer in status.trainers)
-                    present = replicas == self._settings.replicas and trainers == self._settings.trainers
-                    if present and await self._gateway_runs():
+                    relays = sum(holder.connected for holder in status.holders)
+                    wanted = sum(place.host is not None for place in self.places)
+                    present = (replicas, trainers) == (self._settings.replicas, self._settings.trainers)
+                    if present and relays == wanted and await self._gateway_runs():
                         return
                     on_state(
                         f"starting: {replicas} of {self._settings.replicas} replicas are up, "
                         f"{trainers} of {self._settings.trainers} trainer ranks published"
+                        + (f", {relays} of {wanted} relays" if wanted else "")
                     )
                 await asyncio.sleep(POLL_SECONDS)
 

@@ -285,8 +285,8 @@ def _plans_for_all_that_fit(
     unfit: dict[str, weights_pb2.Problem],
     along: Sequence[Sequence[Box]],
 ) -> Plans:
-    """Plans without the replicas that there are none for, which are put into unfit: a worker of theirs cannot be
-    planned for, or their workers together leave something out. along: what cells are cut along too."""
+    """Plans for the replicas that are not put into unfit: a worker of theirs cannot be planned for, or their workers
+    together leave something out. along: what cells are cut along too."""
     workers: dict[str, list[PlanRequest]] = {}
     for request in requests:
         workers.setdefault(_replica(request), []).append(request)
@@ -298,14 +298,10 @@ def _plans_for_all_that_fit(
     refused: dict[Hashable, CkptEngineError] = {}
     fitting = [request for request in requests if _replica(request) not in unfit]
     plans = compile_plans(publication, publication.table_digests, fitting, along=along, refused=refused)
-    if not refused:
-        return plans
     for request in fitting:
         if request.key in refused:
             unfit.setdefault(_replica(request), refused[request.key].problem)
-    # Other workers of these replicas were planned for in vain.
-    fitting = [request for request in fitting if _replica(request) not in unfit]
-    return compile_plans(publication, publication.table_digests, fitting, along=along)
+    return plans
 
 
 def _parts(publication: Publication) -> frozenset[frozenset[str]]:

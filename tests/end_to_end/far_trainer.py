@@ -1,7 +1,8 @@
 """A trainer on a host of its own, driven by one JSON line at a time; run as a script with the manager's address.
 
-Answers {"train": [folder, seed], "shape": sizes} (weights of a tiny model, as after a step), {"update": wishes},
-{"spoil": true} (all weights are NaN), {"status": true}, {"close": true}: it ends, and its memory with it.
+Answers {"train": [folder, seed]} (weights of a tiny model, as after a step; "vocabulary", "shape": of it),
+{"update": wishes}, {"spoil": true} (all weights are NaN), {"status": true}, {"members": true} (the manager's whole
+answer, in hexadecimal digits), {"close": true}: it ends, and its memory with it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from tests.end_to_end.conftest import PADDED_VOCABULARY
 from tests.tiny_model import make_tiny_qwen3
 
 
-def _status(address: str) -> dict[str, Any]:
+def _members(address: str) -> Any:
     with grpc.insecure_channel(address) as channel:
         stub = manager_pb2_grpc.CheckpointEngineManagerStub(channel)
-        answer = stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
+        return stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
+
+
+def _status(address: str) -> dict[str, Any]:
+    answer = _members(address)
     return {
         "relays": {each.name: [held.version for held in each.held] for each in answer.holders if each.connected},
         "replicas": {
@@ -63,9 +68,9 @@ def _main(address: str) -> None:
             if "train" in question:
                 folder, seed = question["train"]
                 trainer = trainer or Trainer(address, lineage="far")
-                model = make_tiny_qwen3(
-                    Path(folder), seed, vocabulary=PADDED_VOCABULARY, weights=False, **question.get("shape", {})
-                )
+                vocabulary = question.get("vocabulary", PADDED_VOCABULARY)
+                shape = question.get("shape", {})
+                model = make_tiny_qwen3(Path(folder), seed, vocabulary=vocabulary, weights=False, **shape)
                 trainer.publish(model)
             elif "update" in question:
                 assert trainer is not None
@@ -76,6 +81,8 @@ def _main(address: str) -> None:
                         parameter.fill_(float("nan"))
             elif "status" in question:
                 answer = _status(address)
+            elif "members" in question:
+                answer = _members(address).SerializeToString().hex()
             elif trainer is not None:
                 trainer.close()
                 trainer = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from ckpt_engine.host.relay_directory import DIRECTORY
@@ -29,11 +29,11 @@ class World:
 
     def __init__(self, path: Path, model: Path, found: list[NetworkHost], stack: ExitStack) -> None:
         self.path, self._model, self.hosts, self._stack = path, model, found, stack
-        self._inside = [self._keeper(host) for host in found]
+        self.inside = [self._keeper(host) for host in found]
         self.address = f"{found[0].address}:50051"
         ledger = str(path / "ledger.sqlite3")
         self.start("manager", 0, "serve", "--listen", self.address, "--http", "", "--insecure", "--ledger", ledger)
-        before = self._inside[0]
+        before = self.inside[0]
         trainer = LineProcess("tests.end_to_end.far_trainer", self.address, before=before, OMP_NUM_THREADS="1")
         self.trainer = stack.enter_context(trainer)
         eventually("the manager answers", 120.0, lambda: "problem" not in self.status())
@@ -52,16 +52,22 @@ class World:
         first = eventually("the host's first process", 30.0, started)
         return ["nsenter", "--target", str(first), "--net", "--pid", "--mount", "--", "env", "-C", str(ROOT)]
 
-    def start(self, name: str, host: int, *arguments: str) -> subprocess.Popen[bytes]:
+    def start(self, name: str, host: int, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
         """A process of the command line on one of the hosts; it ends with the test."""
-        folder = self.path / f"relays-{host}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        command = [f"{DIRECTORY}={folder}", "OMP_NUM_THREADS=1", sys.executable, "-m", "ckpt_engine", *arguments]
+        environment = {DIRECTORY: str(self.relays(host)), "OMP_NUM_THREADS": "1", **environment}
+        command = [f"{name}={value}" for name, value in environment.items()]
+        command += [sys.executable, "-m", "ckpt_engine", *arguments]
         with (self.path / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen([*self._inside[host], *command], stdout=log, stderr=subprocess.STDOUT)
+            process = subprocess.Popen([*self.inside[host], *command], stdout=log, stderr=subprocess.STDOUT)
         self._stack.callback(process.wait, 30)
         self._stack.callback(process.kill)
         return process
+
+    def relays(self, host: int) -> Path:
+        """Where relays of a host have their sockets."""
+        folder = self.path / f"relays-{host}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder
 
     def relay(self, host: int) -> None:
         address = self.hosts[host].address
@@ -96,10 +102,8 @@ class World:
         """What an engine generates, asked on its own host."""
         url = self.status()["replicas"][name]["url"]
         body = {"input_ids": prompt, "max_tokens": TOKENS, "temperature": 0}
-        code = f"import httpx; print(httpx.post('{url}/generate', json={body!r}, timeout=60).text)"
-        inside = ["ip", "netns", "exec", self.hosts[host].namespace]
-        done = subprocess.run([*inside, sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
-        found: list[int] = json.loads(done.stdout)["output_ids"]
+        with self.hosts[host].entered():
+            found: list[int] = httpx.post(f"{url}/generate", json=body, timeout=120).json()["output_ids"]
         return found
 
 

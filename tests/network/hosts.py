@@ -1,14 +1,13 @@
 """Hosts of a test: network and process-id namespaces of their own, on one switch. Needs root and `ip`.
 
-To relays these are hosts: each has its own interface, addresses, process ids and relays' directory, and nothing of one
-is reached from another but over the switch. They share the boot id and the disk. All of it goes when the block ends.
+Those of `ckpt_engine/demo/hosts.py`, with names for `ip netns`. To relays these are hosts: each has its own interface,
+addresses, process ids and relays' directory, and nothing of one is reached from another but over the switch. They share
+the boot id and the disk. All of it goes when the block ends.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,18 +16,20 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.demo import hosts as made
+from ckpt_engine.demo.hosts import HostsError
+
 
 @dataclass(frozen=True)
-class NetworkHost:
-    """namespace: of its network. device: its interface. address: of it."""
+class NetworkHost(made.NetworkHost):
+    """namespace: of its network, as `ip netns` knows it."""
 
     namespace: str
-    device: str
-    address: str
 
     @property
     def inside(self) -> list[str]:
-        """What a command is to begin with that runs on this host; it ends with whoever started it."""
+        """What a command is to begin with that runs on this host, with a /sys of its own; it ends with whoever started
+        it."""
         return [
             *("ip", "netns", "exec", self.namespace),
             *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
@@ -42,11 +43,6 @@ class NetworkHost:
         """Plugs it in again."""
         ip("-n", self.namespace, "link", "set", self.device, "up")
 
-    def sent(self) -> int:
-        """Bytes that left its interface, by the kernel's count."""
-        told = ip("netns", "exec", self.namespace, "cat", f"/sys/class/net/{self.device}/statistics/tx_bytes")
-        return int(told)
-
 
 def ip(*arguments: str) -> str:
     done = subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=60, text=True)
@@ -56,37 +52,19 @@ def ip(*arguments: str) -> str:
 @contextmanager
 def hosts(count: int) -> Iterator[list[NetworkHost]]:
     """So many of them; skips the test, saying why, where there can be none."""
-    for command in ("ip", "unshare"):
-        if shutil.which(command) is None:
-            pytest.skip(f"`{command}` is not installed")
-    if os.geteuid():
-        pytest.skip("network namespaces need root")
     name = f"ck{secrets.token_hex(3)}"
-    net = f"10.{secrets.randbelow(200) + 20}.{secrets.randbelow(256)}"
-    with ExitStack() as made:
+    with ExitStack() as stack:
         try:
-            _namespace(made, f"{name}s")
-            ip("-n", f"{name}s", "link", "add", "switch", "type", "bridge")
-            ip("-n", f"{name}s", "link", "set", "switch", "up")
-            found = [_host(made, f"{name}s", f"{name}{number}", f"{net}.{number + 1}") for number in range(count)]
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
-        yield found
+            found = stack.enter_context(made.hosts(count))
+        except HostsError as error:
+            pytest.skip(str(error))
+        yield [_named(stack, each, f"{name}{number}") for number, each in enumerate(found)]
 
 
-def _namespace(made: ExitStack, name: str) -> None:
-    ip("netns", "add", name)
-    made.callback(subprocess.run, ["ip", "netns", "del", name], check=False, capture_output=True, timeout=60)
-    ip("-n", name, "link", "set", "lo", "up")
-
-
-def _host(made: ExitStack, switch: str, name: str, address: str) -> NetworkHost:
-    _namespace(made, name)
-    ip("-n", switch, "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
-    ip("-n", switch, "link", "set", name, "master", "switch", "up")
-    ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-    ip("-n", name, "link", "set", "eth0", "up")
-    return NetworkHost(name, "eth0", address)
+def _named(stack: ExitStack, host: made.NetworkHost, name: str) -> NetworkHost:
+    ip("netns", "attach", name, str(host.keeper))
+    stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False, capture_output=True, timeout=60)
+    return NetworkHost(host.keeper, host.address, host.device, name)
 
 
 def process_inside(pid: int) -> int:
