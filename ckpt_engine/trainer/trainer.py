@@ -17,8 +17,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from numbers import Integral
-from typing import Self, TypeVar
+from typing import Self
 
 import torch
 
@@ -29,13 +28,12 @@ from ckpt_engine.host.facts import this_host
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.source.open import Publishable, open_source
+from ckpt_engine.trainer.arguments import checked_count, checked_flag, checked_names, checked_version, choice, whole
 from ckpt_engine.trainer.background import Background
 from ckpt_engine.trainer.call import Progress
 from ckpt_engine.trainer.lineage import resolve_lineage
 from ckpt_engine.trainer.sealer import Sealer
 from ckpt_engine.v1 import manager_pb2
-
-Choice = TypeVar("Choice")
 
 PAUSE_MODES: Mapping[str, manager_pb2.PauseMode] = {
     "keep": manager_pb2.KEEP,
@@ -90,9 +88,13 @@ class Trainer:
         advertise: str | None = None,
         deadlines: Deadlines | None = None,
     ) -> None:
-        if not (_whole(rank) and _whole(world_size)):
+        if not (whole(rank) and whole(world_size)):
             raise invalid(f"rank {rank!r} and world_size {world_size!r} are whole numbers; those of a shell are texts")
+        if not isinstance(address, str):
+            raise invalid(f"the manager's address must be HOST:PORT, not {address!r}; such as '127.0.0.1:50051'")
         checked_address(address)
+        if not (deadlines is None or isinstance(deadlines, Deadlines)):
+            raise invalid(f"deadlines must be ckpt_engine.Deadlines(NAME=SECONDS, ...), not {deadlines!r}")
         if not 0 <= rank < world_size:
             raise invalid(f"rank {rank} is not in a world of {world_size}: ranks count from 0", ranks=[max(rank, 0)])
         self.address = address
@@ -108,7 +110,7 @@ class Trainer:
         machine = TrainerMachine(
             self.lineage, rank, world_size, self._session_id, this_host(self._advertise), self._deadlines
         )
-        self._background = Background(address, machine, self._sealer, self._deadlines)
+        self._background = Background(address, machine, self._sealer, self._deadlines, rank)
         self._background.start()
         atexit.register(self.close)
 
@@ -150,6 +152,8 @@ class Trainer:
         Returns at once; whether all ranks' weights fit together is known, and raised, in `update_weights`.
         Raises CkptEngineError (INVALID_ARGUMENT, naming the tensor) for weights that cannot be published.
         """
+        checked_flag("snapshot", snapshot)
+        checked_flag("check_finite", check_finite)
         with self._alone("publish"):
             self._background.require_running()
             source = open_source(
@@ -186,6 +190,7 @@ class Trainer:
         For runs that start everything at once: engines take minutes to come up, and an update with too few replicas is
         refused. Raises DEADLINE_EXCEEDED after `timeout` seconds.
         """
+        checked_count("count", count, "replicas")
         check_seconds("a timeout", timeout)
         end = time.monotonic() + timeout
         notice = time.monotonic() + NOTICE_SECONDS
@@ -240,7 +245,7 @@ class Trainer:
         whatever an unfinished one left.
         """
         request = self._request(version, pause_mode, timeout, min_replicas, replicas)
-        request.prefetch, request.until = _choice("prefetch", prefetch, PREFETCH), _choice("until", until, UNTIL)
+        request.prefetch, request.until = choice("prefetch", prefetch, PREFETCH), choice("until", until, UNTIL)
         with self._alone("update_weights"):
             self._background.require_running()
             if not self._sealer.offering:
@@ -264,8 +269,7 @@ class Trainer:
         what is going on, if it goes on; ABORTED if the manager ended in its middle, so that nobody has reported; and
         what the update itself was refused with.
         """
-        if not (_whole(version) and 0 <= version < 1 << 63):
-            raise invalid(f"version {version!r} is not a count of steps: give a whole number from 0")
+        checked_version(version)
         seconds = self._deadlines.update if timeout is None else timeout
         check_seconds("a timeout", seconds)
         self._check_process("wait")
@@ -281,6 +285,8 @@ class Trainer:
         Raises CkptEngineError naming the first replica that does not sleep; others may.
         """
         seconds = self._deadlines.sleep_wake if timeout is None else timeout
+        if not whole(level):
+            raise invalid(f"level {level!r} is not a whole number: 1 keeps weights on the host, 2 discards them")
         self._sleep_or_wake(manager_pb2.SleepRequest(level=level, timeout_seconds=seconds), replicas, seconds)
 
     def wake(self, tags: Sequence[str] = (), *, replicas: Sequence[str] = (), timeout: float | None = None) -> None:
@@ -290,11 +296,13 @@ class Trainer:
         A replica whose weights were discarded serves again after its next update. Raises as `sleep` does.
         """
         seconds = self._deadlines.sleep_wake if timeout is None else timeout
+        checked_names("tags", tags)
         self._sleep_or_wake(manager_pb2.WakeRequest(tags=tags, timeout_seconds=seconds), replicas, seconds)
 
     def _sleep_or_wake(
         self, request: manager_pb2.SleepRequest | manager_pb2.WakeRequest, replicas: Sequence[str], seconds: float
     ) -> None:
+        checked_names("replicas", replicas)
         check_seconds("a timeout", seconds)
         with self._alone("sleep or wake"):
             status = self._background.status() if not replicas else manager_pb2.GetStatusResponse()
@@ -346,19 +354,16 @@ class Trainer:
         min_replicas: int | None,
         replicas: Sequence[str],
     ) -> manager_pb2.UpdateWeightsRequest:
-        if version is not None and not (_whole(version) and 0 <= version < 1 << 63):
-            raise invalid(f"version {version!r} is not a count of steps: give a whole number from 0")
+        if version is not None:
+            checked_version(version)
         mode = manager_pb2.PAUSE_MODE_UNSPECIFIED
         if pause_mode is not None:
-            mode = _choice("pause_mode", pause_mode, PAUSE_MODES)
+            mode = choice("pause_mode", pause_mode, PAUSE_MODES)
         if timeout is not None:
             check_seconds("a timeout", timeout)
-        if min_replicas is not None and not (_whole(min_replicas) and 0 <= min_replicas < 1 << 31):
-            raise invalid(f"min_replicas {min_replicas!r} is not a number of replicas")
-        if isinstance(replicas, str):
-            raise invalid(f"replicas is a list of names: [{replicas!r}]")
-        if not all(isinstance(name, str) for name in replicas):
-            raise invalid(f"replicas is a list of names, not {list(replicas)!r}")
+        if min_replicas is not None:
+            checked_count("min_replicas", min_replicas, "replicas")
+        checked_names("replicas", replicas)
         return manager_pb2.UpdateWeightsRequest(
             lineage=self.lineage,
             rank=self.rank,
@@ -369,15 +374,3 @@ class Trainer:
             min_replicas=min_replicas,
             replicas=replicas,
         )
-
-
-def _choice(what: str, word: str, choices: Mapping[str, Choice]) -> Choice:
-    """Raises INVALID_ARGUMENT for a word that there is not."""
-    if not isinstance(word, str) or word not in choices:
-        raise invalid(f"{what} {word!r} is none of {', '.join(choices)}")
-    return choices[word]
-
-
-def _whole(number: object) -> bool:
-    """Whether it is a whole number; numpy's count, too, and truth values do not."""
-    return isinstance(number, Integral) and not isinstance(number, bool)
