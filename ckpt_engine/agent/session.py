@@ -49,10 +49,18 @@ class ReplicaAgent:
     """One engine's agent, for one life of this process.
 
     say: gets one plain line an event, on the loop. on_output: gets the engine's output lines, on another thread.
+    on_name: gets the replica's name once it is known, which is before the manager is dialled.
     """
 
-    def __init__(self, settings: AgentSettings, say: Callable[[str], None], on_output: LineSink | None = None) -> None:
+    def __init__(
+        self,
+        settings: AgentSettings,
+        say: Callable[[str], None],
+        on_output: LineSink | None = None,
+        on_name: Callable[[str], None] | None = None,
+    ) -> None:
         self.settings = settings
+        self._on_name = on_name
         self.name = settings.name
         self._say = say
         self._deadlines = settings.deadlines
@@ -114,6 +122,8 @@ class ReplicaAgent:
                 return
             self.name = self.name or f"{socket.gethostname()}-{self._host.default_name}"
             self._state.replica = self.name
+            if self._on_name is not None:
+                self._on_name(self.name)
             self._runner = TaskRunner(stub, self._host, self._deadlines.blobs, self.settings.hold)
             self._stub = stub
             self._machine = AgentMachine(

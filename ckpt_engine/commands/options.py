@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines
+from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines, check_seconds
+from ckpt_engine.core.problems import CkptEngineError
 
 Deadline = Annotated[
     list[str] | None,
@@ -33,3 +34,13 @@ def configured_deadlines(settings: Sequence[str] | None) -> Deadlines:
     if together:
         os.environ[ENVIRONMENT] = together
     return deadlines
+
+
+def waited(seconds: float | None) -> float | None:
+    """Of --timeout. Raises typer.BadParameter for what cannot be waited for."""
+    try:
+        if seconds is not None:
+            check_seconds("a timeout", seconds)
+    except CkptEngineError as error:
+        raise typer.BadParameter(error.problem.message) from error
+    return seconds

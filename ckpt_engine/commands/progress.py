@@ -87,7 +87,7 @@ def refused(command: str, error: CkptEngineError, json_output: bool) -> typer.Ex
         code = type(error.problem).Code.Name(error.problem.code)
         typer.echo(json.dumps({"ok": False, "code": code, "problem": error.problem.message}))
     else:
-        typer.echo(f"ckpt-engine {command}: {error}", err=True)
+        typer.echo(f"ckpt-engine {command}: {error.problem.message}", err=True)
     return typer.Exit(1)
 
 

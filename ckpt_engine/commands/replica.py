@@ -60,7 +60,7 @@ def replica(
         typer.Option(envvar="CKPT_ENGINE_POOL", help="Replicas of one name are updated together, apart from others."),
     ] = "",
     mode: Annotated[Mode, typer.Option(help="Whose the GPUs are: docs/modes.md.")] = Mode.STANDALONE,
-    port: Annotated[int, typer.Option(help="Port for the launched engine; 0: a free one.")] = 0,
+    port: Annotated[int, typer.Option(help="Port for the launched engine; 0: a free one.", min=0, max=65535)] = 0,
     url: Annotated[str, typer.Option(help="Attach to the engine that runs at this URL instead of launching one.")] = "",
     advertise: Annotated[
         str,
@@ -142,7 +142,6 @@ def replica(
       ckpt-engine replica --manager 127.0.0.1:50051 --engine vllm \\
         --model ./model -- --max-model-len 4096
     """
-    require("trainer", "torch", "numpy", what="this command")
     from ckpt_engine.agent.following import FollowingAgent
     from ckpt_engine.agent.nodes import NodeSettings
     from ckpt_engine.agent.relay_beside import RelayBeside
@@ -151,6 +150,10 @@ def replica(
     from ckpt_engine.transport.on_host import worker_transports
     from ckpt_engine.v1 import manager_pb2
 
+    if engine is Engine.REFERENCE and not url:  # it runs with this Python; others may have one of their own
+        require("demo", "torch", "transformers", what="the reference engine")
+    if url and not url.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"{url!r} is not the URL of an HTTP server: try 'http://{url}'", param_hint="--url")
     if url and (arguments or model or port):
         raise typer.BadParameter(
             "--url attaches to an engine that runs; --model, --port and launch arguments are for launching one",
@@ -161,7 +164,13 @@ def replica(
         Mode.HYBRID: manager_pb2.HYBRID,
         Mode.COLOCATED: manager_pb2.COLOCATED,
     }
-    say = partial(_say_json, name) if log_format is Form.JSON else _say
+    fields = {"replica": name} if name else {}  # of each JSON line
+    say = partial(_say_json, fields) if log_format is Form.JSON else _say
+
+    def named(found: str) -> None:
+        fields["replica"] = found
+        log_to_stderr(log_level, log_format, **fields)
+
     launch = LaunchSettings(
         engine,
         tuple(arguments or ()),
@@ -174,7 +183,7 @@ def replica(
         advertise=advertise,
     )
     deadlines = configured_deadlines(deadline)
-    log_to_stderr(log_level, log_format, **({"replica": name} if name else {}))
+    log_to_stderr(log_level, log_format, **fields)
     agent: ReplicaAgent | FollowingAgent
     beside = None
     if relay is Beside.AUTO:
@@ -217,7 +226,7 @@ def replica(
             hold=HoldLimits(hold_seconds, hold_requests, hold_bytes),
             metrics=metrics,
         )
-        agent = ReplicaAgent(settings, say, _pass_on if engine_output else None)
+        agent = ReplicaAgent(settings, say, _pass_on if engine_output else None, named)
     except (ValueError, UnknownAdapterError) as error:
         raise typer.BadParameter(str(error)) from error
     _run_to_the_end(agent, beside)
@@ -230,7 +239,8 @@ def _run_to_the_end(agent: ReplicaAgent | FollowingAgent, beside: RelayBeside | 
     try:
         asyncio.run(_run(agent, beside))
     except (EngineFailedError, CkptEngineError, ValueError) as error:
-        print(f"ckpt-engine replica: {error}", file=sys.stderr, flush=True)
+        words = error.problem.message if isinstance(error, CkptEngineError) else str(error)
+        print(f"ckpt-engine replica: {words}", file=sys.stderr, flush=True)
         raise typer.Exit(EVICTED if isinstance(error, EvictedError) else 1) from error
 
 
@@ -253,8 +263,8 @@ def _say(line: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
-def _say_json(name: str, line: str) -> None:
-    said = {"time": utc(time.time()), "level": "info", "message": line, **({"replica": name} if name else {})}
+def _say_json(fields: dict[str, str], line: str) -> None:
+    said = {"time": utc(time.time()), "level": "info", "message": line, **fields}
     with contextlib.suppress(OSError, ValueError):
         print(json.dumps(said), flush=True)
 

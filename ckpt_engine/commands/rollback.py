@@ -9,7 +9,7 @@ import typer
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.commands.asking import Manager, Pool
 from ckpt_engine.commands.choices import PauseMode
-from ckpt_engine.commands.options import configured_deadlines
+from ckpt_engine.commands.options import configured_deadlines, waited
 from ckpt_engine.commands.progress import interrupted, refused, shown, told
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.going_back import rollback as roll_back
@@ -28,7 +28,7 @@ def rollback(
     pause_mode: Annotated[
         PauseMode | None, typer.Option(help="What becomes of running requests. Default: the engine's.")
     ] = None,
-    timeout: Annotated[float | None, typer.Option(help="Of the whole rollback, seconds.")] = None,
+    timeout: Annotated[float | None, typer.Option(callback=waited, help="Of the whole rollback, seconds.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Bring replicas back to a version that relays still hold. No trainer is needed.

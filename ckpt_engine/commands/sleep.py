@@ -9,20 +9,11 @@ import typer
 
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.commands.asking import Manager, Names, Pool, ask_manager
-from ckpt_engine.core.deadlines import Deadlines, check_seconds
-from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.commands.options import waited
+from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.v1 import manager_pb2
 
-
-def _waited(seconds: float) -> float:
-    try:
-        check_seconds("a timeout", seconds)
-    except CkptEngineError as error:
-        raise typer.BadParameter(error.problem.message) from error
-    return seconds
-
-
-Timeout = Annotated[float, typer.Option(help="Seconds that the slowest may take.", min=1, callback=_waited)]
+Timeout = Annotated[float, typer.Option(help="Seconds that the slowest may take.", min=1, callback=waited)]
 
 
 def sleep(

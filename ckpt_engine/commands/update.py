@@ -11,9 +11,10 @@ import typer
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.commands.asking import Manager, Pool
 from ckpt_engine.commands.choices import PauseMode, Prefetch, Until
-from ckpt_engine.commands.options import configured_deadlines
+from ckpt_engine.commands.options import configured_deadlines, waited
 from ckpt_engine.commands.progress import interrupted, refused, shown, told
-from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.connection import checked_address
+from ckpt_engine.core.problems import CkptEngineError, not_found
 from ckpt_engine.extras import require
 
 CONNECT_SECONDS = 10.0
@@ -27,13 +28,13 @@ def update(
     checkpoint: Annotated[Path, typer.Option(help="A directory of safetensors files, or one such file.")],
     manager: Manager = MANAGER,
     version: Annotated[
-        int | None, typer.Option(help="Rises from update to update. Default: the lineage's last one plus one.")
+        int | None, typer.Option(min=0, help="Rises from update to update. Default: the lineage's last one plus one.")
     ] = None,
     lineage: Annotated[str, typer.Option(help="What the version counts in; going back needs another one.")] = LINEAGE,
     pause_mode: Annotated[
         PauseMode | None, typer.Option(help="What becomes of running requests. Default: the engine's.")
     ] = None,
-    timeout: Annotated[float | None, typer.Option(help="Of the whole update, seconds.")] = None,
+    timeout: Annotated[float | None, typer.Option(callback=waited, help="Of the whole update, seconds.")] = None,
     min_replicas: Annotated[
         int | None,
         typer.Option(
@@ -65,12 +66,15 @@ def update(
     with --min-replicas if at least so many do, with --replica if those do, with --until held if relays hold them.
     Replicas that cannot take part are left out and named.
     """
-    require("trainer", "torch", "numpy", what="this command")
-    from ckpt_engine.trainer.trainer import Trainer
-
     limits = configured_deadlines(None)
     limits = replace(limits, connect=min(limits.connect, CONNECT_SECONDS))
     try:
+        checked_address(manager)
+        if not checkpoint.exists():
+            raise not_found(f"{checkpoint} is neither a directory nor a safetensors file")
+        require("trainer", "torch", "numpy", what="this command")
+        from ckpt_engine.trainer.trainer import Trainer  # takes seconds, for which no mistake above should wait
+
         with (
             Trainer(manager, lineage=lineage, pool=pool, deadlines=limits) as trainer,
             shown(quiet=json_output) as show,

@@ -136,16 +136,18 @@ async def play(settings: Settings, show: Show) -> Outcome:
             show.state("stopping")
             await stage.stop()
             outcome.stop_seconds = time.monotonic() - stopping
-        if outcome.problem:
-            kept = _keep_logs(Path(directory))
+        if outcome.problem and (kept := _keep_logs(Path(directory))):
             outcome.problem = f"{outcome.problem.replace(directory, kept)}\nThe logs are in {kept}"
     return outcome
 
 
 def _keep_logs(directory: Path) -> str:
-    """A new directory with the logs of this one, which goes."""
+    """A new directory with the logs of this one, which goes. Empty: nothing has begun to write one."""
+    logs = [*directory.glob("*.log"), *directory.glob("**/logs/*.log")]
+    if not logs:
+        return ""
     kept = tempfile.mkdtemp(prefix="ckpt-engine-demo-logs-")
-    for log in [*directory.glob("*.log"), *directory.glob("**/logs/*.log")]:
+    for log in logs:
         shutil.copy2(log, kept)
     return kept
 

@@ -89,6 +89,8 @@ class ConsoleShow:
             self._console.print(_table(outcome))
         if outcome.problem:
             self._console.print(Text(outcome.problem, style="red"))
+        if not outcome.acts:
+            return  # nothing happened that there could be a verdict on
         recited = "yes" if outcome.final_text_matches else "NO"
         timing = f"{outcome.start_seconds:.0f} s to start, {outcome.play_seconds:.0f} s to train and update"
         self._console.print(

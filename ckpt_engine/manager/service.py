@@ -143,8 +143,9 @@ class ManagerServer:
         config = self.config
         config.security.check()
         self._access = Access(config.security)
-        for address in (config.listen, config.http) if config.http else (config.listen,):
-            check_reach(split_address(address)[0], config.security)
+        for option, address in {"--listen": config.listen, "--http": config.http}.items():
+            if address or option == "--listen":
+                check_reach(split_address(address, option)[0], config.security)
         self.ledger = await Ledger.open(config.ledger or default_path(), config.deadlines.ledger_busy, config.cluster)
         self._undo.push_async_callback(self.ledger.close)
         blobs = BlobStore(config.max_blob_bytes, config.max_total_bytes)

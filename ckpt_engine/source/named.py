@@ -46,7 +46,7 @@ def named_source(
 def checked_pair(item: object) -> tuple[str, torch.Tensor]:
     """`item`, if it is a (name, tensor) pair; else raises INVALID_ARGUMENT."""
     if not (isinstance(item, tuple) and len(item) == 2):
-        raise invalid(f"expected (name, tensor) pairs, found a {type(item).__name__}")
+        raise invalid(f"expected (name, tensor) pairs, found an item of type {type(item).__name__}")
     name, tensor = item
     if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
         raise invalid(f"expected (name, tensor) pairs, found ({type(name).__name__}, {type(tensor).__name__})")

@@ -116,7 +116,7 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         served = torch_dtype(dtype) if isinstance(dtype, str) else dtype
         dtype_name(served)
     except UnsupportedDtypeError as error:
-        raise invalid(f"cannot serve weights as {dtype}: {error}") from error
+        raise invalid(f"cannot serve weights as {dtype}: {error.problem.message}") from error
     if not served.is_floating_point:
         raise invalid(f"cannot serve weights as {dtype}: give a floating-point dtype")
     return served

@@ -36,15 +36,20 @@ logger = logging.getLogger("ckpt_engine.trainer")
 
 T = TypeVar("T")
 
+OTHERS_ASK_SECONDS = 30.0
+"""After so long ranks other than 0 ask what an update waits for that has not begun."""
+
 
 class Background:
     """Runs one OfferingSession on a daemon thread, from `start` to `stop`."""
 
-    def __init__(self, address: str, machine: TrainerMachine, sealer: Sealer, deadlines: Deadlines) -> None:
+    def __init__(self, address: str, machine: TrainerMachine, sealer: Sealer, deadlines: Deadlines, rank: int) -> None:
         self._address = address
         self._machine = machine
         self._sealer = sealer
         self._deadlines = deadlines
+        # Rank 0 asks what an update waits for. The others would all ask the same, and it may be rank 0 itself.
+        self._ask_after = NOTICE_SECONDS if rank == 0 else OTHERS_ASK_SECONDS
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="ckpt-engine trainer", daemon=True)
         self._keeper = ThreadPoolExecutor(1, thread_name_prefix="ckpt-engine keep")
@@ -122,7 +127,9 @@ class Background:
                     if left <= 0:
                         raise self._late(limit)
                     if now >= notice:
-                        logger.warning("%s; waiting up to %.0f s more", self._awaited(), left)
+                        # Why there is none was said when that became known.
+                        why = self._awaited() if self._lost is None else "there is still no session"
+                        logger.warning("%s; waiting up to %.0f s more", why, left)
                         notice = math.inf
                 self._changed.wait(min(left, max(0.0, notice - now)))
 
@@ -134,12 +141,14 @@ class Background:
         assert self._session is not None
         self._call = call = UpdateCall()
         calling = asyncio.run_coroutine_threadsafe(self._session.update(request, seconds, call.event), self._loop)
+        asking = asyncio.run_coroutine_threadsafe(self._tell_what_it_waits_for(call), self._loop)
         try:
             calling.add_done_callback(call.ended)
             return call.serve(lambda task, atoms: self._sealer.seal(atoms, task.keep), on_progress, seconds)
         finally:
             self._call = None
             calling.cancel()
+            asking.cancel()
             call.close()
 
     def wait_for_update(self, request: manager_pb2.WaitForUpdateRequest) -> manager_pb2.UpdateReport:
@@ -186,6 +195,19 @@ class Background:
         )
         self._session.start()
 
+    async def _tell_what_it_waits_for(self, call: UpdateCall) -> None:
+        """Once, if nothing has happened by then."""
+        await asyncio.sleep(self._ask_after)
+        if call.heard:
+            return
+        assert self._session is not None
+        try:
+            waits = (await self._session.status(self._deadlines.status)).phase
+        except CkptEngineError as error:
+            waits = error.problem.message
+        if not call.heard:
+            logger.warning("the update has not begun yet: %s", waits)
+
     async def _tell(self, offered: PublishTable | WithdrawTable) -> None:
         assert self._session is not None
         with self._changed:
@@ -206,10 +228,12 @@ class Background:
                 case SessionOpened(cluster):
                     self._open, self._lost = True, None
                     logger.info("connected to the manager at %s (cluster %s)", self._address, cluster)
-                case SessionEnded(problem, final):
+                case SessionEnded(problem, final, patience=patience):
                     # What refuses the first session for good is raised by the call that needs it.
                     if not self._closing and (self._open or not (final or self._lost)):
                         left = "for good" if final else "trying again"
+                        if patience:
+                            left = f"waiting up to {patience:.0f} s, in case that is a process that has died"
                         logger.warning(
                             "no session with the manager at %s: %s; %s", self._address, problem.message, left
                         )

@@ -40,12 +40,15 @@ class UpdateCall:
         self._items: queue.SimpleQueue[_SealWork | manager_pb2.UpdateEvent | _Ended] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
+        self.heard = False
+        """Whether the manager has said or asked anything, so that the update has begun."""
 
     # --------------------------------------------------------------------------------- background thread
 
     async def seal(self, task: SealSource, atoms: weights_pb2.Atoms) -> Sealing:
         """Has the trainer's thread seal. Raises CkptEngineError: what sealing raised, or ABORTED if it left."""
         answer: Future[Sealing] = Future()
+        self.heard = True
         with self._lock:
             if self._closed:
                 raise left()
@@ -54,6 +57,7 @@ class UpdateCall:
 
     def event(self, event: manager_pb2.UpdateEvent) -> None:
         """The manager sent an event."""
+        self.heard = True
         self._items.put(event)
 
     def ended(self, call: Future[None]) -> None:

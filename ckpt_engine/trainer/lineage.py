@@ -29,6 +29,8 @@ def resolve_lineage(lineage: str | None, rank: int, world_size: int, environment
     if lineage is None:
         fresh = f"run-{secrets.token_hex(4)}"
         lineage = fresh if world_size == 1 else _broadcast(fresh, rank, world_size)
+    if not isinstance(lineage, str):
+        raise invalid(f"a lineage's name is a text, not {lineage!r}")
     if not 1 <= len(lineage.encode()) <= LINEAGE_BYTES:
         raise invalid(
             f"a lineage's name has from 1 to {LINEAGE_BYTES} bytes, not {len(lineage.encode())}: {lineage[:64]!r}"

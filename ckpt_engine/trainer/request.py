@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from numbers import Integral
-from typing import TypeVar
 
 from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.names import check_pool
-from ckpt_engine.core.problems import invalid
+from ckpt_engine.trainer.arguments import checked_count, checked_names, checked_version, choice
 from ckpt_engine.v1 import manager_pb2
-
-Choice = TypeVar("Choice")
 
 PAUSE_MODES: Mapping[str, manager_pb2.PauseMode] = {
     "keep": manager_pb2.KEEP,
@@ -47,19 +43,16 @@ def update_request(
 ) -> manager_pb2.UpdateWeightsRequest:
     """Everything but who calls. Raises INVALID_ARGUMENT for what cannot be."""
     if version is not None:
-        check_version(version)
+        checked_version(version)
     check_pool(pool)
     mode = manager_pb2.PAUSE_MODE_UNSPECIFIED
     if pause_mode is not None:
-        mode = _choice("pause_mode", pause_mode, PAUSE_MODES)
+        mode = choice("pause_mode", pause_mode, PAUSE_MODES)
     if timeout is not None:
         check_seconds("a timeout", timeout)
-    if min_replicas is not None and not (whole(min_replicas) and 0 <= min_replicas < 1 << 31):
-        raise invalid(f"min_replicas {min_replicas!r} is not a number of replicas")
-    if isinstance(replicas, str):
-        raise invalid(f"replicas is a list of names: [{replicas!r}]")
-    if not all(isinstance(name, str) for name in replicas):
-        raise invalid(f"replicas is a list of names, not {list(replicas)!r}")
+    if min_replicas is not None:
+        checked_count("min_replicas", min_replicas, "replicas")
+    checked_names("replicas", replicas)
     return manager_pb2.UpdateWeightsRequest(
         version=version,
         pause_mode=mode,
@@ -67,24 +60,6 @@ def update_request(
         min_replicas=min_replicas,
         replicas=replicas,
         pool=pool,
-        prefetch=_choice("prefetch", prefetch, PREFETCH),
-        until=_choice("until", until, UNTIL),
+        prefetch=choice("prefetch", prefetch, PREFETCH),
+        until=choice("until", until, UNTIL),
     )
-
-
-def check_version(version: object) -> None:
-    """Raises INVALID_ARGUMENT for what is no version's number."""
-    if not (isinstance(version, Integral) and whole(version) and 0 <= int(version) < 1 << 63):
-        raise invalid(f"version {version!r} is not a count of steps: give a whole number from 0")
-
-
-def whole(number: object) -> bool:
-    """Whether it is a whole number; numpy's count, too, and truth values do not."""
-    return isinstance(number, Integral) and not isinstance(number, bool)
-
-
-def _choice(what: str, word: str, choices: Mapping[str, Choice]) -> Choice:
-    """Raises INVALID_ARGUMENT for a word that there is not."""
-    if not isinstance(word, str) or word not in choices:
-        raise invalid(f"{what} {word!r} is none of {', '.join(choices)}")
-    return choices[word]

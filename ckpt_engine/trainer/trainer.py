@@ -29,10 +29,11 @@ from ckpt_engine.host.facts import this_host
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.source.open import Publishable, open_source
+from ckpt_engine.trainer.arguments import checked_count, checked_flag, checked_names, checked_version, whole
 from ckpt_engine.trainer.background import Background
 from ckpt_engine.trainer.call import Progress
 from ckpt_engine.trainer.lineage import resolve_lineage
-from ckpt_engine.trainer.request import check_version, update_request, whole
+from ckpt_engine.trainer.request import update_request
 from ckpt_engine.trainer.sealer import Sealer
 from ckpt_engine.v1 import manager_pb2
 
@@ -75,7 +76,11 @@ class Trainer:
         check_pool(pool)
         if not (whole(rank) and whole(world_size)):
             raise invalid(f"rank {rank!r} and world_size {world_size!r} are whole numbers; those of a shell are texts")
+        if not isinstance(address, str):
+            raise invalid(f"the manager's address must be HOST:PORT, not {address!r}; such as '127.0.0.1:50051'")
         checked_address(address)
+        if not (deadlines is None or isinstance(deadlines, Deadlines)):
+            raise invalid(f"deadlines must be ckpt_engine.Deadlines(NAME=SECONDS, ...), not {deadlines!r}")
         if not 0 <= rank < world_size:
             raise invalid(f"rank {rank} is not in a world of {world_size}: ranks count from 0", ranks=[max(rank, 0)])
         self.address = address
@@ -92,7 +97,7 @@ class Trainer:
         machine = TrainerMachine(
             self.lineage, rank, world_size, self._session_id, this_host(self._advertise), self._deadlines
         )
-        self._background = Background(address, machine, self._sealer, self._deadlines)
+        self._background = Background(address, machine, self._sealer, self._deadlines, rank)
         self._background.start()
         atexit.register(self.close)
 
@@ -134,6 +139,8 @@ class Trainer:
         Returns at once; whether all ranks' weights fit together is known, and raised, in `update_weights`.
         Raises CkptEngineError (INVALID_ARGUMENT, naming the tensor) for weights that cannot be published.
         """
+        checked_flag("snapshot", snapshot)
+        checked_flag("check_finite", check_finite)
         with self._alone("publish"):
             self._background.require_running()
             source = open_source(
@@ -170,6 +177,7 @@ class Trainer:
         For runs that start everything at once: engines take minutes to come up, and an update with too few replicas is
         refused. Raises DEADLINE_EXCEEDED after `timeout` seconds.
         """
+        checked_count("count", count, "replicas")
         check_seconds("a timeout", timeout)
         end = time.monotonic() + timeout
         notice = time.monotonic() + NOTICE_SECONDS
@@ -259,7 +267,7 @@ class Trainer:
         what is going on, if it goes on; ABORTED if the manager ended in its middle, so that nobody has reported; and
         what the update itself was refused with.
         """
-        check_version(version)
+        checked_version(version)
         seconds = self._deadlines.update if timeout is None else timeout
         check_seconds("a timeout", seconds)
         self._check_process("wait")
@@ -275,6 +283,8 @@ class Trainer:
         Raises CkptEngineError naming the first replica that does not sleep; others may.
         """
         seconds = self._deadlines.sleep_wake if timeout is None else timeout
+        if not whole(level):
+            raise invalid(f"level {level!r} is not a whole number: 1 keeps weights on the host, 2 discards them")
         self._sleep_or_wake(manager_pb2.SleepRequest(level=level, timeout_seconds=seconds), replicas, seconds)
 
     def wake(self, tags: Sequence[str] = (), *, replicas: Sequence[str] = (), timeout: float | None = None) -> None:
@@ -284,11 +294,13 @@ class Trainer:
         A replica whose weights were discarded serves again after its next update. Raises as `sleep` does.
         """
         seconds = self._deadlines.sleep_wake if timeout is None else timeout
+        checked_names("tags", tags)
         self._sleep_or_wake(manager_pb2.WakeRequest(tags=tags, timeout_seconds=seconds), replicas, seconds)
 
     def _sleep_or_wake(
         self, request: manager_pb2.SleepRequest | manager_pb2.WakeRequest, replicas: Sequence[str], seconds: float
     ) -> None:
+        checked_names("replicas", replicas)
         check_seconds("a timeout", seconds)
         with self._alone("sleep or wake"):
             status = self._background.status() if not replicas else manager_pb2.GetStatusResponse()

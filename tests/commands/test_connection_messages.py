@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -106,8 +108,9 @@ def test_a_manager_that_is_down(
     assert said.startswith(f"no session with a manager at {nobody}: {words}")
     assert said.count("no session") == 1
     assert "trying again" not in said, "it does not"
-    assert f"no session with a manager at {nobody}: {words}" in caplog.text
-    assert "waiting up to" in caplog.text, "what waits says for what"
+    assert f"no session with the manager at {nobody}: {words}" in caplog.text
+    assert "there is still no session; waiting up to" in caplog.text, "what waits says for what"
+    assert caplog.text.count(words) == 1, "and why once"
 
 
 def test_an_update_from_a_terminal_does_not_wait_for_long(
@@ -118,6 +121,31 @@ def test_an_update_from_a_terminal_does_not_wait_for_long(
     result = run("update", "--manager", nobody, "--checkpoint", str(tmp_path))
     assert result.exit_code == 1
     assert "nothing listens there: start the manager" in result.stderr
+
+
+def test_a_rank_that_nobody_started_is_named_to_those_that_wait(
+    manager: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt_engine.trainer.background.NOTICE_SECONDS", 0.1)
+    with Trainer(manager, rank=0, world_size=2, lineage="run", deadlines=Deadlines(settle=0.1)) as trainer:
+        trainer.publish({"a": torch.ones(2)})
+        with pytest.raises(CkptEngineError, match="rank 1 has no session"):
+            trainer.update_weights(timeout=3.0)
+    assert "the update has not begun yet: gathering ranks of lineage 'run': rank 1 has no session" in caplog.text
+
+
+@pytest.mark.parametrize("command", [["update", "--checkpoint", "."], ["replica", "--engine", "vllm"]])
+def test_an_address_that_is_none_is_told_before_torch_is_loaded(command: list[str]) -> None:
+    code = (
+        "import sys\n"
+        f"sys.argv = ['ckpt-engine', *{command!r}, '--manager', 'nowhere']\n"
+        "from ckpt_engine.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as ended:\n    assert ended.code in (1, 2)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "must be HOST:PORT, not 'nowhere'" in done.stderr
 
 
 def test_a_token_that_may_not_publish_ends_at_once(secured: str, caplog: pytest.LogCaptureFixture) -> None:

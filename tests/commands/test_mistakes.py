@@ -30,6 +30,9 @@ from ckpt_engine.commands import status as status_command
 from ckpt_engine.commands.choices import Form, Level
 from ckpt_engine.commands.logs import JsonLines
 from ckpt_engine.core.names import some
+from ckpt_engine.demo.play import Outcome
+from ckpt_engine.demo.show import ConsoleShow
+from ckpt_engine.demo.stage import Settings
 from ckpt_engine.source.open import open_source
 from ckpt_engine.trainer.sealer import Sealer
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -52,7 +55,7 @@ def said(call: Callable[[], object]) -> str:
         ({"version": -1}, "version -1 is not a count of steps"),
         ({"timeout": "60"}, "a timeout is a number of seconds, not '60'"),
         ({"timeout": 0}, "a timeout of 0 s cannot be waited for"),
-        ({"min_replicas": "1"}, "min_replicas '1' is not a number of replicas"),
+        ({"min_replicas": "1"}, "min_replicas '1' is not a number of replicas: give a whole number from 0"),
         ({"min_replicas": -1}, "min_replicas -1 is not a number of replicas"),
         ({"replicas": "rollout-0"}, "replicas is a list of names: ['rollout-0']"),
         ({"replicas": [0]}, "replicas is a list of names, not [0]"),
@@ -70,6 +73,28 @@ def test_arguments_of_an_update_that_cannot_be(wish: dict[str, Any], words: str)
 def test_arguments_of_a_trainer_that_cannot_be() -> None:
     assert "those of a shell are texts" in said(lambda: Trainer("127.0.0.1:1", rank="0", lineage="run"))  # type: ignore[arg-type]
     assert "ranks count from 0" in said(lambda: Trainer("127.0.0.1:1", rank=2, world_size=2, lineage="run"))
+
+
+def test_arguments_of_other_calls_that_cannot_be() -> None:
+    for made, words in (
+        ({"address": 50051}, "must be HOST:PORT, not 50051"),
+        ({"lineage": 3}, "a lineage's name is a text, not 3"),
+        ({"deadlines": {"connect": 1}}, "deadlines must be ckpt_engine.Deadlines(NAME=SECONDS, ...)"),
+    ):
+        assert words in said(lambda made=made: Trainer(**{"address": "127.0.0.1:1", "lineage": "run", **made}))
+    weights = {"a": torch.ones(2)}
+    with Trainer("127.0.0.1:1", lineage="run") as trainer:
+        for call, words in (
+            (lambda: trainer.sleep("1"), "level '1' is not a whole number"),  # type: ignore[arg-type]
+            (lambda: trainer.sleep(replicas="r"), "replicas is a list of names: ['r']"),
+            (lambda: trainer.wake("weights"), "tags is a list of names: ['weights']"),
+            (lambda: trainer.wait_for_replicas("2"), "count '2' is not a number of replicas"),  # type: ignore[arg-type]
+            (lambda: trainer.publish(weights, check_finite="no"), "check_finite 'no' is neither True nor False"),  # type: ignore[arg-type]
+            (lambda: trainer.publish(weights, snapshot="no"), "snapshot 'no' is neither True nor False"),  # type: ignore[arg-type]
+            (lambda: trainer.publish(weights, dtype="bf16"), "cannot serve weights as bf16: dtype 'bf16' is not"),
+            (lambda: trainer.publish([3]), "expected (name, tensor) pairs, found an item of type int"),  # type: ignore[list-item]
+        ):
+            assert words in said(call)
 
 
 def test_a_trainer_that_was_closed_says_so() -> None:
@@ -101,6 +126,13 @@ def test_a_name_that_nobody_has(run: Run, manager: str) -> None:
         (["serve", "--log-level", "loud"], "'loud' is not one of 'debug', 'info', 'warning', 'error'"),
         (["serve", "--deadline", "leese=3"], "leese"),
         (["sleep", "--timeout", "1e9"], "cannot be waited for"),
+        (["update", "--checkpoint", "x", "--timeout", "0"], "cannot be waited for"),
+        (["update", "--checkpoint", "x", "--version", "-1"], "--version"),
+        (["replica", "--manager", "a:1", "--engine", "vllm", "--port", "99999"], "--port"),
+        (
+            ["replica", "--manager", "a:1", "--engine", "vllm", "--url", "a:2"],
+            "not the URL of an HTTP server: try 'http://a:2'",
+        ),
         (["demo", "--engine", "tgi"], "'tgi' is not one of 'reference', 'sglang', 'vllm'"),
         (["engines", "tgi"], "'tgi' is not one of"),
         (["update"], "Missing option '--checkpoint'"),
@@ -136,11 +168,26 @@ def test_a_base_install_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None
     assert words == (
         "ckpt_engine.Trainer needs torch, which the base install leaves out: pip install 'ckpt-engine[trainer]'"
     )
-    for command in ("update", "replica", "demo"):
-        needed = {"update": ["--checkpoint", "x"], "replica": ["--manager", "a:1", "--engine", "vllm"], "demo": []}
-        result = CliRunner().invoke(app_for([command]), [command, *needed[command]])
-        assert isinstance(result.exception, CkptEngineError)
-        assert "pip install 'ckpt-engine[" in str(result.exception)
+    reference = ["--manager", "a:1", "--engine", "reference"]
+    for command, needed in {"update": ["--checkpoint", "."], "replica": reference, "demo": []}.items():
+        result = CliRunner().invoke(app_for([command]), [command, *needed])
+        assert "pip install 'ckpt-engine[" in f"{result.exception} {result.stderr}"
+        assert result.exit_code == 1
+
+
+def test_an_agent_wants_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine has one of its own. A fake: find_spec finds no torch, as in an environment without."""
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "torch" else object())
+    command = ["replica", "--manager", "nowhere", "--engine", "vllm"]
+    assert "must be HOST:PORT, not 'nowhere'" in CliRunner().invoke(app_for(command), command).stderr
+
+
+def test_a_demo_that_cannot_begin_says_why_and_nothing_else() -> None:
+    shown = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    settings = Settings(engine="vllm")
+    with ConsoleShow(shown) as show:
+        show.end(Outcome(settings, problem="vllm is not installed here"))
+    assert shown.export_text().strip() == "vllm is not installed here"
 
 
 def test_an_engine_that_is_not_installed() -> None:

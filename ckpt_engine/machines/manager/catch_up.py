@@ -97,7 +97,8 @@ class CatchUp:
             if replica.serving:
                 return f"nothing is to be done: it serves {version}"
             reason = f"it holds {version} and is closed because {replica.closed_reason or 'its engine does not serve'}"
-            raise precondition(f"{reason}: bringing weights would not help", replica=replica.name)
+            wake = f"; wake it: `ckpt-engine wake {replica.name}`" if replica.asleep else ""
+            raise precondition(f"{reason}: bringing weights would not help{wake}", replica=replica.name)
         if not _lacks(replica, latest):
             why = "asleep" if replica.asleep else "without workers"
             raise precondition(f"it is {why}, so it is not brought to {version}", replica=replica.name)

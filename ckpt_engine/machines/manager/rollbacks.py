@@ -213,4 +213,7 @@ def _listed(held: list[tuple[str, weights_pb2.Identity]]) -> str:
     ]
     if len(said) > MOST_NAMED:
         said = [*said[:MOST_NAMED], f"and {len(said) - MOST_NAMED} more versions are held"]
-    return "; ".join(said) or "no holder of versions is connected"
+    return "; ".join(said) or (
+        "no holder of versions is connected (`ckpt-engine relay`); `ckpt-engine update --checkpoint` brings what a "
+        "directory holds, under the next version"
+    )

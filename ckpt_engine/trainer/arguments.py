@@ -1,0 +1,56 @@
+"""What a caller gave to a Trainer, checked before anything is asked of the manager. Pure.
+
+Each raises INVALID_ARGUMENT with the value that cannot be, and what can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import TypeVar
+
+from ckpt_engine.core.problems import invalid
+
+Choice = TypeVar("Choice")
+
+MOST_VERSION = 1 << 63
+MOST_COUNT = 1 << 31
+
+
+def whole(number: object) -> bool:
+    """Whether it is a whole number; numpy's count, too, and truth values do not."""
+    return isinstance(number, Integral) and not isinstance(number, bool)
+
+
+def checked_version(version: object) -> None:
+    """Versions count steps."""
+    if not (isinstance(version, Integral) and whole(version) and 0 <= version < MOST_VERSION):
+        raise invalid(f"version {version!r} is not a count of steps: give a whole number from 0")
+
+
+def checked_count(what: str, count: object, of: str) -> None:
+    """A number of things, from 0; `of` names them."""
+    if not (isinstance(count, Integral) and whole(count) and 0 <= count < MOST_COUNT):
+        raise invalid(f"{what} {count!r} is not a number of {of}: give a whole number from 0")
+
+
+def checked_names(what: str, names: Sequence[str]) -> Sequence[str]:
+    """A list of names; one name by itself would be taken for a list of letters."""
+    if isinstance(names, str):
+        raise invalid(f"{what} is a list of names: [{names!r}]")
+    if not all(isinstance(name, str) for name in names):
+        raise invalid(f"{what} is a list of names, not {list(names)!r}")
+    return names
+
+
+def choice(what: str, word: str, choices: Mapping[str, Choice]) -> Choice:
+    """What one of a few words means."""
+    if not isinstance(word, str) or word not in choices:
+        raise invalid(f"{what} {word!r} is none of {', '.join(choices)}")
+    return choices[word]
+
+
+def checked_flag(what: str, flag: object) -> None:
+    """True, False, or None where that has a meaning of its own. A text such as "no" would count as true."""
+    if not (flag is None or isinstance(flag, bool)):
+        raise invalid(f"{what} {flag!r} is neither True nor False")
