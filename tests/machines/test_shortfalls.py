@@ -14,7 +14,12 @@ SEE = "it reads relay up at 10.0.0.7: see whether that runs and the network carr
 
 def filling(left_out: Problem | None = None, answer: RelayFilled | None = None) -> Filling:
     return Filling(
-        "relay down", ("one",), Route(1, ("relay up",)), told=Route(1, ("relay up",)), answer=answer, left_out=left_out
+        "relay down",
+        ("one",),
+        Route(1, (), ("relay up",)),
+        told=Route(1, (), ("relay up",)),
+        answer=answer,
+        left_out=left_out,
     )
 
 
