@@ -9,7 +9,7 @@ pieces, and these must add up to what the record says. It decides nothing about 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,19 +26,26 @@ from ckpt_engine.v1.weights_pb2 import Atoms, Digests, SealedRecord
 
 
 @dataclass(frozen=True, eq=False)
-class Recorded:
-    """A record that proved itself. boxes: for each tensor of the manifest its cells, sorted. first: the number of each
-    tensor's first cell. values: one digest a cell, modulo 2^64. root: 32 bytes."""
+class Cutting:
+    """Manifest and cells of a record, which tile it; records of versions that were cut alike share one.
+
+    boxes: for each tensor of the manifest its cells, sorted. first: the number of each tensor's first cell. tensor: of
+    each cell. hasher: of their roots.
+    """
 
     record: SealedRecord
     boxes: tuple[tuple[Box, ...], ...]
     first: tuple[int, ...]
-    values: Words
-    root: bytes
+    tensor: Indices
+    hasher: RootHasher
+
+    def is_of(self, record: SealedRecord) -> bool:
+        """Whether a record has this manifest and these cells."""
+        return record.manifest == self.record.manifest and record.cells == self.record.cells
 
     @cached_property
-    def cutting(self) -> bytes:
-        """A digest of manifest and cells: versions that were cut alike share it."""
+    def digest(self) -> bytes:
+        """Of manifest and cells."""
         alike = SealedRecord(manifest=self.record.manifest, cells=self.record.cells)
         return hashlib.sha256(canonical(alike)).digest()
 
@@ -47,6 +54,36 @@ class Recorded:
         """Of each tensor; tensors that are cut alike share one."""
         known: dict[tuple[Box, ...], Layout] = {}
         return tuple(known.setdefault(boxes, Layout(boxes)) for boxes in self.boxes)
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A record that proved itself. cut: how. values: one digest a cell, modulo 2^64. root: 32 bytes."""
+
+    record: SealedRecord
+    cut: Cutting
+    values: Words
+    root: bytes
+
+    @property
+    def boxes(self) -> tuple[tuple[Box, ...], ...]:
+        """For each tensor of the manifest its cells, sorted."""
+        return self.cut.boxes
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """The number of each tensor's first cell."""
+        return self.cut.first
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Of each tensor; tensors that are cut alike share one."""
+        return self.cut.layouts
+
+    @property
+    def cutting(self) -> bytes:
+        """A digest of manifest and cells: versions that were cut alike share it."""
+        return self.cut.digest
 
 
 class RecordWriter:
@@ -94,17 +131,31 @@ def record_of(sealed: Sealed) -> SealedRecord:
     return SealedRecord.FromString(RecordWriter(sealed.cells).write(sealed)[0])
 
 
-def read_record(record: SealedRecord, root: bytes) -> Recorded:
-    """A record that somebody brings. root: what the ledger says that this version hashes to.
+def read_record(record: SealedRecord, root: bytes, known: Iterable[Recorded] = ()) -> Recorded:
+    """A record that somebody brings. root: what the ledger says that this version hashes to. known: of other versions;
+    what is cut like one of them is not looked through again.
 
     Raises INVALID_ARGUMENT, naming the tensor, if its cells do not tile its manifest, and DATA_LOSS if its digests add
     up to another root.
     """
+    if len(record.cells) != len(record.digests):
+        raise invalid(f"the record has {len(record.cells)} cells and {len(record.digests)} digests")
+    cut = next((each.cut for each in known if each.cut.is_of(record)), None) or _cutting_of(record)
+    values = np.fromiter(record.digests, dtype=np.uint64, count=len(record.digests))
+    sums = np.zeros(len(cut.boxes), dtype=np.uint64)
+    np.add.at(sums, cut.tensor, values)
+    found = cut.hasher.root(sums.astype("<u8").tobytes())
+    if found != root:
+        raise data_loss(
+            f"the record hashes to {found.hex()[:16]}, and what was sealed to {root.hex()[:16]}: it is of other weights"
+        )
+    return Recorded(record, cut, values, root)
+
+
+def _cutting_of(record: SealedRecord) -> Cutting:
     manifest = record.manifest
     if canonical(manifest_of(manifest.tensors)) != canonical(manifest):
         raise invalid("the record's manifest is not sorted by name")
-    if len(record.cells) != len(record.digests):
-        raise invalid(f"the record has {len(record.cells)} cells and {len(record.digests)} digests")
     boxes: list[list[Box]] = [[] for _ in manifest.tensors]
     before: tuple[int, Box] | None = None
     for number, cell in enumerate(record.cells):
@@ -119,17 +170,9 @@ def read_record(record: SealedRecord, root: bytes) -> Recorded:
         if (shape, tuple(cells)) not in checked:
             _check_tiling(spec.name, shape, cells)
             checked.add((shape, tuple(cells)))
-    values = np.fromiter(record.digests, dtype=np.uint64, count=len(record.digests))
     tensor = np.fromiter((cell.tensor for cell in record.cells), dtype=np.int64, count=len(record.cells))
-    sums = np.zeros(len(boxes), dtype=np.uint64)
-    np.add.at(sums, tensor, values)
-    found = RootHasher(manifest).root(sums.astype("<u8").tobytes())
-    if found != root:
-        raise data_loss(
-            f"the record hashes to {found.hex()[:16]}, and what was sealed to {root.hex()[:16]}: it is of other weights"
-        )
     first = np.concatenate(([0], np.cumsum([len(cells) for cells in boxes]))).tolist()
-    return Recorded(record, tuple(map(tuple, boxes)), tuple(first), values, root)
+    return Cutting(record, tuple(map(tuple, boxes)), tuple(first), tensor, RootHasher(manifest))
 
 
 def _check_tiling(name: str, shape: tuple[int, ...], cells: Sequence[Box]) -> None:

@@ -40,7 +40,7 @@ Kernel = Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any]], None]
 """(jobs, uint64 [jobs, FIELDS]; found, uint64 [jobs], what it writes). Runs outside of the interpreter's lock."""
 
 # Two rows at once halve the loads of factors. What will be read soon is fetched ahead, one row after the other: without
-# that, rows and factors come too late, and a core reaches half of this.
+# that, rows and factors come too late, and a core reaches half of this (of a copy: seven eighths).
 _SEGMENT = 256  # lanes between two fetches
 _AHEAD = np.uint64(4096)
 _LINE = 64
@@ -156,8 +156,8 @@ def _rows(job, table):
         paired = row + 1 < rows  # the last of an odd number is its own neighbour, with a factor of 0
         first = job[ADDRESS] + index * step
         second = first + step if paired else first
+        source = job[SOURCE] + index * job[SOURCE_ROW_STEP]
         if copies:  # whole rows, which stay in the cache until they are digested
-            source = job[SOURCE] + index * job[SOURCE_ROW_STEP]
             _copy(first, source, job[WIDTH] * unit)
             if paired:
                 _copy(second, source + job[SOURCE_ROW_STEP], job[WIDTH] * unit)
@@ -166,10 +166,13 @@ def _rows(job, table):
             count = _SEGMENT if width - begin > _SEGMENT else width - begin
             skipped, size = np.uint64(begin * column_step) * unit, count * np.int64(unit)
             one, other, part = first + skipped, second + skipped, table + np.uint64(8 * begin)
-            for line in range(0, 0 if copies else size, _LINE):
-                _fetch(one + _AHEAD + np.uint64(line))
-            for line in range(0, 0 if copies else size, _LINE):
-                _fetch(other + _AHEAD + np.uint64(line))
+            # While a copied pair of rows is digested nothing else is loaded: the next pair is.
+            near = source + _TWO * job[SOURCE_ROW_STEP] + skipped if copies else one + _AHEAD
+            far = near + job[SOURCE_ROW_STEP] if copies else other + _AHEAD
+            for line in range(0, size, _LINE):
+                _fetch(near + np.uint64(line))
+            for line in range(0, size, _LINE):
+                _fetch(far + np.uint64(line))
             if column_step != 1:
                 for column in range(count):
                     factor, at = _factor(part, column), column * column_step

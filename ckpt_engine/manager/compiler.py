@@ -64,6 +64,9 @@ class _Recent(Generic[Key, Value]):
         self._values.move_to_end(key)
         return self._values[key]
 
+    def values(self) -> Sequence[Value]:
+        return tuple(self._values.values())
+
     def put(self, key: Key, value: Value) -> None:
         self._values[key] = value
         self._values.move_to_end(key)
@@ -266,7 +269,7 @@ class Compiler:
         recorded = self._records.get((ref.digest, root))
         if recorded is None:
             record = self._parsed(ref, weights_pb2.SealedRecord(), "the sealed record")
-            recorded = read_record(record, root)
+            recorded = read_record(record, root, self._records.values())
             self._records.put((ref.digest, root), recorded)
         return recorded
 

@@ -44,9 +44,9 @@ LANDINGS_AHEAD = 3
 COPIES_AHEAD = 2
 """Batches that a GPU is given behind the one that is waited for: its link never waits for this process."""
 
-READ_BACK = 2
-"""Of batches that a GPU brings, every so many-th one is digested by that GPU, which reads it back over its link, which
-carries both ways at once: 0 none, 1 all. The others are digested by processors, so neither has to keep up alone."""
+READ_BACK = 8
+"""Of batches that a GPU brings, every so many-th one is digested by that GPU, which reads it back over its link: 0 none,
+1 all. That slows down what arrives meanwhile; the processors, which digest the others, need not quite keep up."""
 
 _POLL_SECONDS = 50e-6
 _LONGEST_POLL_SECONDS = 1e-3

@@ -286,7 +286,7 @@ class Slots:
                 key, tables, wish.identity.root, recorded, filling, sources, kept, memory
             )
         elif ready.root != wish.identity.root:
-            ready.recorded = read_record(wish.record, wish.identity.root)
+            ready.recorded = read_record(wish.record, wish.identity.root, [ready.recorded])
             ready.root = wish.identity.root
         return ready
 
