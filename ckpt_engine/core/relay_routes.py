@@ -14,6 +14,7 @@ from typing import TypeVar
 from ckpt_engine.core.problems import CkptEngineError, precondition
 from ckpt_engine.core.reach import Distance, name_of, same_host
 from ckpt_engine.core.topology import Choice, choose_transport
+from ckpt_engine.core.transports import transport_kinds
 from ckpt_engine.v1.weights_pb2 import Host
 
 Choose = Callable[[Host, str, Host, Sequence[str]], Choice]
@@ -328,7 +329,7 @@ class _Routing:
         for transports in ways:
             found: list[Choice] = []
             failures: list[str] = []
-            for transport in sorted(transports):
+            for transport in sorted(transports, key=_preference):
                 if transport not in relay.reads:
                     failures.append(
                         f"{relay.name} cannot read over {transport} (it can over {', '.join(relay.reads) or 'none'}); "
@@ -366,6 +367,12 @@ class _Routing:
             f"it runs on host {name_of(relay.host)} and reaches none of the sources, and no relay does: start a relay "
             f"on {where}, where the weights are (`ckpt-engine relay`); {reasons[0]}"
         )
+
+
+def _preference(transport: str) -> tuple[int, str]:
+    """Of equally near ways the first is taken, by planners and by readers."""
+    kinds = list(transport_kinds())
+    return kinds.index(transport) if transport in kinds else len(kinds), transport
 
 
 def as_reader(relay: Host, source: Host) -> Host:

@@ -61,9 +61,8 @@ def filled_together(
             peers = sorted({peer.relay for peer in told[name].peers})
             why[name] = f"it is filled along with {len(names) - 1} others, and reads {', '.join(peers)} meanwhile"
     for over, names in others.items():
-        if len(names) > 1:
-            said = f"who reads over {' and '.join(over)} passes nothing on meanwhile"
-            why |= dict.fromkeys(names, said)
+        if len(names) > 1 and over != (OVER,):
+            why |= dict.fromkeys(names, f"who reads over {' and '.join(over)} passes nothing on meanwhile")
     return Together(orders, why)
 
 
