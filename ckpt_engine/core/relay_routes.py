@@ -52,7 +52,7 @@ class Route:
     well, the nearest and least loaded first. children: relays that read it. feeds: relays whose needs it must hold
     beside those of its own host. lacks: sources of which it gets nothing, although nobody else has the same. ahead: it
     brings first what its own sources have, since others wait for that. early: those of its upstream that it reads once
-    they have brought that much. over: the transports by which it reads its upstream.
+    they have brought that much. over: the transports by which it reads its upstream, if it reads all of it there.
     """
 
     stage: int
@@ -273,7 +273,7 @@ class _Routing:
             feeds=tuple(sorted(self._fed(name, chosen, {name}) - {name})),
             ahead=each.ahead,
             early=tuple(each.early),
-            over=tuple(sorted(_once(self._transport(other, name) for other in each.upstream))),
+            over=self._over(name, each.upstream),
             lacks=_once(min(part) for part in lacking),
         )
 
@@ -309,9 +309,11 @@ class _Routing:
         edge = self._edge(lender, relay)
         return 0 if isinstance(edge, CkptEngineError) else edge.distance
 
-    def _transport(self, lender: str, relay: str) -> str:
-        edge = self._edge(lender, relay)
-        return "" if isinstance(edge, CkptEngineError) else edge.transport
+    def _over(self, name: str, upstream: Sequence[str]) -> tuple[str, ...]:
+        if self._direct[name]:
+            return ()
+        edges = (self._edge(other, name) for other in upstream)
+        return tuple(sorted({edge.transport for edge in edges if not isinstance(edge, CkptEngineError)}))
 
     def _edge(self, lender: str, relay: str) -> Choice | CkptEngineError:
         """How a relay reads a source or another relay: the worst of the best ways into its regions."""
