@@ -14,6 +14,7 @@ from typing import TypeVar
 from ckpt_engine.core.problems import CkptEngineError, precondition
 from ckpt_engine.core.reach import Distance, name_of, same_host
 from ckpt_engine.core.topology import Choice, choose_transport
+from ckpt_engine.core.transports import transport_kinds
 from ckpt_engine.v1.weights_pb2 import Host
 
 Choose = Callable[[Host, str, Host, Sequence[str]], Choice]
@@ -51,7 +52,7 @@ class Route:
     well, the nearest and least loaded first. children: relays that read it. feeds: relays whose needs it must hold
     beside those of its own host. lacks: sources of which it gets nothing, although nobody else has the same. ahead: it
     brings first what its own sources have, since others wait for that. early: those of its upstream that it reads once
-    they have brought that much. over: the transports by which it reads its upstream.
+    they have brought that much. over: the transports by which it reads its upstream, if it reads all of it there.
     """
 
     stage: int
@@ -272,7 +273,7 @@ class _Routing:
             feeds=tuple(sorted(self._fed(name, chosen, {name}) - {name})),
             ahead=each.ahead,
             early=tuple(each.early),
-            over=tuple(sorted(_once(self._transport(other, name) for other in each.upstream))),
+            over=self._over(name, each.upstream),
             lacks=_once(min(part) for part in lacking),
         )
 
@@ -308,9 +309,11 @@ class _Routing:
         edge = self._edge(lender, relay)
         return 0 if isinstance(edge, CkptEngineError) else edge.distance
 
-    def _transport(self, lender: str, relay: str) -> str:
-        edge = self._edge(lender, relay)
-        return "" if isinstance(edge, CkptEngineError) else edge.transport
+    def _over(self, name: str, upstream: Sequence[str]) -> tuple[str, ...]:
+        if self._direct[name]:
+            return ()
+        edges = (self._edge(other, name) for other in upstream)
+        return tuple(sorted({edge.transport for edge in edges if not isinstance(edge, CkptEngineError)}))
 
     def _edge(self, lender: str, relay: str) -> Choice | CkptEngineError:
         """How a relay reads a source or another relay: the worst of the best ways into its regions."""
@@ -328,7 +331,7 @@ class _Routing:
         for transports in ways:
             found: list[Choice] = []
             failures: list[str] = []
-            for transport in sorted(transports):
+            for transport in sorted(transports, key=_preference):
                 if transport not in relay.reads:
                     failures.append(
                         f"{relay.name} cannot read over {transport} (it can over {', '.join(relay.reads) or 'none'}); "
@@ -366,6 +369,12 @@ class _Routing:
             f"it runs on host {name_of(relay.host)} and reaches none of the sources, and no relay does: start a relay "
             f"on {where}, where the weights are (`ckpt-engine relay`); {reasons[0]}"
         )
+
+
+def _preference(transport: str) -> tuple[int, str]:
+    """Of equally near ways the first is taken, by planners and by readers."""
+    kinds = list(transport_kinds())
+    return kinds.index(transport) if transport in kinds else len(kinds), transport
 
 
 def as_reader(relay: Host, source: Host) -> Host:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 import torch
 
-from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline
+from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, invalid
 from ckpt_engine.core.relay_chunks import chunks_of, dealt, filling_key
 from ckpt_engine.core.relay_layout import SlotLayout
 from ckpt_engine.core.sealed_record import Recorded
@@ -136,7 +136,7 @@ class _Trees:
         self._changed = threading.Condition()
         self._connections: set[Passed] = set()
         self._stopped = False
-        self._left: list[int] = []  # chunks that nobody passes on
+        self._taken: set[int] = set()  # chunks that others have passed on, compared
         self._again = 0
         self._done = 0  # bytes that others have passed on
         self._faults: list[Problem] = []
@@ -144,7 +144,7 @@ class _Trees:
         self._direct: list[int] = []
         self._whole = {cell: number for number, chunk in enumerate(slot.chunks) for cell in chunk.cells}
         self._missing = [len(chunk.cells) for chunk in slot.chunks]
-        by_tree = dealt(slot.chunks, [tree.share for tree in fan_out.trees])
+        by_tree = dealt(slot.chunks, _checked(fan_out))
         self._threads: list[threading.Thread] = []
         for number, (tree, chunks) in enumerate(zip(fan_out.trees, by_tree, strict=True)):
             if not tree.ask:
@@ -161,6 +161,8 @@ class _Trees:
         direct = 0
 
         def told(done: int, total: int) -> None:
+            if self._passing is not None and done:
+                self._passing.moved()
             progress(direct + done + self._done, self._total)
 
         for thread in self._threads:
@@ -179,8 +181,8 @@ class _Trees:
         finally:
             self._stop()
         filled = [first]
-        if self._left:
-            rest = self._slot.rest(self._left)
+        if left := set(range(len(self._slot.chunks))).difference(self._direct, self._taken):
+            rest = self._slot.rest(left)
             filled.append(rest.run(self._recorded, self._stop_at, cancelled, told, self._arrived))
         for each in filled:
             for source, size in each.brought.items():
@@ -203,7 +205,6 @@ class _Trees:
         """Cells that were read from those who hold the version."""
         if self._passing is None:
             return
-        self._passing.moved()
         for cell in cells:
             number = self._whole.get(cell)
             if number is not None:
@@ -214,7 +215,8 @@ class _Trees:
     # -- a tree's thread
 
     def _follow(self, ask: Sequence[int], chunks: deque[int]) -> None:
-        """Reads a tree's chunks from the first who passes them on; the others are left."""
+        """Reads a tree's chunks from the first who passes them on, and what he does not from the next. What is not
+        taken in the end is read by way of the tables."""
         problem: Problem | None = None
         for each in ask:
             if not chunks or self._stopped:
@@ -230,7 +232,6 @@ class _Trees:
                 with self._changed:
                     self._faults.append(problem)
         with self._changed:
-            self._left += chunks
             self._changed.notify_all()
 
     def _read(self, owner: str, region: Region, chunks: deque[int]) -> None:
@@ -272,6 +273,18 @@ class _Trees:
         if self._passing is not None:
             self._passing.verified(number)
         with self._changed:
+            self._taken.add(number)
             size = self._slot.chunks[number].bytes
             self._done += size
             self._brought[owner] = self._brought.get(owner, 0) + size
+
+
+def _checked(fan_out: FanOut) -> list[int]:
+    """The shares of the trees. Raises INVALID_ARGUMENT for a plan that nobody can follow."""
+    asked = [number for tree in fan_out.trees for number in tree.ask]
+    if any(number >= len(fan_out.peers) for number in asked):
+        raise invalid(f"a plan names peer {max(asked)}, and has {len(fan_out.peers)}")
+    shares = [tree.share for tree in fan_out.trees]
+    if not shares or not all(shares):
+        raise invalid(f"a plan has trees with shares {shares}; each needs one, and there has to be a tree")
+    return shares

@@ -17,7 +17,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.sealed_record import Recorded
 from ckpt_engine.relay import batches as relay_batches
 from ckpt_engine.relay.slots import Held, Wish
-from ckpt_engine.transport.tcp import TcpArenaLender, asking, connection, passing, wire
+from ckpt_engine.transport.tcp import TcpArenaLender, asking, connection, passer, passing, wire
 from ckpt_engine.transport.tcp.lendings import Lendings
 from ckpt_engine.v1.manager_pb2 import FanOut
 from ckpt_engine.v1.relay_pb2 import TcpLocator
@@ -141,7 +141,7 @@ def test_who_is_gone_is_done_without(world: World) -> None:
 
 def test_who_never_begins_is_waited_for_and_not_for_ever(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "STUCK_SECONDS", 0.1)
-    monkeypatch.setattr(passing, "PULSE_SECONDS", 0.02)
+    monkeypatch.setattr(passer, "PULSE_SECONDS", 0.02)
     orders = world.orders()
     held = {name: world.fill(name, orders[name]) for name in ("b", "c")}
     for future in held.values():

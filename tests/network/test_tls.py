@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ssl
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import trustme
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY
 from ckpt_engine.transport.base import Network
-from ckpt_engine.transport.tcp import TcpFetcher, connection
+from ckpt_engine.transport.tcp import TcpFetcher, asking, connection
 from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import Region, SourceTable
 from tests.install.install_world import Checkpoint
@@ -69,6 +70,30 @@ def test_weights_arrive_encrypted_bit_for_bit(lent: tuple[Checkpoint, SourceTabl
         assert (held.filled.missing, held.filled.faults) == ((), ())
         assert_same(held, checkpoint.weights)
         assert all(isinstance(lane._socket, ssl.SSLSocket) for lane in connection._lanes if lane._thread.is_alive())
+
+
+def test_what_is_passed_on_is_encrypted_and_wants_a_certificate(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys.of("near")
+    with contextlib.closing(relay("near", network=EVERYBODY)) as near:
+        region = near.passes_on
+        assert region is not None
+        filling = near._ways.pass_on(0, b"k" * 16, [[(0, 100)]])
+        assert filling is not None
+        near._arena.reserve(0, 100, "a test")
+        near._arena.tensor(0, 0, (100,), torch.uint8).fill_(3)
+        filling.verified(0)
+        keys.of("far")
+        passed = asking.Passed(region, "relay near", b"k" * 16, time.monotonic() + 30)
+        assert isinstance(passed._socket, ssl.SSLSocket)
+        passed.ask(0)
+        found = bytearray(100)
+        passed.receive(0, [memoryview(found)], lambda: None)
+        assert found == b"\3" * 100
+        passed.close()
+        for variable in (CERTIFICATE, KEY, AUTHORITY):
+            monkeypatch.delenv(variable)
+        with pytest.raises(CkptEngineError, match="wants a certificate of this one"):
+            asking.Passed(region, "relay near", b"k" * 16, time.monotonic() + 30)
 
 
 def refused(region: Region) -> str:

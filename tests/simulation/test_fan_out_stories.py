@@ -68,7 +68,14 @@ def test_nobody_is_shown_where_a_relay_passes_on(story: Story) -> None:
     assert not holder.filling.HasField("passes_on")
 
 
-@pytest.mark.parametrize("when", ["before it has anything", "in the middle", "once it has all of it"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        pytest.param("before it has anything", marks=pytest.mark.slow),
+        "in the middle",
+        pytest.param("once it has all of it", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("how", ["killed", "stopped", "cut off", "killed and started again"])
 def test_whoever_loses_one_that_passes_on_reads_another(story: Story, when: str, how: str) -> None:
     relays_on(story, *HOSTS)

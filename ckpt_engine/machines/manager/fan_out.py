@@ -40,7 +40,7 @@ def filled_together(
         holder, route = holders.get(filling.relay), filling.route
         if holder is None or holder.peer is None or holder.filling is None:
             continue
-        if not route.upstream or route.sources or route.ahead:
+        if not route.over or route.ahead:
             continue
         # Whoever is reached on its own host only is no step for others.
         passes_on = holder.filling.HasField("passes_on") and by_network(holder.host, weights_pb2.Host()).ok
@@ -59,11 +59,11 @@ def filled_together(
         orders |= told
         for name in names:
             peers = sorted({peer.relay for peer in told[name].peers})
-            why[name] = f"it is filled along with {len(names) - 1} others, and reads {', '.join(peers)} meanwhile"
+            others_too = "1 other" if len(names) == 2 else f"{len(names) - 1} others"
+            why[name] = f"it is filled along with {others_too}, and reads {', '.join(peers)} meanwhile"
     for over, names in others.items():
-        if len(names) > 1:
-            said = f"who reads over {' and '.join(over)} passes nothing on meanwhile"
-            why |= dict.fromkeys(names, said)
+        if len(names) > 1 and over != (OVER,):
+            why |= dict.fromkeys(names, f"who reads over {' and '.join(over)} passes nothing on meanwhile")
     return Together(orders, why)
 
 

@@ -20,7 +20,8 @@ from ckpt_engine.core.problems import CkptEngineError, invalid, unavailable
 from ckpt_engine.transport.base import ArenaMemory, Network
 from ckpt_engine.transport.tcp import tls, wire
 from ckpt_engine.transport.tcp.lendings import Lendings
-from ckpt_engine.transport.tcp.passing import Passer, Passing, Runs
+from ckpt_engine.transport.tcp.passer import Passer
+from ckpt_engine.transport.tcp.passing import Passing, Runs
 from ckpt_engine.transport.tcp.sending import Sender, frames
 from ckpt_engine.transport.tcp.sockets import HungUp, Silence, receive, send, shut, tuned
 from ckpt_engine.v1.relay_pb2 import TcpLocator

@@ -1,0 +1,63 @@
+"""The owner's side of a connection that asks for what is being filled: a chunk is sent once it is verified, not before.
+
+Whoever asks for a chunk that is not there yet is told so every second, with a number that shows whether the owner gets
+anything at all: that is how a reader tells an owner that waits from one that is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+from ckpt_engine.core.problems import CkptEngineError, invalid
+from ckpt_engine.transport.tcp import wire
+from ckpt_engine.transport.tcp.lendings import Lendings
+from ckpt_engine.transport.tcp.sending import Sender, frames
+from ckpt_engine.transport.tcp.sockets import HungUp, Silence, receive, send
+
+PULSE_SECONDS = 1.0
+"""How long a reader who waits for a chunk hears nothing."""
+
+
+class Passer:
+    """One connection that asks for chunks."""
+
+    def __init__(self, connection: socket.socket, lendings: Lendings, sender: Sender) -> None:
+        self._connection = connection
+        self._lendings = lendings
+        self._sender = sender
+
+    def serve(self) -> None:
+        """Answers until the reader hangs up. Raises INVALID_ARGUMENT for what nobody asks, HungUp."""
+        while True:
+            asked = None
+            with contextlib.suppress(Silence):  # of one who has nothing to ask
+                asked = wire.read_question(receive(self._connection, wire.QUESTION.size))
+            if asked is None:
+                continue
+            if asked.kind != wire.PASS:
+                raise invalid("where what is being filled is asked for, nobody reads a slot")
+            try:
+                self._answer(asked.lending, asked.runs)
+            except Silence as error:
+                raise HungUp("it takes nothing of what it asked for") from error
+
+    def _answer(self, key: bytes, chunk: int) -> None:
+        while True:
+            try:
+                found = self._lendings.chunk(key, chunk, self, PULSE_SECONDS)
+            except CkptEngineError as error:
+                send(self._connection, wire.refusal(wire.GONE, error.problem.message))
+                return
+            if not isinstance(found, int):
+                break
+            send(self._connection, wire.frame(wire.WAIT, wire.PULSE.size) + wire.PULSE.pack(found))
+        slot, runs = found
+        try:
+            for part in frames(runs):
+                if not self._lendings.passes(slot, key):
+                    send(self._connection, wire.refusal(wire.GONE, "another version is brought into its place"))
+                    return
+                self._sender.send(slot, part)
+        finally:
+            self._lendings.release(slot, self)
