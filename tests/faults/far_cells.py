@@ -50,11 +50,6 @@ CELLS = {
 class FarCell(Cell):
     """Of a world with two hosts. The victim's replica is the one on the far host."""
 
-    @property
-    def is_long(self) -> bool:
-        """Whether it takes minutes."""
-        return self.fault == "stop60"
-
     def allowed(self) -> tuple[frozenset[str], frozenset[str]]:
         """See Cell. Nobody is ever closed: weights are changed only by what lies on the replica's own host."""
         anything = frozenset({NEW, OLD})

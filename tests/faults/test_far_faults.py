@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.far_cells import FarCell, far_cells
+from tests.faults.far_cells import CABLE, LINK, UPSTREAM, FarCell, far_cells
 from tests.faults.far_conductor import play_far
 from tests.faults.far_endurance import endure_cuts
 from tests.faults.far_world import FarWorld
@@ -15,6 +15,17 @@ from tests.faults.prober import Expected
 from tests.faults.world import QUICK
 
 pytestmark = pytest.mark.slow
+
+SAMPLE = (
+    FarCell(UPSTREAM, "kill", "fill"),
+    FarCell(UPSTREAM, "restart", "count"),
+    FarCell(UPSTREAM, "stop", "fill"),
+    FarCell(LINK, "reset", "fill"),
+    FarCell(LINK, "cut", "fill"),
+    FarCell(LINK, "slow", "fill"),
+    FarCell(CABLE, "cut", "transfer"),
+)
+"""The quick ones; all of them take five minutes."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +37,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, models: tuple[Path, Path, Ex
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "cell",
-    [pytest.param(cell, marks=pytest.mark.hours) if cell.is_long else cell for cell in far_cells()],
+    [cell if cell in SAMPLE else pytest.param(cell, marks=pytest.mark.hours) for cell in far_cells()],
     ids=str,
 )
 def test_a_fault_between_hosts(world: FarWorld, cell: FarCell) -> None:

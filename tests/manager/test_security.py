@@ -26,7 +26,13 @@ from ckpt_engine.security.server import ServerSecurity
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
 
-GRANTS = {"trainer": "trainer/run-*", "replica": "replica/one", "operator": "operator", "viewer": "viewer"}
+GRANTS = {
+    "trainer": "trainer/run-*",
+    "replica": "replica/one",
+    "operator": "operator",
+    "viewer": "viewer",
+    "holder": "holder/node-*",
+}
 
 
 def token(role: str) -> str:
@@ -110,6 +116,32 @@ async def test_a_session_speaks_for_the_name_that_its_token_grants(asking: Manag
         assert name(await refused(ScriptedTrainer(stub, lineage="other").open())) == "PERMISSION_DENIED"
         assert name(await refused(ScriptedReplica(stub, "one").open())) == "PERMISSION_DENIED"
     assert {trainer.lineage for trainer in asking.status().trainers} == {"run-1"}
+
+
+async def test_who_is_no_holder_neither_lends_as_one_nor_is_told_what_holders_hold(
+    asking: ManagerServer, keys: Keys
+) -> None:
+    """The table of a relay has what is needed to read it."""
+
+    async def hello(stub: CheckpointEngineManagerStub, called: str) -> None:
+        session = stub.HolderSession(timeout=60)
+        message = manager_pb2.HolderHello(kind="relay", name=called, session_id=called)
+        await session.write(manager_pb2.HolderMessage(hello=message))
+        answer = await session.read()
+        assert answer is not grpc.aio.EOF
+        session.cancel()
+
+    for role in ("replica", "trainer", "viewer", "operator"):
+        async with calling(asking, keys.with_token(role)) as stub:
+            assert name(await refused(hello(stub, "node-1"))) == "PERMISSION_DENIED", role
+    async with calling(asking, keys.with_token("holder")) as stub:
+        await hello(stub, "node-1")
+        problem = await refused(hello(stub, "other"))
+        assert "may not act as holder 'other': it is granted holder/node-*" in problem.message
+        table = await put(stub, weights_pb2.SourceTable(id="relay node-1"))
+    for role in ("viewer", "operator"):
+        async with calling(asking, keys.with_token(role)) as stub:
+            assert name(await refused(stub.GetBlob(table, timeout=60).read())) == "PERMISSION_DENIED", role
 
 
 async def test_a_session_cannot_change_its_name_later(asking: ManagerServer, keys: Keys) -> None:

@@ -117,6 +117,15 @@ def test_who_shows_no_certificate_or_a_strangers_reads_nothing(
     assert "is gone" in refused(region), "nothing is said in plain words to who does not ask for encryption"
 
 
+def test_a_certificate_alone_reads_nothing(lent: tuple[Checkpoint, SourceTable], keys: Keys) -> None:
+    region = region_of(lent[1])
+    keys.of("far")
+    wrong = TcpLocator.FromString(region.locator)
+    wrong.token = bytes(32)
+    region.locator = wrong.SerializeToString()
+    assert "has to show the token" in refused(region)
+
+
 def test_who_answers_with_another_certificate_is_not_told_the_token(
     lent: tuple[Checkpoint, SourceTable], keys: Keys
 ) -> None:

@@ -77,6 +77,17 @@ def test_without_any_relay_nothing_can_be_held(story: Story) -> None:
     assert not story.ledger.intents
 
 
+def test_a_relay_that_has_just_come_back_is_said_to_be_away_with_what_to_do(story: Story) -> None:
+    """Its session was lost while it was stopped, and it has not dialled again."""
+    relay, _ = story.relay(), story.replica()
+    group = story.ranks()
+    assert story.trained(group, until=HELD).held
+    relay.stop_for(60.0)
+    story.wait(story.deadlines.lease + 1.0)
+    words = f"relay {relay.name} had a session with this manager and has none now"
+    refused(story.trained(group, until=HELD), Problem.FAILED_PRECONDITION, words, "dials again within")
+
+
 def test_a_manager_that_is_killed_after_a_held_report_leaves_the_version_to_relays(story: Story) -> None:
     story.relay()
     agents, group = [story.replica(), story.replica()], story.ranks()

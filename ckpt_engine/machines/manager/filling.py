@@ -91,19 +91,20 @@ def shortfalls(fillings: Iterable[Filling], holders: Mapping[str, Holder]) -> di
 
 
 def _shortfall(filling: Filling, holders: Mapping[str, Holder]) -> Problem | None:
-    told = Problem()
-    if filling.left_out is not None:
-        told.CopyFrom(filling.left_out)
-        if filling.relay not in told.message:
-            told.message = f"{filling.relay}: {told.message}"
-    elif filling.answer is not None and filling.failed and filling.answer.missing:
-        count = filling.answer.missing_cells
-        told.CopyFrom(filling.answer.missing[0])
-        told.message = f"{filling.relay} lacks {count} piece{'s' * (count != 1)} of the version: {told.message}"
+    answer, words = filling.answer, []
+    if answer is not None and filling.failed and answer.missing:
+        code, count = answer.missing[0].code, answer.missing_cells
+        pieces = f"{count} piece{'s' * (count != 1)} of the version"
+        words.append(f"{filling.relay} lacks {pieces}: {answer.missing[0].message}")
+        is_cut_off = code in (Problem.DEADLINE_EXCEEDED, Problem.UNAVAILABLE)
+    elif filling.left_out is not None:
+        code, message = filling.left_out.code, filling.left_out.message
+        words.append(message if filling.relay in message else f"{filling.relay}: {message}")
+        is_cut_off = code == Problem.DEADLINE_EXCEEDED
     else:
         return None
     upstream = (filling.told or filling.route).upstream
     read = [f"{name} at {holders[name].host.address}" for name in upstream if name in holders]
-    if read and told.code in (Problem.DEADLINE_EXCEEDED, Problem.UNAVAILABLE):
-        told.message += f"; it reads {' and '.join(read)}: see whether that runs and the network carries"
-    return told
+    if read and is_cut_off:
+        words.append(f"it reads {' and '.join(read)}: see whether that runs and the network carries")
+    return Problem(code=code, message="; ".join(words))

@@ -28,6 +28,19 @@ def connected_relays(state: State) -> list[Holder]:
     return [holder for holder in state.members.connected_holders() if holder.filling is not None]
 
 
+def away(state: State) -> str:
+    """Of relays that are known and have no session, and what to do; empty: there are none."""
+    lost = [each for each in state.members.holders.values() if each.filling is not None and each.peer is None]
+    if not lost:
+        return ""
+    names = " and ".join(sorted(each.source for each in lost))
+    most = state.deadlines.reconnect_most
+    return (
+        f"{names} had a session with this manager and has none now: start it if it does not run; if it has just come "
+        f"back it dials again within {most:g} s, so call again then"
+    )
+
+
 def near_relays(state: State, targets: Targets) -> dict[str, set[str]]:
     """By relay: the replicas with a worker that reaches it."""
     relays = connected_relays(state)

@@ -11,6 +11,7 @@ from ckpt_engine.machines.events import Compiled, Done
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.members import Holder, Member
 from ckpt_engine.machines.manager.prefetch import Prefetch
+from ckpt_engine.machines.manager.relay_facts import away
 from ckpt_engine.machines.manager.routes import Routes
 from ckpt_engine.machines.manager.targets import Targets, Way, with_words
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -75,6 +76,8 @@ class Relaying:
             if name in why:
                 why[name] = with_words(why[name], lacks)
         never, unknown = "", "no relay within its reach holds the version"
+        if gone := away(self._course.state):
+            unknown += f"; {gone}"
         if self.left is not None:
             never, unknown = self.left.message, "no relay was filled for it"
         elif self._course.order.until == manager_pb2.HELD:
@@ -120,7 +123,9 @@ class Relaying:
         """A timer of the update fired; whether it is one of a relay's."""
         what, _, relay = step.partition(" ")
         if what == "relay":
-            self.gone(relay, "it lost its session and did not come back", now)
+            lease = self._course.state.deadlines.lease
+            lost = f"it lost its session and did not come back within {lease:g} s"
+            self.gone(relay, f"{lost}: see whether it runs and reaches this manager", now)
         elif what == "again":
             self._prefetch.again(relay)
         return what in ("relay", "again")

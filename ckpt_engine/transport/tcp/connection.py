@@ -20,7 +20,17 @@ from collections.abc import Sequence
 from ckpt_engine.addresses import split_address
 from ckpt_engine.core.problems import CkptEngineError, data_loss, deadline, unavailable
 from ckpt_engine.transport.tcp import tls, wire
-from ckpt_engine.transport.tcp.sockets import HungUp, Silence, has_hung_up, receive, receive_some, send, shut, tuned
+from ckpt_engine.transport.tcp.sockets import (
+    HungUp,
+    Silence,
+    has_hung_up,
+    receive,
+    receive_some,
+    resolved,
+    send,
+    shut,
+    tuned,
+)
 from ckpt_engine.v1.relay_pb2 import TcpLocator
 
 LANES = 2
@@ -239,7 +249,7 @@ def connected(locator: TcpLocator, owner: str, stop_at: float) -> socket.socket:
 
 
 def _connected_to(address: str, locator: TcpLocator, owner: str, seconds: float) -> socket.socket:
-    connection: socket.socket = socket.create_connection(split_address(address), timeout=seconds)
+    connection = _dialled(address, owner, seconds)
     try:
         connection.settimeout(seconds)
         if locator.certificate:
@@ -262,6 +272,28 @@ def _connected_to(address: str, locator: TcpLocator, owner: str, seconds: float)
         connection.close()
         raise
     return connection
+
+
+def _dialled(address: str, owner: str, seconds: float) -> socket.socket:
+    """A connection to the first of the name's addresses that takes one. Raises OSError, DEADLINE_EXCEEDED."""
+    stop_at = time.monotonic() + seconds
+    host, port = split_address(address)
+    try:
+        places = resolved(host, port, seconds)
+    except Silence as error:
+        raise deadline(f"{owner}: the resolver did not say within {seconds:.3g} s where {host} is") from error
+    failed: OSError | None = None
+    for family, kind, protocol, _, place in places:
+        connection = socket.socket(family, kind, protocol)
+        try:
+            connection.settimeout(max(0.001, stop_at - time.monotonic()))
+            connection.connect(place)
+        except OSError as error:
+            connection.close()
+            failed = error
+        else:
+            return connection
+    raise failed or OSError(f"{host} has no address")
 
 
 _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()

@@ -73,9 +73,15 @@ class TcpArenaLender:
         _lenders.add(self)
         if is_loopback(host):
             log.info("relays of other hosts do not reach it: it listens on %s only (--listen)", host)
+        elif self._context is not None:
+            log.info("relays of other hosts read it over TCP at %s, encrypted", self.address)
         else:
-            encrypted = "encrypted" if self._context is not None else "not encrypted"
-            log.info("relays of other hosts read it over TCP at %s, %s", self.address, encrypted)
+            log.warning(
+                "listening on %s: relays of other hosts read weights at %s, not encrypted: whoever sees the network "
+                "sees them, and can read as they do",
+                host,
+                self.address,
+            )
         self._accepting.start()
 
     @property

@@ -7,6 +7,8 @@ import select
 import socket
 import ssl
 import struct
+import threading
+from typing import Any
 
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 """A host that has gone without a word is noticed within 20 s, also while nothing is asked of it."""
@@ -18,6 +20,28 @@ class Silence(Exception):  # noqa: N818
 
 class HungUp(Exception):  # noqa: N818
     """The other side has ended the connection."""
+
+
+def resolved(host: str, port: int, seconds: float) -> list[tuple[Any, ...]]:
+    """What `getaddrinfo` finds for TCP. Raises OSError; Silence if the resolver does not answer in time: it may be more
+    patient than we are, and goes on on a thread that nobody waits for."""
+    found: list[list[tuple[Any, ...]]] = []
+    failed: list[OSError] = []
+
+    def ask() -> None:
+        try:
+            found.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except OSError as error:
+            failed.append(error)
+
+    asking = threading.Thread(target=ask, name="ckpt-engine resolver", daemon=True)
+    asking.start()
+    asking.join(seconds)
+    if failed:
+        raise failed[0]
+    if not found:
+        raise Silence
+    return found[0]
 
 
 def tuned(connection: socket.socket, seconds: float) -> None:
