@@ -23,6 +23,7 @@ ROOMS = (
     "machines",
     "security",
     "addresses",
+    "scraping",
     "http_server",
     "connection",
     "grpc_loops",
