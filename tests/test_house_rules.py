@@ -90,3 +90,9 @@ def test_no_file_is_too_long_to_have_one_idea() -> None:
 def test_files_that_are_begun_first_are_there() -> None:
     names = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     assert set(LONGEST) <= names
+
+
+def test_the_readme_names_every_page() -> None:
+    readme = (ROOT / "README.md").read_text()
+    pages = [str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))]
+    assert [page for page in pages if f"]({page})" not in readme] == []

@@ -24,6 +24,7 @@ ROOMS = (
     "machines",
     "security",
     "addresses",
+    "scraping",
     "http_server",
     "connection",
     "grpc_loops",

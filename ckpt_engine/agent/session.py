@@ -23,7 +23,7 @@ from ckpt_engine.agent.attached import AttachedEngine
 from ckpt_engine.agent.engine import EngineHost
 from ckpt_engine.agent.launched import LaunchedEngine
 from ckpt_engine.agent.leading import Followers
-from ckpt_engine.agent.metrics import AgentState, scraped_at
+from ckpt_engine.agent.metrics import AgentState, of_agent
 from ckpt_engine.agent.process import LineSink
 from ckpt_engine.agent.settings import AgentSettings as AgentSettings
 from ckpt_engine.agent.tasks import TaskRunner
@@ -32,6 +32,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.machines import events
 from ckpt_engine.machines.agent.machine import AgentMachine
+from ckpt_engine.scraping import scraped_at
 from ckpt_engine.shell.loop import Loop
 from ckpt_engine.shell.stream import MemberStream
 from ckpt_engine.trace import trace
@@ -116,7 +117,7 @@ class ReplicaAgent:
         self._fault = asyncio.get_running_loop().create_future()
         scraping = contextlib.ExitStack()
         try:
-            if where := scraping.enter_context(scraped_at(self.settings.metrics, lambda: self._state)):
+            if where := scraping.enter_context(scraped_at(self.settings.metrics, lambda: of_agent(self._state))):
                 self.say(f"metrics at http://{where}/metrics")
             if not await self._opened(stop):
                 return

@@ -89,6 +89,13 @@ def relay(
             "lane with helper processes of its own, or all. Nothing is encrypted. Default: no UCX.",
         ),
     ] = "",
+    metrics: Annotated[
+        str,
+        typer.Option(
+            envvar="CKPT_ENGINE_RELAY_METRICS",
+            help="Where Prometheus finds this relay's metrics, host:port. Empty: nowhere.",
+        ),
+    ] = "",
     until_stdin_ends: Annotated[bool, typer.Option("--until-stdin-ends", hidden=True)] = False,
     deadline: Deadline = None,
     log_level: LogLevel = Level.INFO,
@@ -128,6 +135,7 @@ def relay(
             listen=listen,
             advertise=advertise,
             insecure=insecure,
+            metrics=metrics,
             deadlines=deadlines,
         )
     except CkptEngineError as error:

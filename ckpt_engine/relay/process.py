@@ -29,13 +29,15 @@ from ckpt_engine.machines.events import (
     Task,
 )
 from ckpt_engine.machines.relay.member import RelayMachine
-from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, LetGoOf
+from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, LetGoOf, SlotFilled
 from ckpt_engine.relay import narration
 from ckpt_engine.relay.alone import alone
 from ckpt_engine.relay.fill import Progress
+from ckpt_engine.relay.metrics import RelayState, of_relay
 from ckpt_engine.relay.settings import RelaySettings, in_words
 from ckpt_engine.relay.slots import Slots
 from ckpt_engine.relay.work import RelayWork
+from ckpt_engine.scraping import scraped_at
 from ckpt_engine.trainer.session import Notice, OfferingSession, Sealing
 from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -55,7 +57,11 @@ async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
     Raises CkptEngineError: TakenError; the directory or the memory cannot be had; the manager refuses it for good; its
     machine failed (INTERNAL).
     """
-    with alone(made_directory(bool(settings.users)), LOOKERS_SECONDS):
+    state = RelayState(settings.called)
+    folder = made_directory(bool(settings.users))
+    with alone(folder, LOOKERS_SECONDS), scraped_at(settings.metrics, lambda: of_relay(state)) as scraped:
+        if scraped:
+            log.info("metrics at http://%s/metrics", scraped)
         transports = all_transports(relay=True)
         slots = Slots(
             settings.called,
@@ -71,7 +77,7 @@ async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
                 log.warning(
                     "%s: what is brought is digested by numpy, at a tenth of the speed; pip install numba", slow
                 )
-            relay = _Relay(settings, slots, tuple(transports))
+            relay = _Relay(settings, slots, tuple(transports), state)
             try:
                 problem = await relay.until(stop)
             finally:
@@ -85,9 +91,9 @@ async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
 
 class _Relay:
     """Made on the loop. slots: closed by whoever made them, after this one. reads: the transports that it can read
-    with."""
+    with. state: kept up to date for who scrapes it."""
 
-    def __init__(self, settings: RelaySettings, slots: Slots, reads: Sequence[str]) -> None:
+    def __init__(self, settings: RelaySettings, slots: Slots, reads: Sequence[str], state: RelayState) -> None:
         self._settings = settings
         self._slots = slots
         self._work = RelayWork(slots, self._fetch)
@@ -97,6 +103,7 @@ class _Relay:
         self._over: asyncio.Future[weights_pb2.Problem] = self._loop.create_future()
         self._closing = False
         self._away = ""  # why there is no session, as it was said last
+        self._state = state
         self._blobs: dict[bytes, bytes] = {}
         memory = SLOTS * slots.slot_bytes
         room = memory_room()
@@ -150,11 +157,18 @@ class _Relay:
 
     async def _perform(self, task: Task) -> object:
         assert isinstance(task, CountSlot | FillSlot | LetGoOf), "a relay's machine asks for nothing else"
+        fills = isinstance(task, FillSlot)
+        self._state.filling = fills or self._state.filling
         try:
             done = await self._loop.run_in_executor(self._worker, self._work.perform, task, self._progress(task))
         except CkptEngineError as error:
             log.warning("%s", narration.failed(task, error.problem))
+            self._state.failed += isinstance(task, CountSlot | FillSlot)
             raise
+        finally:
+            self._state.filling = self._state.filling and not fills
+        if isinstance(done, SlotFilled):
+            self._state.filled(done.told)
         self._filling.gpu_context_bytes = self._slots.gpu_context_bytes
         if said := narration.done(task, done):
             log.info("%s", said)
@@ -168,9 +182,10 @@ class _Relay:
     def _notified(self, said: Notice) -> None:
         match said:
             case SessionOpened(cluster):
-                self._away = ""
+                self._away, self._state.connected = "", True
                 log.info("connected to the manager at %s (cluster %s)", self._settings.manager, cluster[:8])
             case SessionEnded():
+                self._state.connected = False
                 if said.final and not self._over.done():
                     self._over.set_result(said.problem)
                 elif said.problem.message != self._away and not self._closing:

@@ -33,7 +33,8 @@ class RelaySettings:
     model, not only what its host's workers need. users: ids of users that may read, besides this process's own and
     root. slot_grace: seconds that a reader may keep a slot which is to be filled. listen: host:port where relays of
     other hosts reach it, port 0: a free one. advertise: name or address at which they do; empty: what it listens on.
-    insecure: they may be sent weights without encryption.
+    insecure: they may be sent weights without encryption. metrics: host:port where Prometheus scrapes it; empty:
+    nowhere.
     """
 
     manager: str
@@ -45,12 +46,15 @@ class RelaySettings:
     listen: str = LISTEN
     advertise: str = ""
     insecure: bool = False
+    metrics: str = ""
     deadlines: Deadlines = field(default_factory=lambda: Deadlines.from_environment(os.environ))
 
     def __post_init__(self) -> None:
         """Raises INVALID_ARGUMENT; FAILED_PRECONDITION for more memory than there is, with both numbers."""
         checked_address(self.manager)
         split_address(self.listen, "--listen")
+        if self.metrics:
+            split_address(self.metrics, "--metrics")
         if not 0 <= self.slot_grace <= LONGEST_SECONDS:
             raise invalid(f"--slot-grace is a number of seconds from 0 to {LONGEST_SECONDS:.0f}, not {self.slot_grace}")
         if self.memory < SLOTS * GROUP_BYTES:

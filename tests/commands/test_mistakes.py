@@ -23,7 +23,6 @@ from typer.testing import CliRunner
 
 from ckpt_engine import CkptEngineError, Trainer, extras
 from ckpt_engine.agent.logs import new_log
-from ckpt_engine.agent.metrics import AgentState, scraped_at
 from ckpt_engine.agent.remedies import remedy
 from ckpt_engine.cli import app_for
 from ckpt_engine.commands import status as status_command
@@ -33,6 +32,7 @@ from ckpt_engine.core.names import some
 from ckpt_engine.demo.play import Outcome
 from ckpt_engine.demo.show import ConsoleShow
 from ckpt_engine.demo.stage import Settings
+from ckpt_engine.scraping import scraped_at
 from ckpt_engine.source.open import open_source
 from ckpt_engine.trainer.sealer import Sealer
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -208,11 +208,11 @@ def test_many_names_are_counted() -> None:
 
 def test_where_metrics_cannot_be(tmp_path: Path) -> None:
     for address, words in (("9100", "host:port"), (":9100", "host:port"), ("::1:9100", "in brackets")):
-        with pytest.raises(CkptEngineError, match=f"--metrics '{address}' .*{words}"), scraped_at(address, AgentState):
+        with pytest.raises(CkptEngineError, match=f"--metrics '{address}' .*{words}"), scraped_at(address, list):
             continue
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(CkptEngineError, match=r"cannot listen on .* for metrics"), scraped_at(address, AgentState):
+        with pytest.raises(CkptEngineError, match=r"cannot listen on .* for metrics"), scraped_at(address, list):
             pass
 
 
@@ -329,8 +329,8 @@ def test_the_base_leaves_out_what_is_large() -> None:
     base = {re.split(r"[<>=\[]", name)[0] for name in project["dependencies"]}
     assert not base & {"torch", "numba", "transformers"}
     extras_there = project["optional-dependencies"]
-    assert set(extras_there) == {"trainer", "relay", "relay-ucx", "demo", "vllm", "sglang", "dev"}
-    for extra in ("trainer", "relay-ucx", "vllm", "sglang"):
+    assert set(extras_there) == {"trainer", "relay", "relay-ucx", "demo", "vllm", "sglang", "trl", "dev"}
+    for extra in set(extras_there) - {"dev"}:
         assert not [each for each in extras_there[extra] if "<" in each or "==" in each], "users choose versions"
 
 

@@ -11,9 +11,11 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ckpt_engine.agent.metrics import AgentState, registry_of, scraped_at
+from ckpt_engine.agent.metrics import AgentState, of_agent
 from ckpt_engine.manager.blobs import MEBIBYTE, BlobStore
 from ckpt_engine.manager.metrics import REASONS, Metrics
+from ckpt_engine.relay.metrics import RelayState, of_relay
+from ckpt_engine.scraping import registry_of, scraped_at
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.words.counts import REASONS as GATE_REASONS
 from ckpt_engine.words.counts import Counts, GateCounts, counted
@@ -178,12 +180,12 @@ def test_gates_are_counted_for_the_agent(tmp_path: Path) -> None:
 def test_an_agent_is_scraped(tmp_path: Path) -> None:
     GateCounts(tmp_path).refused(UPDATING)
     state = AgentState("rollout-0", tmp_path, connected=True, up=True, starts=2)
-    with scraped_at("127.0.0.1:0", lambda: state) as address:
+    with scraped_at("127.0.0.1:0", lambda: of_agent(state)) as address:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
             text = answer.read().decode()
     assert 'ckpt_engine_gate_refusals_total{reason="updating",replica="rollout-0"} 1.0' in text
     assert 'ckpt_engine_engine_starts_total{replica="rollout-0"} 2.0' in text
-    with scraped_at("", lambda: state) as nowhere:
+    with scraped_at("", lambda: of_agent(state)) as nowhere:
         assert nowhere == ""
 
 
@@ -196,8 +198,9 @@ def exported(tmp_path: Path) -> set[str]:
     stage = manager_pb2.StageSeconds(stage=manager_pb2.PLAN, seconds=1)
     outcome.edges.add(transport="file", bytes=1)
     manager.metrics.report(manager_pb2.UpdateReport(ok=True, identity=identity(7), replicas=[outcome], stages=[stage]))
-    agent = registry_of(lambda: AgentState("new", tmp_path))
-    return {"up"} | {name for registry in (manager.metrics.registry, agent) for name, _ in samples(registry)}
+    agent = registry_of(lambda: of_agent(AgentState("new", tmp_path)))
+    relay = registry_of(lambda: of_relay(RelayState("a")))
+    return {"up"} | {name for registry in (manager.metrics.registry, agent, relay) for name, _ in samples(registry)}
 
 
 def asked(query: str) -> set[str]:

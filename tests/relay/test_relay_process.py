@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -100,6 +102,14 @@ async def start(manager: PlainManager) -> AsyncIterator[Start]:
         await relay.ends(relay.process.returncode or await relay.process.wait())
 
 
+def scraped(log: str) -> str:
+    """The metrics at the address that the log names."""
+    (address,) = re.findall(r"metrics at (http://\S+)", log)
+    with urllib.request.urlopen(address, timeout=SECONDS) as answer:
+        page: str = answer.read().decode()
+    return page
+
+
 def left_in(folder: Path) -> int:
     return len(os.listdir(folder))
 
@@ -118,7 +128,7 @@ def order(manager: PlainManager, epoch: int, recorded: Recorded, sources: list[S
 async def test_a_version_is_brought_held_and_cut_finer(
     manager: PlainManager, start: Start, relay_directory: Path
 ) -> None:
-    relay = await start("--name", "a", "--hold", "everything")
+    relay = await start("--name", "a", "--hold", "everything", "--metrics", "127.0.0.1:0")
     hello = await manager.next(HolderHello)
     assert (hello.kind, hello.name, hello.filling.memory_bytes, hello.filling.everything) == (
         "relay",
@@ -146,6 +156,10 @@ async def test_a_version_is_brought_held_and_cut_finer(
     assert regions_of(table)
     manager.send(PublicationAccepted(table=held.table))
     await relay.says("version 1 of run is held: ")
+    page = await asyncio.to_thread(scraped, relay.log)
+    for sample in ('session{relay="a"} 1.0', 'filling{relay="a"} 0.0', 'fillings_total{outcome="held",relay="a"} 1.0'):
+        assert f"\nckpt_engine_relay_{sample}\n" in page
+    assert f'\nckpt_engine_relay_brought_bytes_total{{relay="a"}} {float(filled.bytes)}\n' in page
 
     shard = table.shards[0]
     atoms = Atoms(
@@ -169,7 +183,9 @@ async def test_a_version_is_brought_held_and_cut_finer(
 
 async def test_what_cannot_be_brought_says_why(manager: PlainManager, caplog: pytest.LogCaptureFixture) -> None:
     stop = asyncio.Event()
-    running = asyncio.ensure_future(run_relay(RelaySettings(manager.address, 4 << 20), stop))
+    caplog.set_level("INFO")
+    settings = RelaySettings(manager.address, 4 << 20, name="a", metrics="127.0.0.1:0")
+    running = asyncio.ensure_future(run_relay(settings, stop))
     await manager.next(HolderHello)
     checkpoint = Checkpoint({"weight": torch.ones(3 << 20, dtype=torch.uint8)})
     recorded = seal(checkpoint, [])
@@ -178,6 +194,8 @@ async def test_what_cannot_be_brought_says_why(manager: PlainManager, caplog: py
     assert "version 1 of run takes 4194304 bytes" in filled.problem.message
     assert "2097152" in filled.problem.message
     assert f"version 1 of run is not brought: {filled.problem.message}" in caplog.text
+    page = await asyncio.to_thread(scraped, caplog.text)
+    assert '\nckpt_engine_relay_fillings_total{outcome="failed",relay="a"} 1.0\n' in page
     assert not running.done()
     stop.set()
     await asyncio.wait_for(running, SECONDS)

@@ -30,7 +30,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, check_command, command_options, worker_count
 from ckpt_engine_adapters.vllm.gate import PAUSE_ROUTE
 
-SUPPORTED = ("0.26.", "0.32.")
+SUPPORTED = ("0.26.", "0.28.", "0.30.", "0.32.")
 """Versions that the tests and benchmarks run against; others are refused by name unless forced."""
 
 FORCE = "CKPT_ENGINE_FORCE_ENGINE_VERSION"
@@ -57,7 +57,7 @@ CAPABILITIES = Capabilities(
     sleep_levels=frozenset({1, 2}),
     wake_tags=frozenset({"weights", "kv_cache"}),
     layouts=("TP", "PP", "DP", "EP"),
-    versions=("0.26 on GPUs", "0.32 on CPUs"),
+    versions=("0.26 on GPUs", "0.28, 0.30 and 0.32 on CPUs"),
     notes=(
         "keep recomputes the caches of running requests with the new weights; in_place keeps the old ones.",
         "sleep ends the requests that are inside, and needs --enable-sleep-mode; on a CPU it frees nothing.",
@@ -245,7 +245,7 @@ def availability() -> AdapterAvailability:
 def _is_supported(version: str) -> tuple[bool, str]:
     if version.startswith(SUPPORTED):
         return True, ""
-    tested = " and ".join(f"{prefix}x" for prefix in SUPPORTED)
+    tested = ", ".join(f"{prefix}x" for prefix in SUPPORTED)
     if os.environ.get(FORCE) == "1":
         return True, f"vLLM {version} is driven because {FORCE}=1; tested are {tested}"
     return False, f"vLLM {version} is not supported: tested are {tested}; set {FORCE}=1 to try"

@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM that we drive, 0.26 and 0.32, as far as our half inside a worker sees it.
+"""What differs between the versions of vLLM that we drive, 0.26 to 0.32, as far as our half inside a worker sees it.
 
 Everything else that we import and call is in both.
 """

@@ -1,0 +1,58 @@
+"""Prometheus metrics of one relay: its session, and what it has brought since it started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from ckpt_engine.v1 import manager_pb2
+
+
+@dataclass
+class RelayState:
+    """What a relay tells about itself.
+
+    connected: it has a session with the manager. filling: it brings a version now. held, failed: fillings that ended
+    so. brought_bytes, brought_seconds: of those that are held, without waiting for readers.
+    """
+
+    relay: str = ""
+    connected: bool = False
+    filling: bool = False
+    held: int = 0
+    failed: int = 0
+    brought_bytes: int = 0
+    brought_seconds: float = 0.0
+
+    def filled(self, told: manager_pb2.RelayFilled) -> None:
+        """A version is held."""
+        self.held += 1
+        self.brought_bytes += sum(each.bytes for each in told.brought)
+        self.brought_seconds += told.fill_seconds
+
+
+def of_relay(state: RelayState) -> Iterable[Metric]:
+    """Everything, with the relay's name as the only label beside outcomes."""
+    name = (state.relay,)
+    gauges = {
+        "ckpt_engine_relay_session": ("1 while the relay has a session with the manager.", state.connected),
+        "ckpt_engine_relay_filling": ("1 while the relay brings a version into its memory.", state.filling),
+    }
+    for metric, (words, value) in gauges.items():
+        gauge = GaugeMetricFamily(metric, words, labels=("relay",))
+        gauge.add_metric(name, int(value))
+        yield gauge
+    fillings = CounterMetricFamily("ckpt_engine_relay_fillings", "Versions to be brought.", labels=("relay", "outcome"))
+    fillings.add_metric((*name, "held"), state.held)
+    fillings.add_metric((*name, "failed"), state.failed)
+    yield fillings
+    counters = {
+        "ckpt_engine_relay_brought_bytes": ("Bytes that were brought for versions held.", state.brought_bytes),
+        "ckpt_engine_relay_brought_seconds": ("What that took, without waiting for readers.", state.brought_seconds),
+    }
+    for metric, (words, count) in counters.items():
+        counter = CounterMetricFamily(metric, words, labels=("relay",))
+        counter.add_metric(name, count)
+        yield counter

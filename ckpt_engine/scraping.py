@@ -1,0 +1,61 @@
+"""Where Prometheus finds a process that has no HTTP server of its own: an agent, a relay.
+
+What is told is read at the scrape, on the thread of the server, from what the process keeps anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, start_http_server
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from ckpt_engine.addresses import join_address, split_address
+from ckpt_engine.core.problems import unavailable
+
+
+class _Now(Collector):
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the registry must not ask before the process runs."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Everything, as it is now."""
+        return self._collect()
+
+
+def registry_of(collect: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
+    """A registry of its own, with what `collect` gives and the process's figures."""
+    registry = CollectorRegistry()
+    registry.register(_Now(collect))
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    GCCollector(registry=registry)
+    return registry
+
+
+@contextmanager
+def scraped_at(address: str, collect: Callable[[], Iterable[Metric]]) -> Iterator[str]:
+    """Serves `/metrics` at host:port (--metrics) on a thread of its own; gives the address as bound. Empty: nowhere.
+
+    Raises CkptEngineError: the address is none (INVALID_ARGUMENT), or cannot be had (UNAVAILABLE).
+    """
+    if not address:
+        yield ""
+        return
+    host, port = split_address(address, "--metrics")
+    try:
+        server, thread = start_http_server(port, host, registry_of(collect))
+    except OSError as error:
+        raise unavailable(f"cannot listen on {address} for metrics (--metrics): {error.strerror}") from error
+    try:
+        yield join_address(host, server.server_port)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(2.0)

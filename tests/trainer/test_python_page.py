@@ -1,0 +1,53 @@
+"""docs/python.md names what there is: every public call with its parameters and defaults, every field of a report."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt_engine
+from ckpt_engine import Trainer, UpdateReport, rollback
+from ckpt_engine.report import ReplicaReport
+
+PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+METHODS = [name for name in vars(Trainer) if not name.startswith("_")]
+
+
+def written(name: str, call: Callable[..., Any]) -> str:
+    """A call as the page writes it: no types, no self."""
+    parameters = [
+        each.replace(annotation=inspect.Parameter.empty)
+        for each in inspect.signature(call).parameters.values()
+        if each.name != "self"
+    ]
+    text = str(inspect.Signature(parameters))
+    return name + text.replace("'", '"')
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_there_as_it_is_called(name: str) -> None:
+    assert f"`{written(name, getattr(Trainer, name))}`" in PAGE
+
+
+def test_so_are_the_constructor_and_going_back() -> None:
+    assert f"`{written('Trainer', Trainer.__init__)}`" in PAGE
+    assert f"`{written('rollback', rollback)}`" in PAGE
+
+
+def test_every_parameter_and_field_is_explained() -> None:
+    for call in (Trainer.__init__, Trainer.update_weights, Trainer.publish):
+        for name in list(inspect.signature(call).parameters)[1:]:
+            assert re.search(rf"`{name}[`=]", PAGE) or name == "weights", name
+    for report in (UpdateReport, ReplicaReport):
+        fields = [name for name, value in vars(report).items() if isinstance(value, property)]
+        assert len(fields) > 10
+        assert [name for name in fields if f"`{name}`" not in PAGE] == []
+
+
+def test_everything_public_is_named() -> None:
+    assert [name for name in ckpt_engine.__all__ if f"`{name}`" not in PAGE] == []
