@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -82,7 +83,7 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 @cache
-def _is_plain(kind: type[nn.Module]) -> bool:
+def _is_plain(kind: Any) -> bool:
     """Whether modules of this class list their own buffers as any module does, and no FSDP gathers and frees their
     parameters."""
     sharded = any(base.__module__.startswith("torch.distributed.") for base in kind.__mro__)
