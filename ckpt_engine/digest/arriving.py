@@ -52,8 +52,8 @@ class Arrival:
         self._finished = np.zeros(len(jobs), dtype=np.uint8)
         self._state = np.zeros(STATE, dtype=np.int64)
         threads = torch.get_num_threads()
-        run = kernel, jobs, self._found, self._finished, self._state
-        self._running = [_pool(os.getpid(), threads).submit(*run) for _ in range(threads)]
+        pool = _pool(os.getpid(), threads)
+        self._running = [pool.submit(kernel, jobs, self._found, self._finished, self._state) for _ in range(threads)]
 
     def arrived(self, boxes: int) -> None:
         """So many boxes, from the first on, hold what they are to hold."""

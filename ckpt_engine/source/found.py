@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -52,7 +52,7 @@ def signature_of(module: nn.Module) -> Signature | None:
         if id(part) in seen:
             continue
         seen.add(id(part))
-        if not _is_plain(type(part)):
+        if not _is_plain(cast(Any, type(part))):
             return None
         passing = part._non_persistent_buffers_set
         found += (id(part), *part._modules)

@@ -88,6 +88,7 @@ def test_what_a_source_damaged_is_read_from_another_holder(slots: Slots) -> None
     assert {fault.tensors[0] for fault in held.filled.faults} == {"layers.0.down", "embed_tokens.weight"}
     assert all("as rank" in fault.message for fault in held.filled.faults)
     assert {source.split()[0] for source in held.filled.brought} == {"rank", "copy"}
+    assert sum(held.filled.brought.values()) == held.layout.bytes, "what was read in vain counts for nothing"
     assert_holds(held, checkpoint)
 
 
