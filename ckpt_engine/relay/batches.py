@@ -2,7 +2,8 @@
 
 Memory of this host, as it is served, is copied and digested in one pass, on the threads that digests of host memory
 use. All else is brought first: what comes over a network, what lies on a GPU, and what must be cast. Then processors
-digest it, or, where a GPU brought it, that GPU, which reads it back. A digest of what was sent would prove nothing.
+digest it (of what GPUs bring, as it arrives), or, where these are few, the GPU that brought it, which reads it back. A
+digest of what was sent would prove nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Batches on their way into a slot: one is brought while those before it are digested.
 
 Decides in which order that happens and on which threads, and nothing about what comes of it. One thread brings, since
-links of networks belong to one; what comes over a network is asked for ahead of that. Whoever ends it early finds that
+links of networks belong to one; what comes over a network is asked for, and what a GPU copies is queued, ahead of that.
+Whoever ends it early finds that
 nothing is written any more.
 """
 
@@ -109,9 +110,9 @@ class Pipeline:
                     yield batches[told - 1], problems[told - 1] or found
         finally:
             line.ended = True
+            arrival.end()
             for batch in batches:
                 batch.abandon()
-            arrival.end()
 
 
 def arriving_digests(batches: Sequence[Batch]) -> ArrivingDigests | None:

@@ -1,6 +1,6 @@
 """Whether a module still holds the very tensors that were found in it, where they were: then nothing is looked up anew.
 
-A look at each tensor's address costs a fifth of finding names, shards and memory again, while a training loop waits. It
+A look at each tensor's address costs half of finding names, shards and memory again, while a training loop waits. It
 only ever says "perhaps not": whatever it does not know is looked up.
 """
 
