@@ -112,14 +112,19 @@ class HostDigests:
             view.copy_(source)
         if self._kernel is None:
             return [_by_numpy(view, start, self._seed) for view, start in self._boxes]
-        jobs = self._jobs.copy()
-        jobs[:, 0] += _addresses([view for view, _ in self._boxes])[self._of_job]
-        jobs[:, 1] += _addresses(self._sources)[self._of_job]
+        jobs = self._jobs_now()
         found = np.empty(len(jobs), dtype=np.uint64)
         _share_out(self._kernel, jobs, found, self._ends)
         digests = np.zeros(len(self._boxes), dtype=np.uint64)
         np.add.at(digests, self._of_job, found)
         return [int(each) for each in digests]
+
+    def _jobs_now(self) -> Words:
+        """With addresses. Raises FAILED_PRECONDITION."""
+        jobs = self._jobs.copy()
+        jobs[:, 0] += _addresses([view for view, _ in self._boxes])[self._of_job]
+        jobs[:, 1] += _addresses(self._sources)[self._of_job]
+        return jobs
 
 
 def _share_out(kernel: Kernel, jobs: Words, found: Words, ends: Words) -> None:

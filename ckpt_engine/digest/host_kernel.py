@@ -39,11 +39,22 @@ FIELDS = FIRST_AXIS + 2 * COLUMN_AXES
 Kernel = Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any]], None]
 """(jobs, uint64 [jobs, FIELDS]; found, uint64 [jobs], what it writes). Runs outside of the interpreter's lock."""
 
+ArrivingKernel = Callable[
+    [np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]], None
+]
+"""(jobs; found; finished, uint8 [jobs], 1 where found is written; state, int64 [STATE]). Several threads run it at
+once, and share the jobs out; each ends when none is left, or at state[ENDED]."""
+
+NEXT, READY, ENDED, STATE = 0, 8, 16, 24
+"""Of a state, each on a cache line of its own: the next job that nobody has taken, how many jobs have their memory, and
+whether no more will."""
+
 # Two rows at once halve the loads of factors. What will be read soon is fetched ahead, one row after the other: without
 # that, rows and factors come too late, and a core reaches half of this (of a copy: seven eighths).
 _SEGMENT = 256  # lanes between two fetches
 _AHEAD = np.uint64(4096)
 _LINE = 64
+_REST_MICROSECONDS = 30
 _TWO = np.uint64(2)
 _NONE = np.uint64(0)
 _ONE = np.uint64(1)
@@ -55,12 +66,21 @@ _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 def compiled() -> Kernel:
     """The kernel. Takes about a second, or a tenth where an earlier process could keep what it compiled."""
-    signature = "void(uint64[:, ::1], uint64[::1])"
-    kernel: Kernel | None = None
+    kernel: Kernel = _compiled(digest_jobs, "void(uint64[:, ::1], uint64[::1])")
+    return kernel
+
+
+def compiled_arriving() -> ArrivingKernel:
+    """The same for what arrives while it is digested."""
+    kernel: ArrivingKernel = _compiled(digest_arriving, "void(uint64[:, ::1], uint64[::1], uint8[::1], int64[::1])")
+    return kernel
+
+
+def _compiled(function: Callable[..., None], signature: str) -> Any:
     if _may_cache():
         with contextlib.suppress(Exception):  # no room, a damaged file: compiled for this process alone then
-            kernel = njit(signature, nogil=True, cache=True)(digest_jobs)
-    return kernel or njit(signature, nogil=True)(digest_jobs)
+            return njit(signature, nogil=True, cache=True)(function)
+    return njit(signature, nogil=True)(function)
 
 
 def _may_cache() -> bool:
@@ -118,6 +138,54 @@ def _copy(context, to, source, size):
         return context.get_dummy_value()
 
     return types.void(types.uint64, types.uint64, types.uint64), build
+
+
+@intrinsic
+def _take(context, address):
+    """Adds one to the number at an address; what it was before."""
+
+    def build(context, builder, signature, arguments):
+        number = ir.IntType(64)
+        pointer = builder.inttoptr(arguments[0], number.as_pointer())
+        return builder.atomic_rmw("add", pointer, number(1), "monotonic")
+
+    return types.int64(types.uint64), build
+
+
+@intrinsic
+def _seen(context, address):
+    """The number at an address, which another thread may write; and what that one wrote before it."""
+
+    def build(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    return types.int64(types.uint64), build
+
+
+@intrinsic
+def _tell(context, address):
+    """Writes 1 to a byte, after everything that was written before."""
+
+    def build(context, builder, signature, arguments):
+        byte = ir.IntType(8)
+        builder.store_atomic(byte(1), builder.inttoptr(arguments[0], byte.as_pointer()), "release", 1)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64), build
+
+
+@intrinsic
+def _rest(context):
+    """Leaves the processor to others for a moment."""
+
+    def build(context, builder, signature, arguments):
+        number = ir.IntType(32)
+        sleep = cgutils.get_or_insert_function(builder.module, ir.FunctionType(number, [number]), "usleep")
+        builder.call(sleep, [number(_REST_MICROSECONDS)])
+        return context.get_dummy_value()
+
+    return types.void(), build
 
 
 @njit
@@ -210,3 +278,26 @@ def digest_jobs(jobs, found):
         if index == 0 or not _alike(jobs[index], jobs[index - 1]):
             _fill(jobs[index], table)
         found[index] = jobs[index, SCALE] * _rows(jobs[index], np.uint64(table.ctypes.data))
+
+
+def digest_arriving(jobs, found, finished, state):
+    """Writes the digest of each job that this thread takes, once its memory is there."""
+    table = np.empty(COLUMNS, dtype=np.uint64)
+    at = np.uint64(state.ctypes.data)
+    done = np.uint64(finished.ctypes.data)
+    last = -1
+    while True:
+        index = _take(at + np.uint64(8 * NEXT))
+        if index >= jobs.shape[0]:
+            return
+        while _seen(at + np.uint64(8 * READY)) <= index:
+            if _seen(at + np.uint64(8 * ENDED)) != 0:
+                return
+            _rest()
+        if _seen(at + np.uint64(8 * ENDED)) != 0:
+            return
+        if last < 0 or not _alike(jobs[index], jobs[last]):
+            _fill(jobs[index], table)
+        last = index
+        found[index] = jobs[index, SCALE] * _rows(jobs[index], np.uint64(table.ctypes.data))
+        _tell(done + np.uint64(index))

@@ -2,7 +2,8 @@
 
 Memory of this host, as it is served, is copied and digested in one pass, on the threads that digests of host memory
 use. All else is brought first: what comes over a network, what lies on a GPU, and what must be cast. Then processors
-digest it, or, where a GPU brought it, that GPU, which reads it back. A digest of what was sent would prove nothing.
+digest it (of what GPUs bring, as it arrives), or, where these are few, the GPU that brought it, which reads it back. A
+digest of what was sent would prove nothing.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ BATCH_BYTES = 256 << 20
 """At most, between two looks at the clock; also the most of a tensor that is read at once."""
 
 GPU_BATCH_BYTES = 512 << 20
-"""The same of what lies on a GPU: 10 ms of its link, beside which starting and ending one costs little."""
+"""The same of what lies on a GPU that reads it back: 10 ms of its link, beside which starting one costs little."""
 
-GPU_PIECE_BYTES = 128 << 20
-"""The most of a tensor on a GPU that is read at once, and of what is read last: nothing is copied beside its digest."""
+GPU_PIECE_BYTES = 64 << 20
+"""The same of what a GPU brings and processors digest as it arrives. Also the most of a tensor on a GPU that is read at
+once, and of what is read last: nothing is copied beside its digest."""
 
 LANDING_BYTES = 16 << 20
 """The same of what comes over a network: several are on their way at a time."""
@@ -41,12 +43,15 @@ LANDING_BYTES = 16 << 20
 LANDINGS_AHEAD = 3
 """Batches that are asked for over a network behind the one that is waited for."""
 
-COPIES_AHEAD = 2
-"""Batches that a GPU is given behind the one that is waited for: its link never waits for this process."""
+AHEAD_BYTES = 512 << 20
+"""What a GPU is given behind the batch that is waited for: its link never waits for this process."""
 
-READ_BACK = 8
-"""Of batches that a GPU brings, every so many-th one is digested by that GPU, which reads it back over its link: 0 none,
-1 all. That slows down what arrives meanwhile; the processors, which digest the others, need not quite keep up."""
+READ_BACK: int | None = None
+"""Of batches that a GPU brings, every so many-th one is digested by that GPU, which reads it back over its link: 0
+none, 1 all. That slows down what arrives meanwhile. None: 2 where processors cannot keep up with a link, else 0."""
+
+ENOUGH_THREADS = 12
+"""That digest as fast as a link brings."""
 
 _POLL_SECONDS = 50e-6
 _LONGEST_POLL_SECONDS = 1e-3
@@ -86,7 +91,7 @@ class Batch:
         plain = [index for index, reading in enumerate(readings) if reading.is_plain]
         other = [index for index, reading in enumerate(readings) if not reading.is_plain]
         by_gpu = self._by_gpu(other) if stage_bytes else {}
-        near = sorted(set(other).difference(*by_gpu.values()))
+        near = self._near_indices = sorted(set(other).difference(*by_gpu.values()))
         self._order = np.array([*plain, *near, *chain.from_iterable(by_gpu.values())], dtype=np.int64)
         self._plain = HostDigests(
             self._boxes(plain), sources=[readings[index].view(pieces[index].box) for index in plain]
@@ -120,7 +125,13 @@ class Batch:
         """How many batches behind this one are to be started while it is waited for."""
         if self._landings:
             return LANDINGS_AHEAD
-        return COPIES_AHEAD if self._copies and self._on_gpus else 0
+        return 1 + AHEAD_BYTES // max(self.bytes, LANDING_BYTES) if self._copies and self._on_gpus else 0
+
+    @property
+    def boxes(self) -> Boxes | None:
+        """Where its pieces lie, if GPUs bring all of it and processors digest it; else None."""
+        ours = self._copies and self._on_gpus and len(self._near_indices) == len(self.pieces)
+        return self._boxes(range(len(self.pieces))) if ours else None
 
     def start(self) -> None:
         """Asks for what comes over a network, and queues what a GPU copies, if that was not done yet. Waits for
@@ -230,7 +241,14 @@ def _most(reading: Reading, left: int) -> int:
         return LANDING_BYTES
     if reading.gpu is None:
         return BATCH_BYTES
-    return min(GPU_BATCH_BYTES, max(GPU_PIECE_BYTES, left // 2))
+    most = left // 2 if _read_back() else 0
+    return min(GPU_BATCH_BYTES, max(GPU_PIECE_BYTES, most))
+
+
+def _read_back() -> int:
+    if READ_BACK is not None:
+        return READ_BACK
+    return 0 if torch.get_num_threads() >= ENOUGH_THREADS else 2
 
 
 def in_batches(pieces: Sequence[tuple[Piece, Reading]]) -> list[Batch]:
@@ -249,11 +267,12 @@ def in_batches(pieces: Sequence[tuple[Piece, Reading]]) -> list[Batch]:
         sum(staged_bytes(piece.destination) for piece, reading in part if reading.gpu is not None) for part in parts
     )
     stage_bytes = max(staged, default=0)
+    every = _read_back()
     return [
         Batch(
             [piece for piece, _ in part],
             [reading for _, reading in part],
-            stage_bytes if READ_BACK and number % READ_BACK == 0 else 0,
+            stage_bytes if every and number % every == 0 else 0,
         )
         for number, part in enumerate(parts)
     ]

@@ -18,8 +18,9 @@ import torch
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline
 from ckpt_engine.core.relay_layout import SlotLayout
 from ckpt_engine.core.sealed_record import Recorded
+from ckpt_engine.digest.arriving import ArrivingDigests
 from ckpt_engine.relay.batches import Batch, Piece, Words, in_batches, parts_of
-from ckpt_engine.relay.pipeline import Pipeline
+from ckpt_engine.relay.pipeline import Pipeline, arriving_digests
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.v1.weights_pb2 import Problem
 
@@ -105,6 +106,7 @@ class Filling:
         pieces = [piece for piece in pieces if piece.cell not in self._unheld]
         pieces.sort(key=lambda piece: piece.holders[0].place(piece.box))
         self._batches = in_batches([(piece, piece.holders[0]) for piece in pieces])
+        self._arriving = arriving_digests(self._batches)
 
     def check(self) -> None:
         """Raises NOT_FOUND, saying why, if nobody within reach holds any of what is asked for."""
@@ -136,7 +138,7 @@ class Filling:
             with Pipeline(self._sources.lost, carry_on) as pipeline:
                 run = _Run(pipeline, carry_on, np.zeros(len(recorded.values), dtype=np.uint64), faults)
                 seen = None if arrived is None else _Arrivals(self._batches, run.found, self._expected, arrived)
-                run.bring(self._batches, progress, seen)
+                run.bring(self._batches, progress, self._arriving, seen)
                 again = self._bring_what_was_cut_off(run)
                 missing = dict(self._unheld)
                 wrong = self._wrong(run)
@@ -243,11 +245,13 @@ class _Run:
         self,
         batches: Sequence[Batch],
         progress: Progress = lambda done, total: None,
+        arriving: ArrivingDigests | None = None,
         seen: _Arrivals | None = None,
     ) -> None:
         """Reads and digests them. What ends it leaves nothing that could still be written."""
         done, total = 0, sum(batch.bytes for batch in batches)
-        with closing(self._pipeline.brought(batches)) as results:
+        pipeline = self._pipeline
+        with closing(pipeline.arriving(batches, arriving) if arriving else pipeline.brought(batches)) as results:
             for batch, result in results:
                 self._carry_on()
                 if isinstance(result, Problem):

@@ -1,30 +1,40 @@
 """Batches on their way into a slot: one is brought while those before it are digested.
 
 Decides in which order that happens and on which threads, and nothing about what comes of it. One thread brings, since
-links of networks belong to one; what comes over a network is asked for ahead of that. Whoever ends it early finds that
+links of networks belong to one; what comes over a network is asked for, and what a GPU copies is queued, ahead of that.
+Whoever ends it early finds that
 nothing is written any more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+import numpy as np
 import torch
 
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.digest.arriving import ArrivingDigests
 from ckpt_engine.relay.batches import Batch, Words
+from ckpt_engine.relay.read_back import Boxes
 from ckpt_engine.relay.sources import Reading
 from ckpt_engine.v1.weights_pb2 import Problem
+
+log = logging.getLogger("ckpt_engine.relay")
 
 AHEAD = 6
 """Batches that are brought or digested, or wait for that, behind the one that is waited for."""
 
 DIGESTING = 2
 """Batches that are digested at once, on the same threads: one has work for them while the other one begins or ends."""
+
+_POLL_SECONDS = 100e-6
 
 Lost = Callable[[Sequence[Reading]], Problem | None]
 """Why some of these cannot be read in this filling."""
@@ -76,6 +86,48 @@ class Pipeline:
             wait([each for each in given if not each.cancel()])
             for batch in batches:
                 batch.abandon()
+
+    def arriving(
+        self, batches: Sequence[Batch], digests: ArrivingDigests
+    ) -> Generator[tuple[Batch, Words | Problem], None, None]:
+        """The same of batches that GPUs bring, brought on the calling thread. digests: of all their pieces."""
+        line = _Line(batches, self._lost, self._carry_on)
+        ends = np.cumsum([0, *(len(batch.pieces) for batch in batches)]).tolist()
+        problems: list[Problem | None] = []
+        told = 0
+        arrival = digests.start()
+        try:
+            while told < len(batches):
+                number = len(problems)
+                if number < len(batches):
+                    problems.append(line.bring(number))
+                    arrival.arrived(ends[number + 1])
+                else:
+                    time.sleep(_POLL_SECONDS)
+                    self._carry_on()
+                while told < len(problems) and (found := arrival.values(ends[told], ends[told + 1])) is not None:
+                    told += 1
+                    yield batches[told - 1], problems[told - 1] or found
+        finally:
+            line.ended = True
+            arrival.end()
+            for batch in batches:
+                batch.abandon()
+
+
+def arriving_digests(batches: Sequence[Batch]) -> ArrivingDigests | None:
+    """What digests these batches as they arrive; None if not all of them are brought by GPUs and digested by
+    processors, or no kernel can be had."""
+    boxes: Boxes = []
+    for batch in batches:
+        if (its := batch.boxes) is None:
+            return None
+        boxes += its
+    try:
+        return ArrivingDigests(boxes) if boxes else None
+    except Exception as error:  # no Numba: batches are digested one by one
+        log.warning("what GPUs bring is not digested as it arrives: %s: %s", type(error).__name__, error)
+        return None
 
 
 class _Line:

@@ -115,6 +115,24 @@ def test_a_record_is_written_as_protobuf_writes_it() -> None:
         assert packed(1, np.array(values, dtype=np.uint64)) == canonical(Digests(values=values))
 
 
+def test_a_record_that_is_cut_like_a_known_one_proves_itself_all_the_same() -> None:
+    recorded = read_record(*sealed_by_two(some_weights(**SHAPES)))
+    record, root = sealed_by_two(some_weights(5, **SHAPES))
+    alike = read_record(record, root, [recorded])
+    assert alike.cut is recorded.cut
+    assert (alike.root, alike.values.tolist()) == (root, list(record.digests))
+    record.digests[0] ^= 1
+    with pytest.raises(CkptEngineError, match="it is of other weights"):
+        read_record(record, root, [recorded])
+    record.digests[0] ^= 1
+    record.cells[0].stop[0] -= 1
+    with pytest.raises(CkptEngineError, match="is not in tensor a"):
+        read_record(record, root, [recorded])
+    del record.digests[-1]
+    with pytest.raises(CkptEngineError, match="cells and"):
+        read_record(record, root, [recorded])
+
+
 def test_a_piece_of_a_cell_that_nobody_holds_whole_proves_nothing() -> None:
     """Its digest would come from its holder alone."""
     weights = some_weights(**SHAPES)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from ckpt_engine.relay.arena import Arena, free_huge_pages
 from ckpt_engine.relay.batches import Batch, Words
 from ckpt_engine.relay.fill import Filling
 from ckpt_engine.relay.slots import Held, Slots, Wish
+from ckpt_engine.relay.sources import Reading
 from ckpt_engine.source.directory import directory_source
 from ckpt_engine.transport.file import FileTransport
 from ckpt_engine.transport.relay_memory import RelayMemoryTransport
@@ -86,6 +88,7 @@ def test_what_a_source_damaged_is_read_from_another_holder(slots: Slots) -> None
     assert {fault.tensors[0] for fault in held.filled.faults} == {"layers.0.down", "embed_tokens.weight"}
     assert all("as rank" in fault.message for fault in held.filled.faults)
     assert {source.split()[0] for source in held.filled.brought} == {"rank", "copy"}
+    assert sum(held.filled.brought.values()) == held.layout.bytes, "what was read in vain counts for nothing"
     assert_holds(held, checkpoint)
 
 
@@ -266,6 +269,57 @@ def copied_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of this host is read as if it lay on a GPU: copied, then digested; in many small batches."""
     monkeypatch.setattr(relay_sources, "memory_of", lambda transport: frozenset({GPU_MEMORY}))
     monkeypatch.setattr(relay_batches, "BATCH_BYTES", 4096)
+
+
+@pytest.fixture
+def arriving(copied_first: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, as if a GPU brought it: digested by threads that take what has arrived."""
+
+    def on_a_gpu(**fields: Any) -> relay_sources.Reading:
+        return Reading(**{**fields, "gpu": 0})
+
+    monkeypatch.setattr(relay_sources, "Reading", on_a_gpu)
+    monkeypatch.setattr(relay_batches, "READ_BACK", 0)
+    monkeypatch.setattr(relay_batches, "GPU_BATCH_BYTES", 4096)
+
+
+def test_what_arrives_is_digested_as_it_lies_in_the_slot(
+    arriving: None, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was damaged after it was brought is read again, and counted once; nothing is digested batch by batch."""
+    checkpoint, recorded = checkpoint_of(13)
+    digested, told = [], []
+    bring, digest = Batch.bring, Batch.digest
+    with monkeypatch.context() as patch:
+        patch.setattr(Batch, "digest", lambda self: digested.append(self) or digest(self))
+        held = slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0, lambda done, total: told.append((done, total)))
+        assert (held.filled.missing, held.filled.again, digested) == ((), 0, [])
+        assert told[-1] == (held.layout.bytes, held.layout.bytes)
+        assert len(told) > 4
+        assert_holds(held, checkpoint)
+        damaged: list[Batch] = []
+
+        def damage(self: Batch, carry_on: Callable[[], None]) -> None:
+            bring(self, carry_on)
+            if not damaged:
+                self.pieces[0].destination.view(torch.uint8).view(-1)[1] ^= 4
+                damaged.append(self)
+
+        patch.setattr(Batch, "bring", damage)
+        held = slots.fill(1, all_of(recorded, [*tables(checkpoint), *tables(checkpoint, "second")]), 60.0)
+    assert damaged
+    assert digested
+    assert (held.filled.missing, held.filled.again) == ((), 1)
+    assert sum(held.filled.brought.values()) == held.layout.bytes
+    assert_holds(held, checkpoint)
+
+
+def test_what_arrives_ends_at_its_deadline(arriving: None, slots: Slots) -> None:
+    checkpoint, recorded = checkpoint_of(13)
+    with pytest.raises(CkptEngineError, match="took longer"):
+        slots.fill(0, all_of(recorded, tables(checkpoint)), -1.0)
+    assert slots.held(0) is None
+    assert_holds(slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0), checkpoint)
 
 
 def test_the_next_batch_is_copied_while_one_is_digested(
