@@ -133,7 +133,7 @@ def _end(keeper: subprocess.Popen[str]) -> None:
         keeper.wait(STEP_SECONDS)
     except subprocess.TimeoutExpired:
         keeper.kill()
-        keeper.wait()
+        keeper.wait(STEP_SECONDS)
 
 
 def _host(made: ExitStack, switch: int, number: int) -> NetworkHost:

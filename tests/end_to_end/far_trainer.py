@@ -1,8 +1,8 @@
 """A trainer on a host of its own, driven by one JSON line at a time; run as a script with the manager's address.
 
-Answers {"train": [folder, seed]} (weights of a tiny model, as after a step; "vocabulary", "shape": of it),
-{"update": wishes}, {"spoil": true} (all weights are NaN), {"status": true}, {"members": true} (the manager's whole
-answer, in hexadecimal digits), {"close": true}: it ends, and its memory with it.
+Answers {"train": [folder, seed], "shape": sizes} (weights of a tiny model, as after a step), {"update": wishes},
+{"spoil": true} (all weights are NaN), {"status": true}, {"members": true} (the manager's whole answer, in hexadecimal
+digits), {"close": true}: it ends, and its memory with it.
 """
 
 from __future__ import annotations
@@ -68,9 +68,8 @@ def _main(address: str) -> None:
             if "train" in question:
                 folder, seed = question["train"]
                 trainer = trainer or Trainer(address, lineage="far")
-                vocabulary = question.get("vocabulary", PADDED_VOCABULARY)
-                shape = question.get("shape", {})
-                model = make_tiny_qwen3(Path(folder), seed, vocabulary=vocabulary, weights=False, **shape)
+                shape = {"vocabulary": PADDED_VOCABULARY, **question.get("shape", {})}
+                model = make_tiny_qwen3(Path(folder), seed, weights=False, **shape)
                 trainer.publish(model)
             elif "update" in question:
                 assert trainer is not None

@@ -126,7 +126,7 @@ def test_an_engine_on_another_host_follows_ten_updates_and_one_comes_late_withou
 
 def updated(world: World, path: Path, version: int) -> Any:
     """The trainer's report of weights that it spoils as soon as it may."""
-    assert world.trainer.ask(train=[str(path / "train"), version], vocabulary=VOCABULARY) is True
+    assert world.trainer.ask(train=[str(path / "train"), version], shape={"vocabulary": VOCABULARY}) is True
     until = "held" if version % 2 else "installed"
     report = world.trainer.ask(update={"version": version, "until": until, "prefetch": "always"})
     assert world.trainer.ask(spoil=True) is True
