@@ -142,6 +142,7 @@ def relay_readers() -> Iterator[Callable[[bytes], None]]:
     lendings = Lendings(bytes(16), 2, 0.0)
     lendings.offer(0, 4096)
     lendings.lend(0)
+    lendings.pass_on(1, bytes(16), [[(0, 64)], [(64, 64)]]).verified(1)
 
     def take(data: bytes) -> None:
         said = wire.read_hello(data[: wire.HELLO.size])
@@ -151,6 +152,11 @@ def relay_readers() -> Iterator[Callable[[bytes], None]]:
         while at < len(data):
             asked = wire.read_question(data[at : at + wire.QUESTION.size])
             at += wire.QUESTION.size
+            if asked.kind == wire.PASS:
+                with contextlib.suppress(CkptEngineError):
+                    found = lendings.chunk(asked.lending, asked.runs, take, 0.0)
+                    assert isinstance(found, int) or (asked.lending == bytes(16) and asked.runs == 1), "not verified"
+                continue
             runs = wire.read_runs(data[at : at + asked.runs * wire.RUN.size], lendings.size(0)) if asked.runs else []
             at += asked.runs * wire.RUN.size
             assert all(offset + length <= 4096 for offset, length in runs)
@@ -167,6 +173,7 @@ def relay_answers() -> Iterator[Callable[[bytes], None]]:
         while data:
             found = wire.read_frame(data[: wire.FRAME.size])
             assert found.size <= wire.FRAME_BYTES
+            assert found.kind != wire.WAIT or found.size == wire.PULSE.size
             data = data[wire.FRAME.size + found.size :]
 
     yield take

@@ -219,13 +219,14 @@ def relay_reader() -> bytes:
     """All that a relay says that reads another one over TCP."""
     read = wire.question(wire.READ, bytes(range(16)), [(0, 64), (128, 3968)])
     said = wire.hello(0, bytes(16), bytes(32)) + wire.question(wire.HOLD)
-    return said + read + wire.question(wire.RELEASE)
+    return said + read + wire.question(wire.RELEASE) + wire.passed(bytes(16), 1) + wire.passed(bytes(16), 0)
 
 
 def relay_owner() -> bytes:
     """Answers to it."""
     lending = wire.frame(wire.YES, 0) + wire.frame(wire.YES, 16) + bytes(16)
-    return lending + wire.frame(wire.DATA, 3) + b"abc" + wire.refusal(wire.GONE, "it was given up")
+    waits = wire.frame(wire.WAIT, wire.PULSE.size) + wire.PULSE.pack(7)
+    return lending + waits + wire.frame(wire.DATA, 3) + b"abc" + wire.refusal(wire.GONE, "it was given up")
 
 
 def ucx_region() -> bytes:

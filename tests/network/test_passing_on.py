@@ -151,6 +151,30 @@ def test_who_never_begins_is_waited_for_and_not_for_ever(world: World, monkeypat
         assert any("relay a has not got chunk" in each.message for each in found.filled.faults)
 
 
+def test_who_says_nothing_at_all_is_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one is whose process was stopped, or whose cable was cut."""
+    monkeypatch.setattr(asking, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(passer, "PULSE_SECONDS", 20.0)
+    orders = world.orders()
+    held = {name: world.fill(name, orders[name]) for name in ("b", "c")}
+    for future in held.values():
+        found = future.result(60)
+        assert found.filled.missing == ()
+        assert_same(found, world.weights)
+        assert any("relay a said nothing for 0.2 s while chunk" in each.message for each in found.filled.faults)
+
+
+def test_a_plan_that_nobody_can_follow_is_refused(world: World) -> None:
+    for told, words in (
+        (FanOut(plan=b"p"), "there has to be a tree"),
+        (FanOut(plan=b"p", trees=[FanOut.Tree(share=0)]), "with shares"),
+        (FanOut(plan=b"p", trees=[FanOut.Tree(share=1, ask=[0])]), "names peer 0, and has 0"),
+    ):
+        with pytest.raises(CkptEngineError, match=words):
+            world.fill("a", told).result(60)
+        assert world.relays["a"].held(0) is None
+
+
 def test_whoever_is_stopped_tells_those_who_wait(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """`a` is told to stop once it has passed something on: the others do without."""
     verified = passing.Passing.verified

@@ -162,6 +162,6 @@ def read_frame(data: bytes) -> Frame:
     except struct.error as error:
         raise invalid(f"{len(data)} bytes are no answer") from error
     most = {YES: LENDING_BYTES, NO: WORDS_BYTES, GONE: WORDS_BYTES, DATA: FRAME_BYTES, WAIT: PULSE.size}.get(found.kind)
-    if most is None or found.size > most or (found.kind in (DATA, WAIT) and not found.size):
+    if most is None or found.size > most or found.size < {DATA: 1, WAIT: PULSE.size}.get(found.kind, 0):
         raise invalid(f"an answer of kind {found.kind} with {found.size} bytes is none of a relay")
     return found
