@@ -31,6 +31,11 @@ def heard(body: Message) -> str:
             return ""
 
 
+def not_brought(body: manager_pb2.NotBrought) -> str:
+    """For what a late replica waits."""
+    return f"waits for version {body.identity.version} of {body.identity.lineage}: {body.reason}"
+
+
 def lost(manager: str, ended: SessionEnded) -> str:
     """Why there is no session, and what becomes of that."""
     if ended.patience:

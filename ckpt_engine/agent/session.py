@@ -28,6 +28,7 @@ from ckpt_engine.agent.process import LineSink
 from ckpt_engine.agent.settings import AgentSettings as AgentSettings
 from ckpt_engine.agent.tasks import TaskRunner
 from ckpt_engine.client import manager_stub, open_channel
+from ckpt_engine.core.deadlines import NOTICE_SECONDS
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.machines import events
@@ -86,6 +87,7 @@ class ReplicaAgent:
         self._streams: dict[events.Peer, MemberStream] = {}
         self._stopping = False
         self._manager_lost: weights_pb2.Problem.Code | None = None
+        self._waits = self._waits_said = ""  # for what it waits, as the manager says
         self._launch = asyncio.Event()
         self._unanswered: asyncio.TimerHandle | None = None
         self._questions: dict[int, asyncio.Future[worker_pb2.AgentReply | None]] = {}
@@ -233,9 +235,21 @@ class ReplicaAgent:
         self._say(line)
 
     def _heard(self, peer: events.Peer, body: ProtobufMessage) -> None:
+        if isinstance(body, manager_pb2.NotBrought):
+            self._waits = narration.not_brought(body)
+            asyncio.get_running_loop().call_later(NOTICE_SECONDS, self._say_what_for, self._waits)
+            return
+        if isinstance(body, manager_pb2.Install):
+            self._waits = self._waits_said = ""
         if line := narration.heard(body):
             self.say(line)
         self._feed(events.Message(peer, body))
+
+    def _say_what_for(self, waits: str) -> None:
+        """If it still waits for that, and has not said so."""
+        if waits == self._waits != self._waits_said:
+            self._waits_said = waits
+            self.say(waits)
 
     def _lost(self, peer: events.Peer, problem: weights_pb2.Problem) -> None:
         self._streams.pop(peer, None)

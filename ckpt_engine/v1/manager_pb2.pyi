@@ -425,7 +425,7 @@ class ReplicaMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[ReplicaHello, _Mapping]] = ..., heartbeat: _Optional[_Union[ReplicaHeartbeat, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., sleep_wake_done: _Optional[_Union[SleepWakeDone, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
 
 class ReplicaCommand(_message.Message):
-    __slots__ = ("welcome", "refused", "prepare", "install", "abandon", "outcome_received", "seal", "sleep_wake", "heartbeat")
+    __slots__ = ("welcome", "refused", "prepare", "install", "abandon", "outcome_received", "seal", "sleep_wake", "heartbeat", "not_brought")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
@@ -435,6 +435,7 @@ class ReplicaCommand(_message.Message):
     SEAL_FIELD_NUMBER: _ClassVar[int]
     SLEEP_WAKE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    NOT_BROUGHT_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     prepare: Prepare
@@ -444,7 +445,16 @@ class ReplicaCommand(_message.Message):
     seal: SealForReaders
     sleep_wake: SleepWake
     heartbeat: Heartbeat
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., install: _Optional[_Union[Install, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., outcome_received: _Optional[_Union[OutcomeReceived, _Mapping]] = ..., seal: _Optional[_Union[SealForReaders, _Mapping]] = ..., sleep_wake: _Optional[_Union[SleepWake, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    not_brought: NotBrought
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., install: _Optional[_Union[Install, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., outcome_received: _Optional[_Union[OutcomeReceived, _Mapping]] = ..., seal: _Optional[_Union[SealForReaders, _Mapping]] = ..., sleep_wake: _Optional[_Union[SleepWake, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., not_brought: _Optional[_Union[NotBrought, _Mapping]] = ...) -> None: ...
+
+class NotBrought(_message.Message):
+    __slots__ = ("identity", "reason")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    identity: _weights_pb2.Identity
+    reason: str
+    def __init__(self, identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ReplicaHeartbeat(_message.Message):
     __slots__ = ("sequence", "workers", "serving", "asleep", "closed_reason", "label_problem")

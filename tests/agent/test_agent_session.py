@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.agent import session
 from ckpt_engine.agent.launched import LaunchSettings
 from ckpt_engine.agent.session import AgentSettings
 from ckpt_engine.core.deadlines import ENVIRONMENT
@@ -52,6 +53,22 @@ async def test_an_agent_registers_and_says_goodbye(manager: PlainManager, start:
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert any("registered with the manager" in line for line in agent.lines)
+
+
+async def test_for_what_a_late_replica_waits_is_said_once_and_not_if_it_is_over_soon(
+    manager: PlainManager, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "NOTICE_SECONDS", 0.01)
+    agent = start()
+    await ready(manager)
+    for reason in ("nobody holds it", "nobody holds it", "start a relay on host b"):
+        manager.send(manager_pb2.NotBrought(identity=IDENTITY, reason=reason))
+        await agent.until_said(f"waits for version 3 of {IDENTITY.lineage}: {reason}")
+    assert sum("nobody holds it" in line for line in agent.lines) == 1
+    monkeypatch.setattr(session, "NOTICE_SECONDS", 30.0)
+    manager.send(manager_pb2.NotBrought(identity=IDENTITY, reason="it is over soon"))
+    await prepare(manager, 1)
+    assert not any("it is over soon" in line for line in agent.lines)
 
 
 async def test_an_update_from_prepare_to_outcome(manager: PlainManager, start: Start) -> None:

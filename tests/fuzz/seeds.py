@@ -148,6 +148,7 @@ COMMANDS: list[Any] = [
     manager_pb2.ReplicaCommand(heartbeat=manager_pb2.Heartbeat(sequence=1)),
     manager_pb2.ReplicaCommand(outcome_received=manager_pb2.OutcomeReceived(fence=fence(2))),
     manager_pb2.ReplicaCommand(refused=manager_pb2.Refused()),
+    manager_pb2.ReplicaCommand(not_brought=manager_pb2.NotBrought(reason="nobody holds it")),
 ]
 
 

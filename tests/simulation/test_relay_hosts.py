@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.machines.manager.members import Member, Replica
+from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.hosts import NETWORK, RELAY, host_of
 from tests.simulation.members import AgentShell
@@ -46,6 +48,20 @@ def begun(story: Story, group: Group, reached: Callable[[], object], **wishes: A
         assert story.world.now < end, "it does not come to that"
         story.wait(0.001)
     return result
+
+
+def not_brought(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """From now on: late replicas that are told why nothing is brought to them, and why."""
+    told: list[tuple[str, str]] = []
+    send = State.send
+
+    def noted(state: State, member: Member, body: object) -> None:
+        if isinstance(body, manager_pb2.NotBrought) and member.peer is not None and isinstance(member, Replica):
+            told.append((member.name, body.reason))
+        send(state, member, body)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(State, "send", noted)
+    return told
 
 
 def holds(agent: AgentShell) -> weights_pb2.Identity | None:
@@ -207,18 +223,35 @@ def test_a_late_replica_is_brought_up_over_the_network_when_the_trainer_is_gone(
     assert c.fills == 1
 
 
-def test_a_late_replica_waits_for_a_relay_of_its_host(story: Story) -> None:
+def test_a_late_replica_waits_for_a_relay_of_its_host(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     relays_on(story, A, B)
     story.replica(host=B)
     group = story.ranks()
     report = trained(story, group)
     story.end_group(group, in_good_order=True)
+    told = not_brought(monkeypatch)
     late = story.replica(host=C)
     story.wait(30.0)  # so that all tries are over
     assert holds(late) is None
+    assert {name for name, _ in told} == {late.name}
+    assert all("out of reach from host C" in reason for _, reason in told), told
     relays_on(story, C)
     story.wait(5.0)
     assert holds(late) == report.identity
+
+
+def test_a_late_replica_is_told_once_that_nobody_holds_the_version(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story.replica()
+    assert trained(story, story.ranks(kind="live")).ok
+    told = not_brought(monkeypatch)
+    late = story.replica()
+    story.wait(20.0)
+    assert holds(late) is None
+    ((name, reason),) = told
+    assert name == late.name
+    assert "no source of it stays sealed, and nobody holds it who is connected" in reason
 
 
 def test_a_late_replica_is_brought_up_after_a_restart_of_the_manager(story: Story) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
 from ckpt_engine.core.problems import precondition
-from ckpt_engine.machines.events import HeldOffer, Key, Published, SourceOffer
+from ckpt_engine.machines.events import HeldOffer, Key, Peer, Published, SourceOffer
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Replica, Unfit
 from ckpt_engine.machines.manager.order import Order
@@ -26,13 +26,15 @@ CATCH_UP: Key = ("catch up",)
 
 @dataclass
 class Attempts:
-    """Of bringing the same workers to the same version, while the same relays are there: they may be what lacked."""
+    """Of bringing the same workers to the same version, while the same relays are there: they may be what lacked. told:
+    the session that heard that nobody can be read."""
 
     workers: tuple[bytes, ...]
     identity: bytes
     relays: frozenset[str]
     count: int = 0
     next: float = 0.0
+    told: Peer | None = None
 
 
 @dataclass
@@ -55,6 +57,7 @@ class CatchUp:
             attempts = self._attempts(replica, latest)
             found = self._source(latest, attempts.count)
             if found is None:
+                self._say_why_not(replica, latest, attempts)
                 continue
             published, record = found
             if attempts.count >= CATCH_UP_ATTEMPTS:
@@ -124,6 +127,16 @@ class CatchUp:
         if attempts is not None:
             attempts.count -= 1
             attempts.next = 0.0
+
+    def _say_why_not(self, replica: Replica, latest: Latest, attempts: Attempts) -> None:
+        """Nobody can be read: said once to each session."""
+        if attempts.told != replica.peer and not self.holdings.looking(latest):
+            attempts.told = replica.peer
+            reason = (
+                "no source of it stays sealed, and nobody holds it who is connected: it comes with the next update, or "
+                "as soon as a trainer or a relay that holds it is there again"
+            )
+            self.state.send(replica, manager_pb2.NotBrought(identity=latest.identity, reason=reason))
 
     def _source(self, latest: Latest, attempt: int = 0) -> tuple[Published, manager_pb2.BlobRef | None] | None:
         """Where a version's bytes lie, if they stay there, and its record, if that tells what is there.

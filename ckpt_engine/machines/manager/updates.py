@@ -14,6 +14,7 @@ from ckpt_engine.machines.manager.members import Member
 from ckpt_engine.machines.manager.order import Order
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.update import Update
+from ckpt_engine.v1 import manager_pb2
 
 
 @dataclass
@@ -97,4 +98,8 @@ class Updates:
             self.before = None
         else:
             self.running = None
+        late, refusal = update.order.late, update.refusal
+        if late is not None and refusal is not None and not update.cut:
+            told = manager_pb2.NotBrought(identity=late, reason=refusal.message)
+            self.state.send_to(update.order.replicas[0], told)
         self.ended(update)
