@@ -24,13 +24,13 @@ def whole(number: object) -> bool:
 
 def checked_version(version: object) -> None:
     """Versions count steps."""
-    if not (isinstance(version, Integral) and whole(version) and 0 <= version < MOST_VERSION):
+    if not (isinstance(version, Integral) and whole(version) and 0 <= int(version) < MOST_VERSION):
         raise invalid(f"version {version!r} is not a count of steps: give a whole number from 0")
 
 
 def checked_count(what: str, count: object, of: str) -> None:
     """A number of things, from 0; `of` names them."""
-    if not (isinstance(count, Integral) and whole(count) and 0 <= count < MOST_COUNT):
+    if not (isinstance(count, Integral) and whole(count) and 0 <= int(count) < MOST_COUNT):
         raise invalid(f"{what} {count!r} is not a number of {of}: give a whole number from 0")
 
 
