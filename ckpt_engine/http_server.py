@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 
 import uvicorn
@@ -15,6 +16,24 @@ END_SECONDS = 2
 
 KEPT_SECONDS = 5
 """How long an idle connection is kept, unless a server says otherwise."""
+
+
+NO_HTTP = (
+    "somebody sent what is no HTTP to an HTTP port: trainers, replicas and commands dial the port of `ckpt-engine "
+    "serve --listen`, and https:// needs a certificate"
+)
+
+
+class _InOurWords(logging.Filter):
+    """uvicorn does not know who may have mistaken the port."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.msg == "Invalid HTTP request received.":
+            record.msg = NO_HTTP
+        return True
+
+
+logging.getLogger("uvicorn.error").addFilter(_InOurWords())
 
 
 class HttpServer(uvicorn.Server):

@@ -174,7 +174,9 @@ def test_another_authority_ends_at_once(secured: str, tmp_path: Path) -> None:
     assert caught.value.problem.code == Problem.UNAUTHENTICATED
 
 
-def test_the_http_port_is_told_from_the_grpc_port(run: Run, config: ManagerConfig) -> None:
+def test_the_http_port_is_told_from_the_grpc_port(
+    run: Run, config: ManagerConfig, caplog: pytest.LogCaptureFixture
+) -> None:
     started, ended = threading.Event(), threading.Event()
     address = ""
 
@@ -195,6 +197,7 @@ def test_the_http_port_is_told_from_the_grpc_port(run: Run, config: ManagerConfi
         thread.join()
     assert result.exit_code == 1
     assert "does not speak gRPC: name the port of `ckpt-engine serve --listen`" in result.stderr
+    assert "somebody sent what is no HTTP to an HTTP port" in caplog.text, "the manager says it, too"
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,14 @@ def test_a_refused_update_says_why(manager: str, reader: PlainReplica, tmp_path:
     assert reader.installs == []
 
 
+def test_weights_that_are_no_numbers_reach_no_replica(manager: str, reader: PlainReplica, tmp_path: Path) -> None:
+    checkpoint = write(tmp_path / "diverged", float("nan"))
+    refused = run("update", "--manager", manager, "--checkpoint", checkpoint, "--check-finite")
+    assert refused.exit_code == 1
+    assert "weights of rank 0 hold NaN or infinity: a; has training diverged?" in refused.stderr
+    assert reader.installs == []
+
+
 def test_an_update_that_is_not_whole_fails(manager: str, reader: PlainReplica, tmp_path: Path) -> None:
     checkpoint = write(tmp_path / "one", 1.0)
     path = tmp_path / "one" / "model.safetensors"
