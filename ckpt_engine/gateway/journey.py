@@ -19,6 +19,7 @@ from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.dialects.base import Dialect, EngineError, MalformedError, load_event
 from ckpt_engine.gateway.fleet import Member, Want
 from ckpt_engine.gateway.placing import Placing
+from ckpt_engine.gateway.poison import Suspects
 from ckpt_engine.gateway.refusals import RefusedError
 from ckpt_engine.gateway.stitching import ABORT, ABORTED, BROKEN, ERROR, WHOLE, OverrunError, Piece, Stitch
 from ckpt_engine.gateway.upstream import BrokenError, NotAdmittedError, Stream
@@ -49,7 +50,8 @@ class Journey:
         self._placing, self._dialect, self._stitch, self._wishes = placing, dialect, stitch, wishes
         self._settings, self._metrics = placing.settings, placing.metrics
         self._want = replace(wishes.want, engines=dialect.engines)
-        self._deaths = self._dry = 0
+        self._suspects = Suspects(placing.upstream, self._settings.deaths, self._settings.dying)
+        self._dry = 0
         self._identifier = uuid.uuid4().hex
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
@@ -61,7 +63,7 @@ class Journey:
         while self._stitch.finish is None:
             member = await self._placing.place(self._want, self._wishes.key, patience, self._resumed)
             leg = self._stitch.begin(member.name)
-            why = ""
+            why, silent, url, life = "", False, member.told.url, member.life
             with self._placing.inside(member, self._resumed) as begun:
                 try:
                     async with aclosing(self._leg(member)) as pieces:
@@ -71,11 +73,12 @@ class Journey:
                     ended = WHOLE if self._stitch.finish is not None else ABORTED
                 except NotAdmittedError as error:
                     self._stitch.legs.pop()
-                    self._placing.failed(member, str(error), error.wait)
+                    self._placing.refused(member, error)
                     self._placing.check(self._want, patience)
                     ended = "not_admitted"
                 except (BrokenError, EngineError, MalformedError, OverrunError) as error:
                     why, ended = str(error) or type(error).__name__, BROKEN
+                    silent = isinstance(error, BrokenError) and error.silent
                 finally:
                     leg.held = member.held(leg.held[0])
             leg.ended = ended
@@ -85,6 +88,8 @@ class Journey:
             if self._stitch.broken(self._dialect.finish):
                 yield Piece()
                 return
+            if why:
+                self._suspects.add(member, url, life, silent)
             await self._may_go_on(member, leg.count, why)
             patience = self._placing.patience(self._wishes.queue_seconds)
 
@@ -167,17 +172,15 @@ class Journey:
         if why:
             self._placing.failed(member, why)
             await asyncio.sleep(DEATH_LOOK_SECONDS + random.uniform(0, settings.jitter))
-            self._deaths += not await self._placing.upstream.lives(member.told.url)
         self._dry = 0 if count else self._dry + 1
         if stitch.begun and self._dialect.asked.not_resumable:
             reason = self._dialect.asked.not_resumable
             raise RefusedError(502, refusals.NOT_RESUMABLE, f"{ended}, and the request is not resumable: {reason}")
         if not self._wishes.resume:
             raise RefusedError(502, refusals.RESUME_OFF, f"{ended}, and the caller switched resuming off")
-        if self._deaths >= settings.deaths:
-            raise RefusedError(
-                502, refusals.POISONED, f"{ended}; {self._deaths} engines died with this request inside: it is given up"
-            )
+        if why and (dead := await self._suspects.dead()) >= settings.deaths:
+            said = f"{ended}; {dead} engines died or fell silent with this request inside: it is given up"
+            raise RefusedError(502, refusals.POISONED, said)
         if self._dry > settings.dry:
             raise RefusedError(502, refusals.NO_PROGRESS, f"{ended}; {self._dry} legs in a row brought no token")
         if stitch.resumes >= settings.resumes:

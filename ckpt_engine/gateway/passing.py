@@ -49,7 +49,7 @@ class Passing:
                         placing.fleet.answered(member, stream.admitted)
                         await self._relay(stream)
                 except NotAdmittedError as error:
-                    placing.failed(member, str(error), error.wait)
+                    placing.refused(member, error)
                     placing.metrics.legs.labels(member.name, "not_admitted").inc()
                     placing.check(self._wishes.want, patience)
                     continue

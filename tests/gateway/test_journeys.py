@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.gateway.app import Gateway
 from ckpt_engine.gateway.server import check, running_gateway
 from ckpt_engine.gateway.settings import Settings
 from ckpt_engine.security.grants import digest_of
@@ -39,10 +40,16 @@ Behaviour = Callable[[int, dict[str, Any]], "AsyncIterator[bytes] | Response"]
 
 
 class Engine:
-    """One misbehaving engine. asked: bodies of its requests. inside: how many are open."""
+    """One misbehaving engine. asked: bodies of its requests. inside: how many are open. looked: called when somebody
+    asks whether it is ready."""
 
     def __init__(self, behave: Behaviour) -> None:
         self._behave = behave
+        self.looked: Callable[[], None] = lambda: None
+        self.server: uvicorn.Server
+        self.stack: contextlib.AsyncExitStack
+        self.gateway: Gateway
+        self.port = 0
         self.asked: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.inside = 0
@@ -64,11 +71,34 @@ class Engine:
         finally:
             self.inside -= 1
 
+    def listen(self, stack: contextlib.AsyncExitStack) -> str:
+        """Where; on the port of last time if there was one."""
+        bound = socket.create_server(("127.0.0.1", self.port))
+        config = uvicorn.Config(self.app(), log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+        self.server, self.stack = uvicorn.Server(config), stack
+        self.server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+        stack.push_async_callback(_end, self.server, asyncio.ensure_future(self.server.serve(sockets=[bound])))
+        self.port = bound.getsockname()[1]
+        return f"http://127.0.0.1:{self.port}"
+
+    def die(self) -> None:
+        """Soon nobody listens there."""
+        self.server.should_exit = True
+
+    async def is_seen_dead_and_comes_back(self) -> None:
+        """As far as the gateway knows."""
+        member = self.gateway.placing.fleet.members[f"http://127.0.0.1:{self.port}"]
+        self.die()
+        await _until(lambda: member.down)
+        self.listen(self.stack)
+        await _until(lambda: not member.down)
+
     def app(self) -> Starlette:
         async def info(_request: Request) -> Response:
             return JSONResponse({"engine": "reference", "running": self.inside, "waiting": 0})
 
         async def ready(_request: Request) -> Response:
+            self.looked()
             return JSONResponse({"ready": True}, headers={"x-ckpt-engine-admitted-version": "4"})
 
         return Starlette(
@@ -94,17 +124,11 @@ async def told(body: dict[str, Any], events: int | None = None, done: bool = Tru
 async def asking(*engines: Engine, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a gateway before these engines, in this process."""
     async with contextlib.AsyncExitStack() as stack:
-        urls = []
-        for engine in engines:
-            bound = socket.create_server(("127.0.0.1", 0))
-            config = uvicorn.Config(engine.app(), log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
-            server = uvicorn.Server(config)
-            server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
-            serving = asyncio.ensure_future(server.serve(sockets=[bound]))
-            stack.push_async_callback(_end, server, serving)
-            urls.append(f"http://127.0.0.1:{bound.getsockname()[1]}")
+        urls = [engine.listen(stack) for engine in engines]
         made = Settings(replicas=tuple(urls), jitter=0.0, **{"queue_seconds": 1.0, "probe": 0.2, **settings})
         gateway = await stack.enter_async_context(running_gateway(made))
+        for engine in engines:
+            engine.gateway = gateway
         transport = httpx.ASGITransport(app=gateway.application())
         client = await stack.enter_async_context(
             httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=30)
@@ -158,6 +182,74 @@ async def test_legs_without_progress_are_bounded() -> None:
     async with asking(engine, dry=2, queue_seconds=20.0) as client:
         answer = await client.post("/v1/completions", json=BODY)
     assert (answer.status_code, answer.json()["reason"], len(engine.asked)) == (502, "no_progress", 3)
+
+
+@pytest.mark.parametrize("slowly", [False, True])
+async def test_a_prompt_that_kills_engines_is_given_up_however_long_they_take_to_die(slowly: bool) -> None:
+    """The first one dies long after it broke off, and is back when the second one breaks off; that one may still answer
+    then, and dies a moment later."""
+    asked: list[Engine] = []
+
+    def behave(engine: Engine) -> Behaviour:
+        return lambda _number, body: killed(engine, body)
+
+    async def killed(engine: Engine, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        asked.append(engine)
+        if len(asked) == 2:
+            await asked[0].is_seen_dead_and_comes_back()
+            engine.looked = engine.die
+        async for event in told(body, 1, done=False):
+            yield event
+        if not slowly and len(asked) > 1:
+            engine.die()
+
+    engines = [Engine(lambda *_: told(BODY)) for _ in range(3)]
+    for engine in engines:
+        engine._behave = behave(engine)
+    async with asking(*engines, dying=20.0, queue_seconds=20.0) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+    problem = answer.json()
+    assert (answer.status_code, problem["reason"]) == (502, "poisoned")
+    assert "2 engines died" in problem["detail"]
+    assert sorted(len(engine.asked) for engine in engines) == [0, 1, 1]
+    assert problem["choices"][0]["token_ids"] == WHOLE[:2]
+
+
+async def test_engines_that_live_on_are_no_deaths() -> None:
+    engines = [Engine(lambda _number, body: told(body, 2, done=False)) for _ in range(2)]
+    async with asking(*engines, dying=0.1, queue_seconds=20.0) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+    assert answer.json()["choices"][0]["token_ids"] == WHOLE
+    assert sum(len(engine.asked) for engine in engines) == 6
+
+
+async def test_a_prompt_after_which_engines_fall_silent_is_given_up() -> None:
+    async def silent(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        async for event in told(body, 2, done=False):
+            yield event
+        await asyncio.sleep(3600)
+
+    engines = [Engine(lambda _number, body: silent(body)) for _ in range(3)]
+    async with asking(*engines, idle=0.3, queue_seconds=20.0) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.json()["reason"]) == (502, "poisoned")
+    assert sum(len(engine.asked) for engine in engines) == 2
+
+
+async def test_a_stream_may_last_longer_than_every_idle_limit() -> None:
+    """An engine brings a token in less than the limit; all of them take several times as long as it."""
+
+    async def slow(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        async for event in told(body):
+            await asyncio.sleep(0.25)
+            yield event
+
+    engine = Engine(lambda _number, body: slow(body))
+    async with asking(engine, idle=1.5, queue_seconds=1.0, comment=0.1, connect=1.0, drain=1.0) as client:
+        answer = await client.post("/v1/completions", json={**BODY, "stream": True})
+    events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+    assert [token for event in events for token in event["choices"][0]["token_ids"]] == WHOLE
+    assert len(engine.asked) == 1
 
 
 async def test_resumes_are_bounded_and_what_there_is_comes_with_the_reason() -> None:
