@@ -59,16 +59,17 @@ class Tally:
     failures: list[str] = field(default_factory=list)
 
 
-async def streamed(host: str, port: int, body: dict[str, Any]) -> AsyncIterator[Any]:
-    """Events of `/v1/completions`: objects, then "[DONE]". A client of a few lines on a connection of its own: a pool
+async def streamed(host: str, port: int, body: dict[str, Any], route: str = "/v1/completions") -> AsyncIterator[Any]:
+    """Events of an answer: objects, then "[DONE]". A client of a few lines on a connection of its own: a pool
     of some hundred connections in Python takes longer than all that is looked at here."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         content = json.dumps(body).encode()
         lines = (
-            "POST /v1/completions HTTP/1.1",
+            f"POST {route} HTTP/1.1",
             f"Host: {host}",
             "Connection: close",
+            "Content-Type: application/json",
             f"Content-Length: {len(content)}",
         )
         writer.write("\r\n".join((*lines, "", "")).encode() + content)
