@@ -118,33 +118,50 @@ class Journey:
                     yield piece
 
     async def _read(self, stream: Stream, member: Member) -> AsyncGenerator[Piece, None]:
+        """One piece for all events that came together, so that a busy gateway writes less often, and not later."""
         stitch = self._stitch
         async with aclosing(stream.events()) as events:
-            async for data in events:
-                event = load_event(data)
-                piece = self._dialect.piece(stitch, event, member.told.engine)
-                if member.told.mislabels:
-                    piece.labels = None
-                if piece.finish is not None and piece.finish.kind == ERROR:
-                    raise BrokenError(f"the engine ended it with {piece.finish.said!r}")
-                had = len(stitch.tokens)
-                piece = stitch.take(piece)
-                if cached := piece.about.get("cached_tokens"):
-                    self._metrics.cached.labels(member.name).inc(cached)
-                self._check_versions(member, had)
-                if piece.finish is not None and piece.finish.kind == ABORT:
-                    piece.finish = None
-                    if piece.tokens or piece.echo:
-                        yield piece
+            async for told in events:
+                together, wrong, aborted = Piece(), None, False
+                for data in told:
+                    try:
+                        piece = self._take(data, member)
+                    except Exception as error:  # what came before it is the caller's first
+                        wrong = error
+                        break
+                    aborted = piece.finish is not None and piece.finish.kind == ABORT
+                    if aborted:
+                        piece.finish = None
+                    together.add(piece)
+                    if aborted or stitch.finish is not None:
+                        break
+                if together.says:
+                    yield together
+                if wrong is not None:
+                    raise wrong
+                if aborted:
                     return
-                if piece.tokens or piece.echo or piece.finish is not None:
-                    yield piece
                 if stitch.finish is not None:
                     with contextlib.suppress(BrokenError, TimeoutError):
                         async with asyncio.timeout(END_SECONDS):
                             async for _ in events:
                                 continue
                     return
+
+    def _take(self, data: bytes, member: Member) -> Piece:
+        """One event, into the stitch."""
+        stitch = self._stitch
+        piece = self._dialect.piece(stitch, load_event(data), member.told.engine)
+        if member.told.mislabels:
+            piece.labels = None
+        if piece.finish is not None and piece.finish.kind == ERROR:
+            raise BrokenError(f"the engine ended it with {piece.finish.said!r}")
+        had = len(stitch.tokens)
+        piece = stitch.take(piece)
+        if cached := piece.about.get("cached_tokens"):
+            self._metrics.cached.labels(member.name).inc(cached)
+        self._check_versions(member, had)
+        return piece
 
     def _check_versions(self, member: Member, had: int) -> None:
         """Tokens that the caller does not want are taken back before anybody sees them: those of another version than

@@ -49,15 +49,17 @@ class Stream:
         version = response.headers.get(VERSION_HEADER, "")
         self.admitted = Identity(int(version), "", response.headers.get(ROOT_HEADER, "")) if version.isdigit() else None
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The data of each whole event, without the last one ([DONE]). Raises BrokenError if the stream ends before."""
+    async def events(self) -> AsyncGenerator[list[bytes], None]:
+        """The data of whole events, those together that came together, without the last one ([DONE]). Raises
+        BrokenError if the stream ends before."""
         events, over = Events(), False
         try:
             async for data in self._response.aiter_raw():
-                for each in events.feed(data):
-                    over = over or each == DONE
-                    if not over:
-                        yield each
+                told = events.feed(data)
+                if DONE in told:
+                    over, told = True, told[: told.index(DONE)]
+                if told:
+                    yield told
             if over:
                 return  # read to its end, so that the connection can be used again
         except (httpx.HTTPError, httpx.StreamError, EventTooLargeError) as error:

@@ -44,6 +44,7 @@ class Engine:
         self.stack: contextlib.AsyncExitStack
         self.gateway: Gateway
         self.port = 0
+        self.dead_worker = False
         self.asked: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.inside = 0
@@ -93,6 +94,8 @@ class Engine:
 
         async def ready(_request: Request) -> Response:
             self.looked()
+            if self.dead_worker:
+                return JSONResponse({"detail": "worker 0 is dead", "reason": "dead_worker"}, 503)
             return JSONResponse({"ready": True}, headers={"x-ckpt-engine-admitted-version": "4"})
 
         return Starlette(

@@ -34,6 +34,21 @@ async def test_a_stream_that_ends_without_its_end_goes_on() -> None:
     assert len({body["request_id"] for body in engine.asked}) == 4
 
 
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_events_that_come_together_are_told_together_and_none_is_lost(breaks: bool) -> None:
+    async def at_once(body: dict[str, Any], wrong: bool) -> AsyncIterator[bytes]:
+        events = [event async for event in told(body, 4 if wrong else None, done=not wrong)]
+        yield b"".join([*events, b"data: {\n\n"] if wrong else events)
+
+    engine = Engine(lambda number, body: at_once(body, breaks and not number))
+    async with asking(engine) as client:
+        answer = await client.post("/v1/completions", json={**BODY, "stream": True})
+    *events, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line.startswith("data: ")]
+    assert done == "[DONE]"
+    tokens = [json.loads(event)["choices"][0]["token_ids"] for event in events]
+    assert tokens == ([WHOLE[:4], WHOLE[4:]] if breaks else [WHOLE])
+
+
 async def test_the_last_event_lost_is_no_reason_to_ask_again() -> None:
     engine = Engine(lambda _number, body: _without_end(body))
     async with asking(engine) as client:

@@ -43,6 +43,26 @@ async def test_a_prompt_that_kills_engines_is_given_up_however_long_they_take_to
     assert problem["choices"][0]["token_ids"] == WHOLE[:2]
 
 
+async def test_an_engine_whose_gate_tells_of_a_dead_worker_is_dead() -> None:
+    """Its API process has outlived the worker."""
+
+    def behave(engine: Engine) -> Behaviour:
+        return lambda _number, body: broken(engine, body)
+
+    async def broken(engine: Engine, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        engine.dead_worker = True
+        async for event in told(body, 1, done=False):
+            yield event
+
+    engines = [Engine(lambda *_: told(BODY)) for _ in range(3)]
+    for engine in engines:
+        engine.behave = behave(engine)
+    async with asking(*engines, dying=0.0, queue_seconds=20.0) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.json()["reason"]) == (502, "poisoned")
+    assert sorted(len(engine.asked) for engine in engines) == [0, 1, 1]
+
+
 async def test_engines_that_live_on_are_no_deaths() -> None:
     engines = [Engine(lambda _number, body: told(body, 2, done=False)) for _ in range(2)]
     async with asking(*engines, dying=0.1, queue_seconds=20.0) as client:
