@@ -2,7 +2,8 @@
 
 `engines/run routers -- .venv/bin/python -m benchmarks.gateway_overhead [RESULT.json]`; without the routers'
 environment they are left out. All ways are measured in turn, several rounds, so that what else the machine does meets
-them alike. Prints time to first token and tokens a second.
+them alike; what a way costs is its distance from the direct one of the same round, and the median round counts. Each
+stream asks one request after the other, and streams begin apart, so that requests come as they do in a long run.
 """
 
 from __future__ import annotations
@@ -16,40 +17,54 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from benchmarks.paced_engine import TOKEN_SECONDS
+from ckpt_engine.addresses import split_address
 from tests.cluster import eventually
 from tests.engines.routers import FLAGS, MODULES, PYTHON, running_router
+from tests.gateway.chaos import streamed
 from tests.gateway.gateways import running_gateway
 from tests.ports import free_port
 
-STREAMS, TOKENS, ROUNDS, ENGINES = 64, 64, 5, 2
+STREAMS, REQUESTS, TOKENS, ROUNDS, ENGINES = 64, 2, 64, 5, 2
 
 
 async def one_round(urls: list[str]) -> dict[str, Any]:
-    """All streams at once, spread over these URLs: seconds to each first token, and tokens a second of all."""
+    """All streams, spread over these URLs: seconds to each first token, tokens a second of all, requests by replica."""
     first: list[float] = []
-    limits = httpx.Limits(max_connections=STREAMS)
+    replicas: Counter[str] = Counter()
 
-    async def one(client: httpx.AsyncClient, number: int) -> None:
-        body = {"input_ids": [number, 2, 3], "sampling_params": {"max_new_tokens": TOKENS}, "stream": True}
-        begun, heard = time.perf_counter(), False
-        async with client.stream("POST", f"{urls[number % len(urls)]}/generate", json=body) as answer:
-            assert answer.status_code == 200, (await answer.aread()).decode()
-            async for data in answer.aiter_raw():
-                if not heard and b"data:" in data:
+    async def one(number: int) -> None:
+        await asyncio.sleep(number / STREAMS * TOKENS * TOKEN_SECONDS)
+        host, port = split_address(urls[number % len(urls)].removeprefix("http://"))
+        for request in range(REQUESTS):
+            prompt = [number, request, 3]
+            body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": TOKENS}, "stream": True}
+            begun, last = time.perf_counter(), None
+            async for event in streamed(host, port, body, "/generate"):
+                if last is None:
                     first.append(time.perf_counter() - begun)
-                    heard = True
+                last = event if event != "[DONE]" else last
+            assert last is not None
+            assert last["meta_info"]["completion_tokens"] == TOKENS, last
+            replicas.update(leg["replica"] for leg in last["meta_info"].get("ckpt_engine", {}).get("legs", ()))
 
-    async with httpx.AsyncClient(timeout=60, limits=limits) as client:
-        begun = time.perf_counter()
-        await asyncio.gather(*(one(client, number) for number in range(STREAMS)))
-        seconds = time.perf_counter() - begun
-    return {"first": first, "tokens_a_second": STREAMS * TOKENS / seconds}
+    begun = time.perf_counter()
+    await asyncio.gather(*(one(number) for number in range(STREAMS)))
+    seconds = time.perf_counter() - begun
+    first.sort()
+    return {
+        "first_token_p50_ms": statistics.median(first) * 1e3,
+        "first_token_p99_ms": first[int(len(first) * 0.99)] * 1e3,
+        "tokens_a_second": STREAMS * REQUESTS * TOKENS / seconds,
+        **({"skew": max(replicas.values()) * ENGINES / sum(replicas.values())} if replicas else {}),
+    }
 
 
 @contextlib.contextmanager
@@ -95,27 +110,30 @@ def measure() -> dict[str, Any]:
                 found = asyncio.run(one_round(at))
                 if number:  # the first one warms everything up
                     rounds[name].append(found)
-    return {name: _summary(found) for name, found in rounds.items()}
+    return {name: _summary(found, rounds["direct"]) for name, found in rounds.items()}
 
 
-def _summary(rounds: list[dict[str, Any]]) -> dict[str, float]:
-    first = sorted(seconds for each in rounds for seconds in each["first"])
-    return {
-        "first_token_p50_ms": statistics.median(first) * 1e3,
-        "first_token_p99_ms": first[int(len(first) * 0.99)] * 1e3,
-        "tokens_a_second": statistics.median(each["tokens_a_second"] for each in rounds),
-    }
+def _summary(rounds: list[dict[str, Any]], direct: list[dict[str, Any]]) -> dict[str, float]:
+    """Medians of the rounds; and of the distances from the direct way, round by round."""
+    found = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+    pairs = list(zip(rounds, direct, strict=True))
+    for name in ("first_token_p50_ms", "first_token_p99_ms"):
+        found[f"{name}_more"] = statistics.median(mine[name] - its[name] for mine, its in pairs)
+    found["tokens_percent"] = statistics.median(
+        100 * mine["tokens_a_second"] / its["tokens_a_second"] for mine, its in pairs
+    )
+    return found
 
 
 def main() -> None:
     """Measures, prints, and writes the result where it is told to."""
-    found = measure()
     load = os.getloadavg()[0]
+    found = measure()
     for name, numbers in found.items():
-        print(f"{name:22}", *(f"{key} {value:8.1f}" for key, value in numbers.items()))
-    print(f"load of the machine: {load:.1f} on {len(os.sched_getaffinity(0))} processors")
+        print(f"{name:22}", *(f"{key} {value:.2f}" for key, value in numbers.items()))
+    print(f"load of the machine before: {load:.1f} on {len(os.sched_getaffinity(0))} processors")
     if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps({**found, "load": load}, indent=1) + "\n")
+        Path(sys.argv[1]).write_text(json.dumps({**found, "load_before": load}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

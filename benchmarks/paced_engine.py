@@ -21,14 +21,15 @@ MODEL = "paced"
 async def generate(request: Request) -> Response:
     body = await request.json()
     count = (body.get("sampling_params") or {}).get("max_new_tokens", 64)
-    return StreamingResponse(_tokens(len(body["input_ids"]), count), media_type="text/event-stream")
+    seconds = request.app.state.token_seconds
+    return StreamingResponse(_tokens(len(body["input_ids"]), count, seconds), media_type="text/event-stream")
 
 
-async def _tokens(prompt: int, count: int) -> AsyncIterator[bytes]:
+async def _tokens(prompt: int, count: int, seconds: float) -> AsyncIterator[bytes]:
     loop = asyncio.get_running_loop()
     begun = loop.time()
     for made in range(1, count + 1):
-        await asyncio.sleep(max(0.0, begun + made * TOKEN_SECONDS - loop.time()))
+        await asyncio.sleep(max(0.0, begun + made * seconds - loop.time()))
         over = made == count
         meta = {
             "id": "paced",
@@ -54,9 +55,13 @@ def main() -> None:
     """Serves until it is killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--token-seconds", type=float, default=TOKEN_SECONDS)
+    options = parser.parse_args()
     names = "/info /health /ckpt_engine/ready /server_info /get_server_info /model_info /get_model_info /v1/models"
     routes = [Route("/generate", generate, methods=["POST"]), *(Route(name, about) for name in names.split())]
-    uvicorn.run(Starlette(routes=routes), port=parser.parse_args().port, log_level="error", access_log=False)
+    app = Starlette(routes=routes)
+    app.state.token_seconds = options.token_seconds
+    uvicorn.run(app, port=options.port, log_level="error", access_log=False)
 
 
 if __name__ == "__main__":

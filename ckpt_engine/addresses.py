@@ -21,6 +21,8 @@ def split_address(address: str, option: str = "") -> tuple[str, int]:
     option that it was given to."""
     said = f"{option} {address!r}".lstrip()
     host, separator, port = address.rpartition(":")
+    if "://" in address:
+        raise invalid(f"{said} is a URL: write host:port alone, like {MANAGER}")
     if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise invalid(f"{said} is not an address: write host:port, like {MANAGER} or [::1]:50051")
     if host.startswith("[") and host.endswith("]"):

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -27,7 +29,7 @@ from ckpt_engine.gateway.passing import Passing
 from ckpt_engine.gateway.placing import Placing
 from ckpt_engine.gateway.refusals import RefusedError, bad_request
 from ckpt_engine.gateway.wishes import wishes_of
-from ckpt_engine.gateway.writing import CallerGoneError, Writer
+from ckpt_engine.gateway.writing import PROBLEM, CallerGoneError, Writer
 
 log = logging.getLogger("ckpt_engine.gateway")
 
@@ -73,7 +75,16 @@ class Gateway:
             Route("/readyz", _Endpoint(self._ready), methods=["GET"]),
             Route("/metrics", _Endpoint(self._looked(self._metrics)), methods=["GET"]),
         ]
-        return Starlette(routes=[*posts, *gets])
+        routes = [*posts, *gets]
+
+        async def missing(request: Request, error: Exception) -> Response:
+            there = ", ".join(f"{'/'.join(sorted(route.methods or ()))} {route.path}" for route in routes)
+            status = getattr(error, "status_code", 404)
+            said = f"{request.method} {request.url.path}: there is no such route; there are {there}"
+            problem = RefusedError(status, refusals.NO_ROUTE, said).problem()
+            return JSONResponse(problem, status, getattr(error, "headers", None), PROBLEM.decode())
+
+        return Starlette(routes=routes, exception_handlers={404: missing, 405: missing})
 
     async def idle(self, seconds: float) -> bool:
         """Waits until no request runs, at most so long. Whether that came true."""

@@ -20,7 +20,7 @@ PREFIX_TOKENS = 64
 def key_of(session: str, prompt: Sequence[int]) -> bytes:
     """What is hashed for a request."""
     if session:
-        return b"session:" + session.encode()
+        return b"session:" + session.encode(errors="surrogatepass")  # JSON may hold halves of characters
     return b"prompt:" + ",".join(map(str, prompt[:PREFIX_TOKENS])).encode()
 
 

@@ -53,8 +53,9 @@ class Told:
 @dataclass
 class Member:
     """One replica. own: requests of this process inside it. reported: requests inside it by its own count, when `own`
-    was own_then. prefills: requests of this process that were resumed there and have no token yet. went_back: the
-    lowest version that it was told with after a higher one, as long as requests are inside that may have met it."""
+    was own_then. prefills: requests of this process that were resumed there and have no token yet. life: how often its
+    engine was seen dead. went_back: the lowest version that it was told with after a higher one, as long as requests
+    are inside that may have met it."""
 
     told: Told
     history: OrderedDict[int, Identity] = field(default_factory=OrderedDict)
@@ -67,6 +68,8 @@ class Member:
     seen: str = ""
     modes: dict[int, str] = field(default_factory=dict)
     went_back: Identity | None = None
+    life: int = 0
+    down: bool = False
 
     @property
     def name(self) -> str:
@@ -76,6 +79,15 @@ class Member:
     def load(self) -> int:
         """Requests inside it, everybody's."""
         return max(self.own, self.reported + self.own - self.own_then)
+
+    def died(self) -> None:
+        """Nobody takes connections there. What answers next is another engine."""
+        self.life += not self.down
+        self.down = True
+
+    def answers(self) -> None:
+        """Somebody does."""
+        self.down = False
 
     def identify(self, said: Identity) -> Identity:
         """The whole of what a label of its engine says; of a number alone the newest version that it was seen with."""
@@ -188,6 +200,7 @@ class Fleet:
     def answered(self, member: Member, admitted: Identity | None) -> Identity | None:
         """It let a request in. Returns the version under which it did, with the lineage if that is known."""
         member.failures, member.shunned_until, member.seen = 0, 0.0, ""
+        member.answers()
         if admitted is None:
             return None
         known = member.history.get(admitted.version)

@@ -19,6 +19,7 @@ from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.dialects.base import Dialect, EngineError, MalformedError, load_event
 from ckpt_engine.gateway.fleet import Member, Want
 from ckpt_engine.gateway.placing import Placing
+from ckpt_engine.gateway.poison import Suspects
 from ckpt_engine.gateway.refusals import RefusedError
 from ckpt_engine.gateway.stitching import ABORT, ABORTED, BROKEN, ERROR, WHOLE, OverrunError, Piece, Stitch
 from ckpt_engine.gateway.upstream import BrokenError, NotAdmittedError, Stream
@@ -49,7 +50,9 @@ class Journey:
         self._placing, self._dialect, self._stitch, self._wishes = placing, dialect, stitch, wishes
         self._settings, self._metrics = placing.settings, placing.metrics
         self._want = replace(wishes.want, engines=dialect.engines)
-        self._deaths = self._dry = 0
+        self._suspects = Suspects(placing.upstream, self._settings.deaths, self._settings.dying)
+        self._dry = 0
+        self._checked: object = None
         self._identifier = uuid.uuid4().hex
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
@@ -61,7 +64,7 @@ class Journey:
         while self._stitch.finish is None:
             member = await self._placing.place(self._want, self._wishes.key, patience, self._resumed)
             leg = self._stitch.begin(member.name)
-            why = ""
+            why, silent, url, life = "", False, member.told.url, member.life
             with self._placing.inside(member, self._resumed) as begun:
                 try:
                     async with aclosing(self._leg(member)) as pieces:
@@ -71,11 +74,12 @@ class Journey:
                     ended = WHOLE if self._stitch.finish is not None else ABORTED
                 except NotAdmittedError as error:
                     self._stitch.legs.pop()
-                    self._placing.failed(member, str(error), error.wait)
+                    self._placing.refused(member, error)
                     self._placing.check(self._want, patience)
                     ended = "not_admitted"
                 except (BrokenError, EngineError, MalformedError, OverrunError) as error:
                     why, ended = str(error) or type(error).__name__, BROKEN
+                    silent = isinstance(error, BrokenError) and error.silent
                 finally:
                     leg.held = member.held(leg.held[0])
             leg.ended = ended
@@ -85,6 +89,8 @@ class Journey:
             if self._stitch.broken(self._dialect.finish):
                 yield Piece()
                 return
+            if why:
+                self._suspects.add(member, url, life, silent)
             await self._may_go_on(member, leg.count, why)
             patience = self._placing.patience(self._wishes.queue_seconds)
 
@@ -112,27 +118,29 @@ class Journey:
                     yield piece
 
     async def _read(self, stream: Stream, member: Member) -> AsyncGenerator[Piece, None]:
+        """One piece for all events that came together, so that a busy gateway writes less often, and not later."""
         stitch = self._stitch
         async with aclosing(stream.events()) as events:
-            async for data in events:
-                event = load_event(data)
-                piece = self._dialect.piece(stitch, event, member.told.engine)
-                if member.told.mislabels:
-                    piece.labels = None
-                if piece.finish is not None and piece.finish.kind == ERROR:
-                    raise BrokenError(f"the engine ended it with {piece.finish.said!r}")
-                had = len(stitch.tokens)
-                piece = stitch.take(piece)
-                if cached := piece.about.get("cached_tokens"):
-                    self._metrics.cached.labels(member.name).inc(cached)
-                self._check_versions(had)
-                if piece.finish is not None and piece.finish.kind == ABORT:
-                    piece.finish = None
-                    if piece.tokens or piece.echo:
-                        yield piece
+            async for told in events:
+                together, wrong, aborted = Piece(), None, False
+                for data in told:
+                    try:
+                        piece = self._take(data, member)
+                    except Exception as error:  # what came before it is the caller's first
+                        wrong = error
+                        break
+                    aborted = piece.finish is not None and piece.finish.kind == ABORT
+                    if aborted:
+                        piece.finish = None
+                    together.add(piece)
+                    if aborted or stitch.finish is not None:
+                        break
+                if together.says:
+                    yield together
+                if wrong is not None:
+                    raise wrong
+                if aborted:
                     return
-                if piece.tokens or piece.echo or piece.finish is not None:
-                    yield piece
                 if stitch.finish is not None:
                     with contextlib.suppress(BrokenError, TimeoutError):
                         async with asyncio.timeout(END_SECONDS):
@@ -140,12 +148,33 @@ class Journey:
                                 continue
                     return
 
-    def _check_versions(self, had: int) -> None:
+    def _take(self, data: bytes, member: Member) -> Piece:
+        """One event, into the stitch."""
+        stitch = self._stitch
+        piece = self._dialect.piece(stitch, load_event(data), member.told.engine)
+        if member.told.mislabels:
+            piece.labels = None
+        if piece.finish is not None and piece.finish.kind == ERROR:
+            raise BrokenError(f"the engine ended it with {piece.finish.said!r}")
+        had = len(stitch.tokens)
+        piece = stitch.take(piece)
+        if cached := piece.about.get("cached_tokens"):
+            self._metrics.cached.labels(member.name).inc(cached)
+        self._check_versions(member, had)
+        return piece
+
+    def _check_versions(self, member: Member, had: int) -> None:
         """Tokens that the caller does not want are taken back before anybody sees them: those of another version than
         the one that was asked for, and of another lineage."""
         stitch, want = self._stitch, self._wishes.want
-        if stitch.leg.labels is None:
+        labels = stitch.leg.labels
+        if not labels:
             return
+        # Most events say what the one before said of the same replica: nothing to find out again.
+        known = (len(stitch.legs), len(labels), labels[-1].made_by, member.told)
+        if known == self._checked:
+            return
+        self._checked = known
         spans = stitch.leg.spans()
         for span in spans:
             held = span.lowest
@@ -154,10 +183,10 @@ class Journey:
                 stitch.cut(max(span.first, had))
                 said = f"the replica went on to version {held.version}, and version {want.version} was asked for"
                 raise RefusedError(409, refusals.VERSION_CHANGED, said)
-        known = lineages(spans) | ({self._want.lineage} if self._want.lineage else set())
-        if len(known) > 1:
+        runs = lineages(spans) | ({self._want.lineage} if self._want.lineage else set())
+        if len(runs) > 1:
             stitch.cut(had)
-            said = f"the replica went over to another run ({', '.join(sorted(known))})"
+            said = f"the replica went over to another run ({', '.join(sorted(runs))})"
             raise RefusedError(409, refusals.LINEAGE_CHANGED, said)
 
     async def _may_go_on(self, member: Member, count: int, why: str) -> None:
@@ -167,17 +196,15 @@ class Journey:
         if why:
             self._placing.failed(member, why)
             await asyncio.sleep(DEATH_LOOK_SECONDS + random.uniform(0, settings.jitter))
-            self._deaths += not await self._placing.upstream.lives(member.told.url)
         self._dry = 0 if count else self._dry + 1
         if stitch.begun and self._dialect.asked.not_resumable:
             reason = self._dialect.asked.not_resumable
             raise RefusedError(502, refusals.NOT_RESUMABLE, f"{ended}, and the request is not resumable: {reason}")
         if not self._wishes.resume:
             raise RefusedError(502, refusals.RESUME_OFF, f"{ended}, and the caller switched resuming off")
-        if self._deaths >= settings.deaths:
-            raise RefusedError(
-                502, refusals.POISONED, f"{ended}; {self._deaths} engines died with this request inside: it is given up"
-            )
+        if why and (dead := await self._suspects.dead()) >= settings.deaths:
+            said = f"{ended}; {dead} engines died or fell silent with this request inside: it is given up"
+            raise RefusedError(502, refusals.POISONED, said)
         if self._dry > settings.dry:
             raise RefusedError(502, refusals.NO_PROGRESS, f"{ended}; {self._dry} legs in a row brought no token")
         if stitch.resumes >= settings.resumes:

@@ -49,7 +49,7 @@ class Passing:
                         placing.fleet.answered(member, stream.admitted)
                         await self._relay(stream)
                 except NotAdmittedError as error:
-                    placing.failed(member, str(error), error.wait)
+                    placing.refused(member, error)
                     placing.metrics.legs.labels(member.name, "not_admitted").inc()
                     placing.check(self._wishes.want, patience)
                     continue
@@ -69,9 +69,10 @@ class Passing:
             body = await stream.whole()
             await self._writer.answer(stream.status, (stream.content_type or "application/json").encode(), body, {})
             return
-        async for data in stream.events():
-            self._remember(data)
-            await self._writer.raw(b"data: " + data + b"\n\n", True)
+        async for told in stream.events():
+            for data in told:
+                self._remember(data)
+            await self._writer.raw(b"".join(b"data: " + data + b"\n\n" for data in told), True)
         await self._writer.events([], done=True)
 
     def _remember(self, data: bytes) -> None:

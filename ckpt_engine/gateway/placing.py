@@ -14,7 +14,7 @@ from ckpt_engine.gateway.fleet import Fleet, Member, Want
 from ckpt_engine.gateway.metrics import Metrics
 from ckpt_engine.gateway.refusals import RefusedError
 from ckpt_engine.gateway.settings import Settings
-from ckpt_engine.gateway.upstream import Upstream
+from ckpt_engine.gateway.upstream import NotAdmittedError, Upstream
 
 LOOK_SECONDS = 0.1
 """How often a waiting request looks again: what keeps a replica out of choice may end with time alone."""
@@ -83,6 +83,12 @@ class Placing:
         finally:
             member.own -= 1
             begun()
+
+    def refused(self, member: Member, error: NotAdmittedError) -> None:
+        """It did not let a request in."""
+        if error.nobody:
+            member.died()
+        self.failed(member, str(error), error.wait)
 
     def failed(self, member: Member, why: str, wait: float = 0.0) -> None:
         """It is left alone for a moment."""

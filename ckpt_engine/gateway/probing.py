@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import httpx
 
 from ckpt_engine.gateway.fleet import Fleet, Member, State, Told
-from ckpt_engine.gateway.upstream import NotAdmittedError, Upstream
+from ckpt_engine.gateway.upstream import NOBODY, NotAdmittedError, Upstream
 
 _VLLM_COUNTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
 
@@ -27,17 +27,22 @@ async def probe_replicas(
     """Runs until it is cancelled: replicas that no manager tells of. Their names are their URLs."""
     kinds: dict[str, str] = {}
     while True:
-        fleet.tell(await asyncio.gather(*(_probe(url.rstrip("/"), kinds, upstream) for url in urls)))
+        fleet.tell(await asyncio.gather(*(_probe(url.rstrip("/"), kinds, fleet, upstream) for url in urls)))
         changed()
         await asyncio.sleep(seconds)
 
 
-async def _probe(url: str, kinds: dict[str, str], upstream: Upstream) -> Told:
+async def _probe(url: str, kinds: dict[str, str], fleet: Fleet, upstream: Upstream) -> Told:
+    member = fleet.members.get(url)
     try:
         ready, why, held = await upstream.ready(url)
     except NotAdmittedError as error:
+        if member is not None and error.nobody:
+            member.died()
         kinds.pop(url, None)  # another engine may come up there
         return Told(url, url, "", State.CLOSED, str(error))
+    if member is not None:
+        member.answers()
     if url not in kinds:
         kinds[url] = await _kind(url, upstream)
     return Told(url, url, kinds[url], State.SERVING if ready else State.CLOSED, why, held)
@@ -58,9 +63,13 @@ async def _kind(url: str, upstream: Upstream) -> str:
 async def _probe_load(member: Member, upstream: Upstream) -> None:
     try:
         found = await _reported(member.told, upstream)
+    except NOBODY:
+        found = None
+        member.died()
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         found = None
     if found is not None:
+        member.answers()
         member.reported, member.own_then = found, member.own
 
 

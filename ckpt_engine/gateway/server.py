@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator
+from urllib.parse import urlsplit
 
 from ckpt_engine.addresses import check_reach, split_address
 from ckpt_engine.core.problems import invalid, unavailable
@@ -28,6 +29,9 @@ END_SECONDS = 5.0
 KEPT_SECONDS = 75
 """How long an idle connection of a caller is kept: longer than proxies keep theirs."""
 
+_ROUTES = ("/v1", "/completions", "/generate")
+"""What people copy with a server's address: the gateway adds the route itself."""
+
 log = logging.getLogger("ckpt_engine.gateway")
 
 
@@ -36,13 +40,25 @@ def check(settings: Settings) -> None:
     if bool(settings.manager) == bool(settings.replicas):
         raise invalid("give --manager HOST:PORT, or --replica URL for each replica")
     for url in settings.replicas:
-        if not url.startswith(("http://", "https://")):
-            raise invalid(f"--replica {url!r} is no URL: write http://HOST:PORT")
+        _check_url(url)
     if settings.manager:
-        split_address(settings.manager)
+        split_address(settings.manager, "--manager")
     settings.security.check()
-    host, _ = split_address(settings.listen)
+    host, _ = split_address(settings.listen, "--listen")
     check_reach(host, settings.security)
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        named = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is none
+        named = False
+    if not named:
+        raise invalid(f"--replica {url!r} is no URL: write http://HOST:PORT")
+    if parts.query or parts.fragment or parts.username or parts.path.rstrip("/").endswith(_ROUTES):
+        root = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        raise invalid(f"--replica {url!r} is more than where a server's routes begin: write {root}")
 
 
 def listener(settings: Settings) -> socket.socket:
@@ -55,7 +71,8 @@ def listener(settings: Settings) -> socket.socket:
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        raise unavailable(f"cannot listen on {settings.listen}: {error.strerror}") from error
+        said = f"cannot listen on {settings.listen}: {error.strerror}; name another address (--listen)"
+        raise unavailable(said) from error
     bound.listen(2048)
     return bound
 

@@ -19,7 +19,8 @@ class Settings:
     may take as long as it likes. comment: between comments in a caller's stream that waits. drain: of running requests
     after SIGTERM. connect: to an engine.
     requests: at most so many at once, of this process. body_bytes: of one request. resumes: of one sample. dry: legs in
-    a row that bring nothing. deaths: engines that died with the request inside, after which it is given up. prefills:
+    a row that bring nothing. deaths: engines that died, or fell silent, with the request inside, after which it is
+    given up. dying: how long an engine that broke it off is watched where its death would decide that. prefills:
     resumed legs at one replica that have no token yet, of this process. jitter: at most, before a leg after a break.
     """
 
@@ -39,6 +40,7 @@ class Settings:
     resumes: int = 256
     dry: int = 8
     deaths: int = 2
+    dying: float = 1.0
     prefills: int = 32
     jitter: float = 0.1
     security: ServerSecurity = field(default_factory=ServerSecurity)

@@ -45,6 +45,20 @@ class Piece:
     labels: list[Label] | None = None
     about: dict[str, Any] = field(default_factory=dict)
 
+    def add(self, later: Piece) -> None:
+        """What the next event brought, for a caller who gets both at once."""
+        self.tokens += later.tokens
+        self.records += later.records
+        self.text += later.text
+        self.echo += later.echo
+        self.echo_records += later.echo_records
+        self.finish = later.finish
+
+    @property
+    def says(self) -> bool:
+        """Whether it is worth an event."""
+        return bool(self.tokens or self.echo or self.finish is not None)
+
 
 def _itself(identity: Identity) -> Identity:
     return identity

@@ -15,20 +15,27 @@ from ckpt_engine.gateway.versions import Identity
 
 VERSION_HEADER, ROOT_HEADER = "x-ckpt-engine-admitted-version", "x-ckpt-engine-admitted-root"
 READY_ROUTE = "/ckpt_engine/ready"
+DEAD_WORKER = "dead_worker"
+"""The gate's reason when the engine's API process has outlived a worker."""
+NOBODY = (httpx.ConnectError, httpx.ConnectTimeout)
 _BUSY = (429, 503)
 _HEADERS = {"content-type": "application/json", "accept-encoding": "identity"}
 
 
 class NotAdmittedError(Exception):
-    """The request is not inside: nobody answered, or the replica refuses for now. wait: seconds that it named."""
+    """The request is not inside: the replica refuses for now, or nobody answers there. wait: seconds that it named."""
 
-    def __init__(self, why: str, wait: float = 0.0) -> None:
+    def __init__(self, why: str, wait: float = 0.0, nobody: bool = False) -> None:
         super().__init__(why)
-        self.wait = wait
+        self.wait, self.nobody = wait, nobody
 
 
 class BrokenError(Exception):
-    """The request was inside, and its end did not come."""
+    """The request was inside, and its end did not come. silent: nothing came for as long as an engine may be silent."""
+
+    def __init__(self, why: str, silent: bool = False) -> None:
+        super().__init__(why)
+        self.silent = silent
 
 
 class Stream:
@@ -42,21 +49,23 @@ class Stream:
         version = response.headers.get(VERSION_HEADER, "")
         self.admitted = Identity(int(version), "", response.headers.get(ROOT_HEADER, "")) if version.isdigit() else None
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The data of each whole event, without the last one ([DONE]). Raises BrokenError if the stream ends before."""
+    async def events(self) -> AsyncGenerator[list[bytes], None]:
+        """The data of whole events, those together that came together, without the last one ([DONE]). Raises
+        BrokenError if the stream ends before."""
         events, over = Events(), False
         try:
             async for data in self._response.aiter_raw():
-                for each in events.feed(data):
-                    over = over or each == DONE
-                    if not over:
-                        yield each
+                told = events.feed(data)
+                if DONE in told:
+                    over, told = True, told[: told.index(DONE)]
+                if told:
+                    yield told
             if over:
                 return  # read to its end, so that the connection can be used again
         except (httpx.HTTPError, httpx.StreamError, EventTooLargeError) as error:
             if over:
                 return
-            raise BrokenError(f"{self._url}: {_words(error)}") from error
+            raise _broken(self._url, error) from error
         raise BrokenError(f"{self._url}: the stream ended before its last event")
 
     async def whole(self) -> bytes:
@@ -64,7 +73,7 @@ class Stream:
         try:
             return await self._response.aread()
         except (httpx.HTTPError, httpx.StreamError) as error:
-            raise BrokenError(f"{self._url}: {_words(error)}") from error
+            raise _broken(self._url, error) from error
 
 
 class Upstream:
@@ -94,9 +103,9 @@ class Upstream:
         try:
             response = await self._client.send(request, stream=True)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-            raise NotAdmittedError(f"{url} does not answer: {_words(error)}") from error
+            raise _not_admitted(url, error) from error
         except httpx.HTTPError as error:
-            raise BrokenError(f"{url}: {_words(error)}") from error
+            raise _broken(url, error) from error
         try:
             await self._check(response, url)
             yield Stream(response, url)
@@ -124,7 +133,7 @@ class Upstream:
         try:
             response = await self._client.get(f"{url}{READY_ROUTE}", timeout=self._settings.probe)
         except httpx.HTTPError as error:
-            raise NotAdmittedError(f"{url} does not answer: {_words(error)}") from error
+            raise _not_admitted(url, error) from error
         version = response.headers.get(VERSION_HEADER, "")
         held = Identity(int(version), "", response.headers.get(ROOT_HEADER, "")) if version.isdigit() else None
         # An engine without our gate has no such route: it is there, and says nothing of its weights.
@@ -132,14 +141,14 @@ class Upstream:
         return open_, "" if open_ else _said(response.content), held
 
     async def lives(self, url: str) -> bool:
-        """Whether anybody takes connections there; one that is too busy to answer in time lives."""
+        """Whether anybody takes connections there whose workers live; one that is too busy to answer in time does."""
         try:
-            await self._client.get(f"{url}{READY_ROUTE}", timeout=self._settings.probe)
-        except (httpx.ConnectError, httpx.ConnectTimeout):
+            response = await self._client.get(f"{url}{READY_ROUTE}", timeout=self._settings.probe)
+        except NOBODY:
             return False
         except httpx.HTTPError:
             return True
-        return True
+        return not (response.status_code == 503 and _reason(response.content) == DEAD_WORKER)
 
     async def get(self, url: str, route: str) -> httpx.Response:
         """A small answer. Raises httpx.HTTPError."""
@@ -158,6 +167,21 @@ def _said(body: bytes) -> str:
             return str(error.get("detail") or error.get("message") or error)[:1000]
         return str(error)[:1000]
     return str(content)[:300]
+
+
+def _reason(body: bytes) -> str:
+    """A gate's, for programs; empty: it is none's."""
+    with contextlib.suppress(ValueError, AttributeError):
+        return str(json.loads(body).get("reason", ""))
+    return ""
+
+
+def _broken(url: str, error: Exception) -> BrokenError:
+    return BrokenError(f"{url}: {_words(error)}", isinstance(error, httpx.ReadTimeout))
+
+
+def _not_admitted(url: str, error: Exception) -> NotAdmittedError:
+    return NotAdmittedError(f"{url} does not answer: {_words(error)}", nobody=isinstance(error, NOBODY))
 
 
 def _words(error: Exception) -> str:

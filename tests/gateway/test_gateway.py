@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import threading
 import time
@@ -229,6 +230,36 @@ def test_requests_are_bounded_and_refused_by_name(world: World) -> None:
         assert (large.status_code, large.json()["reason"]) == (413, "too_large")
 
 
+MISTAKES: dict[str, tuple[str, dict[str, Any], int, str]] = {
+    "no token is asked for": ("/v1/completions", {"prompt": [1], "max_tokens": 0}, 422, "max_tokens"),
+    "no sample": ("/v1/completions", {"prompt": [1], "n": 0}, 400, "n: 0 is no whole number of 1 or more"),
+    "texts for ids": ("/inference/v1/generate", {"token_ids": "Call me", "sampling_params": {}}, 400, "token_ids"),
+    "text as input_ids": ("/generate", {"input_ids": "Call me"}, 400, "texts are `text`"),
+    "a text": ("/v1/completions", {"prompt": "Call me"}, 422, "prompt"),
+    "too many log-probabilities": ("/v1/completions", {"prompt": [1], "logprobs": 1000}, 422, "logprobs"),
+    "a stop string": ("/v1/completions", {"prompt": [1], "stop": ["."]}, 422, "stop"),
+    "an id that the model lacks": ("/v1/completions", {"prompt": [99999]}, 400, "tokens 0 to 511"),
+    "too long": ("/v1/completions", {"prompt": [1], "max_tokens": 5000}, 400, "positions"),
+    "a number as text": ("/v1/completions", {"prompt": [1], "temperature": "hot"}, 422, "temperature"),
+    "no such route": ("/v1/complete", {"prompt": [1]}, 404, "POST /v1/completions"),
+    "half a character": ("/v1/completions", {"prompt": [], "user": "\ud800"}, 400, "prompt"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_told_in_words(world: World, mistake: str) -> None:
+    route, body, status, said = MISTAKES[mistake]
+    answer = httpx.post(f"{world.gateway.url}{route}", content=json.dumps(body), timeout=60)
+    print(mistake, answer.status_code, answer.text)
+    assert answer.status_code == status
+    assert said in answer.json()["detail"]
+
+
+def test_the_name_of_a_session_may_be_any_json_text(world: World) -> None:
+    body = json.dumps({"prompt": [1], "max_tokens": 1, "user": "\ud800"})
+    assert httpx.post(f"{world.gateway.url}/v1/completions", content=body, timeout=60).status_code == 200
+
+
 @contextlib.contextmanager
 def asleep(world: World) -> Iterator[None]:
     """No replica serves: their engines sleep, as in hybrid training."""
@@ -247,11 +278,37 @@ def test_while_all_sleep_requests_wait_and_the_gateway_is_ready(world: World) ->
         assert (impatient.status_code, impatient.json()["reason"]) == (503, "no_replica")
         assert "asleep" in impatient.json()["detail"]
         assert httpx.get(f"{world.gateway.url}/readyz", timeout=10).status_code == 200
+        with pytest.raises(httpx.ReadTimeout):  # a caller who leaves while it waits
+            world.gateway.post("/v1/completions", LONG, timeout=0.3)
+        eventually("nobody waits", 60, lambda: inside(world) == 0)
         thread, found = ask_in_the_background(world, {**LONG, "max_tokens": 2})
         time.sleep(0.3)
         assert not found
     thread.join(60)
     assert found[0].status_code == 200, found[0].text
+
+
+def inside(world: World) -> float:
+    """Requests that run or wait in the gateway."""
+    lines = httpx.get(f"{world.gateway.url}/metrics", timeout=10).text.splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith("ckpt_engine_gateway_requests_inside "))
+
+
+@pytest.mark.slow
+def test_what_the_manager_told_last_stays_while_it_is_away(world: World) -> None:
+    manager = world.cluster.manager
+    manager.kill()
+    manager.wait(10)
+    try:
+        assert world.gateway.post("/v1/completions", {**LONG, "max_tokens": 2}).status_code == 200
+    finally:
+        world.cluster.restart_manager()
+    for replica in world.cluster.replicas:
+        replica.registered()
+    now = world.update()
+    ask = {"x_ckpt_engine_min_version": str(now), "x_ckpt_engine_queue_seconds": "60"}
+    answer = world.gateway.post("/v1/completions", {**LONG, "max_tokens": 2}, **ask)
+    assert answer.json()["choices"][0]["ckpt_engine"]["min_version"] == now
 
 
 def test_a_gateway_without_a_manager_knows_replicas_by_their_answers(world: World) -> None:

@@ -1,130 +1,25 @@
-"""What becomes of requests at engines that misbehave: an HTTP server that breaks off, overruns, stammers or refuses.
-
-A fake, since no honest engine does these things when asked to. It decodes as tests/gateway/model_engine.py does.
-"""
+"""What becomes of requests at engines that misbehave: they break off, overrun, stammer or refuse."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import json
 import re
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.responses import JSONResponse, Response
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.gateway.server import check, running_gateway
+from ckpt_engine.gateway.server import check, listener
 from ckpt_engine.gateway.settings import Settings
 from ckpt_engine.security.grants import digest_of
 from ckpt_engine.security.server import ServerSecurity
 from tests.gateway import model_engine
-
-PROMPT = [1, 2, 3]
-BODY = {"prompt": PROMPT, "max_tokens": 12, "return_token_ids": True}
-WHOLE = model_engine.decode(PROMPT, 12, 0, frozenset()).tokens
-
-Behaviour = Callable[[int, dict[str, Any]], "AsyncIterator[bytes] | Response"]
-"""Of the request with this number: its body to a stream of bytes, or a whole answer."""
-
-
-class Engine:
-    """One misbehaving engine. asked: bodies of its requests. inside: how many are open."""
-
-    def __init__(self, behave: Behaviour) -> None:
-        self._behave = behave
-        self.asked: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        self.inside = 0
-
-    async def _complete(self, request: Request) -> Response:
-        body = await request.json()
-        self.asked.append(body)
-        self.headers.append(dict(request.headers))
-        answer = self._behave(len(self.asked) - 1, body)
-        if isinstance(answer, Response):
-            return answer
-        return StreamingResponse(self._counted(answer), media_type="text/event-stream")
-
-    async def _counted(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        self.inside += 1
-        try:
-            async for event in events:
-                yield event
-        finally:
-            self.inside -= 1
-
-    def app(self) -> Starlette:
-        async def info(_request: Request) -> Response:
-            return JSONResponse({"engine": "reference", "running": self.inside, "waiting": 0})
-
-        async def ready(_request: Request) -> Response:
-            return JSONResponse({"ready": True}, headers={"x-ckpt-engine-admitted-version": "4"})
-
-        return Starlette(
-            routes=[
-                Route("/v1/completions", self._complete, methods=["POST"]),
-                Route("/info", info),
-                Route("/ckpt_engine/ready", ready),
-            ]
-        )
-
-
-async def told(body: dict[str, Any], events: int | None = None, done: bool = True) -> AsyncIterator[bytes]:
-    """What a sound engine streams; only so many events of it."""
-    for place, event in enumerate(model_engine.completions(body, lambda count: [1] * count, 4)):
-        if place == events:
-            return
-        yield b"data: " + json.dumps(event).encode() + b"\n\n"
-    if done:
-        yield b"data: [DONE]\n\n"
-
-
-@contextlib.asynccontextmanager
-async def asking(*engines: Engine, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a gateway before these engines, in this process."""
-    async with contextlib.AsyncExitStack() as stack:
-        urls = []
-        for engine in engines:
-            bound = socket.create_server(("127.0.0.1", 0))
-            config = uvicorn.Config(engine.app(), log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
-            server = uvicorn.Server(config)
-            server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
-            serving = asyncio.ensure_future(server.serve(sockets=[bound]))
-            stack.push_async_callback(_end, server, serving)
-            urls.append(f"http://127.0.0.1:{bound.getsockname()[1]}")
-        made = Settings(replicas=tuple(urls), jitter=0.0, **{"queue_seconds": 1.0, "probe": 0.2, **settings})
-        gateway = await stack.enter_async_context(running_gateway(made))
-        transport = httpx.ASGITransport(app=gateway.application())
-        client = await stack.enter_async_context(
-            httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=30)
-        )
-        await _until(lambda: not gateway.why_not_ready())
-        yield client
-
-
-async def _until(look: Callable[[], bool]) -> None:
-    """As soon as it is so; TimeoutError after ten seconds."""
-    async with asyncio.timeout(10):
-        for pause in itertools.repeat(0.02):
-            if look():
-                return
-            await asyncio.sleep(pause)
-
-
-async def _end(server: uvicorn.Server, serving: asyncio.Future[None]) -> None:
-    server.should_exit = True
-    await serving
+from tests.gateway.misbehaving import BODY, WHOLE, Engine, asking, forever, told, until
 
 
 async def test_a_stream_that_ends_without_its_end_goes_on() -> None:
@@ -137,6 +32,21 @@ async def test_a_stream_that_ends_without_its_end_goes_on() -> None:
     assert [len(body["prompt"]) for body in engine.asked] == [3, 6, 9, 12]
     assert [body["max_tokens"] for body in engine.asked] == [12, 9, 6, 3]
     assert len({body["request_id"] for body in engine.asked}) == 4
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_events_that_come_together_are_told_together_and_none_is_lost(breaks: bool) -> None:
+    async def at_once(body: dict[str, Any], wrong: bool) -> AsyncIterator[bytes]:
+        events = [event async for event in told(body, 4 if wrong else None, done=not wrong)]
+        yield b"".join([*events, b"data: {\n\n"] if wrong else events)
+
+    engine = Engine(lambda number, body: at_once(body, breaks and not number))
+    async with asking(engine) as client:
+        answer = await client.post("/v1/completions", json={**BODY, "stream": True})
+    *events, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line.startswith("data: ")]
+    assert done == "[DONE]"
+    tokens = [json.loads(event)["choices"][0]["token_ids"] for event in events]
+    assert tokens == ([WHOLE[:4], WHOLE[4:]] if breaks else [WHOLE])
 
 
 async def test_the_last_event_lost_is_no_reason_to_ask_again() -> None:
@@ -237,33 +147,34 @@ async def test_a_stream_that_waits_gets_comments_and_errors_as_an_event() -> Non
 
 async def test_one_sample_that_fails_ends_the_others() -> None:
     def behave(number: int, body: dict[str, Any]) -> AsyncIterator[bytes] | Response:
-        return JSONResponse({"detail": "no"}, 400) if number == 0 else _forever()
+        return JSONResponse({"detail": "no"}, 400) if number == 0 else forever()
 
     engine = Engine(behave)
     async with asking(engine) as client:
         answer = await client.post("/v1/completions", json={**BODY, "n": 2})
         assert (answer.status_code, answer.json()["reason"]) == (400, "engine_refused")
-        await _until(lambda: not engine.inside)
+        await until(lambda: not engine.inside)
 
 
-async def _forever() -> AsyncIterator[bytes]:
-    while True:
-        yield b": nothing\n\n"
-        await asyncio.sleep(0.02)
-
-
-async def test_text_is_passed_on_and_breaks_with_its_ids() -> None:
+@pytest.mark.parametrize(
+    ("route", "asked"),
+    [
+        ("/v1/completions", {"prompt": "Call me"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Call me"}]}),
+    ],
+)
+async def test_text_is_passed_on_and_breaks_with_its_ids(route: str, asked: dict[str, Any]) -> None:
     def behave(_number: int, _body: dict[str, Any]) -> AsyncIterator[bytes]:
         return told({**BODY, "stream": True, "return_token_ids": True}, 2, done=False)
 
     engine = Engine(behave)
     async with asking(engine) as client:
-        answer = await client.post("/v1/completions", json={"prompt": "Call me", "stream": True})
+        answer = await client.post(route, json={**asked, "stream": True})
     *events, last, done = [line for line in answer.text.split("\n\n") if line.startswith("data: ")]
     assert (len(events), done, len(engine.asked)) == (2, "data: [DONE]", 1)
     error = json.loads(last.removeprefix("data: "))["error"]
     assert (error["reason"], error["choices"]) == ("not_resumable", [{"index": 0, "token_ids": WHOLE[:2]}])
-    assert engine.asked[0]["prompt"] == "Call me"
+    assert engine.asked[0] == {**asked, "stream": True}
 
 
 async def test_an_engine_that_sends_texts_without_ids_is_refused_by_name() -> None:
@@ -322,8 +233,23 @@ def test_what_cannot_be_started_is_refused_by_name() -> None:
         (Settings(), "give --manager HOST:PORT, or --replica"),
         (Settings(manager="a:1", replicas=("http://b",)), "give --manager HOST:PORT, or --replica"),
         (Settings(replicas=("b:8000",)), "is no URL"),
-        (Settings(manager="nowhere"), "is not an address"),
+        (Settings(replicas=("http://",)), "is no URL"),
+        (Settings(replicas=("http://b:port",)), "is no URL"),
+        (Settings(replicas=("http://b:8000/v1/",)), "write http://b:8000"),
+        (Settings(replicas=("http://b:8000/generate?x=1",)), "write http://b:8000"),
+        (Settings(manager="nowhere"), "--manager 'nowhere' is not an address"),
+        (Settings(manager="http://a:1"), "is a URL: write host:port alone"),
         (Settings(manager="a:1", listen="0.0.0.0:8080"), "--insecure"),
     ):
         with pytest.raises(CkptEngineError, match=re.escape(why)):
             check(settings)
+    for url in ("http://b:8000/", "https://[::1]:8000", "http://b/behind/a/proxy"):
+        check(Settings(replicas=(url,)))
+
+
+def test_a_port_that_is_taken_is_named_with_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        taken.listen()
+        at = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(CkptEngineError, match=f"cannot listen on {at}.*--listen"):
+            listener(Settings(listen=at))

@@ -22,6 +22,7 @@ from ckpt_engine_adapters.reference.pool import WorkerPool
 PAUSE_MODES = ("abort", "wait", "keep", "in_place")
 WAKE_TAGS = ("weights", "kv_cache")
 MAX_RUNNING = 8
+"""Unless the command line says otherwise."""
 STEP_SECONDS = 300.0
 _CLOSED_POLL_SECONDS = 0.02  # how soon held requests notice that the workers hold whole weights again
 
@@ -33,11 +34,19 @@ class ConflictError(Exception):
 class Engine:
     """State of one engine: its requests, whether it is paused, and which memory is given up.
 
-    verdict: reads the workers' state words. on_fatal(message): the engine cannot go on; called once.
+    verdict: reads the workers' state words. on_fatal(message): the engine cannot go on; called once. most: requests
+    that take part in one step; others wait.
     """
 
-    def __init__(self, pool: WorkerPool, verdict: Callable[[], Verdict], on_fatal: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        pool: WorkerPool,
+        verdict: Callable[[], Verdict],
+        on_fatal: Callable[[str], None],
+        most: int = MAX_RUNNING,
+    ) -> None:
         self._pool = pool
+        self._most = most
         self._verdict = verdict
         self._on_fatal = on_fatal
         self._running: list[Generation] = []
@@ -97,7 +106,7 @@ class Engine:
         return bool(work) and ready and self._verdict().open
 
     async def _step(self) -> None:
-        while self._waiting and len(self._running) < MAX_RUNNING and not self._draining:
+        while self._waiting and len(self._running) < self._most and not self._draining:
             self._running.append(self._waiting.pop(0))
         identity = self._verdict().identity
         batch, forget, self._forget = list(self._running), self._forget, []

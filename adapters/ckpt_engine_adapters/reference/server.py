@@ -23,7 +23,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.words.reader import StateReader
 from ckpt_engine.words.state import EnginePage
-from ckpt_engine_adapters.reference.engine import Engine
+from ckpt_engine_adapters.reference.engine import MAX_RUNNING, Engine
 from ckpt_engine_adapters.reference.far import serve_far
 from ckpt_engine_adapters.reference.gate import ReferenceGate
 from ckpt_engine_adapters.reference.pool import Meeting, WorkerFailedError, WorkerPool
@@ -82,7 +82,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the first GPU that it sees, for one worker"
     )
+    parser.add_argument(
+        "--max-running", type=int, default=MAX_RUNNING, help="requests that take part in one step; others wait"
+    )
     options = parser.parse_args(arguments)
+    if options.max_running < 1:
+        parser.error("--max-running must be at least 1")
     if options.device != "cpu" and options.tensor_parallel > 1:
         parser.error("--device cuda is for one worker: workers sum over gloo, on the CPU")
     if options.tensor_parallel < 1:
@@ -117,7 +122,7 @@ async def _serve(
         facts = await pool.start(START_SECONDS)
         pool.on_death = fatal
         page = EnginePage(directory.page)
-        engine = Engine(pool, StateReader(page).verdict, fatal)
+        engine = Engine(pool, StateReader(page).verdict, fatal, options.max_running)
         app = create_app(engine, _facts(options, facts[0], pool))
         # No lifespan: the workers are up before the port answers.
         config = uvicorn.Config(

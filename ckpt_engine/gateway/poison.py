@@ -1,0 +1,49 @@
+"""Whether a request kills engines: those that broke it off, and what has become of them since. On the gateway's loop.
+
+A prompt that kills engines must not walk through the fleet. An engine may live on for a while after it broke a request
+off, and be back long before the next one breaks; so each stays a suspect as long as the request lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from ckpt_engine.gateway.fleet import Member
+from ckpt_engine.gateway.upstream import Upstream
+
+LOOK_SECONDS = 0.1
+"""Between two looks at engines that may still die."""
+
+
+class Suspects:
+    """Of one sample. seconds: how long engines that may still die are watched, once that would decide."""
+
+    def __init__(self, upstream: Upstream, most: int, seconds: float) -> None:
+        self._upstream, self._most, self._seconds = upstream, most, seconds
+        self._broke: dict[tuple[str, int], tuple[Member, str]] = {}
+        self._dead: set[tuple[str, int]] = set()
+
+    def add(self, member: Member, url: str, life: int, silent: bool) -> None:
+        """It broke the request off. url, life: as they were when it let the request in. silent: it brought nothing for
+        as long as an engine may, which is a death to whoever waits."""
+        self._broke[member.name, life] = member, url
+        if silent:
+            self._dead.add((member.name, life))
+
+    async def dead(self) -> int:
+        """How many of them have died. Waits a moment for those that may be dying if they would make it too many."""
+        end = time.monotonic() + self._seconds
+        while True:
+            await asyncio.gather(*(self._look(key) for key in self._broke.keys() - self._dead))
+            count = len(self._dead)
+            if count >= self._most or len(self._broke) < self._most or time.monotonic() >= end:
+                return count
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _look(self, key: tuple[str, int]) -> None:
+        member, url = self._broke[key]
+        if member.life == key[1] and not await self._upstream.lives(url):
+            member.died()
+        if member.life != key[1]:
+            self._dead.add(key)

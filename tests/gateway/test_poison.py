@@ -1,0 +1,100 @@
+"""Requests that kill engines, or still them, are given up by name; those that only last long are not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.gateway.misbehaving import BODY, WHOLE, Behaviour, Engine, asking, told
+
+
+@pytest.mark.parametrize("slowly", [False, True])
+async def test_a_prompt_that_kills_engines_is_given_up_however_long_they_take_to_die(slowly: bool) -> None:
+    """The first one dies long after it broke off, and is back when the second one breaks off; that one may still answer
+    then, and dies a moment later."""
+    asked: list[Engine] = []
+
+    def behave(engine: Engine) -> Behaviour:
+        return lambda _number, body: killed(engine, body)
+
+    async def killed(engine: Engine, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        asked.append(engine)
+        if len(asked) == 2:
+            await asked[0].is_seen_dead_and_comes_back()
+            engine.looked = engine.die
+        async for event in told(body, 1, done=False):
+            yield event
+        if not slowly and len(asked) > 1:
+            engine.die()
+
+    engines = [Engine(lambda *_: told(BODY)) for _ in range(3)]
+    for engine in engines:
+        engine.behave = behave(engine)
+    async with asking(*engines, dying=20.0, queue_seconds=20.0) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+    problem = answer.json()
+    assert (answer.status_code, problem["reason"]) == (502, "poisoned")
+    assert "2 engines died" in problem["detail"]
+    assert sorted(len(engine.asked) for engine in engines) == [0, 1, 1]
+    assert problem["choices"][0]["token_ids"] == WHOLE[:2]
+
+
+async def test_an_engine_whose_gate_tells_of_a_dead_worker_is_dead() -> None:
+    """Its API process has outlived the worker."""
+
+    def behave(engine: Engine) -> Behaviour:
+        return lambda _number, body: broken(engine, body)
+
+    async def broken(engine: Engine, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        engine.dead_worker = True
+        async for event in told(body, 1, done=False):
+            yield event
+
+    engines = [Engine(lambda *_: told(BODY)) for _ in range(3)]
+    for engine in engines:
+        engine.behave = behave(engine)
+    async with asking(*engines, dying=0.0, queue_seconds=20.0) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.json()["reason"]) == (502, "poisoned")
+    assert sorted(len(engine.asked) for engine in engines) == [0, 1, 1]
+
+
+async def test_engines_that_live_on_are_no_deaths() -> None:
+    engines = [Engine(lambda _number, body: told(body, 2, done=False)) for _ in range(2)]
+    async with asking(*engines, dying=0.1, queue_seconds=20.0) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+    assert answer.json()["choices"][0]["token_ids"] == WHOLE
+    assert sum(len(engine.asked) for engine in engines) == 6
+
+
+async def test_a_prompt_after_which_engines_fall_silent_is_given_up() -> None:
+    async def silent(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        async for event in told(body, 2, done=False):
+            yield event
+        await asyncio.sleep(3600)
+
+    engines = [Engine(lambda _number, body: silent(body)) for _ in range(3)]
+    async with asking(*engines, idle=0.3, queue_seconds=20.0) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.json()["reason"]) == (502, "poisoned")
+    assert sum(len(engine.asked) for engine in engines) == 2
+
+
+async def test_a_stream_may_last_longer_than_every_idle_limit() -> None:
+    """An engine brings a token in less than the limit; all of them take several times as long as it."""
+
+    async def slow(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        async for event in told(body):
+            await asyncio.sleep(0.25)
+            yield event
+
+    engine = Engine(lambda _number, body: slow(body))
+    async with asking(engine, idle=1.5, queue_seconds=1.0, comment=0.1, connect=1.0, drain=1.0) as client:
+        answer = await client.post("/v1/completions", json={**BODY, "stream": True})
+    events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+    assert [token for event in events for token in event["choices"][0]["token_ids"]] == WHOLE
+    assert len(engine.asked) == 1
