@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckpt_engine.core.boxes import Box, contains, refine
-from ckpt_engine.core.problems import internal, invalid
+from ckpt_engine.core.problems import invalid
 from ckpt_engine.v1.weights_pb2 import WorkerNeeds, WorkerPlan
 
 BUCKET_BYTES = 64 << 20
@@ -153,7 +153,7 @@ def _lines(box: Box) -> int:
 def _split(box: Box, elements: int) -> tuple[Box | None, Box | None]:
     """As many whole lines of a box as have at most so many elements, None if that is none; and the others."""
     if box.volume == 1:
-        raise internal(f"element {list(box.start)} does not fit a bucket")
+        return None, box
     axis = _axis(box)
     lines = elements // (box.volume // box.shape[axis])
     if lines == 0:
