@@ -122,7 +122,7 @@ def _fill(chain: tuple[int, ...], parts: Sequence[tuple[int, Box]], widths: Sequ
         while left:
             box = left.pop()
             offset = -(-used // ALIGNMENT) * ALIGNMENT
-            room = (most - offset) // width
+            room = max(0, most - offset) // width
             fits, rest = (box, None) if box.volume <= room else _split(box, room)
             if fits is None and pieces:
                 close()
