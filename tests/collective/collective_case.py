@@ -1,7 +1,8 @@
 """Weights, plans and a schedule that every member of a collective makes for itself, and one member's part of it.
 
 Case "one": a trainer rank, and three workers that want everything; "pair": the same with one worker. Case "split": two
-trainer ranks that hold half of the rows each; a tensor-parallel pair that wants halves, by rows and by columns, and a worker that wants everything.
+trainer ranks that hold half of the rows each; a tensor-parallel pair that wants halves, by rows and by columns, and a
+worker that wants everything.
 """
 
 from __future__ import annotations
