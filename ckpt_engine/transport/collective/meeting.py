@@ -142,6 +142,7 @@ class Attendance:
         self.name = name
         self._lead = lead
         self._lock = threading.Lock()
+        self._lost = ""
         self._socket = self._connected(address, seconds)
         self._call(_HELLO, name, key)
 
@@ -206,16 +207,17 @@ class Attendance:
         return made
 
     def _call(self, kind: bytes, key: str, value: bytes = b"") -> bytes:
-        try:
-            with self._lock:
-                _write(self._socket, _KEY.pack(kind, len(key.encode())) + key.encode() + value)
-                return _frame(self._socket)
-        except TimeoutError as error:
-            raise unavailable(
-                f"{self._lead}, which keeps the collective's meeting, did not answer for {CALL_SECONDS:g} s"
-            ) from error
-        except OSError as error:
-            raise unavailable(f"{self._lead}, which keeps the collective's meeting, is gone ({error})") from error
+        keeper = f"{self._lead}, which keeps the collective's meeting,"
+        with self._lock:
+            try:
+                if not self._lost:
+                    _write(self._socket, _KEY.pack(kind, len(key.encode())) + key.encode() + value)
+                    return _frame(self._socket)
+            except TimeoutError:
+                self._lost = f"{keeper} did not answer for {CALL_SECONDS:g} s"
+            except OSError as error:
+                self._lost = f"{keeper} is gone ({error})"
+            raise unavailable(self._lost)  # also from now on: a late answer would be taken for that of another question
 
 
 def _write(connection: socket.socket, data: bytes) -> None:
