@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 
 from ckpt_engine.core.problems import CkptEngineError, deadline, internal, unavailable
@@ -34,7 +35,7 @@ LONGEST_WORD = 64 << 10
 _POLL_SECONDS = 0.005
 _HEADER = struct.Struct(">I")
 _KEY = struct.Struct(">cH")
-_HELLO, _SET, _GET, _END, _HEAR, _REST, _WHO, _BYE = b"h", b"s", b"g", b"e", b"r", b"i", b"w", b"b"
+_HELLO, _SET, _GET, _END, _HEAR, _REST, _WHO, _BYE, _LATE = b"h", b"s", b"g", b"e", b"r", b"i", b"w", b"b", b"l"
 
 
 class Meeting:
@@ -49,6 +50,7 @@ class Meeting:
         self._why = ""
         self._there: set[str] = set()
         self._heard: dict[str, float] = {}  # of those that run
+        self._begun: Counter[str] = Counter()  # runs
         self._connections: set[socket.socket] = set()
         self._closed = False
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -115,9 +117,14 @@ class Meeting:
             return b"1" + self._words[key] if key in self._words else b"0"
         elif kind == _END:
             self._end(value.decode(errors="replace"))
+        elif kind == _LATE:
+            behind = [other for other in sorted(self._there) if self._begun[other] < max(self._begun.values())]
+            none = f"; {', '.join(behind)} had not begun" if behind else ""
+            self._end(value.decode(errors="replace") + none)
         elif kind == _REST:
             self._heard.pop(name, None)
         elif kind == _HEAR:
+            self._begun[name] += name not in self._heard
             now = self._heard[name] = time.monotonic()
             for other, when in self._heard.items():
                 if now - when > self._silence:
@@ -185,9 +192,10 @@ class Attendance:
         """Why the collective was ended; empty: it was not. running: this member has to be heard from now on."""
         return self._call(_HEAR if running else _REST, "").decode()
 
-    def end(self, why: str) -> str:
-        """Ends the collective for all, unless it was ended; returns the reason that stands."""
-        return self._call(_END, "", why.encode()).decode()
+    def end(self, why: str, late: bool = False) -> str:
+        """Ends the collective for all, unless it was ended; returns the reason that stands. late: this member's time
+        is over, which is the fault of those who have not begun, if there are any."""
+        return self._call(_LATE if late else _END, "", why.encode()).decode()
 
     def close(self) -> None:
         """Leaves in good order: that ends nothing. Never raises. May be repeated."""
