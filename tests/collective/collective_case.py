@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 
 from ckpt_engine.core.boxes import Box, whole
-from ckpt_engine.core.collective import Member, Schedule, arrange, make_schedule
+from ckpt_engine.core.collective import Member, Schedule, arrange
 from ckpt_engine.core.collective_buckets import wants_of
+from ckpt_engine.core.collective_plan import collective_plan, read_collective_plan
 from ckpt_engine.core.plan import PlanRequest, compile_plans
 from ckpt_engine.core.publication import merge_tables
 from ckpt_engine.core.sealed import check_replicas, expected_digests
@@ -84,7 +85,7 @@ def make_case(name: str) -> Case:
         for number, each in asked.items()
         for want in wants_of(plans.workers[each.key], each.needs, number, sources, TRANSPORT)
     ]
-    schedule = make_schedule(members, wants, [2] * len(SHAPES), BUCKET)
+    schedule, _ = read_collective_plan(collective_plan(members, wants, ["bfloat16"] * len(SHAPES), BUCKET))
     return Case(members, schedule, held, asked, shapes)
 
 

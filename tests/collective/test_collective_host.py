@@ -157,9 +157,8 @@ def wait_for(true: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["one", "split"])
-def test_processes_bring_versions_to_each_other(name: str) -> None:
-    with processes(name, 3, {}) as all_of_it:
+def test_processes_bring_versions_to_each_other() -> None:
+    with processes("split", 3, {}) as all_of_it:
         said = all_of_it.said()
         for number, member in enumerate(all_of_it.case.members):
             told = [each for each in said[number] if "version" in each]
@@ -169,7 +168,7 @@ def test_processes_bring_versions_to_each_other(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "fault"), [(1, "kill"), (2, "kill"), (2, "stop"), (2, "fail"), (3, "stop")])
+@pytest.mark.parametrize(("victim", "fault"), [(2, "kill"), (2, "stop"), (2, "fail"), (3, "stop")])
 def test_a_worker_that_ends_in_the_middle_is_named_by_all_others(victim: int, fault: str) -> None:
     """By the deadline: a member that did not end would not end at all, since nothing else limits it here."""
     with processes("one", 2, {victim: fault}) as all_of_it:

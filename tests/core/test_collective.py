@@ -3,6 +3,7 @@ to nobody else, nobody waits in a circle, and memory stays in its bound."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from ckpt_engine.core.boxes import Box, whole
 from ckpt_engine.core.collective import Member, Schedule, arrange, make_schedule
 from ckpt_engine.core.collective_buckets import LEAST_BUCKET_BYTES, Want, wants_of
+from ckpt_engine.core.collective_plan import collective_plan, read_collective_plan
 from ckpt_engine.core.plan import compile_plans
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.publication import merge_tables
@@ -175,6 +177,28 @@ def test_wants_come_from_the_edges_of_plans() -> None:
         wants_of(plans.workers[asked[0].key], asked[0].needs, 2, {"rank 0": 0}, "file")
 
 
+@settings(max_examples=15, deadline=None)
+@given(cases(), st.randoms(use_true_random=False))
+def test_a_plan_makes_the_same_schedule_wherever_it_is_read(case: Case, order: random.Random) -> None:
+    members, wants, widths, _ = case
+    dtypes = [{1: "int8", 2: "bfloat16", 4: "float32", 8: "int64"}[width] for width in widths]
+    sent = collective_plan(members, wants, dtypes, 1 << 12, 3)
+    assert sent == collective_plan(members, order.sample(wants, len(wants)), dtypes, 1 << 12, 3)
+    schedule, read = read_collective_plan(sent)
+    assert (schedule, list(read)) == (make_schedule(members, wants, widths, 1 << 12, 3), dtypes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_damaged_plan_is_refused_or_is_another_plan(data: st.DataObject) -> None:
+    wants = [Want(number, 0, 0, Box((0, 0), (8, 64))) for number in (1, 2)]
+    sent = bytearray(collective_plan(members_of(1, 2), wants, ["int64"], 1 << 10))
+    for _ in range(data.draw(st.integers(1, 3))):
+        sent[data.draw(st.integers(0, len(sent) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(CkptEngineError):
+        read_collective_plan(bytes(sent))
+
+
 def test_what_cannot_be_is_refused() -> None:
     members = members_of(1, 1)
     with pytest.raises(CkptEngineError, match="rank 0 and worker 0 are on one GPU"):
@@ -191,6 +215,16 @@ def test_what_cannot_be_is_refused() -> None:
         make_schedule(members, [], [2], 8)
     with pytest.raises(CkptEngineError, match="1 slots are too few"):
         make_schedule(members, [], [2], slots=1)
+    for broken, said in (
+        (b"\xff", "cannot be read"),
+        (collective_plan(members, [], ["int8"], 1 << 40), "is too large"),
+        (collective_plan(members[::-1], [], ["int8"]), "not in the order of their ranks"),
+        (collective_plan(members, [Want(1, 0, 0, Box((0,), (1 << 50,)))], ["int8"]), "has more than 1048576"),
+        (collective_plan(members, [Want(1, 0, 0, Box((4,), (1,)))], ["int8"]), r"wants \[4\] to \[1\] of tensor 0"),
+        (collective_plan(members, [], ["float6"]), "dtype 'float6' is not supported"),
+    ):
+        with pytest.raises(CkptEngineError, match=said):
+            read_collective_plan(broken)
     plan = WorkerPlan(sources=[PlanSource(source="rank 0", transport="nccl")])
     plan.pieces.add(source=3)
     with pytest.raises(CkptEngineError, match="names source 3 or need 0; it lacks"):
