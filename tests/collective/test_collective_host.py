@@ -24,7 +24,7 @@ class Threads:
 
     def __init__(self, name: str) -> None:
         self.case = make_case(name)
-        self.meeting = Meeting(KEY)
+        self.meeting = Meeting(KEY, silence=LIMIT)
         self.numbers = range(len(self.case.members))
         names = [each.name for each in self.case.members]
         self.attending = [Attendance(self.meeting.address, KEY, name, names[0], LIMIT) for name in names]
@@ -115,7 +115,8 @@ def test_a_member_that_does_not_begin_is_named_when_the_time_of_others_is_over()
         failed = all_of_it.each(run)
         assert failed.keys() == {0, 1, 3}
         for error in failed.values():
-            assert "worker 1 had not begun" in str(error)
+            assert "worker 1" in str(error), error
+            assert "had not begun" in str(error), error
 
 
 def test_who_did_not_come_is_named() -> None:
@@ -128,6 +129,22 @@ def test_who_did_not_come_is_named() -> None:
             HostMember(case.schedule, 0, attending[0], Memory(case, 0).places, DTYPES, "127.0.0.1", 0.2)
     finally:
         for each in attending:
+            each.close()
+        meeting.close()
+
+
+def test_who_is_silent_while_others_are_heard_ends_it_and_a_lead_that_was_away_blames_nobody() -> None:
+    meeting = Meeting(KEY, silence=0.4)
+    one, other = (Attendance(meeting.address, KEY, name, "rank 0", LIMIT) for name in ("worker 1", "worker 2"))
+    try:
+        for each in (one, other):
+            assert each.hear(running=True) == ""
+        time.sleep(0.6)  # what it is like for a meeting whose process was stopped
+        assert one.hear(running=True) == ""
+        wait_for(lambda: one.hear(running=True) == "worker 2 was not heard for 0.4 s")
+        assert other.hear(running=True) == "worker 2 was not heard for 0.4 s"
+    finally:
+        for each in (one, other):
             each.close()
         meeting.close()
 

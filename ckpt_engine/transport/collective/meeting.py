@@ -51,6 +51,7 @@ class Meeting:
         self._there: set[str] = set()
         self._heard: dict[str, float] = {}  # of those that run
         self._begun: Counter[str] = Counter()  # runs
+        self._looked = 0.0
         self._connections: set[socket.socket] = set()
         self._closed = False
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -125,7 +126,11 @@ class Meeting:
             self._heard.pop(name, None)
         elif kind == _HEAR:
             self._begun[name] += name not in self._heard
-            now = self._heard[name] = time.monotonic()
+            now = time.monotonic()
+            if now - self._looked > self._silence / 2:
+                # Nobody was heard: it is the lead that was away, and what others said waits to be read.
+                self._heard = dict.fromkeys(self._heard, now)
+            self._heard[name] = self._looked = now
             for other, when in self._heard.items():
                 if now - when > self._silence:
                     self._end(f"{other} was not heard for {self._silence:g} s")
