@@ -420,3 +420,41 @@ class Digests(_message.Message):
     VALUES_FIELD_NUMBER: _ClassVar[int]
     values: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, values: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CollectivePlan(_message.Message):
+    __slots__ = ("members", "wants", "dtypes", "bucket_bytes", "slots")
+    class Member(_message.Message):
+        __slots__ = ("name", "host", "is_source", "gpu")
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        HOST_FIELD_NUMBER: _ClassVar[int]
+        IS_SOURCE_FIELD_NUMBER: _ClassVar[int]
+        GPU_FIELD_NUMBER: _ClassVar[int]
+        name: str
+        host: str
+        is_source: bool
+        gpu: bytes
+        def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., is_source: bool = ..., gpu: _Optional[bytes] = ...) -> None: ...
+    class Want(_message.Message):
+        __slots__ = ("workers", "source", "tensor", "start", "stop")
+        WORKERS_FIELD_NUMBER: _ClassVar[int]
+        SOURCE_FIELD_NUMBER: _ClassVar[int]
+        TENSOR_FIELD_NUMBER: _ClassVar[int]
+        START_FIELD_NUMBER: _ClassVar[int]
+        STOP_FIELD_NUMBER: _ClassVar[int]
+        workers: _containers.RepeatedScalarFieldContainer[int]
+        source: int
+        tensor: int
+        start: _containers.RepeatedScalarFieldContainer[int]
+        stop: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, workers: _Optional[_Iterable[int]] = ..., source: _Optional[int] = ..., tensor: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ...) -> None: ...
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    WANTS_FIELD_NUMBER: _ClassVar[int]
+    DTYPES_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    members: _containers.RepeatedCompositeFieldContainer[CollectivePlan.Member]
+    wants: _containers.RepeatedCompositeFieldContainer[CollectivePlan.Want]
+    dtypes: _containers.RepeatedScalarFieldContainer[str]
+    bucket_bytes: int
+    slots: int
+    def __init__(self, members: _Optional[_Iterable[_Union[CollectivePlan.Member, _Mapping]]] = ..., wants: _Optional[_Iterable[_Union[CollectivePlan.Want, _Mapping]]] = ..., dtypes: _Optional[_Iterable[str]] = ..., bucket_bytes: _Optional[int] = ..., slots: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,86 @@
+"""A collective's plan as it travels: who takes part and who wants what. All members make one schedule of it. Pure.
+
+A schedule for a large model has many times as many bytes as what it is made of, and is made in less than a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from google.protobuf.message import DecodeError
+
+from ckpt_engine.core.boxes import Box
+from ckpt_engine.core.collective import SLOTS, Member, Schedule, arrange, make_schedule
+from ckpt_engine.core.collective_buckets import BUCKET_BYTES, Want
+from ckpt_engine.core.dtypes import itemsize
+from ckpt_engine.core.manifest import canonical
+from ckpt_engine.core.problems import invalid
+from ckpt_engine.v1.weights_pb2 import CollectivePlan
+
+MOST_BUCKET_BYTES = 1 << 30
+MOST_SLOTS = 64
+MOST_BUCKETS = 1 << 20
+"""More than anybody wants; a plan that asks for more than this is refused."""
+
+
+def collective_plan(
+    members: Sequence[Member],
+    wants: Iterable[Want],
+    dtypes: Sequence[str],
+    bucket_bytes: int = BUCKET_BYTES,
+    slots: int = SLOTS,
+) -> bytes:
+    """The plan, serialised; the same wants in any order give the same bytes. members: as `arrange` gives them.
+
+    dtypes: of each tensor of the manifest, as it is served.
+    """
+    shared: dict[tuple[int, int, Box], set[int]] = {}
+    for want in wants:
+        shared.setdefault((want.source, want.tensor, want.box), set()).add(want.worker)
+    plan = CollectivePlan(
+        members=[
+            CollectivePlan.Member(name=each.name, host=each.host, is_source=each.is_source, gpu=each.gpu)
+            for each in members
+        ],
+        wants=[
+            CollectivePlan.Want(workers=sorted(workers), source=source, tensor=tensor, start=box.start, stop=box.stop)
+            for (source, tensor, box), workers in sorted(shared.items())
+        ],
+        dtypes=dtypes,
+        bucket_bytes=bucket_bytes,
+        slots=slots,
+    )
+    return canonical(plan)
+
+
+def read_collective_plan(data: bytes) -> tuple[Schedule, tuple[str, ...]]:
+    """The schedule of a plan, and the dtype of each tensor.
+
+    Raises INVALID_ARGUMENT for what is no plan, is inconsistent, or asks for more than anybody would.
+    """
+    try:
+        plan = CollectivePlan.FromString(data)
+    except DecodeError as error:
+        raise invalid(f"the collective's plan cannot be read: {error}") from error
+    if plan.bucket_bytes > MOST_BUCKET_BYTES or plan.slots > MOST_SLOTS:
+        raise invalid(
+            f"a collective with {plan.slots} slots of {plan.bucket_bytes} bytes a member is too large; the most is "
+            f"{MOST_SLOTS} of {MOST_BUCKET_BYTES}"
+        )
+    members = [Member(each.name, each.host, each.is_source, each.gpu) for each in plan.members]
+    if arrange(members) != tuple(members):
+        raise invalid("the members of a collective's plan are not in the order of their ranks")
+    widths = [itemsize(dtype) for dtype in plan.dtypes]
+    wants: list[Want] = []
+    axes: dict[int, int] = {}
+    size = 0
+    for each in plan.wants:
+        box = Box(tuple(each.start), tuple(each.stop))
+        fits = len(box.start) == len(box.stop) == axes.setdefault(each.tensor, len(box.start))
+        if not fits or any(not 0 <= first <= last for first, last in zip(box.start, box.stop, strict=True)):
+            raise invalid(f"a collective's plan wants {list(box.start)} to {list(box.stop)} of tensor {each.tensor}")
+        size += box.volume * len(each.workers) * (widths[each.tensor] if each.tensor < len(widths) else 1)
+        wants += [Want(worker, each.source, each.tensor, box) for worker in each.workers]
+    if size > MOST_BUCKETS * plan.bucket_bytes:
+        raise invalid(f"a collective of {size} bytes in buckets of {plan.bucket_bytes} has more than {MOST_BUCKETS}")
+    return make_schedule(members, wants, widths, plan.bucket_bytes, plan.slots), tuple(plan.dtypes)
