@@ -29,8 +29,8 @@ class CollectivePlan:
 class RunPart:
     """Fetch the collective's plan, join its communicator, vote, and after *go* send what the schedule says. Result:
     PartTaken. Ends by itself within `seconds`, also in the middle, and whatever became of the manager. On the trainer's
-    own thread, which waits in update_weights; a rank that is not there, or not in the call in which it sealed (`sealed`:
-    the fill epoch), votes *no*.
+    own thread, which waits in update_weights; a rank that is not there, or not in the call in which it sealed, votes
+    *no*. sealed: that fill epoch.
     """
 
     epoch: int

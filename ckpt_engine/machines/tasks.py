@@ -1,8 +1,9 @@
 """The work that machines ask their shells for, and what it results in.
 
 They are listed by the machine that asks: `ManagerTask`, `AgentTask`, `TrainerTask`, and `RelayTask`, which has a file
-of its own, as have those of collectives. Each says which part of the package does it, and what its `Done` carries. A task that fails carries a
-Problem and no result. `seconds`: how long it may take; a shell answers by then, whatever the work does.
+of its own, as have those of collectives. Each says which part of the package does it, and what its `Done` carries. A
+task that fails carries a Problem and no result. `seconds`: how long it may take; a shell answers by then, whatever the
+work does.
 """
 
 from __future__ import annotations

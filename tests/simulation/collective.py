@@ -1,8 +1,8 @@
 """A collective in the simulated world: the lead's ballots, a communicator that hangs where somebody is missing, and the
 parts that members take. Who decides what is the real code of core/arming.py.
 
-Sends and receives meet: neither ends before the other is there, as in NCCL. Only a member that asks the lead learns that
-another one has failed.
+Sends and receives meet: neither ends before the other is there, as in NCCL. Only a member that asks the lead learns
+that another one has failed.
 """
 
 from __future__ import annotations
@@ -87,11 +87,14 @@ class Collectives:
             if not part.alive():
                 self.parts.remove(part)
                 self._since.pop(part, None)
-            elif now > part.end + BOUND and not part.frozen():
+                continue
+            if part.frozen():
+                part.awake_since = now
+            if now > max(part.end, part.awake_since) + BOUND:
                 raise BrokenPromiseError(f"{part.name} is in epoch {part.epoch} beyond its time")
-            elif part.running and part.doomed() and not part.frozen():
+            if part.running and part.doomed():
                 since = self._since.setdefault(part, now)
-                if now > since + SILENCE + BOUND:
+                if now > max(since, part.awake_since) + SILENCE + BOUND:
                     raise BrokenPromiseError(f"{part.name} goes on with epoch {part.epoch}, which others have left")
             else:
                 self._since.pop(part, None)
@@ -100,14 +103,14 @@ class Collectives:
 class Booth:
     """Where members ask the lead: in its process, which may be stopped or dead."""
 
-    ballots_kind: type[Ballots] = Ballots
-
-    def __init__(self, collectives: Collectives, shell: Shell, host: str) -> None:
+    def __init__(self, collectives: Collectives, shell: Shell, host: str, used: bool) -> None:
+        """used: whether anything is published for collectives there."""
         self.collectives, self.shell, self.host = collectives, shell, host
-        self.ballots = self.ballots_kind(SILENCE)
+        self.ballots = Ballots(SILENCE)
         self.connected: dict[str, Part] = {}
         self.went: list[Ballot] = []
-        shell._processes.append(shell.world.spawn(self._looks()))
+        if used:
+            shell._processes.append(shell.world.spawn(self._looks()))
 
     def clock(self) -> float:
         """Of its process."""
@@ -167,6 +170,7 @@ class Part:
         self.alive, self.frozen, self.ready = alive, frozen, ready
         self.clock = clock or (lambda: self.world.now)
         self.running = self.troubled = False
+        self.awake_since = self.world.now
         self.stop = Signal()
         self.participant: Participant | None = None
         collectives.parts.append(self)

@@ -24,9 +24,8 @@ RELAYS_READ = (*WORKERS_READ, NETWORK)
 COLLECTIVE = "nccl"
 
 if COLLECTIVE not in transport_kinds():
-    register_transport(
-        TransportKind(COLLECTIVE, lambda source, reader: Verdict(False, "only in a collective"), reader="")
-    )
+    together = Verdict(False, "only in a collective")
+    register_transport(TransportKind(COLLECTIVE, lambda source, reader: together, reader=""))
 
 if NETWORK not in transport_kinds():
     register_transport(TransportKind(NETWORK, by_network, reader="", relays_only=True))

@@ -302,7 +302,7 @@ class TrainerShell(MemberShell):
         self.sealed_in_call = 0
         self.part: Part | None = None
         self.communicator: tuple[bytes, Communicator] | None = None
-        self.booth = Booth(cluster.truth.collectives, self, source.host.name)
+        self.booth = Booth(cluster.truth.collectives, self, source.host.name, source.collective)
         cluster.truth.collectives.booths[source.meeting] = self.booth
         self.accepted = Signal()
         self._sealed_epoch = 0
@@ -374,17 +374,24 @@ class TrainerShell(MemberShell):
         request.lineage, request.rank, request.session_id = self.source.lineage, self.source.rank, self.session
         self.calling = True
         try:
-            yield self.world.between(0.0005, self.faults.delay)
-            manager = self._manager()
-            call, over = manager.open_call(request)
-            answer = yield self.world.first_of(over, patience)
-            if answer is None or self._cut_off():
-                self.world.after(self.world.between(0.0, 0.1), lambda: manager.cancel_call(call))
-                raise unavailable("gave up waiting")
-            if isinstance(answer, weights_pb2.Problem):
-                raise CkptEngineError(answer)
-            return answer
-        finally:
-            while self.part is not None and self.alive:
-                yield 0.05  # its thread is in there
-            self.calling, self.sealed_in_call = False, 0
+            result = yield from self._call(request, patience)
+        except CkptEngineError as error:
+            result = error
+        while self.part is not None and self.alive:
+            yield 0.05  # its thread is in there
+        self.calling, self.sealed_in_call = False, 0
+        if isinstance(result, CkptEngineError):
+            raise result
+        return result
+
+    def _call(self, request: manager_pb2.UpdateWeightsRequest, patience: float) -> Steps:
+        yield self.world.between(0.0005, self.faults.delay)
+        manager = self._manager()
+        call, over = manager.open_call(request)
+        answer = yield self.world.first_of(over, patience)
+        if answer is None or self._cut_off():
+            self.world.after(self.world.between(0.0, 0.1), lambda: manager.cancel_call(call))
+            raise unavailable("gave up waiting")
+        if isinstance(answer, weights_pb2.Problem):
+            raise CkptEngineError(answer)
+        return answer

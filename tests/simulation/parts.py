@@ -116,9 +116,8 @@ def rank_part(trainer: TrainerShell, task: events.RunPart) -> Steps:
         yield from _send(trainer, task, part, (end - world.now) / 2)
     except CkptEngineError as error:
         problem, trainer.communicator = error.problem, None
-    finally:
-        yield from part.ended(problem)
-        trainer.part = None
+    yield from part.ended(problem)
+    trainer.part = None
     return events.PartTaken(problem, () if ballot is None else ballot.blamed)
 
 

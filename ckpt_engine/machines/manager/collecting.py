@@ -98,7 +98,7 @@ class Collecting:
         )
 
     def _communicator(self, fence: weights_pb2.Fence) -> bytes:
-        """The one of the update before if its members are the same processes and all of them ended well, else another."""
+        """That of the update before if its members are the same processes and all ended well, else another."""
         lineage = self._course.order.lineage
         processes = [trainer.session_id.encode() for trainer in self._trainers().values()]
         for name in sorted(self.replicas):

@@ -69,6 +69,10 @@ class Installing:
         self._targets.install(self._identity, ways, self._direct, seconds, self._collecting.install)
         self._collecting.send(self.fence, seconds)
 
+    def waiting_for(self) -> list[str] | list[int]:
+        """Replicas without an outcome; once all have one, ranks whose part in a collective goes on."""
+        return self._targets.waiting_for() or self._collecting.waiting_for()
+
     def out_of_time(self, seconds: float) -> None:
         """Waits for nobody any more, `seconds` after the update began."""
         self._collecting.out_of_time()

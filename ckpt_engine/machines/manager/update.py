@@ -264,9 +264,8 @@ class Update:
         elif self.phase in ("filling", "joining") and self._relaying is not None:
             if self._relaying.over(now):
                 self._intend(now)
-        elif self.phase == "installing" and not self._targets.waiting_for() and self._installing is not None:
-            if not self._collecting.waiting_for():
-                self._installing.finish(now)
+        elif self._installing is not None and self.phase == "installing" and not self._installing.waiting_for():
+            self._installing.finish(now)
 
     def _plan(self, now: float) -> None:
         if self._too_few():
