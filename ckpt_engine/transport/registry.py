@@ -67,7 +67,7 @@ def _available(kind: TransportKind) -> Availability:
 def unbuilt() -> Mapping[str, Availability]:
     """Transports of the design that this version does not have, with what they would find on this host."""
     return {
-        "nccl": Availability(False, f"not built yet; {_cuda()}; {_nccl()}"),
+        "nccl": Availability(False, f"no update uses it yet (docs/collective.md); {_cuda()}; {_nccl()}"),
     }
 
 
@@ -80,6 +80,9 @@ def _cuda() -> str:
 
 
 def _nccl() -> str:
-    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        return "this torch has NCCL"
-    return "this torch has no NCCL"
+    if torch.version.cuda is None:
+        return "no NCCL"
+    # Loaded here only: a torch without CUDA would be asked in vain.
+    from ckpt_engine.transport.collective.nccl import nccl_availability
+
+    return nccl_availability().reason

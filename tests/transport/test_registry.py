@@ -25,7 +25,7 @@ def test_what_is_built_works_here_and_what_is_not_says_so() -> None:
     assert set(all_transports()) - {"cuda_ipc", "relay_memory"} == {"shared_memory", "file"}
     for row in rows.values():
         assert row.reason
-        assert row.built or row.reason.startswith("not built yet; ")
+        assert row.built or row.reason.startswith("no update uses it yet")
 
 
 def test_looking_for_gpus_starts_cuda_in_no_process() -> None:

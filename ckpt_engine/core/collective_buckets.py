@@ -1,0 +1,168 @@
+"""What travels in a collective: buckets of bounded size, each with the chain of members that it passes. Pure.
+
+The boxes that workers want of one source are cut so that each of them is a union of parts, and the parts that the same
+workers want go into the same buckets: no byte goes to a worker that does not need it, and no byte leaves its source
+twice. Several workers that want the same are a chain: each passes a bucket on once it has it. It does not decide when
+a bucket moves (core/collective.py) nor where its bytes lie in a member's memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ckpt_engine.core.boxes import Box, contains, refine
+from ckpt_engine.core.problems import invalid
+from ckpt_engine.v1.weights_pb2 import WorkerNeeds, WorkerPlan
+
+BUCKET_BYTES = 64 << 20
+"""Of a bucket, at most: large enough for the full rate of NVLink, small enough to be passed on soon."""
+
+LEAST_BUCKET_BYTES = 1 << 10
+"""A smaller bound would make more buckets than anybody wants to send."""
+
+ALIGNMENT = 64
+"""Of the parts in a bucket, bytes."""
+
+
+class Want(NamedTuple):
+    """A box of a tensor that a worker reads from a source. worker, source: members, by number. tensor: its index in the
+    manifest."""
+
+    worker: int
+    source: int
+    tensor: int
+    box: Box
+
+
+class BucketPiece(NamedTuple):
+    """A box in a bucket, rows first, in the served dtype. offset: bytes from the start of the bucket."""
+
+    tensor: int
+    box: Box
+    offset: int
+
+
+class Bucket(NamedTuple):
+    """What travels at once. chain: the members that it passes, by number, its source first; each of the others wants
+    all of it."""
+
+    chain: tuple[int, ...]
+    bytes: int
+    pieces: tuple[BucketPiece, ...]
+
+
+def wants_of(
+    plan: WorkerPlan, needs: WorkerNeeds, worker: int, sources: Mapping[str, int], transport: str
+) -> list[Want]:
+    """What a worker reads over a collective: the pieces of those edges of its plan that `transport` serves.
+
+    sources: the number of the member that a source is, by SourceTable.id. Raises INVALID_ARGUMENT for an edge whose
+    source is no member, and for pieces that name a source or need that is not there.
+    """
+    found: list[Want] = []
+    for piece in plan.pieces:
+        if piece.source >= len(plan.sources) or piece.need >= len(needs.needs):
+            raise invalid(f"a piece of the plan names source {piece.source} or need {piece.need}; it lacks one of them")
+        edge = plan.sources[piece.source]
+        if edge.transport != transport:
+            continue
+        if edge.source not in sources:
+            raise invalid(f"source {edge.source} is read over {transport}, but is no member of the collective")
+        box = Box(tuple(piece.start), tuple(piece.stop))
+        found.append(Want(worker, sources[edge.source], needs.needs[piece.need].tensor, box))
+    return found
+
+
+def cut_buckets(wants: Iterable[Want], widths: Sequence[int], most: int = BUCKET_BYTES) -> list[list[Bucket]]:
+    """All buckets, one list for each chain, in the order in which its source sends them.
+
+    widths: bytes of an element of each tensor, in the served dtype. most: bytes of a bucket. The same wants in any
+    order give the same buckets. Raises INVALID_ARGUMENT for a bound that is too small, or a tensor that is not there.
+    """
+    if most < LEAST_BUCKET_BYTES:
+        raise invalid(f"buckets of {most} bytes are too small; give them at least {LEAST_BUCKET_BYTES}")
+    boxes: dict[tuple[int, int], dict[Box, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for worker, source, tensor, box in wants:
+        if not 0 <= tensor < len(widths):
+            raise invalid(f"a worker wants tensor {tensor}, but there are {len(widths)}")
+        boxes[source, tensor][box].add(worker)
+    streams: dict[tuple[int, ...], list[tuple[int, Box]]] = defaultdict(list)
+    for (source, tensor), wanted in sorted(boxes.items()):
+        for part, workers in _parts(wanted):
+            streams[source, *sorted(workers)].append((tensor, part))
+    return [_fill(chain, parts, widths, most) for chain, parts in sorted(streams.items())]
+
+
+def _parts(wanted: Mapping[Box, set[int]]) -> Iterator[tuple[Box, set[int]]]:
+    """Disjoint boxes, and who wants each of them."""
+    for part in refine(wanted):
+        workers = wanted.get(part)
+        if workers is None or len(wanted) > 1:
+            workers = {worker for box, those in wanted.items() if contains(box, part) for worker in those}
+        yield part, workers
+
+
+def _fill(chain: tuple[int, ...], parts: Sequence[tuple[int, Box]], widths: Sequence[int], most: int) -> list[Bucket]:
+    """The buckets of one chain. All but the last are nearly full: a part that does not fit is cut between lines."""
+    buckets: list[Bucket] = []
+    pieces: list[BucketPiece] = []
+    used = 0
+
+    def close() -> None:
+        nonlocal used
+        buckets.append(Bucket(chain, used, tuple(pieces)))
+        pieces.clear()
+        used = 0
+
+    for tensor, part in parts:
+        width = widths[tensor]
+        left = [part]
+        while left:
+            box = left.pop()
+            offset = -(-used // ALIGNMENT) * ALIGNMENT
+            room = max(0, most - offset) // width
+            fits, rest = (box, None) if box.volume <= room else _split(box, room)
+            if fits is None and pieces:
+                close()
+                left.append(box)
+                continue
+            if fits is None:  # not even a line of it fits an empty bucket, so lines are cut
+                line, rest = _split(box, box.volume // _lines(box))
+                left += [each for each in (rest, line) if each is not None]
+                continue
+            pieces.append(BucketPiece(tensor, fits, offset))
+            used = offset + fits.volume * width
+            if rest is not None:
+                close()
+                left.append(rest)
+    if pieces:
+        close()
+    return buckets
+
+
+def _axis(box: Box) -> int:
+    return next(axis for axis, extent in enumerate(box.shape) if extent > 1)
+
+
+def _lines(box: Box) -> int:
+    return box.shape[_axis(box)]
+
+
+def _split(box: Box, elements: int) -> tuple[Box | None, Box | None]:
+    """As many whole lines of a box as have at most so many elements, None if that is none; and the others."""
+    if box.volume == 1:
+        return None, box
+    axis = _axis(box)
+    lines = elements // (box.volume // box.shape[axis])
+    if lines == 0:
+        return None, box
+    cut = box.start[axis] + lines
+    if cut >= box.stop[axis]:
+        return box, None
+    start, stop = box
+    return (
+        Box(start, (*stop[:axis], cut, *stop[axis + 1 :])),
+        Box((*start[:axis], cut, *start[axis + 1 :]), stop),
+    )

@@ -1,0 +1,106 @@
+"""One member's part of a schedule, bound to memory: which copies fill a bucket, and where its parts belong.
+
+It decides nothing and moves nothing: `on_host.py` and `on_gpu.py` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+
+from ckpt_engine.copy.host_copy import Pair
+from ckpt_engine.core.boxes import Box
+from ckpt_engine.core.collective import Exchange, Schedule
+from ckpt_engine.core.problems import invalid
+
+Places = Callable[[int, Box], Sequence[torch.Tensor]]
+"""From a tensor's index in the manifest and a box to the memory of this member that holds it, each of the box's shape:
+of a source one, in any dtype that casts to the served one; of a worker all places where it belongs."""
+
+
+class Part:
+    """What one member sends, receives, packs and unpacks. slots: uint8[slot_bytes] each, in the order of the schedule.
+
+    Raises INVALID_ARGUMENT if the memory that `places` names has another shape than its box.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        member: int,
+        slots: Sequence[torch.Tensor],
+        dtypes: Sequence[torch.dtype],
+        places: Places,
+    ) -> None:
+        """dtypes: of each tensor, as it is served."""
+        self.schedule = schedule
+        self.member = member
+        self.steps = schedule.steps[member]
+        self.slots = slots
+        self._dtypes = dtypes
+        self._places = places
+
+    def name(self, member: int) -> str:
+        """A member as messages name it."""
+        return self.schedule.members[member].name
+
+    def view(self, exchange: Exchange) -> torch.Tensor:
+        """The bytes of a slot that an exchange sends or fills."""
+        return self.slots[exchange.slot][: exchange.bytes]
+
+    def packs(self, exchange: Exchange) -> list[Pair]:
+        """What fills the slot before it is sent; none for what was received."""
+        if self.schedule.buckets[exchange.bucket].chain[0] != self.member:
+            return []
+        found = []
+        for slot, memory in self._both(exchange):
+            if len(memory) != 1:
+                raise invalid(f"{self.name(self.member)} names {len(memory)} places for what it sends, and not one")
+            found.append((slot, memory[0]))
+        return found
+
+    def unpacks(self, exchange: Exchange) -> list[Pair]:
+        """Where what was received belongs."""
+        return [(place, slot) for slot, memory in self._both(exchange) for place in memory]
+
+    def _both(self, exchange: Exchange) -> list[tuple[torch.Tensor, Sequence[torch.Tensor]]]:
+        found = []
+        for tensor, box, offset in self.schedule.buckets[exchange.bucket].pieces:
+            dtype = self._dtypes[tensor]
+            size = prod(box.shape) * dtype.itemsize
+            slot = self.slots[exchange.slot][offset : offset + size].view(dtype).view(box.shape)
+            memory = self._places(tensor, box)
+            for each in memory:
+                if tuple(each.shape) != box.shape:
+                    raise invalid(f"{box} of tensor {tensor} lies in memory of shape {list(each.shape)}")
+            found.append((slot, memory))
+        return found
+
+
+def held_boxes(held: Sequence[tuple[int, Box, torch.Tensor]]) -> Places:
+    """`Places` of who holds these boxes: (tensor, box, memory of the box's shape).
+
+    What it returns raises INVALID_ARGUMENT for a box that none of them contains.
+    """
+    of_tensor: dict[int, list[tuple[Box, torch.Tensor]]] = {}
+    for tensor, box, memory in held:
+        of_tensor.setdefault(tensor, []).append((box, memory))
+
+    def places(tensor: int, box: Box) -> list[torch.Tensor]:
+        found = []
+        for whole, memory in of_tensor.get(tensor, ()):
+            if all(a <= b for a, b in zip(whole.start, box.start, strict=True)) and all(
+                b <= a for a, b in zip(whole.stop, box.stop, strict=True)
+            ):
+                inside = tuple(
+                    slice(first - base, last - base)
+                    for first, last, base in zip(box.start, box.stop, whole.start, strict=True)
+                )
+                found.append(memory[inside])
+        if not found:
+            raise invalid(f"nothing holds {box} of tensor {tensor} here")
+        return found
+
+    return places

@@ -1,0 +1,89 @@
+"""What runs beside a member's part: a thread that asks the meeting whether the collective was ended, and ends this
+member's part then, or at its deadline. The part itself may be inside a library meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from ckpt_engine.core.problems import CkptEngineError, deadline, unavailable
+from ckpt_engine.transport.collective.meeting import Attendance
+
+HEAR_SECONDS = 0.1
+"""Between two questions."""
+
+_JOIN_SECONDS = 30.0
+
+
+class Watch:
+    """A context around one run of a member's part.
+
+    abort: ends whatever the part waits for, from another thread; called at most once. An error that leaves the context
+    ends the collective for all, and comes out as one that says why it ended: the reason that was written first counts,
+    since what follows from a failure fails too.
+    """
+
+    def __init__(self, attendance: Attendance, seconds: float, abort: Callable[[], None]) -> None:
+        self._attendance = attendance
+        self._abort = abort
+        self._seconds = seconds
+        self._stop_at = time.monotonic() + seconds
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ckpt-engine collective", daemon=True)
+        self._late = False
+        self.why = ""
+        self.waits_for = "its peers"
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline, a little more than 0 at least."""
+        return max(0.001, self._stop_at - time.monotonic())
+
+    def check(self) -> None:
+        """Raises if the collective was ended or its time is over. Asks nobody."""
+        if self.why:
+            raise self._error(self.why)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stands = ""
+        if error is not None:
+            said = error.problem.message if isinstance(error, CkptEngineError) else f"{error}"
+            stands = self._end(self.why or f"{self._attendance.name} failed: {said}")
+        self._over.set()
+        self._thread.join(_JOIN_SECONDS)
+        if error is None:
+            self._attendance.hear(running=False)
+        elif isinstance(error, Exception):
+            raise self._error(stands) from error
+
+    def _run(self) -> None:
+        while not self.why and not self._over.wait(HEAR_SECONDS):
+            try:
+                why = self._attendance.hear(running=True)
+            except CkptEngineError as error:
+                why = error.problem.message
+            if not why and time.monotonic() > self._stop_at:
+                self._late = True
+                why = self._end(
+                    f"{self._attendance.name} was not done within {self._seconds:g} s: it waited for {self.waits_for}"
+                )
+            if why:
+                self.why = why
+                self._abort()
+
+    def _end(self, why: str) -> str:
+        try:
+            return self._attendance.end(why)
+        except CkptEngineError as error:
+            return error.problem.message
+
+    def _error(self, why: str) -> CkptEngineError:
+        return (deadline if self._late else unavailable)(f"the collective was ended: {why}")
