@@ -202,6 +202,18 @@ class Ballots:
                 del self._left[number]
         return ballot
 
+    def heard(self, member: str, now: float) -> None:
+        """A member runs."""
+        for ballot in self._ballots.values():
+            if not ballot.over and member in ballot.members:
+                ballot.ask(member, now)
+
+    def failed(self, member: str, why: str) -> None:
+        """A member ends whatever goes on."""
+        for ballot in self._ballots.values():
+            if not ballot.over and member in ballot.members:
+                ballot._write(why, (member,))
+
     def lost(self, member: str) -> None:
         """A member's connection ended."""
         for ballot in self._ballots.values():

@@ -38,7 +38,7 @@ def go_is_written_when_all_have_voted(patch: Patch) -> None:
 
 
 def who_waits_waits_for_longer_than_its_vote_holds(patch: Patch) -> None:
-    """It goes back a moment after it has voted, and tells nobody."""
+    """It goes back soon after it has voted, and tells nobody."""
     took, original = Participant.took, Participant.step
     voted: dict[Participant, float] = {}
 
@@ -51,8 +51,14 @@ def who_waits_waits_for_longer_than_its_vote_holds(patch: Patch) -> None:
         told = original(self, now)
         return Step.BACK if told is Step.ASK and now > voted.get(self, now) + 0.1 else told
 
+    told = Part.tell
+
+    def tell(self: Part, verb: str, *given: Any) -> Steps:
+        return (yield from told(self, verb, *given)) if verb != "leave" else None
+
     patch.setattr(Participant, "took", remember)
     patch.setattr(Participant, "step", step)
+    patch.setattr(Part, "tell", tell)
 
 
 def what_is_decided_is_decided(patch: Patch) -> None:
@@ -187,7 +193,7 @@ def late_replicas_never_use_one(patch: Patch) -> None:
 
 RULES: dict[Mistake, Slant] = {
     go_is_written_when_all_have_voted: slant(),
-    who_waits_waits_for_longer_than_its_vote_holds: slant(delay=0.5),
+    who_waits_waits_for_longer_than_its_vote_holds: slant(),
     what_is_decided_is_decided: slant(worker_late=0.1),
     a_silent_member_ends_it: slant("worker_dies", read_late=0.1),
     all_ask_while_they_run: slant("worker_dies", worker_late=0.1),

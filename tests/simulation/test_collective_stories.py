@@ -28,9 +28,7 @@ def place() -> Place:
 def begun(story: Story, group: Group, **wishes: Any) -> list[Any]:
     """An update to new weights of which the manager has just told the ranks; its results will be in the list."""
     group.train()
-    results: list[Any] = []
-    for trainer in group.trainers:
-        results.append(story.call(trainer, **wishes))
+    results = [story.call(trainer, **wishes) for trainer in group.trainers]
     before = max(story.truth.collectives.words, default=0)
     story.until(lambda: any(part.epoch > before for part in story.truth.collectives.parts))
     return results
