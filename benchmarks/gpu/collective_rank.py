@@ -2,7 +2,7 @@
 wants all of it. Each round moves it once by bare NCCL (torch's, which has a process group of its own) in buckets as
 large as ours, and once by our schedule, unpacked where it belongs. The worker prints one JSON line.
 
-    python -m benchmarks.gpu.collective_rank MEMBER ROUNDS WARMUP     stdin: where to meet
+    python -m benchmarks.gpu.collective_rank MEMBER ROUNDS WARMUP SLOTS     stdin: where to meet
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIMIT = 60.0
 
 
 def main() -> None:
-    member, rounds, warmup = map(int, sys.argv[1:])
+    member, rounds, warmup, slots = map(int, sys.argv[1:])
     device = torch.device("cuda", member)
     torch.cuda.set_device(device)
     if member == 0:
@@ -49,7 +49,7 @@ def main() -> None:
     held = [(index, whole(shape), parameters[name].detach()) for index, (name, shape) in enumerate(shapes)]
     members = arrange([Member(names[0], "h", True, b"0"), Member(names[1], "h", False, b"1")])
     wants = [Want(1, 0, index, whole(shape)) for index, (_, shape) in enumerate(shapes)]
-    schedule = make_schedule(members, wants, [2] * len(shapes))
+    schedule = make_schedule(members, wants, [2] * len(shapes), slots=slots)
     began = time.perf_counter()
     ours = GpuMember(schedule, member, attendance, held_boxes(held), [torch.bfloat16] * len(shapes), device, LIMIT)
     made = time.perf_counter() - began

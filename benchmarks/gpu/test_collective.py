@@ -18,6 +18,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.gpu.measure import ROUNDS, WARMUP, rounded, versions
+from ckpt_engine.core.collective import SLOTS
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 150.0
@@ -29,7 +30,8 @@ def test_collective_from_gpu_to_gpu(benchmark: BenchmarkFixture, two_gpus_for: A
     processes = []
     try:
         for member in range(2):
-            command = [sys.executable, "-m", "benchmarks.gpu.collective_rank", str(member), str(ROUNDS), str(WARMUP)]
+            asked = member, ROUNDS, WARMUP, SLOTS
+            command = [sys.executable, "-m", "benchmarks.gpu.collective_rank", *map(str, asked)]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             processes.append(subprocess.Popen(command, cwd=ROOT, env=os.environ.copy(), text=True, **pipes))
         source, worker = processes

@@ -208,11 +208,11 @@ class Ballots:
             if not ballot.over and member in ballot.members:
                 ballot.ask(member, now)
 
-    def failed(self, member: str, why: str) -> None:
-        """A member ends whatever goes on."""
+    def failed(self, blamed: Collection[str], why: str) -> None:
+        """What goes on has ended because of these."""
         for ballot in self._ballots.values():
-            if not ballot.over and member in ballot.members:
-                ballot._write(why, (member,))
+            if not ballot.over:
+                ballot._write(why, tuple(sorted(blamed)))
 
     def lost(self, member: str) -> None:
         """A member's connection ended."""

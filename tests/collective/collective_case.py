@@ -1,6 +1,7 @@
 """Weights, plans and a schedule that every member of a collective makes for itself, and one member's part of it.
 
-Case "one": a trainer rank, and three workers that want everything; "pair": the same with one worker. Case "split": two
+Case "one": a trainer rank, and three workers that want everything; "pair": the same with one worker
+and 64 MiB. Case "split": two
 trainer ranks that hold half of the rows each; a tensor-parallel pair that wants halves, by rows and by columns, and a
 worker that wants everything.
 """
@@ -26,6 +27,8 @@ from tests.core.core_tables import digests, everything, part, request, rows, tab
 SHAPES: dict[str, tuple[int, ...]] = {"a": (256, 512), "b": (512, 128), "norm": (512,), "odd": (2, 77, 3), "z": (0, 4)}
 TRANSPORT = "file"
 BUCKET = 32 << 10
+LARGE = {"a": (8192, 4096), **{name: shape for name, shape in SHAPES.items() if name != "a"}}
+"""More than NCCL takes from a sender whose receiver has stopped."""
 
 
 class Case(NamedTuple):
@@ -35,15 +38,17 @@ class Case(NamedTuple):
     schedule: Schedule
     held: list[list[tuple[str, Box]]]
     requests: dict[int, PlanRequest]
+    shapes: dict[str, tuple[int, ...]]
 
 
-def weights_of(version: int) -> Weights:
-    return some_weights(version, **SHAPES)
+def weights_of(version: int, shapes: dict[str, tuple[int, ...]]) -> Weights:
+    return some_weights(version, **shapes)
 
 
 def make_case(name: str) -> Case:
-    weights = weights_of(0)
-    full = [(index, whole(shape)) for index, (_, shape) in enumerate(sorted(SHAPES.items()))]
+    shapes = LARGE if name == "pair" else SHAPES
+    weights = weights_of(0, shapes)
+    full = [(index, whole(shape)) for index, (_, shape) in enumerate(sorted(shapes.items()))]
     if name in ("one", "pair"):
         held, needs = [list(everything(weights))], [full] * (3 if name == "one" else 1)
     else:
@@ -80,12 +85,12 @@ def make_case(name: str) -> Case:
         for want in wants_of(plans.workers[each.key], each.needs, number, sources, TRANSPORT)
     ]
     schedule = make_schedule(members, wants, [2] * len(SHAPES), BUCKET)
-    return Case(members, schedule, held, asked)
+    return Case(members, schedule, held, asked, shapes)
 
 
 def expected_of(case: Case, member: int, version: int) -> list[int]:
     """The digests of a worker's needs, as a manager works them out from what sources seal."""
-    weights = weights_of(version)
+    weights = weights_of(version, case.shapes)
     publication = merge_tables(
         [table(rank, weights, boxes, transport=TRANSPORT) for rank, boxes in enumerate(case.held)]
     )
@@ -115,7 +120,7 @@ class Memory:
 
     def renew(self, version: int) -> None:
         """Of a source: the weights of a version."""
-        weights = weights_of(version)
+        weights = weights_of(version, self._case.shapes)
         for tensor, box, memory in self._own:
             memory.copy_(part(weights[sorted(SHAPES)[tensor]], box))
 
@@ -123,7 +128,7 @@ class Memory:
         """Of a worker: needs whose digest is not what was sealed."""
         found = prepare_digests([(memory, box.start) for _, box, memory in self._own]).run()
         expected = expected_of(self._case, self._member, version)
-        weights = weights_of(version)
+        weights = weights_of(version, self._case.shapes)
         for tensor, box, memory in self._own:
             if not torch.equal(memory.cpu(), part(weights[sorted(SHAPES)[tensor]], box)):
                 return [-1]

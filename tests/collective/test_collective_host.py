@@ -105,6 +105,19 @@ def test_a_member_that_fails_ends_it_for_all_and_they_make_a_new_one() -> None:
             all_of_it.members[0].run(LIMIT)
 
 
+def test_a_member_that_does_not_begin_is_named_when_the_time_of_others_is_over() -> None:
+    with threads("one") as all_of_it:
+
+        def run(number: int) -> None:
+            if number != 2:
+                all_of_it.members[number].run(0.3)
+
+        failed = all_of_it.each(run)
+        assert failed.keys() == {0, 1, 3}
+        for error in failed.values():
+            assert "worker 1 had not begun" in str(error)
+
+
 def test_who_did_not_come_is_named() -> None:
     case = make_case("one")
     meeting = Meeting(KEY)
@@ -156,9 +169,8 @@ def test_processes_bring_versions_to_each_other(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["kill", "stop", "fail"])
-@pytest.mark.parametrize("victim", [1, 2, 3])
-def test_a_worker_that_ends_in_the_middle_is_named_by_all_others(fault: str, victim: int) -> None:
+@pytest.mark.parametrize(("victim", "fault"), [(1, "kill"), (2, "kill"), (2, "stop"), (2, "fail"), (3, "stop")])
+def test_a_worker_that_ends_in_the_middle_is_named_by_all_others(victim: int, fault: str) -> None:
     """By the deadline: a member that did not end would not end at all, since nothing else limits it here."""
     with processes("one", 2, {victim: fault}) as all_of_it:
         said = all_of_it.said(but=[] if fault == "fail" else [victim])

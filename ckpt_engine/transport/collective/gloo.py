@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch._C import _distributed_c10d as c10d
 
 from ckpt_engine.core.problems import CkptEngineError, unavailable
 from ckpt_engine.core.transports import Availability
@@ -29,7 +30,7 @@ def gloo_availability() -> Availability:
     return Availability(False, f"this torch ({torch.__version__}) is built without Gloo")
 
 
-class _Words(distributed.Store):
+class _Words(c10d.Store):
     """The meeting's words as torch wants a store."""
 
     def __init__(self, attendance: Attendance, members: Sequence[str], stop_at: float) -> None:
@@ -68,14 +69,14 @@ class GlooGroup:
         stop_at = time.monotonic() + seconds
         self._rank, self._members = rank, members
         words = _Words(attendance, members, stop_at)
-        options = distributed.ProcessGroupGloo._Options()
-        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
+        options: Any = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
         options._timeout = timedelta(seconds=max(0.001, seconds))
         options._threads = 2
         try:
             # Through a prefix, as Gloo's keys are not ours to know.
-            store = distributed.PrefixStore("gloo", words)
-            self._group: Any = distributed.ProcessGroupGloo(store, rank, len(members), options)
+            store = c10d.PrefixStore("gloo", words)
+            self._group: Any = c10d.ProcessGroupGloo(store, rank, len(members), options)
         except (RuntimeError, CkptEngineError) as error:
             if words.problem is not None:
                 raise words.problem from None

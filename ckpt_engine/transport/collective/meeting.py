@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -38,7 +39,7 @@ LONGEST_WORD = 64 << 10
 _POLL_SECONDS = 0.005
 _HEADER = struct.Struct(">I")
 _KEY = struct.Struct(">cH")
-_HELLO, _SET, _GET, _END, _HEAR, _REST, _WHO, _BYE = b"h", b"s", b"g", b"e", b"r", b"i", b"w", b"b"
+_HELLO, _SET, _GET, _END, _HEAR, _REST, _WHO, _BYE, _LATE = b"h", b"s", b"g", b"e", b"r", b"i", b"w", b"b", b"l"
 _BALLOT = b"v"
 
 
@@ -54,6 +55,7 @@ class Meeting:
         self._why = ""
         self._there: set[str] = set()
         self._heard: dict[str, float] = {}  # of those that run
+        self._begun: Counter[str] = Counter()  # runs
         self._ballots = Ballots(silence)
         self._connections: set[socket.socket] = set()
         self._closed = False
@@ -123,8 +125,7 @@ class Meeting:
             with self._lock:
                 self._connections.discard(connection)
                 if name and not self._closed:
-                    self._ballots.lost(name)
-                    self._end(f"{name} lost its connection")
+                    self._end(f"{name} lost its connection", name)
 
     def _answer(self, name: str, kind: bytes, key: str, value: bytes) -> bytes:
         if kind == _SET:
@@ -132,19 +133,22 @@ class Meeting:
         elif kind == _GET:
             return b"1" + self._words[key] if key in self._words else b"0"
         elif kind == _END:
-            why = value.decode(errors="replace")
-            self._ballots.failed(name, why)
-            self._end(why)
+            self._end(value.decode(errors="replace"), name)
+        elif kind == _LATE:
+            behind = [other for other in sorted(self._there) if self._begun[other] < max(self._begun.values())]
+            none = f"; {', '.join(behind)} had not begun" if behind else ""
+            self._end(value.decode(errors="replace") + none, *(behind or [name]))
         elif kind == _BALLOT:
             return self._voted(name, json.loads(value))
         elif kind == _REST:
             self._heard.pop(name, None)
         elif kind == _HEAR:
+            self._begun[name] += name not in self._heard
             now = self._heard[name] = time.monotonic()
             self._ballots.heard(name, now)
             for other, when in self._heard.items():
                 if now - when > self._silence:
-                    self._end(f"{other} was not heard for {self._silence:g} s")
+                    self._end(f"{other} was not heard for {self._silence:g} s", other)
         elif kind == _WHO:
             return json.dumps(sorted(self._there)).encode()
         elif kind == _BYE:
@@ -169,8 +173,9 @@ class Meeting:
             answer = ballot.done(name, now) if verb == "done" else ballot.ask(name, now)
         return json.dumps({**asdict(answer), "word": answer.word.value}).encode()
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, *blamed: str) -> None:
         self._why = self._why or why
+        self._ballots.failed(blamed, why)
 
 
 class Attendance:
@@ -181,6 +186,7 @@ class Attendance:
         self.name = name
         self._lead = lead
         self._lock = threading.Lock()
+        self._lost = ""
         self._socket = self._connected(address, seconds)
         self._call(_HELLO, name, key)
 
@@ -223,9 +229,10 @@ class Attendance:
         """Why the collective was ended; empty: it was not. running: this member has to be heard from now on."""
         return self._call(_HEAR if running else _REST, "").decode()
 
-    def end(self, why: str) -> str:
-        """Ends the collective for all, unless it was ended; returns the reason that stands."""
-        return self._call(_END, "", why.encode()).decode()
+    def end(self, why: str, late: bool = False) -> str:
+        """Ends the collective for all, unless it was ended; returns the reason that stands. late: this member's time
+        is over, which is the fault of those who have not begun, if there are any."""
+        return self._call(_LATE if late else _END, "", why.encode()).decode()
 
     def ballot(self, epoch: int, verb: str, **given: float | str) -> Answer:
         """Says "ask", "vote" (until), "give up", "leave" (why) or "done" to an epoch's ballot; what that answers."""
@@ -250,16 +257,17 @@ class Attendance:
         return made
 
     def _call(self, kind: bytes, key: str, value: bytes = b"") -> bytes:
-        try:
-            with self._lock:
-                _write(self._socket, _KEY.pack(kind, len(key.encode())) + key.encode() + value)
-                return _frame(self._socket)
-        except TimeoutError as error:
-            raise unavailable(
-                f"{self._lead}, which keeps the collective's meeting, did not answer for {CALL_SECONDS:g} s"
-            ) from error
-        except OSError as error:
-            raise unavailable(f"{self._lead}, which keeps the collective's meeting, is gone ({error})") from error
+        keeper = f"{self._lead}, which keeps the collective's meeting,"
+        with self._lock:
+            try:
+                if not self._lost:
+                    _write(self._socket, _KEY.pack(kind, len(key.encode())) + key.encode() + value)
+                    return _frame(self._socket)
+            except TimeoutError:
+                self._lost = f"{keeper} did not answer for {CALL_SECONDS:g} s"
+            except OSError as error:
+                self._lost = f"{keeper} is gone ({error})"
+            raise unavailable(self._lost)  # also from now on: a late answer would be taken for that of another question
 
 
 def _write(connection: socket.socket, data: bytes) -> None:

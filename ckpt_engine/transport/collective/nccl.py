@@ -39,6 +39,7 @@ _UINT8 = 1  # ncclDataType_t
 _MAGIC = 0xCAFEBEEF
 _UNDEFINED = -(1 << 31)  # NCCL_CONFIG_UNDEF_INT
 _POLL_SECONDS = 50e-6
+_SPIN_SECONDS = 1e-3  # queueing takes some 50 us, a sleep as long again: a bucket of 64 MiB travels for 190
 _ABORT_LOCK_SECONDS = 2.0
 
 
@@ -179,7 +180,7 @@ class Communicator:
         unique = _UniqueId.from_buffer_copy(id)
         try:
             library.call("ncclCommInitRankConfig", byref(self._comm), members, unique, rank, byref(config))
-            self._settle(check)
+            self.settle(check)
         except BaseException:
             self.abort()
             raise
@@ -189,10 +190,8 @@ class Communicator:
         sends: Sequence[tuple[int, int, int]],
         receives: Sequence[tuple[int, int, int]],
         stream: int,
-        check: Callable[[], None],
     ) -> None:
-        """Queues all at once on a stream: (peer, address, bytes). Returns when they are queued, not when they are
-        done."""
+        """Begins to queue all at once on a stream: (peer, address, bytes). `settle` says when they are queued."""
         with self._lock:
             comm = self._there()
             self._library.call("ncclGroupStart")
@@ -200,7 +199,6 @@ class Communicator:
                 for peer, address, size in asked:
                     self._library.call(call, address, size, _UINT8, peer, comm, stream)
             self._library.call("ncclGroupEnd")
-        self._settle(check)
 
     def look(self) -> bool:
         """Whether everything that was asked for is queued. Raises NcclError for an error that came since."""
@@ -229,7 +227,10 @@ class Communicator:
             raise NcclError("", -1, "the communicator was given up")
         return self._comm
 
-    def _settle(self, check: Callable[[], None]) -> None:
+    def settle(self, check: Callable[[], None]) -> None:
+        """Waits until what was asked for is queued, or the communicator is made; not until it is done."""
+        spin_until = time.perf_counter() + _SPIN_SECONDS
         while not self.look():
             check()
-            time.sleep(_POLL_SECONDS)
+            if time.perf_counter() > spin_until:
+                time.sleep(_POLL_SECONDS)

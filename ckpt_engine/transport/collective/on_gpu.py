@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ckpt_engine.copy.device_work import DeviceWork
-from ckpt_engine.core.collective import Exchange, Schedule
+from ckpt_engine.core.collective import Schedule, Step
 from ckpt_engine.core.problems import CkptEngineError, internal, precondition, unavailable
 from ckpt_engine.transport.collective.meeting import Attendance
 from ckpt_engine.transport.collective.nccl import Communicator, NcclError, nccl
@@ -70,7 +70,8 @@ class GpuMember:
                 if step.receive is not None
             }
             self.bytes = sum(work.bytes for work in (self._unpacks or self._packs).values())
-            self._network, self._copies = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+            # NCCL's blocks go before those of copies, of which there are enough to fill the GPU.
+            self._network, self._copies = (torch.cuda.Stream(device, priority=priority) for priority in (-1, 0))
             torch.cuda.current_stream(device).synchronize()
             self._broken = ""
             self._communicator = self._joined(member, seconds)
@@ -141,8 +142,8 @@ class GpuMember:
             [(peer, nothing[0, peer].data_ptr(), _HANDSHAKE_BYTES) for peer in sends],
             [(peer, nothing[1, peer].data_ptr(), _HANDSHAKE_BYTES) for peer in receives],
             stream.cuda_stream,
-            check,
         )
+        communicator.settle(check)
         event = torch.cuda.Event()
         event.record(stream)
         while not event.query():
@@ -173,21 +174,26 @@ class _Run:
         self._tell = on_bytes
         self._sent: dict[int, torch.cuda.Event] = {}  # by slot: the network is done with it
         self._emptied: dict[int, torch.cuda.Event] = {}  # by slot: it was unpacked
+        self._packed: dict[int, torch.cuda.Event] = {}  # by round: its slot is filled
+        self._packed_until = -1
         self._flying: deque[tuple[torch.cuda.Event, int, str]] = deque()
 
     def run(self) -> None:
         current = torch.cuda.current_stream()
         for stream in (self._network, self._copies):
             stream.wait_stream(current)
-        for step in self._part.steps:
+        steps = self._part.steps
+        for step, after in zip(steps, (*steps[1:], None), strict=True):
             send, receive = step.send, step.receive
-            if send is not None and step.round in self._packs:
-                self._wait(self._copies, self._sent.get(send.slot))
-                self._queue(self._packs[step.round])
-                self._network.wait_event(self._event(self._copies))
+            self._pack(step)
+            if step.round in self._packed:
+                self._network.wait_event(self._packed.pop(step.round))
             if receive is not None:
                 self._wait(self._network, self._emptied.get(receive.slot))
-            self._exchange(send, receive)
+            self._exchange(step)
+            if after is not None and (send is None or after.send is None or after.send.slot != send.slot):
+                self._pack(after)  # while NCCL queues
+            self._settle()
             over = self._event(self._network)
             if send is not None:
                 self._sent[send.slot] = over
@@ -204,13 +210,29 @@ class _Run:
         for stream in (self._network, self._copies):
             current.wait_stream(stream)
 
-    def _exchange(self, send: Exchange | None, receive: Exchange | None) -> None:
+    def _pack(self, step: Step) -> None:
+        """Fills what a step sends, if this member is its source, and not twice."""
+        work = self._packs.get(step.round)
+        if step.send is None or work is None or step.round <= self._packed_until:
+            return
+        self._packed_until = step.round
+        self._wait(self._copies, self._sent.get(step.send.slot))
+        self._queue(work)
+        self._packed[step.round] = self._event(self._copies)
+
+    def _exchange(self, step: Step) -> None:
         sends, receives = (
             [] if each is None else [(each.peer, self._part.slots[each.slot].data_ptr(), each.bytes)]
-            for each in (send, receive)
+            for each in (step.send, step.receive)
         )
         try:
-            self._communicator.exchange(sends, receives, self._network.cuda_stream, self._watch.check)
+            self._communicator.exchange(sends, receives, self._network.cuda_stream)
+        except NcclError as error:
+            raise self._failed(error) from error
+
+    def _settle(self) -> None:
+        try:
+            self._communicator.settle(self._watch.check)
         except NcclError as error:
             raise self._failed(error) from error
 

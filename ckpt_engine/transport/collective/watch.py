@@ -47,6 +47,8 @@ class Watch:
             raise self._error(self.why)
 
     def __enter__(self) -> Watch:
+        if why := self._attendance.hear(running=True):  # before anything, so that who stops at once is missed
+            raise unavailable(f"the collective was ended: {why}")
         self._thread.start()
         return self
 
@@ -73,15 +75,16 @@ class Watch:
             if not why and time.monotonic() > self._stop_at:
                 self._late = True
                 why = self._end(
-                    f"{self._attendance.name} was not done within {self._seconds:g} s: it waited for {self.waits_for}"
+                    f"{self._attendance.name} was not done within {self._seconds:g} s: it waited for {self.waits_for}",
+                    late=True,
                 )
             if why:
                 self.why = why
                 self._abort()
 
-    def _end(self, why: str) -> str:
+    def _end(self, why: str, late: bool = False) -> str:
         try:
-            return self._attendance.end(why)
+            return self._attendance.end(why, late)
         except CkptEngineError as error:
             return error.problem.message
 
