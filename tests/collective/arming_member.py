@@ -85,6 +85,11 @@ def main() -> None:
             one.run(float(seconds), told)
             attendance.ballot(version, "done")
             say(version=version, wrong=[] if case.members[number].is_source else memory.wrong(version))
+            attendance.set(f"{version} {number}", b"done")
+            for other in range(
+                len(names) if not last else 0
+            ):  # a run of nobody is to be struck by the next one's fault
+                attendance.wait(f"{version} {other}", time.monotonic() + LIMIT, {})
         one.close()
         attendance.close()
     except CkptEngineError as error:

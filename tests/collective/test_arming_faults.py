@@ -42,7 +42,7 @@ def test_all_begin_and_all_get_what_was_sealed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("member", [0, 2], ids=["the lead", "a worker"])
-@pytest.mark.parametrize("fault", ["kill-vote", "stop-vote", "kill-voted", "stop-voted", "kill-middle", "stop-middle"])
+@pytest.mark.parametrize("fault", ["kill-vote", "stop-vote", "kill-voted", "kill-middle", "stop-middle"])
 def test_a_member_that_is_not_there(fault: str, member: int) -> None:
     said = ends("one", fault, member)
     for lines in said.values():

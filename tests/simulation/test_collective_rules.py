@@ -147,19 +147,6 @@ def a_part_has_an_end(patch: Patch) -> None:
 # ------------------------------------------------------------------------------------------------------ the manager
 
 
-def a_communicator_is_made_anew_after_a_failure(patch: Patch) -> None:
-    """It is kept whatever became of the collective."""
-    original = collecting.Collecting.begin
-
-    def begin(self: collecting.Collecting, fence: Any) -> None:
-        original(self, fence)
-        if self._part.communicator:
-            lineage, makeup, named = self._made
-            self._state.communicators[lineage] = makeup, named
-
-    patch.setattr(collecting.Collecting, "begin", begin)
-
-
 def a_communicator_is_made_anew_when_anybody_comes_or_goes(patch: Patch) -> None:
     """It is named by its members, whatever processes these are."""
 
@@ -201,7 +188,6 @@ RULES: dict[Mistake, Slant] = {
     nobody_is_dirty_before_go: slant(),
     a_worker_votes_when_its_engine_is_paused: slant(),
     a_part_has_an_end: slant("rank_restarts", read_late=0.1),
-    a_communicator_is_made_anew_after_a_failure: slant(worker_late=0.1),
     a_communicator_is_made_anew_when_anybody_comes_or_goes: slant("engine_is_swapped"),
     workers_are_asked_for_the_communicator: slant(),
     late_replicas_never_use_one: slant("engine_is_swapped"),

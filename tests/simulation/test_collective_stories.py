@@ -111,6 +111,18 @@ def test_one_failure_after_go_dirties_all_and_the_next_update_mends_it(place: Pl
     assert outcomes(story.trained(group)) == {first.name: NEW, second.name: NEW}
 
 
+def test_the_same_processes_make_a_new_communicator_after_a_failure(place: Place) -> None:
+    story, first, second, group = place
+    story.faults.worker_late = 1.0
+    assert outcomes(story.trained(group)) == {first.name: QUARANTINED, second.name: QUARANTINED}
+    story.faults.worker_late = 0.0
+    group.train()
+    while not (report := story.update(group)).ok:
+        assert "is left out of this collective" in report.collective
+    assert outcomes(report) == {first.name: NEW, second.name: NEW}
+    assert communicators(story) > 1
+
+
 @pytest.mark.parametrize("rank", [0, 1], ids=["the lead", "another rank"])
 @pytest.mark.parametrize("middle", [False, True], ids=["before go", "in the middle"])
 def test_a_rank_that_is_killed(place: Place, rank: int, middle: bool) -> None:
