@@ -86,9 +86,7 @@ def main() -> None:
             attendance.ballot(version, "done")
             say(version=version, wrong=[] if case.members[number].is_source else memory.wrong(version))
             attendance.set(f"{version} {number}", b"done")
-            for other in range(
-                len(names) if not last else 0
-            ):  # a run of nobody is to be struck by the next one's fault
+            for other in range(len(names) if not last else 0):  # no fault of the next one strikes this
                 attendance.wait(f"{version} {other}", time.monotonic() + LIMIT, {})
         one.close()
         attendance.close()
