@@ -105,10 +105,10 @@ class Ballot:
             self._done.add(member)
         return self.ask(member, now)
 
-    def leave(self, member: str, why: str, now: float) -> Answer:
+    def leave(self, member: str, why: str, now: float, blamed: Collection[str] = ()) -> Answer:
         """A member will not go on, or cannot: *no* if nothing is decided; after *go* the whole is aborted, unless the
-        member is done."""
-        self._end(member, why)
+        member is done. blamed: other members because of which it cannot."""
+        self._end(member, why, blamed)
         return self.ask(member, now)
 
     def give_up(self, member: str, now: float) -> Answer:
@@ -144,9 +144,9 @@ class Ballot:
         elif not self.missing:
             self.word = Word.GO
 
-    def _end(self, member: str, why: str) -> None:
+    def _end(self, member: str, why: str, blamed: Collection[str] = ()) -> None:
         if not self.over and member in self.members - self._done:
-            self._write(f"{member} {why}", (member,))
+            self._write(f"{member} {why}", tuple(sorted(blamed)) or (member,))
 
     def _write(self, why: str, blamed: tuple[str, ...]) -> None:
         """The one place in which *no* or an abort is written."""
@@ -163,7 +163,8 @@ class Ballots:
     def __init__(self, silence: float) -> None:
         self._silence = silence
         self._ballots: dict[int, Ballot] = {}
-        self._left: dict[int, dict[str, str]] = {}  # by epoch: who left before its ballot was open, and why
+        # By epoch: who left before its ballot was open, why, and whom it blamed.
+        self._left: dict[int, dict[str, tuple[str, Collection[str]]]] = {}
 
     def open(self, epoch: int, members: Collection[str]) -> Ballot:
         """The ballot of an epoch, made if there is none; those of lower epochs are over then."""
@@ -176,8 +177,8 @@ class Ballots:
             return ballot
         for before in self._ballots.values():
             before.overtaken(epoch)
-        for member, why in self._left.pop(epoch, {}).items():
-            ballot._end(member, why)
+        for member, (why, blamed) in self._left.pop(epoch, {}).items():
+            ballot._end(member, why, blamed)
         self._left = {number: left for number, left in self._left.items() if number > epoch}
         self._ballots[epoch] = ballot
         for number in sorted(self._ballots)[:-KEPT_BALLOTS]:
@@ -191,13 +192,13 @@ class Ballots:
             return Answer(Word.NO, why=f"epoch {epoch} was overtaken by {highest}")
         return self._ballots.get(epoch, NOT_OPEN)
 
-    def leave(self, epoch: int, member: str, why: str, now: float) -> Answer:
-        """A member will not go on, or cannot. Remembered if the ballot is not open yet."""
+    def leave(self, epoch: int, member: str, why: str, now: float, blamed: Collection[str] = ()) -> Answer:
+        """A member will not go on, or cannot; blamed: because of others. Remembered if the ballot is not open yet."""
         ballot = self.find(epoch)
         if isinstance(ballot, Ballot):
-            return ballot.leave(member, why, now)
+            return ballot.leave(member, why, now, blamed)
         if ballot is NOT_OPEN:
-            self._left.setdefault(epoch, {})[member] = why
+            self._left.setdefault(epoch, {})[member] = why, tuple(blamed)
             for number in sorted(self._left)[:-KEPT_BALLOTS]:
                 del self._left[number]
         return ballot

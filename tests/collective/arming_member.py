@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from ckpt_engine.core.arming import Answer
@@ -36,7 +37,7 @@ class Struck(Attendance):
 
     fault = ""
 
-    def ballot(self, epoch: int, verb: str, **given: float | str) -> Answer:
+    def ballot(self, epoch: int, verb: str, **given: float | str | Sequence[str]) -> Answer:
         answer = super().ballot(epoch, verb, **given)
         if answer.voted and self.fault.endswith("-voted"):
             strike(self.fault)

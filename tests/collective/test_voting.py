@@ -87,11 +87,11 @@ def test_nobody_begins_when_one_does_not_vote(votes: Votes) -> None:
 
 def test_who_cannot_begin_says_so_and_nobody_waits(votes: Votes) -> None:
     """Also before the lead has opened the ballot."""
-    votes.attending["worker 2"].ballot(7, "leave", why="has another plan")
+    votes.attending["worker 2"].ballot(7, "leave", why="has another plan", blamed=["rank 0"])
     votes.meeting.open_ballot(7, NAMES)
     votes.vote(NAMES[:2])
     assert set(votes.ended().values()) == {"the collective does not begin: worker 2 has another plan"}
-    assert votes.meeting.blamed(7) == ("worker 2",)
+    assert votes.meeting.blamed(7) == ("rank 0",)
 
 
 def test_a_connection_that_ends_after_its_vote_ends_all(votes: Votes) -> None:

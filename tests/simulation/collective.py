@@ -137,7 +137,7 @@ class Booth:
             self.collectives.voted.add((part.epoch, part.name))
         found = self.ballots.find(part.epoch)
         if verb == "leave":
-            answer = self.ballots.leave(part.epoch, part.name, given[0], self.clock())
+            answer = self.ballots.leave(part.epoch, part.name, given[0], self.clock(), part.blames)
         elif isinstance(found, Answer):
             answer = found
         else:
@@ -172,6 +172,7 @@ class Part:
         self.running = self.troubled = False
         self.awake_since = self.world.now
         self.stop = Signal()
+        self.blames: list[str] = []  # members because of which it cannot begin
         self.participant: Participant | None = None
         collectives.parts.append(self)
 
@@ -282,7 +283,7 @@ class Part:
         made.join(self.name, process)
         yield self.world.first_of(made.complete, seconds)
         if not made.complete.ready:
-            missing = sorted(set(members) - made.joined.keys())
+            self.blames = missing = sorted(set(members) - made.joined.keys())
             raise unavailable(f"{missing} did not join the communicator in {seconds:.1f} s")
         return made
 

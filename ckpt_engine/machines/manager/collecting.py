@@ -1,8 +1,8 @@
 """The part of an update in which replicas get their weights by a collective: who takes part, and who is told what.
 
 The manager chooses the members before the intent and tells them after it. It decides nothing else: members vote in the
-lead's ballot (`core/arming.py`), and from then on nothing needs the manager. A replica because of which a collective
-ended badly is left out of the next one.
+lead's ballot (`core/arming.py`), and from then on nothing needs the manager. A replica because of which several
+collectives in a row ended badly is left out of the next one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from ckpt_engine.machines.manager.targets import Targets
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 NEW = manager_pb2.NEW_SERVING
+
+BLAMES = 2
+"""Collectives in a row that end badly because of one replica before it is left out: the next update mends what one
+failure has left dirty, and a replica that is broken for good does not keep all others from their weights."""
 
 
 def name_of(member: str | WorkerKey) -> str:
@@ -56,7 +60,7 @@ class Collecting:
         candidates = {}
         for worker in self._targets.workers():
             name = worker.key[0]
-            unable = self._state.left_out_of_collectives.get(name, "")
+            unable = ""
             if not offered:
                 unable = f"cannot take part in one: the trainer does not publish for {TRANSPORT}"
             elif TRANSPORT not in worker.transports:
@@ -64,12 +68,23 @@ class Collecting:
             candidates[name] = Candidate(name not in compiled.unfit, name in near_relays, unable)
         asked = offered and all(way == {TRANSPORT} for way in ways)
         held, late = order.until == manager_pb2.HELD, order.sealed is not None
+        if not late:
+            self._leave_out(candidates)
         self._sessions = {rank: trainer.session_id for rank, trainer in self._trainers().items()}
         decision = collective_decision(asked, held, late, candidates)
         self.replicas, self.why = frozenset(decision.replicas), decision.why
-        for name in candidates:
-            self._state.left_out_of_collectives.pop(name, None)
         return bool(self.replicas)
+
+    def _leave_out(self, candidates: dict[str, Candidate]) -> None:
+        """Those because of which several in a row ended badly, unless nobody else is left; they are tried again in the
+        next one."""
+        blames = self._state.blames
+        able = {name for name, each in candidates.items() if not each.unable}
+        bad = {name for name in able if blames.get(name, 0) >= BLAMES}
+        for name in bad if bad < able else ():
+            blames[name] -= 1
+            why = f"is left out, since the last {BLAMES} ended because of it"
+            candidates[name] = candidates[name]._replace(unable=why)
 
     def begin(self, fence: weights_pb2.Fence) -> None:
         """The intent is on the disk: from now on `install` and `send` tell who takes part."""
@@ -170,9 +185,11 @@ class Collecting:
         if well and all(self._ended(name) == NEW for name in self.replicas):
             lineage, makeup, named = self._made
             self._state.communicators[lineage] = makeup, named
-        for name in {key[0] for key, index in self._workers.items() if self._part.members[index] in self._blamed()}:
-            why = "is left out of this collective, since the one before ended because of it"
-            self._state.left_out_of_collectives[name] = why
+        blamed = {key[0] for key, index in self._workers.items() if self._part.members[index] in self._blamed()}
+        for name in self.replicas:
+            count = self._state.blames.pop(name, 0)
+            if name in blamed:
+                self._state.blames[name] = count + 1
 
     def _ended(self, name: str) -> manager_pb2.Outcome:
         outcome = self._targets.outcomes.get(name)

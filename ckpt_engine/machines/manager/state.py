@@ -47,8 +47,8 @@ class State:
     spent: up to which the ledger will never give one out again; some are spent ahead, so that an update need not wait
     for the disk. spending: up to which they are being spent, 0 if they are not. versions: who is to hold what.
     ledger_problem: why the ledger could not be written when that was tried last; None if it could. communicators: by
-    lineage, the members of a collective that ended well, and the communicator that they keep. left_out_of_collectives:
-    replicas, each with the reason, until there is one without them.
+    lineage, the members of a collective that ended well, and the communicator that they keep. blames: how many
+    collectives in a row ended badly because of a replica.
     """
 
     members: Members
@@ -61,7 +61,7 @@ class State:
     spending: int = 0
     ledger_problem: weights_pb2.Problem | None = None
     communicators: dict[str, tuple[object, bytes]] = field(default_factory=dict)
-    left_out_of_collectives: dict[str, str] = field(default_factory=dict)
+    blames: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_ledger(

@@ -162,7 +162,7 @@ class Meeting:
         epoch, verb, now = int(asked["epoch"]), asked["verb"], time.monotonic()
         ballot = self._ballots.find(epoch)
         if verb == "leave":
-            answer = self._ballots.leave(epoch, name, str(asked["why"]), now)
+            answer = self._ballots.leave(epoch, name, str(asked["why"]), now, asked.get("blamed", ()))
         elif isinstance(ballot, Answer):
             answer = ballot
         elif verb == "vote":
@@ -234,8 +234,8 @@ class Attendance:
         is over, which is the fault of those who have not begun, if there are any."""
         return self._call(_LATE if late else _END, "", why.encode()).decode()
 
-    def ballot(self, epoch: int, verb: str, **given: float | str) -> Answer:
-        """Says "ask", "vote" (until), "give up", "leave" (why) or "done" to an epoch's ballot; what that answers."""
+    def ballot(self, epoch: int, verb: str, **given: float | str | Sequence[str]) -> Answer:
+        """Says "ask", "vote" (until), "give up", "leave" (why, blamed) or "done" to the ballot of an epoch."""
         told = json.loads(self._call(_BALLOT, "", json.dumps({"epoch": epoch, "verb": verb, **given}).encode()))
         return Answer(**{**told, "word": Word(told["word"])})
 
