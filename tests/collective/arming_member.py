@@ -86,6 +86,7 @@ def main() -> None:
             one.run(float(seconds), told)
             attendance.ballot(version, "done")
             say(version=version, wrong=[] if case.members[number].is_source else memory.wrong(version))
+            step = "back"  # whoever the next one's fault strikes may be there before this member
             attendance.set(f"{version} {number}", b"done")
             for other in range(len(names) if not last else 0):  # no fault of the next one strikes this
                 attendance.wait(f"{version} {other}", time.monotonic() + LIMIT, {})
