@@ -53,6 +53,7 @@ class Deadlines:
     seal: one rank's snapshot and digests.
     fill: relays' bringing a version, before anything is paused; never more than half of what an update has left.
     quiesce: pausing an engine.
+    arm: what members of a collective that are ready, and paused, wait for the decision to begin.
     resume: resuming an engine; also what an install keeps back for it, and how long an engine that did not take its
         version is left alone before it is told again.
     report: what an update keeps back of its deadline for outcomes to travel and the report to be stored.
@@ -117,6 +118,7 @@ class Deadlines:
     seal: float = 300.0
     fill: float = 300.0
     quiesce: float = 60.0
+    arm: float = 30.0
     resume: float = 15.0
     report: float = 2.0
     update: float = 600.0

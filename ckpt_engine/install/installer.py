@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError
 
 from ckpt_engine.core.manifest import blob_digest
 from ckpt_engine.core.names import some
-from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid
+from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid, precondition
 from ckpt_engine.engine.target import LoadTarget, StagedLayer
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.install.constants import Constants
@@ -82,6 +82,7 @@ class Installer:
         answer = worker_pb2.WorkerReady(fence=order.fence)
         try:
             self._check_fence(order.fence)
+            self._check_alone(order)
             plan = self._plans.open(order.plan, order.deadline_seconds)
             try:
                 if order.asleep:
@@ -111,6 +112,7 @@ class Installer:
             if order.fence.epoch == self._fence.epoch:
                 raise aborted(f"worker {self._slot.rank} has already seen epoch {order.fence.epoch}")
             self._fence = weights_pb2.Fence(cluster=order.fence.cluster, epoch=order.fence.epoch)
+            self._check_alone(order)
             run.everything()
         except Exception as error:
             run.report.problem.CopyFrom(_problem_of(error, "installing"))
@@ -141,6 +143,13 @@ class Installer:
         highest = max(self._fence.epoch, self._slot.epoch)
         if fence.epoch < highest:
             raise aborted(f"epoch {fence.epoch} was overtaken by {highest} on worker {self._slot.rank}")
+
+    def _check_alone(self, order: worker_pb2.ReadyOrder | worker_pb2.InstallOrder) -> None:
+        if order.HasField("collective"):
+            raise precondition(
+                f"worker {self._slot.rank} is to take part in a collective, which this version of ckpt-engine does not "
+                "do: offer the weights over another transport"
+            )
 
     def _check_fill(self, fence: weights_pb2.Fence) -> None:
         # Fill fences are compared with each other only. Words do not tell them, so another cluster's may be lower.

@@ -88,6 +88,11 @@ from ckpt_engine.machines.tasks import (
     TrainerTask as TrainerTask,
     WakeEngine as WakeEngine,
     Words as Words,
+)
+from ckpt_engine.machines.part_tasks import (
+    CollectivePlan as CollectivePlan,
+    PartTaken as PartTaken,
+    RunPart as RunPart,
     WorkerKey as WorkerKey,
 )
 

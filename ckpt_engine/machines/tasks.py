@@ -1,8 +1,9 @@
 """The work that machines ask their shells for, and what it results in.
 
 They are listed by the machine that asks: `ManagerTask`, `AgentTask`, `TrainerTask`, and `RelayTask`, which has a file
-of its own. Each says which part of the package does it, and what its `Done` carries. A task that fails carries a
-Problem and no result. `seconds`: how long it may take; a shell answers by then, whatever the work does.
+of its own, as have those of collectives. Each says which part of the package does it, and what its `Done` carries. A
+task that fails carries a Problem and no result. `seconds`: how long it may take; a shell answers by then, whatever the
+work does.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ckpt_engine.core.sleeping import Sleeping
+from ckpt_engine.machines.part_tasks import CollectivePlan, RunPart, WorkerKey
 from ckpt_engine.machines.relay.tasks import RelayTask
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-
-WorkerKey: TypeAlias = tuple[str, int]
-"""A worker: its replica's name and its rank."""
 
 # ------------------------------------------------------------------------------------------------------ of the manager
 
@@ -69,7 +68,7 @@ class Compiled:
 
     bytes: read by each worker. distances: of the farthest source that each worker reads (core.reach.Distance). handle:
     the shell's own, comes back in CombineSeals. unfit: replicas for which no plan can be made, and why; there are no
-    plans for their workers.
+    plans for their workers. collective: of those that were to be in one, if there are any.
     """
 
     plans: Mapping[WorkerKey, manager_pb2.BlobRef]
@@ -78,6 +77,7 @@ class Compiled:
     handle: object = field(default=None, compare=False, repr=False)
     unfit: Mapping[str, weights_pb2.Problem] = field(default_factory=dict)
     distances: Mapping[WorkerKey, int] = field(default_factory=dict)
+    collective: CollectivePlan | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class CompilePlans:
     """Compile plans (core.plan.compile_plans), from cache if digests are equal, store them. Result: Compiled.
 
     record: what is known of these weights already; then sources digest only what is finer. Fails with DATA_LOSS unless
-    it hashes to `root`.
+    it hashes to `root`. collective: replicas that get all that they need over a collective.
     """
 
     published: Published
@@ -151,6 +151,7 @@ class CompilePlans:
     seconds: float
     record: manager_pb2.BlobRef | None = None
     root: bytes = b""
+    collective: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -394,6 +395,6 @@ class SealSource:
     seconds: float
 
 
-TrainerTask: TypeAlias = PutBlobs | SealSource
+TrainerTask: TypeAlias = PutBlobs | SealSource | RunPart
 
 Task: TypeAlias = ManagerTask | AgentTask | TrainerTask | RelayTask

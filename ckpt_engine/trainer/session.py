@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from ckpt_engine.client import error_of, get_blob, manager_stub, open_channel, put_blob
-from ckpt_engine.core.problems import CkptEngineError, aborted
+from ckpt_engine.core.problems import CkptEngineError, aborted, precondition
 from ckpt_engine.machines.events import (
     ClosePeer,
     Done,
@@ -222,7 +222,10 @@ class OfferingSession:
         if isinstance(task, PutBlobs):
             return tuple(await asyncio.gather(*(put_blob(self._stub, blob, task.seconds) for blob in task.blobs)))
         if not isinstance(task, SealSource):
-            assert self._further is not None, "a machine that offers weights asks for nothing else"
+            if self._further is None:  # a collective: nothing else is asked of a trainer rank
+                raise precondition(
+                    "this trainer rank is to take part in a collective, which this version of ckpt-engine does not do"
+                )
             return await self._further(task)
         self._seal_epoch = task.epoch
         atoms = await self._atoms(task)

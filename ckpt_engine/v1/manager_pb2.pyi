@@ -153,34 +153,76 @@ class TrainerHello(_message.Message):
     def __init__(self, cluster: _Optional[str] = ..., lineage: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., session_id: _Optional[str] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., table: _Optional[_Union[BlobRef, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class TrainerMessage(_message.Message):
-    __slots__ = ("hello", "publish", "sealed", "heartbeat", "goodbye")
+    __slots__ = ("hello", "publish", "sealed", "heartbeat", "goodbye", "took_part")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PUBLISH_FIELD_NUMBER: _ClassVar[int]
     SEALED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    TOOK_PART_FIELD_NUMBER: _ClassVar[int]
     hello: TrainerHello
     publish: Publish
     sealed: Sealed
     heartbeat: Heartbeat
     goodbye: Goodbye
-    def __init__(self, hello: _Optional[_Union[TrainerHello, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+    took_part: TookPart
+    def __init__(self, hello: _Optional[_Union[TrainerHello, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., took_part: _Optional[_Union[TookPart, _Mapping]] = ...) -> None: ...
 
 class TrainerCommand(_message.Message):
-    __slots__ = ("welcome", "refused", "publication_accepted", "seal", "release", "heartbeat")
+    __slots__ = ("welcome", "refused", "publication_accepted", "seal", "release", "heartbeat", "take_part")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     PUBLICATION_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     SEAL_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    TAKE_PART_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     publication_accepted: PublicationAccepted
     seal: Seal
     release: Release
     heartbeat: Heartbeat
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., publication_accepted: _Optional[_Union[PublicationAccepted, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    take_part: TakePart
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., publication_accepted: _Optional[_Union[PublicationAccepted, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., take_part: _Optional[_Union[TakePart, _Mapping]] = ...) -> None: ...
+
+class Collective(_message.Message):
+    __slots__ = ("members", "plan", "meeting", "communicator", "arm_seconds")
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    MEETING_FIELD_NUMBER: _ClassVar[int]
+    COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
+    ARM_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    members: _containers.RepeatedScalarFieldContainer[str]
+    plan: BlobRef
+    meeting: bytes
+    communicator: bytes
+    arm_seconds: float
+    def __init__(self, members: _Optional[_Iterable[str]] = ..., plan: _Optional[_Union[BlobRef, _Mapping]] = ..., meeting: _Optional[bytes] = ..., communicator: _Optional[bytes] = ..., arm_seconds: _Optional[float] = ...) -> None: ...
+
+class TakePart(_message.Message):
+    __slots__ = ("fence", "collective", "member", "deadline_seconds", "sealed")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    collective: Collective
+    member: int
+    deadline_seconds: float
+    sealed: _weights_pb2.Fence
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., collective: _Optional[_Union[Collective, _Mapping]] = ..., member: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., sealed: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ...) -> None: ...
+
+class TookPart(_message.Message):
+    __slots__ = ("fence", "problem", "blamed")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    BLAMED_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    problem: _weights_pb2.Problem
+    blamed: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., blamed: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Publish(_message.Message):
     __slots__ = ("table",)
@@ -509,28 +551,32 @@ class Prepared(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., manifest_digest: _Optional[bytes] = ..., workers: _Optional[_Iterable[_Union[PreparedWorker, _Mapping]]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
 
 class WorkerInstall(_message.Message):
-    __slots__ = ("rank", "plan", "expected")
+    __slots__ = ("rank", "plan", "expected", "member")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
     rank: int
     plan: BlobRef
     expected: BlobRef
-    def __init__(self, rank: _Optional[int] = ..., plan: _Optional[_Union[BlobRef, _Mapping]] = ..., expected: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
+    member: int
+    def __init__(self, rank: _Optional[int] = ..., plan: _Optional[_Union[BlobRef, _Mapping]] = ..., expected: _Optional[_Union[BlobRef, _Mapping]] = ..., member: _Optional[int] = ...) -> None: ...
 
 class Install(_message.Message):
-    __slots__ = ("fence", "identity", "workers", "pause_mode", "deadline_seconds")
+    __slots__ = ("fence", "identity", "workers", "pause_mode", "deadline_seconds", "collective")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     identity: _weights_pb2.Identity
     workers: _containers.RepeatedCompositeFieldContainer[WorkerInstall]
     pause_mode: PauseMode
     deadline_seconds: float
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerInstall, _Mapping]]] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
+    collective: Collective
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerInstall, _Mapping]]] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., deadline_seconds: _Optional[float] = ..., collective: _Optional[_Union[Collective, _Mapping]] = ...) -> None: ...
 
 class Abandon(_message.Message):
     __slots__ = ("fence", "reason")
@@ -763,7 +809,7 @@ class UpdateProgress(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., stage: _Optional[_Union[Stage, str]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class UpdateReport(_message.Message):
-    __slots__ = ("fence", "identity", "ok", "replicas", "seconds", "stages", "bytes", "tensors", "source_copies", "verified", "warnings", "copied", "relays", "prefetch", "held")
+    __slots__ = ("fence", "identity", "ok", "replicas", "seconds", "stages", "bytes", "tensors", "source_copies", "verified", "warnings", "copied", "relays", "prefetch", "held", "collective")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     OK_FIELD_NUMBER: _ClassVar[int]
@@ -779,6 +825,7 @@ class UpdateReport(_message.Message):
     RELAYS_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     identity: _weights_pb2.Identity
     ok: bool
@@ -794,7 +841,8 @@ class UpdateReport(_message.Message):
     relays: _containers.RepeatedCompositeFieldContainer[RelayReport]
     prefetch: str
     held: bool
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., ok: bool = ..., replicas: _Optional[_Iterable[_Union[ReplicaOutcome, _Mapping]]] = ..., seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., source_copies: _Optional[int] = ..., verified: bool = ..., warnings: _Optional[_Iterable[str]] = ..., copied: _Optional[_Iterable[_Union[_weights_pb2.CopiedTensors, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[RelayReport, _Mapping]]] = ..., prefetch: _Optional[str] = ..., held: bool = ...) -> None: ...
+    collective: str
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., ok: bool = ..., replicas: _Optional[_Iterable[_Union[ReplicaOutcome, _Mapping]]] = ..., seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., source_copies: _Optional[int] = ..., verified: bool = ..., warnings: _Optional[_Iterable[str]] = ..., copied: _Optional[_Iterable[_Union[_weights_pb2.CopiedTensors, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[RelayReport, _Mapping]]] = ..., prefetch: _Optional[str] = ..., held: bool = ..., collective: _Optional[str] = ...) -> None: ...
 
 class SleepRequest(_message.Message):
     __slots__ = ("replicas", "level", "timeout_seconds", "pool")

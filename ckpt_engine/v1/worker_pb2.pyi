@@ -77,16 +77,34 @@ class WorkerPrepared(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., needs: _Optional[bytes] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
 
 class ReadyOrder(_message.Message):
-    __slots__ = ("fence", "plan", "deadline_seconds", "asleep")
+    __slots__ = ("fence", "plan", "deadline_seconds", "asleep", "collective")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     plan: bytes
     deadline_seconds: float
     asleep: bool
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., plan: _Optional[bytes] = ..., deadline_seconds: _Optional[float] = ..., asleep: bool = ...) -> None: ...
+    collective: CollectiveOrder
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., plan: _Optional[bytes] = ..., deadline_seconds: _Optional[float] = ..., asleep: bool = ..., collective: _Optional[_Union[CollectiveOrder, _Mapping]] = ...) -> None: ...
+
+class CollectiveOrder(_message.Message):
+    __slots__ = ("members", "member", "plan", "meeting", "communicator", "arm_seconds")
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    MEETING_FIELD_NUMBER: _ClassVar[int]
+    COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
+    ARM_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    members: _containers.RepeatedScalarFieldContainer[str]
+    member: int
+    plan: bytes
+    meeting: bytes
+    communicator: bytes
+    arm_seconds: float
+    def __init__(self, members: _Optional[_Iterable[str]] = ..., member: _Optional[int] = ..., plan: _Optional[bytes] = ..., meeting: _Optional[bytes] = ..., communicator: _Optional[bytes] = ..., arm_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerReady(_message.Message):
     __slots__ = ("fence", "plans", "problem")
@@ -99,18 +117,20 @@ class WorkerReady(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., plans: _Optional[_Iterable[bytes]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
 
 class InstallOrder(_message.Message):
-    __slots__ = ("fence", "identity", "plan", "expected", "deadline_seconds")
+    __slots__ = ("fence", "identity", "plan", "expected", "deadline_seconds", "collective")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     identity: _weights_pb2.Identity
     plan: bytes
     expected: bytes
     deadline_seconds: float
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., plan: _Optional[bytes] = ..., expected: _Optional[bytes] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
+    collective: CollectiveOrder
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., plan: _Optional[bytes] = ..., expected: _Optional[bytes] = ..., deadline_seconds: _Optional[float] = ..., collective: _Optional[_Union[CollectiveOrder, _Mapping]] = ...) -> None: ...
 
 class WorkerProgress(_message.Message):
     __slots__ = ("fence", "stage", "bytes_done", "bytes_total")

@@ -21,7 +21,9 @@ RUN_SECONDS = 60.0
 
 
 class Processes:
-    """All members of a case as processes."""
+    """All members of a case as processes. module: what each runs."""
+
+    module = "tests.collective.collective_member"
 
     def __init__(
         self, name: str, updates: int, faults: dict[int, str], device: str = "cpu", silence: float = 8.0
@@ -31,10 +33,10 @@ class Processes:
         self.processes: list[subprocess.Popen[str]] = []
         try:
             for number in numbers:
-                asked = [name, number, updates, faults.get(number, "-"), RUN_SECONDS, silence, device]
+                asked = [name, number, updates, faults.get(number, "-"), RUN_SECONDS, *self.further(silence, device)]
                 self.processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-m", "tests.collective.collective_member", *map(str, asked)],
+                        [sys.executable, "-m", self.module, *map(str, asked)],
                         cwd=ROOT,
                         env={**os.environ, "OMP_NUM_THREADS": "1"},
                         stdin=subprocess.PIPE,
@@ -52,6 +54,10 @@ class Processes:
         except BaseException:
             self.close()
             raise
+
+    def further(self, silence: float, device: str) -> list[object]:
+        """The module's last arguments."""
+        return [silence, device]
 
     def said(self, but: Sequence[int] = ()) -> dict[int, list[dict[str, Any]]]:
         """What each has printed when it has ended. but: those that are not waited for."""

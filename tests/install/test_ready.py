@@ -172,3 +172,18 @@ def test_memory_that_is_given_up_is_not_looked_at(
     before = Counter(done)
     install(worker, order)
     assert "open" not in done - before
+
+
+def test_an_order_of_a_collective_is_refused_before_a_weight_is_touched(
+    worker: OneWorker, checkpoints: Sequence[Checkpoint]
+) -> None:
+    install(worker, ordered(worker, checkpoints[0]))
+    word = worker.page.read()[0]
+    order = ordered(worker, checkpoints[1])
+    order.collective.member = 1
+    answer = worker.installer.ready(
+        worker_pb2.ReadyOrder(fence=order.fence, plan=order.plan, deadline_seconds=60.0, collective=order.collective)
+    )
+    assert "is to take part in a collective" in answer.problem.message
+    assert "is to take part in a collective" in worker.installer.install(order).report.problem.message
+    assert worker.page.read()[0] == word

@@ -33,6 +33,10 @@ MOMENTS: tuple[type[Any], ...] = (
 )
 """After the sending or starting of one of these, somebody is struck."""
 
+IN_COLLECTIVES: tuple[type[Any], ...] = (manager_pb2.Install, manager_pb2.TakePart)
+"""The same where there are collectives, and up to so many seconds later: they take a while."""
+IN_COLLECTIVES_SECONDS = 0.6
+
 WITH_RELAYS: tuple[type[Any], ...] = (*MOMENTS, manager_pb2.FillRelay, events.JoinSources)
 """The same where there are relays."""
 
@@ -57,6 +61,7 @@ class Chaos:
             action = self.world.random.choice(actions)
             if self.scenario.crashes and self.world.chance(0.4):
                 moments = WITH_RELAYS if self.scenario.relays else MOMENTS
+                moments = IN_COLLECTIVES if self.scenario.slant.collective and self.world.chance(0.8) else moments
                 self._trap = self.world.random.choice(moments), action
             elif action.__name__ not in self.scenario.slant.without:
                 action()
@@ -111,7 +116,8 @@ class Chaos:
                 return  # a later one: of another relay, or of another stage
             self._trap = None
             if action.__name__ not in self.scenario.slant.without:
-                self.world.after(self.world.between(0.0, 0.15), action)
+                most = IN_COLLECTIVES_SECONDS if self.scenario.slant.collective else 0.15
+                self.world.after(self.world.between(0.0, most), action)
 
     # -- connections and time
 

@@ -20,7 +20,9 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from ckpt_engine.words import state
 from ckpt_engine.words.holding import Decision, Kind, decide
 from ckpt_engine.words.state import WorkerWord
+from tests.simulation.collective import Communicator
 from tests.simulation.hosts import HOST, WORKERS_READ, ways
+from tests.simulation.parts import worker_joins, worker_part
 from tests.simulation.shell import Faults
 from tests.simulation.weights import SLICES, SourceGoneError, Truth
 from tests.simulation.world import BrokenPromiseError, Process, Signal, Steps, World
@@ -50,6 +52,8 @@ class Worker:
     fence: weights_pb2.Fence = field(default_factory=weights_pb2.Fence)
     process: Process | None = None
     ready: frozenset[bytes] = frozenset()  # digests of the plans that it has ready
+    communicator: tuple[bytes, Communicator] | None = None
+    frozen: bool = False  # its process is stopped
 
     def word(self) -> WorkerWord:
         """Its state word, as it stays in the page when the worker dies."""
@@ -259,7 +263,13 @@ class Engine:
             ready.problem.CopyFrom(unavailable("the simulator made this worker fail to get ready").problem)
         else:
             worker.ready = frozenset({*sorted(worker.ready)[:1], hashlib.sha256(order.plan).digest()})
-        ready.plans.extend(sorted(worker.ready))
+        try:
+            if order.HasField("collective"):
+                yield from worker_joins(self, worker, order)
+        except CkptEngineError as error:
+            ready.problem.CopyFrom(error.problem)
+        made = [] if worker.communicator is None else [worker.communicator[0]]
+        ready.plans.extend([*sorted(worker.ready), *made])
         yield from self._ask(worker, _request(ready=ready), 3.0)
 
     def _install(self, worker: Worker) -> Steps:
@@ -277,9 +287,12 @@ class Engine:
             if self.world.chance(self.faults.worker_early):
                 raise unavailable("the simulator made this worker fail before its first byte")
             self._check_fence(worker, order)
-            if self.world.chance(self.faults.write_late):
-                yield self.world.between(1.0, 25.0)
-            yield from self._read(worker, order, end)
+            if order.HasField("collective"):
+                yield from worker_part(self, worker, order, end)
+            else:
+                if self.world.chance(self.faults.write_late):
+                    yield self.world.between(1.0, 25.0)
+                yield from self._read(worker, order, end)
             problem = None
         except CkptEngineError as error:
             problem = error.problem

@@ -42,7 +42,7 @@ class Healed:
             if not group.gone:
                 self.scenario.end_group(group, in_good_order=True)
         with_relays = {relay.host.name for relay in self.scenario.relays if relay.alive}
-        for host in self.scenario.hosts if self.scenario.slant.far else []:
+        for host in self.scenario.hosts if self.scenario.slant.far and not self.scenario.slant.collective else []:
             if host.name not in with_relays:
                 self.scenario.join_relay(host=host)
         self.scenario.join_replica(manager_pb2.STANDALONE)  # the others may all be about to leave
@@ -106,6 +106,9 @@ class Healed:
         self.scenario.start_group(kind="live", model="model A")
         group = self.scenario.groups[-1]
         self.world.run(self.world.now + 8.0)
+        if self.scenario.slant.collective:
+            group.gone = True  # a run that leaves in the middle of a collective leaves its replicas dirty
+            self.world.run(self.world.now + 4.0)
         self.scenario.end_group(group, in_good_order=True)
         self.world.run(self.world.now + 2.0)
         whole = [number for number, report in enumerate(group.reports) if report.ok]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.reach import by_network
+from ckpt_engine.core.reach import Verdict, by_network
 from ckpt_engine.core.topology import Choice, choose_transport
 from ckpt_engine.core.transports import TransportKind, register_transport, transport_kinds
 from ckpt_engine.v1 import weights_pb2
@@ -16,7 +16,16 @@ MEMORY, FILES, RELAY = "shared_memory", "file", "relay_memory"
 WORKERS_READ = (MEMORY, RELAY, FILES)
 """Transports of engines' workers: no network."""
 
+IN_COLLECTIVES = (*WORKERS_READ, "nccl")
+"""Those of workers that can take part in a collective."""
+
 RELAYS_READ = (*WORKERS_READ, NETWORK)
+
+COLLECTIVE = "nccl"
+
+if COLLECTIVE not in transport_kinds():
+    together = Verdict(False, "only in a collective")
+    register_transport(TransportKind(COLLECTIVE, lambda source, reader: together, reader=""))
 
 if NETWORK not in transport_kinds():
     register_transport(TransportKind(NETWORK, by_network, reader="", relays_only=True))

@@ -74,6 +74,7 @@ class Invariants:
                 self._kept(agent.engine, agent)
             if agent.alive:
                 self._agent(name, agent)
+        self.scenario.truth.collectives.check()
         manager = self.scenario.cluster.manager
         if manager is not None and manager.machine._updates.running is not self._update:
             self._update = manager.machine._updates.running
@@ -275,6 +276,8 @@ class Invariants:
         update = manager.update_of(install.fence)
         if update is None or update.order.late is None or manager.generation != manager.ledger.generation:
             return
+        if install.HasField("collective"):
+            raise BrokenPromiseError("a late replica is brought up by a collective")
         content = self.scenario.truth.content[install.identity.root]
         for offer in update.order.published.sources:
             source = self.scenario.truth.sources[offer.table.digest]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -331,7 +331,7 @@ class ManagerShell(Shell):
         record = None if task.record is None else self._record(task.record, task.root)
         for worker in task.workers:
             self.blobs.get(worker.needs)
-        read = {worker.key: self._reads(worker, sources) for worker in task.workers}
+        read = {worker.key: self._reads(worker, sources, task.collective) for worker in task.workers}
         failed = {key[0]: found for key, found in read.items() if isinstance(found, weights_pb2.Problem)}
         planned = {
             key: found
@@ -347,10 +347,19 @@ class ManagerShell(Shell):
             for source in ([] if coarse else sources)
         }
         handle = record, task.root
-        return events.Compiled(plans, atoms, dict.fromkeys(plans, SLICES), handle, failed, distances=distances)
+        compiled = events.Compiled(plans, atoms, dict.fromkeys(plans, SLICES), handle, failed, distances=distances)
+        return replace(compiled, collective=self._collective(task, plans.keys())) if task.collective else compiled
+
+    def _collective(self, task: events.CompilePlans, planned: Collection[events.WorkerKey]) -> events.CollectivePlan:
+        """Each slice comes from one rank, and goes to everybody."""
+        lead, *_ = sources = task.published.sources
+        plan = {str(index): self._who_has(sources, index)[0].source for index in range(SLICES)}
+        members = [source.source for source in sources], sorted(key for key in planned if key[0] in task.collective)
+        meeting = self.truth.sources[lead.table.digest].meeting
+        return events.CollectivePlan((*members[0], *members[1]), self.blobs.put_json(plan), meeting.encode())
 
     def _reads(
-        self, worker: events.PlanWorker, sources: Sequence[events.SourceOffer]
+        self, worker: events.PlanWorker, sources: Sequence[events.SourceOffer], collective: Collection[str]
     ) -> tuple[dict[str, str], int] | weights_pb2.Problem:
         """From where a worker reads each slice, and how far the farthest of them is."""
         plan, farthest = {}, 0
@@ -361,6 +370,8 @@ class ManagerShell(Shell):
                 offered = sorted({transport for way in holder.ways for transport in way})
                 found = ways(holder.host, offered, worker.host, worker.transports)
                 near += [(found[0].distance, holder)] if found else []
+            if worker.key[0] in collective:
+                near = [(0, holder) for holder in holders]
             if not near:
                 message = f"slice {index} is out of reach from host {worker.host.name}"
                 return precondition(message if holders else f"nobody holds slice {index} any more").problem

@@ -15,9 +15,11 @@ from ckpt_engine.machines.events import Peer, PeerLost
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from ckpt_engine.words import state
+from tests.simulation.collective import Booth, Communicator, Part
 from tests.simulation.engine import Engine
-from tests.simulation.hosts import HOST, WORKERS_READ
+from tests.simulation.hosts import HOST, IN_COLLECTIVES
 from tests.simulation.manager import ManagerShell
+from tests.simulation.parts import rank_part
 from tests.simulation.shell import Faults, Shell, Stream
 from tests.simulation.weights import Source, Truth, ref_of
 from tests.simulation.world import BrokenPromiseError, Signal, Steps, World
@@ -156,7 +158,7 @@ class AgentShell(MemberShell):
         super().__init__(
             cluster,
             name,
-            machine(name, session, agent_epoch, mode, host, WORKERS_READ, cluster.deadlines),
+            machine(name, session, agent_epoch, mode, host, IN_COLLECTIVES, cluster.deadlines),
         )
         self.machine: AgentMachine
         self.agent_epoch, self.mode, self.host = agent_epoch, mode, host
@@ -297,6 +299,11 @@ class TrainerShell(MemberShell):
         self.source = source
         self.session = session
         self.calling = False
+        self.sealed_in_call = 0
+        self.part: Part | None = None
+        self.communicator: tuple[bytes, Communicator] | None = None
+        self.booth = Booth(cluster.truth.collectives, self, source.host.name, source.collective)
+        cluster.truth.collectives.booths[source.meeting] = self.booth
         self.accepted = Signal()
         self._sealed_epoch = 0
         cluster.truth.sources[ref_of(source.table()).digest] = source
@@ -340,6 +347,13 @@ class TrainerShell(MemberShell):
                     raise BrokenPromiseError(f"{self.name} seals for epoch {task.epoch} after {self._sealed_epoch}")
                 self._sealed_epoch = task.epoch
                 self.run_task(key, task.seconds, self._seal(task))
+            case events.RunPart():
+                self.run_task(key, task.seconds + 1.0, rank_part(self, task), fallible=False)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether its process is stopped."""
+        return self._held is not None
 
     def _seal(self, task: events.SealSource) -> Steps:
         yield self.world.between(0.001, 0.02)
@@ -352,6 +366,7 @@ class TrainerShell(MemberShell):
         if task.keep and not (self.source.stays_sealed and self.source.sealed):
             raise precondition("nothing is sealed that stays so")
         self.source.seal(task.keep)
+        self.sealed_in_call = 0 if task.keep else task.epoch
         return (yield from self.put_digests(self.source, task.atoms))
 
     def update(self, request: manager_pb2.UpdateWeightsRequest, patience: float) -> Steps:
@@ -359,15 +374,24 @@ class TrainerShell(MemberShell):
         request.lineage, request.rank, request.session_id = self.source.lineage, self.source.rank, self.session
         self.calling = True
         try:
-            yield self.world.between(0.0005, self.faults.delay)
-            manager = self._manager()
-            call, over = manager.open_call(request)
-            answer = yield self.world.first_of(over, patience)
-            if answer is None or self._cut_off():
-                self.world.after(self.world.between(0.0, 0.1), lambda: manager.cancel_call(call))
-                raise unavailable("gave up waiting")
-            if isinstance(answer, weights_pb2.Problem):
-                raise CkptEngineError(answer)
-            return answer
-        finally:
-            self.calling = False
+            result = yield from self._call(request, patience)
+        except CkptEngineError as error:
+            result = error
+        while self.part is not None and self.alive:
+            yield 0.05  # its thread is in there
+        self.calling, self.sealed_in_call = False, 0
+        if isinstance(result, CkptEngineError):
+            raise result
+        return result
+
+    def _call(self, request: manager_pb2.UpdateWeightsRequest, patience: float) -> Steps:
+        yield self.world.between(0.0005, self.faults.delay)
+        manager = self._manager()
+        call, over = manager.open_call(request)
+        answer = yield self.world.first_of(over, patience)
+        if answer is None or self._cut_off():
+            self.world.after(self.world.between(0.0, 0.1), lambda: manager.cancel_call(call))
+            raise unavailable("gave up waiting")
+        if isinstance(answer, weights_pb2.Problem):
+            raise CkptEngineError(answer)
+        return answer

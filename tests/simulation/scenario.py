@@ -47,6 +47,7 @@ DEADLINES = Deadlines(
     resume=1.5,
     report=1.0,
     update=20.0,
+    arm=3.0,
     catch_up=10.0,
     catch_up_retry=0.5,
     sleep_wake=4.0,
@@ -73,7 +74,8 @@ class Slant:
     make up half of what the chaos does. worse: faults that are as bad as this, to bring something about more often.
     repeats: how often a run asks for the version again that it asked for last. relays: whether there may be some.
     held: how often callers return when these hold the version. withdraws: how often a run takes back what it published
-    after an update. far: whether there are several hosts, which only relays reach over a network.
+    after an update. far: whether there are several hosts, which only relays reach over a network. collective: how many
+    runs publish for collectives alone; then there are no relays.
     """
 
     without: frozenset[str] = frozenset()
@@ -84,6 +86,7 @@ class Slant:
     held: float = 0.4
     withdraws: float = 0.0
     far: bool = False
+    collective: float = 0.0
 
 
 class Scenario:
@@ -107,7 +110,7 @@ class Scenario:
         self.hosts = [host_of(name) for name in "ABC"[: self.world.random.choice((2, 3))]] if self.slant.far else [HOST]
         self.deadlines = DEADLINES
         self.faults = Faults() if calm else self._draw_faults()
-        self.truth = Truth()
+        self.truth = Truth(self.world)
         self.ledger = Ledger()
         self.ledger_faults = crashes and self.world.chance(0.4 if "ledger" not in self.slant.without else 0.0)
         self.ledgers_replaced = 0
@@ -141,7 +144,7 @@ class Scenario:
         for _ in range(random.choice((0, 1, 1, 2)) if self.slant.relays else 0):
             self.join_relay()
         for host in self.hosts[1:]:
-            if self.world.chance(0.9):
+            if self.world.chance(0.0 if self.slant.collective else 0.9):
                 self.join_relay(host=host)
         self.chaos = Chaos(self)
         going_wrong = self.world.spawn(self.chaos.steps())
@@ -278,10 +281,15 @@ class Scenario:
         all on the first one."""
         self._sessions += 1
         hosts = hosts or [self.hosts[0]]
+        collective = self.world.chance(self.slant.collective)
         trainers = [
             TrainerShell(
                 self.cluster,
-                Source(lineage, rank, world_size, kind, model, self._sessions, host=hosts[rank % len(hosts)]),
+                Source(
+                    *(lineage, rank, world_size, kind, model, self._sessions),
+                    host=hosts[rank % len(hosts)],
+                    collective=collective and kind != "directory",
+                ),
                 f"session-{self._sessions}-{rank}",
                 self.machines.trainer,
             )
@@ -313,7 +321,9 @@ class Scenario:
         group.trainers[rank].crash()
         self._sessions += 1
         source = Source(
-            old.lineage, rank, old.world_size, old.kind, old.model, self._sessions, dict(old.memory), host=old.host
+            *(old.lineage, rank, old.world_size, old.kind, old.model, self._sessions, dict(old.memory)),
+            host=old.host,
+            collective=old.collective,
         )
         session = f"session-{self._sessions}-{rank}"
 

@@ -33,8 +33,9 @@ class AbleEngine(Engine):
 class Story(Scenario):
     """A good world in which only happens what the test says. Invariants are checked all the same."""
 
-    def __init__(self, far: bool = False, **deadlines: float) -> None:
-        super().__init__(seed=1, calm=True, machines=Machines(engine=AbleEngine), slant=Slant(far=far))
+    def __init__(self, far: bool = False, collective: bool = False, **deadlines: float) -> None:
+        slant = Slant(far=far or collective, collective=float(collective))
+        super().__init__(seed=1, calm=True, machines=Machines(engine=AbleEngine), slant=slant)
         self.deadlines = self.cluster.deadlines = replace(self.deadlines, **deadlines)
         self.start_manager()
 
@@ -72,6 +73,14 @@ class Story(Scenario):
         while not reached():
             assert self.world.now < end, "it does not come to that"
             self.wait(0.001)
+
+    def engine_again(self, agent: AgentShell) -> None:
+        """Its engine is killed, and another one is there when this returns."""
+        assert agent.engine is not None
+        agent.engine.kill()
+        agent.engine_died()
+        self.start_engine(agent)
+        self.wait(3.0)
 
     def relay(self) -> RelayShell:
         """A relay that is connected."""

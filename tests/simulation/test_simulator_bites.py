@@ -64,7 +64,7 @@ def intents_are_not_written(patch: Patch) -> None:
         assert self._combined is not None
         direct = targets.Way(self._compiled, self._combined)
         self._installing = installing.Installing(
-            self.course, self._targets, self._absences, self._identity, direct, None
+            self.course, self._targets, self._absences, self._identity, direct, None, self._collecting
         )
         self._targets.decided(self._installing.fence, self._identity)
         self._install(now)

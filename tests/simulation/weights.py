@@ -14,7 +14,8 @@ from typing import Any
 
 from ckpt_engine.core.problems import not_found
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from tests.simulation.hosts import FILES, HOST, MEMORY, NETWORK, RELAY
+from tests.simulation.collective import Collectives
+from tests.simulation.hosts import COLLECTIVE, FILES, HOST, MEMORY, NETWORK, RELAY
 from tests.simulation.world import World
 
 SLICES = 4
@@ -43,11 +44,19 @@ class Source:
     alive: bool = True
     lent: bool = True
     host: weights_pb2.Host = field(default_factory=lambda: HOST)
+    collective: bool = False  # whether it is offered for collectives alone
 
     @property
     def offered(self) -> tuple[str, ...]:
         """The transports over which it is read."""
+        if self.collective:
+            return (COLLECTIVE,)
         return (FILES,) if self.kind == "directory" else (MEMORY,)
+
+    @property
+    def meeting(self) -> str:
+        """Where the lead is found if this is the lead's."""
+        return f"{self.lineage} rank {self.rank} of process {self.process}"
 
     @property
     def region(self) -> weights_pb2.OfferedRegion:
@@ -186,12 +195,13 @@ class Blobs:
 class Truth:
     """What the simulator knows and no machine does: which content each root stands for, and every source there is."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
         self.content: dict[bytes, list[str]] = {}
         self.sources: dict[bytes, Source] = {}  # by the digest of their table
         self.recorded: dict[tuple[str, int], list[weights_pb2.Identity]] = {}  # intents on any disk, by fence
         self.models: dict[str, str] = {}  # by lineage
         self.passing: dict[bytes, Any] = {}  # relays, by the locator under which they pass on
+        self.collectives = Collectives(world)
 
     @staticmethod
     def hash(digests: dict[str, str]) -> bytes:

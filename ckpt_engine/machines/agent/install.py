@@ -22,7 +22,7 @@ from typing import ClassVar, cast
 from ckpt_engine.core.sleeping import AWAKE, KV_CACHE, WEIGHTS, Sleeping, Step
 from ckpt_engine.machines.agent.account import Account
 from ckpt_engine.machines.agent.label import RETRY_SECONDS, LabellingOperation
-from ckpt_engine.machines.agent.ready import Readying, steps_around
+from ckpt_engine.machines.agent.ready import Readying, blobs_of, part_of, steps_around
 from ckpt_engine.machines.agent.state import Order, Replica, acknowledged
 from ckpt_engine.machines.events import (
     Done,
@@ -128,8 +128,7 @@ class Installing(LabellingOperation):
             self._conclude_untouched(now)
             return
         self._steps = steps
-        refs = {ref.digest: ref for worker in self.install.workers for ref in (worker.plan, worker.expected)}
-        self._refs = list(refs.values())
+        self._refs = blobs_of(self.install)
         seconds = min(self.replica.deadlines.blobs, self._left(now))
         self.run("fetch", FetchBlobs(tuple(self._refs), seconds))
 
@@ -320,6 +319,7 @@ class Installing(LabellingOperation):
                 plan=self._blobs[worker.plan.digest],
                 expected=self._blobs[worker.expected.digest],
                 deadline_seconds=self._left(now),
+                collective=part_of(self.install, worker, self._blobs),
             )
         )
 

@@ -41,24 +41,51 @@ def steps_around(replica: Replica, install: manager_pb2.Install, left: float) ->
     return steps
 
 
+def blobs_of(install: manager_pb2.Install) -> list[manager_pb2.BlobRef]:
+    """What an agent fetches to carry out an install, each blob once."""
+    refs = [ref for worker in install.workers for ref in (worker.plan, worker.expected)]
+    refs += [install.collective.plan] if install.HasField("collective") else []
+    return list({ref.digest: ref for ref in refs}.values())
+
+
+def part_of(
+    install: manager_pb2.Install, worker: manager_pb2.WorkerInstall, blobs: Mapping[bytes, bytes]
+) -> worker_pb2.CollectiveOrder | None:
+    """A worker's part in the collective of an install, if there is one."""
+    if not install.HasField("collective"):
+        return None
+    collective = install.collective
+    return worker_pb2.CollectiveOrder(
+        members=collective.members,
+        member=worker.member,
+        plan=blobs[collective.plan.digest],
+        meeting=collective.meeting,
+        communicator=collective.communicator,
+        arm_seconds=collective.arm_seconds,
+    )
+
+
 class Readying:
     """The workers of one install on their way to being ready."""
 
     def __init__(self, replica: Replica, install: manager_pb2.Install) -> None:
         self._replica = replica
         self._fence = install.fence
-        self._plans = {worker.rank: worker.plan.digest for worker in install.workers}
+        self._install = install
+        self._workers = {worker.rank: worker for worker in install.workers}
         self._problems: dict[int, Problem] = {}
         self._giving = False
 
     def unready(self) -> list[int]:
         """The workers of which nobody knows that they are ready."""
         boots = {status.rank: status.boot_id for status in self._replica.words.workers}
-        known = self._replica.ready
+        known, communicator = self._replica.ready, self._install.collective.communicator
         return [
             rank
-            for rank, plan in sorted(self._plans.items())
-            if rank not in known or known[rank].boot_id != boots.get(rank) or plan not in known[rank].plans
+            for rank, worker in sorted(self._workers.items())
+            if rank not in known
+            or known[rank].boot_id != boots.get(rank)
+            or not known[rank].plans.issuperset({worker.plan.digest, communicator or worker.plan.digest})
         ]
 
     def begin(self, seconds: float) -> PrepareEngine:
@@ -71,14 +98,16 @@ class Readying:
     ) -> worker_pb2.AgentReply | None:
         """Hands out orders, takes answers. None: a worker asks for something else. seconds: that are left."""
         match request.WhichOneof("body"):
-            case "want_prepare" if self._giving and seconds > 0 and request.rank in self._plans:
+            case "want_prepare" if self._giving and seconds > 0 and request.rank in self._workers:
                 self._replica.ready.pop(request.rank, None)  # it may let go of something, and its answer may not come
+                worker = self._workers[request.rank]
                 return worker_pb2.AgentReply(
                     ready=worker_pb2.ReadyOrder(
                         fence=self._fence,
-                        plan=blobs[self._plans[request.rank]],
+                        plan=blobs[worker.plan.digest],
                         deadline_seconds=seconds,
                         asleep=bool(self._replica.sleeping),
+                        collective=part_of(self._install, worker, blobs),
                     )
                 )
             case "ready" if request.ready.fence == self._fence:

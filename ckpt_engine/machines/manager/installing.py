@@ -5,6 +5,7 @@ from __future__ import annotations
 from ckpt_engine.core.problems import deadline
 from ckpt_engine.machines.events import RecordOutcome
 from ckpt_engine.machines.manager.absences import Absences
+from ckpt_engine.machines.manager.collecting import Collecting
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.relaying import Relaying
 from ckpt_engine.machines.manager.report import build_report
@@ -26,6 +27,7 @@ class Installing:
         identity: weights_pb2.Identity,
         direct: Way,
         relaying: Relaying | None,
+        collecting: Collecting,
     ) -> None:
         self._course = course
         self._state = course.state
@@ -35,13 +37,14 @@ class Installing:
         self._identity = identity
         self._direct = direct
         self._relaying = relaying
+        self._collecting = collecting
         self._started = 0.0
         self.fence = course.state.next_install()
         self.reported: manager_pb2.UpdateReport | None = None
 
     def record(self, now: float) -> None:
         """Has the intent made durable."""
-        self._targets.decided(self.fence, self._identity)
+        self._targets.decided(self.fence, self._identity, self._collecting.replicas)
         self._course.begin("recording", self._state.deadlines.ledger, now)
         seconds = self._course.left(now)
         self._course.run("intent", self._state.versions.intent(self.fence.epoch, self._identity, self._order, seconds))
@@ -57,15 +60,22 @@ class Installing:
             for name in self._targets.waiting_for():
                 self._targets.leave_out(name, Problem(code=Problem.ABORTED, message=cut))
         self._absences.begin(self._targets.waiting_for(), now)
+        self._collecting.begin(self.fence)
         self._course.begin("installing", self._order.end - now, now)
 
     def send(self, now: float) -> None:
         """Tells, again, everybody who has no outcome."""
-        ways = {} if self._relaying is None else self._relaying.ways
-        self._targets.install(self._identity, ways, self._direct, self._course.left(now))
+        ways, seconds = {} if self._relaying is None else self._relaying.ways, self._course.left(now)
+        self._targets.install(self._identity, ways, self._direct, seconds, self._collecting.install)
+        self._collecting.send(self.fence, seconds)
+
+    def waiting_for(self) -> list[str] | list[int]:
+        """Replicas without an outcome; once all have one, ranks whose part in a collective goes on."""
+        return self._targets.waiting_for() or self._collecting.waiting_for()
 
     def out_of_time(self, seconds: float) -> None:
         """Waits for nobody any more, `seconds` after the update began."""
+        self._collecting.out_of_time()
         for name in self._targets.waiting_for():
             message = f"no outcome within {seconds:.1f} s; its agent goes on by itself"
             self._targets.leave_out(name, deadline(message, replica=name).problem)
@@ -73,6 +83,7 @@ class Installing:
     def finish(self, now: float) -> None:
         """Every replica has an outcome."""
         self._course.phase = "reporting"
+        self._collecting.over()
         self.reported = self.report(now)
         # Callers wait for this, and the update has kept no more than that back; a disk that hangs changes no outcome.
         self._course.run("report", RecordOutcome(self.reported, self._state.deadlines.report))
@@ -90,4 +101,5 @@ class Installing:
         )
         if self._relaying is not None:
             self._relaying.add_to(report)
+        report.collective = self._collecting.said()
         return report

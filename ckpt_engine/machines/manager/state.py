@@ -46,7 +46,9 @@ class State:
     epoch: the last one that was given out, of either kind. installs: the last one of an install that may have begun.
     spent: up to which the ledger will never give one out again; some are spent ahead, so that an update need not wait
     for the disk. spending: up to which they are being spent, 0 if they are not. versions: who is to hold what.
-    ledger_problem: why the ledger could not be written when that was tried last; None if it could.
+    ledger_problem: why the ledger could not be written when that was tried last; None if it could. communicators: by
+    lineage, the members of a collective that ended well, and the communicator that they keep. blames: how many
+    collectives in a row ended badly because of a replica.
     """
 
     members: Members
@@ -58,6 +60,8 @@ class State:
     versions: Versions = field(default_factory=Versions)
     spending: int = 0
     ledger_problem: weights_pb2.Problem | None = None
+    communicators: dict[str, tuple[object, bytes]] = field(default_factory=dict)
+    blames: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_ledger(

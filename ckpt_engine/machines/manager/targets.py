@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from ckpt_engine.core.problems import deadline, precondition
@@ -43,6 +43,7 @@ class Targets:
         self._fill = fill
         self._fence = weights_pb2.Fence()
         self._prepared: dict[str, list[manager_pb2.PreparedWorker]] = {}
+        self._again = False
         self._unfit: dict[str, Unfit] = {}
         self.cut_off: dict[str, Problem] = {}
         self.told: set[str] = set()
@@ -97,13 +98,18 @@ class Targets:
             manifest = self._order.published.manifest.digest if body.problem.code == Problem.INVALID_ARGUMENT else b""
             self._leave_out_unfit(replica.name, Unfit(body.problem, replica.boot_ids(), manifest))
 
-    def prepare_again(self) -> None:
-        """What they recorded is not stored here: it went to a manager before this one. They store it once more."""
+    def prepare_again(self, problem: Problem | None) -> bool:
+        """Whether what they recorded is not stored here, since it went to a manager before this one: a hello may name
+        blobs that its sender stored with one that died in that moment. They store it once more, and only once."""
+        if problem is None or problem.code != Problem.NOT_FOUND or self._again:
+            return False
+        self._again = True
         for name in self.prepared():
             replica = self._state.members.replicas.get(name)
             if replica is not None:
                 replica.prepared.clear()
         self._prepared.clear()
+        return True
 
     def take_unplanned(self, problems: Mapping[str, Problem], near_relays: Collection[str]) -> None:
         """For these no plan can be made. Other sources may be within their reach, so they are asked again; those near
@@ -178,21 +184,33 @@ class Targets:
         """Those that are prepared and do not serve this version."""
         return [name for name in self.prepared() if not self._serves(name, identity)]
 
-    def decided(self, fence: weights_pb2.Fence, identity: weights_pb2.Identity) -> None:
-        """The install fence is given out. Those that serve this very version already are left alone."""
+    def decided(
+        self, fence: weights_pb2.Fence, identity: weights_pb2.Identity, together: frozenset[str] = frozenset()
+    ) -> None:
+        """The install fence is given out. Those that serve this very version already are left alone; those of a
+        collective if all of them do."""
+        apart = frozenset() if all(self._serves(name, identity) for name in together) else together
         self._fence = fence
         for outcome in self.outcomes.values():
             outcome.fence.CopyFrom(fence)
         for name in self.prepared():
-            if self._serves(name, identity):
+            if name not in apart and self._serves(name, identity):
                 self.outcomes[name] = already_there(name, self._fence, identity)
 
     def waiting_for(self) -> list[str]:
         """Those that are prepared and have no outcome."""
         return [name for name in self.prepared() if name not in self.outcomes]
 
-    def install(self, identity: weights_pb2.Identity, ways: Mapping[str, Way], direct: Way, seconds: float) -> None:
-        """Tells, again, everybody who has no outcome. ways: by replica; direct: of all others."""
+    def install(
+        self,
+        identity: weights_pb2.Identity,
+        ways: Mapping[str, Way],
+        direct: Way,
+        seconds: float,
+        add: Callable[[str, manager_pb2.Install], None],
+    ) -> None:
+        """Tells, again, everybody who has no outcome. ways: by replica; direct: of all others. add: what else a replica
+        is to know."""
         for name in self.waiting_for():
             if name in self.awaited:
                 continue
@@ -203,6 +221,8 @@ class Targets:
             for worker in self._prepared[name]:
                 key = (name, worker.rank)
                 command.workers.add(rank=worker.rank, plan=way.compiled.plans[key], expected=way.combined.expected[key])
+            if name not in ways:
+                add(name, command)
             if self._state.send_to(name, command):
                 self.told.add(name)
 

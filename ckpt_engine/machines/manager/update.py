@@ -18,6 +18,7 @@ from typing import cast
 from ckpt_engine.core.problems import CkptEngineError, deadline, unavailable
 from ckpt_engine.machines.events import Combined, CombineSeals, Compiled, CompilePlans, Done
 from ckpt_engine.machines.manager.absences import Absences
+from ckpt_engine.machines.manager.collecting import Collecting
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.installing import Installing
 from ckpt_engine.machines.manager.members import Holder, Member, Replica, Trainer
@@ -53,6 +54,7 @@ class Update:
         self._over = over
         self._before = before
         self._targets = Targets(state, order, self.fence)
+        self._collecting = Collecting(self.course, self._targets)
         self._absences = Absences(state, order, self._targets, self.course.timer, self.course.cancel)
         self._compiled: Compiled | None = None
         self._sealing: Sealing | None = None
@@ -61,7 +63,6 @@ class Update:
         self._relaying: Relaying | None = None
         self._ranks = Ranks(self.course, self._refuse)
         self._installing: Installing | None = None
-        self._prepared_again = False
 
     # -- for the manager's machine
 
@@ -87,6 +88,7 @@ class Update:
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """Blobs that members may fetch for it, or that it still needs."""
         refs = [*self._targets.blobs(), *refs_of(self._compiled, self._sealing, self._combined)]
+        refs += self._collecting.blobs()
         refs += [] if self._relaying is None else self._relaying.blobs()
         return refs + ([] if self.order.record is None else [self.order.record])
 
@@ -155,6 +157,9 @@ class Update:
             self._lose_replica(member, now)
         else:
             self._ranks.gone(member)
+            if isinstance(member, Trainer):
+                self._collecting.gone(member)
+                self._go_on(now)
 
     def _lose_replica(self, replica: Replica, now: float) -> None:
         if self.phase in ("preparing", "installing"):
@@ -180,6 +185,8 @@ class Update:
             case manager_pb2.ReplicaOutcome() if isinstance(member, Replica) and body.fence == self.installs:
                 if self.phase == "installing":
                     self._targets.take_outcome(body, member.name)
+            case manager_pb2.TookPart() if isinstance(member, Trainer) and body.fence == self.installs:
+                self._collecting.answered(member, body)
             case manager_pb2.Progress() if isinstance(member, Replica) and body.fence == self.installs:
                 self.course.progress(member.name, body)
         if problem is not None:
@@ -195,8 +202,9 @@ class Update:
             self._go_on(now)
         elif step == "report":
             self._end()
-        elif step == "plan" and self._prepare_again(done.problem, now):
-            return
+        elif step == "plan" and self._targets.prepare_again(done.problem):
+            self.course.begin("preparing", self.state.deadlines.prepare, now)
+            self._send_missing(now)
         elif done.problem is not None:
             if step == "intent" and not done.answered and self._identity is not None:
                 # It may be on the disk all the same, and what is there counts after a restart: its number is taken.
@@ -210,16 +218,6 @@ class Update:
             self._decide_identity(self._combined.root, now)
         elif step == "intent" and self._installing is not None:
             self._install(now)
-
-    def _prepare_again(self, problem: Problem | None, now: float) -> bool:
-        """Once: a hello may name blobs that its sender stored with a manager which died in that moment."""
-        if problem is None or problem.code != Problem.NOT_FOUND or self._prepared_again:
-            return False
-        self._prepared_again = True
-        self._targets.prepare_again()
-        self.course.begin("preparing", self.state.deadlines.prepare, now)
-        self._send_missing(now)
-        return True
 
     def timer(self, step: str, now: float) -> None:
         """A timer of this update fired."""
@@ -266,7 +264,7 @@ class Update:
         elif self.phase in ("filling", "joining") and self._relaying is not None:
             if self._relaying.over(now):
                 self._intend(now)
-        elif self.phase == "installing" and not self._targets.waiting_for() and self._installing is not None:
+        elif self._installing is not None and self.phase == "installing" and not self._installing.waiting_for():
             self._installing.finish(now)
 
     def _plan(self, now: float) -> None:
@@ -274,12 +272,16 @@ class Update:
             return
         self.course.begin("planning", self.state.deadlines.plan, now)
         order, root = self.order, b"" if self.order.sealed is None else self.order.sealed.root
-        task = CompilePlans(order.published, self._targets.workers(), self.course.left(now), order.record, root)
+        workers, members = self._targets.workers(), self._collecting.replicas
+        task = CompilePlans(order.published, workers, self.course.left(now), order.record, root, members)
         self.course.run("plan", task)
 
     def _seal(self, compiled: Compiled, now: float) -> None:
-        kept = self.order.sealed is not None
-        self._targets.take_unplanned(compiled.unfit, set().union(*near_relays(self.state, self._targets).values()))
+        kept, near = self.order.sealed is not None, set().union(*near_relays(self.state, self._targets).values())
+        if self._collecting.choose(compiled, near):
+            self._plan(now)
+            return
+        self._targets.take_unplanned(compiled.unfit, near)
         if self._too_few():
             return
         self.course.begin("sealing", self.state.deadlines.seal, now)
@@ -340,7 +342,7 @@ class Update:
             return
         direct = Way(self._compiled, self._combined)
         self._installing = Installing(
-            self.course, self._targets, self._absences, self._identity, direct, self._relaying
+            self.course, self._targets, self._absences, self._identity, direct, self._relaying, self._collecting
         )
         self._installing.record(now)
 

@@ -1,19 +1,26 @@
-"""The trainer's machine: one rank's session with the manager.
+"""The trainer's machine: one rank's session with the manager, and its part in collectives.
 
-Decides when to connect, publish and seal, as every member that offers weights does (`offering`). UpdateWeights itself
-is a call of its own, made by the shell.
+Decides when to connect, publish and seal, as every member that offers weights does (`offering`), and when to take part
+in a collective. UpdateWeights itself is a call of its own, made by the shell.
 """
 
 from __future__ import annotations
 
-from ckpt_engine.core.deadlines import Deadlines
+from typing import cast
+
+from ckpt_engine.core.deadlines import Deadlines, bounded
+from ckpt_engine.machines.events import Done, PartTaken, Run, RunPart, TrainerEvent
 from ckpt_engine.machines.offering import Kind, OfferingMachine, Told
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
 class TrainerMachine(OfferingMachine):
     """One rank. session_id: of this process; survives reconnects. It offers one table, of weights that have no identity
-    yet."""
+    yet.
+
+    It takes part in a collective once an install fence, and in none of a lower one; a repeated command is answered as
+    before. What has begun goes on whatever becomes of the manager.
+    """
 
     def __init__(
         self,
@@ -40,3 +47,38 @@ class TrainerMachine(OfferingMachine):
             return manager_pb2.Publish(table=told.held[0].table if told.held else None)
 
         super().__init__(Kind("TrainerSession", manager_pb2.TrainerMessage, hello, changed), deadlines)
+        self._part = weights_pb2.Fence()
+        self._took: manager_pb2.TookPart | None = None
+
+    def _take(self, event: TrainerEvent, now: float) -> None:
+        match event:
+            case Done(("part", int() as epoch), result, problem):
+                if epoch == self._part.epoch:
+                    self._part_over(result, problem)
+            case _:
+                super()._take(event, now)
+
+    def _message(self, body: object, now: float) -> None:
+        if isinstance(body, manager_pb2.TakePart):
+            self._take_part(body)
+        else:
+            super()._message(body, now)
+
+    def _take_part(self, body: manager_pb2.TakePart) -> None:
+        if body.fence == self._part:
+            if self._took is not None:
+                self._session.send(self._took)
+            return
+        if body.fence.cluster != self._session.cluster:
+            return
+        if body.fence.cluster == self._part.cluster and body.fence.epoch < self._part.epoch:
+            return
+        self._part, self._took = body.fence, None
+        seconds = bounded(body.deadline_seconds)
+        task = RunPart(body.fence.epoch, body.sealed.epoch, body.collective, body.member, seconds)
+        self._out.append(Run(("part", body.fence.epoch), task))
+
+    def _part_over(self, result: object, problem: weights_pb2.Problem | None) -> None:
+        taken = PartTaken(problem) if problem is not None else cast(PartTaken, result)
+        self._took = manager_pb2.TookPart(fence=self._part, problem=taken.problem, blamed=taken.blamed)
+        self._session.send(self._took)

@@ -1,9 +1,10 @@
 """Where the members of a collective meet: they find each other here, and all hear of it when one of them fails.
 
 The lead, one of the members, keeps the meeting in its process; every member attends it over one connection. It holds
-words (what Gloo and NCCL need to find their peers), and one word that ends everything: why the collective was ended. It
-is written once: by a member that fails, or by the meeting for one whose connection ends or that is not heard while it
-runs. Whoever attends asks again and again. No weights pass through here. Any thread; each call has a limit of its own.
+words (what Gloo and NCCL need to find their peers), the ballots in which they agree to begin, and one word that ends
+everything: why the collective was ended. It is written once: by a member that fails, or by the meeting for one whose
+connection ends or that is not heard while it runs. Whoever attends asks again and again. No weights pass through here.
+Any thread; each call has a limit of its own.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
+from ckpt_engine.core.arming import Answer, Ballot, Ballots, Word
 from ckpt_engine.core.problems import CkptEngineError, deadline, internal, unavailable
 
 KEY_BYTES = 32
@@ -36,6 +40,7 @@ _POLL_SECONDS = 0.005
 _HEADER = struct.Struct(">I")
 _KEY = struct.Struct(">cH")
 _HELLO, _SET, _GET, _END, _HEAR, _REST, _WHO, _BYE, _LATE = b"h", b"s", b"g", b"e", b"r", b"i", b"w", b"b", b"l"
+_BALLOT = b"v"
 
 
 class Meeting:
@@ -52,12 +57,24 @@ class Meeting:
         self._heard: dict[str, float] = {}  # of those that run
         self._begun: Counter[str] = Counter()  # runs
         self._looked = 0.0
+        self._ballots = Ballots(silence)
         self._connections: set[socket.socket] = set()
         self._closed = False
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family)
         self.address: tuple[str, int] = address, self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="ckpt-engine meeting", daemon=True).start()
+
+    def open_ballot(self, epoch: int, members: Sequence[str]) -> None:
+        """From now on all members may vote on beginning this epoch (core/arming.py)."""
+        with self._lock:
+            self._ballots.open(epoch, members)
+
+    def blamed(self, epoch: int) -> tuple[str, ...]:
+        """The members because of which an epoch did not begin, or ended badly."""
+        with self._lock:
+            found = self._ballots.find(epoch)
+        return found.blamed if isinstance(found, Ballot) else ()
 
     def close(self) -> None:
         """Ends it for all. May be repeated."""
@@ -109,7 +126,7 @@ class Meeting:
             with self._lock:
                 self._connections.discard(connection)
                 if name and not self._closed:
-                    self._end(f"{name} lost its connection")
+                    self._end(f"{name} lost its connection", name)
 
     def _answer(self, name: str, kind: bytes, key: str, value: bytes) -> bytes:
         if kind == _SET:
@@ -117,11 +134,13 @@ class Meeting:
         elif kind == _GET:
             return b"1" + self._words[key] if key in self._words else b"0"
         elif kind == _END:
-            self._end(value.decode(errors="replace"))
+            self._end(value.decode(errors="replace"), name)
         elif kind == _LATE:
             behind = [other for other in sorted(self._there) if self._begun[other] < max(self._begun.values())]
             none = f"; {', '.join(behind)} had not begun" if behind else ""
-            self._end(value.decode(errors="replace") + none)
+            self._end(value.decode(errors="replace") + none, *(behind or [name]))
+        elif kind == _BALLOT:
+            return self._voted(name, json.loads(value))
         elif kind == _REST:
             self._heard.pop(name, None)
         elif kind == _HEAR:
@@ -131,19 +150,37 @@ class Meeting:
                 # Nobody was heard: it is the lead that was away, and what others said waits to be read.
                 self._heard = dict.fromkeys(self._heard, now)
             self._heard[name] = self._looked = now
+            self._ballots.heard(name, now)
             for other, when in self._heard.items():
                 if now - when > self._silence:
-                    self._end(f"{other} was not heard for {self._silence:g} s")
+                    self._end(f"{other} was not heard for {self._silence:g} s", other)
         elif kind == _WHO:
             return json.dumps(sorted(self._there)).encode()
         elif kind == _BYE:
             self._there.discard(name)
             self._heard.pop(name, None)
+            self._ballots.lost(name)
             return b""
         return self._why.encode()
 
-    def _end(self, why: str) -> None:
+    def _voted(self, name: str, asked: Mapping[str, Any]) -> bytes:
+        epoch, verb, now = int(asked["epoch"]), asked["verb"], time.monotonic()
+        ballot = self._ballots.find(epoch)
+        if verb == "leave":
+            answer = self._ballots.leave(epoch, name, str(asked["why"]), now, asked.get("blamed", ()))
+        elif isinstance(ballot, Answer):
+            answer = ballot
+        elif verb == "vote":
+            answer = ballot.vote(name, float(asked["until"]), now)
+        elif verb == "give up":
+            answer = ballot.give_up(name, now)
+        else:
+            answer = ballot.done(name, now) if verb == "done" else ballot.ask(name, now)
+        return json.dumps({**asdict(answer), "word": answer.word.value}).encode()
+
+    def _end(self, why: str, *blamed: str) -> None:
         self._why = self._why or why
+        self._ballots.failed(blamed, why)
 
 
 class Attendance:
@@ -201,6 +238,11 @@ class Attendance:
         """Ends the collective for all, unless it was ended; returns the reason that stands. late: this member's time
         is over, which is the fault of those who have not begun, if there are any."""
         return self._call(_LATE if late else _END, "", why.encode()).decode()
+
+    def ballot(self, epoch: int, verb: str, **given: float | str | Sequence[str]) -> Answer:
+        """Says "ask", "vote" (until), "give up", "leave" (why, blamed) or "done" to the ballot of an epoch."""
+        told = json.loads(self._call(_BALLOT, "", json.dumps({"epoch": epoch, "verb": verb, **given}).encode()))
+        return Answer(**{**told, "word": Word(told["word"])})
 
     def close(self) -> None:
         """Leaves in good order: that ends nothing. Never raises. May be repeated."""

@@ -1,0 +1,304 @@
+"""How the members of a collective agree to begin, and how all of them stop when one fails. Pure.
+
+A collective (transport/collective) moves weights from GPU to GPU in one schedule that all members run together: trainer
+ranks and workers. So either all of them begin or none does, and a member that stops has to stop the others.
+
+Whoever has paused its engine, checked its plan and synchronised its device *votes*; nothing of it is DIRTY yet. One
+*ballot* an install epoch takes the votes, in the process of the lead, which is the first trainer rank; it writes *go*
+or *no*, once. The lead decides, and not the manager, since it takes part itself: whatever kills the decider ends the
+collective too, and no member needs the manager or a disk between its vote and its outcome.
+
+A vote holds until a moment of the lead's clock, which the member has from an answer of the ballot, so a vote that was
+long on its way holds no longer for it. *Go* is written only while the votes of all members hold and all are heard. A
+member waits by its own clock for longer than its vote holds. Then it asks to be let out, which writes *no* unless *go*
+is written already; if it hears nothing, nobody can tell it *go* any more either, and it goes back. After *go* a member
+that fails, that loses its connection or that is not heard aborts the ballot. All ask the ballot again and again, and
+stop what they do when it is aborted or not heard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum
+
+DRIFT = 1.1
+"""How much longer by its own clock a member waits than its vote holds; clocks of hosts differ by far less."""
+
+KEPT_BALLOTS = 4
+"""Ballots that are kept to answer members that come late; of a lower epoch they are told *no*."""
+
+
+class Word(Enum):
+    """What a ballot has decided."""
+
+    UNDECIDED = "undecided"
+    GO = "go"
+    NO = "no"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a ballot tells a member.
+
+    clock: the lead's, seconds; None while the ballot is not open. voted: whether it has this member's vote. aborted:
+    after *go*: stop, and leave dirty what is not verified. why: of *no*, or of the abort.
+    """
+
+    word: Word
+    clock: float | None = None
+    voted: bool = False
+    aborted: bool = False
+    why: str = ""
+
+
+NOT_OPEN = Answer(Word.UNDECIDED)
+
+
+@dataclass
+class Ballot:
+    """The vote of one install epoch, as the lead keeps it. Not safe for threads: its owner holds a lock.
+
+    members: their names for people, "rank 0" or "replica a, worker 1"; each exactly once. silence: seconds without a
+    word from a member after which it counts as gone. blamed: the members because of which it ended badly. Times are the
+    lead's monotonic seconds.
+    """
+
+    epoch: int
+    members: frozenset[str]
+    silence: float
+    word: Word = Word.UNDECIDED
+    aborted: bool = False
+    why: str = ""
+    blamed: tuple[str, ...] = ()
+    _until: dict[str, float] = field(default_factory=dict)  # that votes hold
+    _heard: dict[str, float] = field(default_factory=dict)
+    _done: set[str] = field(default_factory=set)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Members that have not voted."""
+        return tuple(sorted(self.members - self._until.keys()))
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody has anything to do any more."""
+        return self.word is Word.NO or self.aborted or (self.word is Word.GO and self._done >= self.members)
+
+    def vote(self, member: str, until: float, now: float) -> Answer:
+        """A member is ready, and stays so until then. A repeated vote does not hold longer."""
+        if self.word is Word.UNDECIDED and member in self.members:
+            self._until.setdefault(member, until)
+        return self.ask(member, now)
+
+    def ask(self, member: str, now: float) -> Answer:
+        """A member asks what was decided, and shows that it is there."""
+        if member not in self.members:
+            return Answer(Word.NO, now, why=f"{member} is no member of the collective of epoch {self.epoch}")
+        self._heard[member] = now
+        self.look(now)
+        return Answer(self.word, now, member in self._until, self.aborted, self.why)
+
+    def done(self, member: str, now: float) -> Answer:
+        """A member has all its bytes, verified, and has sent all that others want of it."""
+        if self.word is Word.GO:
+            self._done.add(member)
+        return self.ask(member, now)
+
+    def leave(self, member: str, why: str, now: float, blamed: Collection[str] = ()) -> Answer:
+        """A member will not go on, or cannot: *no* if nothing is decided; after *go* the whole is aborted, unless the
+        member is done. blamed: other members because of which it cannot."""
+        self._end(member, why, blamed)
+        return self.ask(member, now)
+
+    def give_up(self, member: str, now: float) -> Answer:
+        """A member has waited for longer than its vote holds: *no* if nothing is decided. If it is, that counts."""
+        if self.word is Word.UNDECIDED:
+            late = self.missing or (member,)
+            self._write(f"{_and(late)} had not voted when {member} stopped waiting", late)
+        return self.ask(member, now)
+
+    def lost(self, member: str) -> None:
+        """A member's connection ended: nobody would answer for its vote."""
+        if member in self._heard:
+            self._end(member, "lost its connection")
+
+    def overtaken(self, epoch: int) -> None:
+        """Another install began."""
+        if not self.over:
+            self._write(f"it was overtaken by epoch {epoch}", ())
+
+    def look(self, now: float) -> None:
+        """Decides what can be decided now. To be called from time to time, also when nobody asks."""
+        if self.over:
+            return
+        for member in sorted(self._heard.keys() - self._done):
+            if now - self._heard[member] > self.silence:
+                self._end(member, f"was not heard for {self.silence:g} s")
+                return
+        if self.word is Word.GO:
+            return
+        if any(now >= until for until in self._until.values()):
+            late = self.missing or tuple(sorted(self._until))
+            self._write(f"{_and(late)} had not voted in time", late)
+        elif not self.missing:
+            self.word = Word.GO
+
+    def _end(self, member: str, why: str, blamed: Collection[str] = ()) -> None:
+        if not self.over and member in self.members - self._done:
+            self._write(f"{member} {why}", tuple(sorted(blamed)) or (member,))
+
+    def _write(self, why: str, blamed: tuple[str, ...]) -> None:
+        """The one place in which *no* or an abort is written."""
+        if self.word is Word.UNDECIDED:
+            self.word = Word.NO
+        else:
+            self.aborted = True
+        self.why, self.blamed = why, blamed
+
+
+class Ballots:
+    """All ballots of one lead, by epoch. Only that of the highest epoch can be undecided, or go on."""
+
+    def __init__(self, silence: float) -> None:
+        self._silence = silence
+        self._ballots: dict[int, Ballot] = {}
+        # By epoch: who left before its ballot was open, why, and whom it blamed.
+        self._left: dict[int, dict[str, tuple[str, Collection[str]]]] = {}
+
+    def open(self, epoch: int, members: Collection[str]) -> Ballot:
+        """The ballot of an epoch, made if there is none; those of lower epochs are over then."""
+        if epoch in self._ballots:
+            return self._ballots[epoch]
+        ballot = Ballot(epoch, frozenset(members), self._silence)
+        highest = max(self._ballots, default=0)
+        if epoch < highest:
+            ballot.overtaken(highest)
+            return ballot
+        for before in self._ballots.values():
+            before.overtaken(epoch)
+        for member, (why, blamed) in self._left.pop(epoch, {}).items():
+            ballot._end(member, why, blamed)
+        self._left = {number: left for number, left in self._left.items() if number > epoch}
+        self._ballots[epoch] = ballot
+        for number in sorted(self._ballots)[:-KEPT_BALLOTS]:
+            del self._ballots[number]
+        return ballot
+
+    def find(self, epoch: int) -> Ballot | Answer:
+        """The ballot of an epoch; or what everybody is told for whom there is none: not open yet, or long over."""
+        highest = max(self._ballots, default=0)
+        if epoch not in self._ballots and epoch < highest:
+            return Answer(Word.NO, why=f"epoch {epoch} was overtaken by {highest}")
+        return self._ballots.get(epoch, NOT_OPEN)
+
+    def leave(self, epoch: int, member: str, why: str, now: float, blamed: Collection[str] = ()) -> Answer:
+        """A member will not go on, or cannot; blamed: because of others. Remembered if the ballot is not open yet."""
+        ballot = self.find(epoch)
+        if isinstance(ballot, Ballot):
+            return ballot.leave(member, why, now, blamed)
+        if ballot is NOT_OPEN:
+            self._left.setdefault(epoch, {})[member] = why, tuple(blamed)
+            for number in sorted(self._left)[:-KEPT_BALLOTS]:
+                del self._left[number]
+        return ballot
+
+    def heard(self, member: str, now: float) -> None:
+        """A member runs."""
+        for ballot in self._ballots.values():
+            if not ballot.over and member in ballot.members:
+                ballot.ask(member, now)
+
+    def failed(self, blamed: Collection[str], why: str) -> None:
+        """What goes on has ended because of these."""
+        for ballot in self._ballots.values():
+            if not ballot.over:
+                ballot._write(why, tuple(sorted(blamed)))
+
+    def lost(self, member: str) -> None:
+        """A member's connection ended."""
+        for ballot in self._ballots.values():
+            ballot.lost(member)
+
+    def look(self, now: float) -> None:
+        """Decides what can be decided now."""
+        for ballot in self._ballots.values():
+            ballot.look(now)
+
+
+class Step(Enum):
+    """What a member is to do now."""
+
+    ASK = "ask"  # in a moment, and take the answer
+    VOTE = "vote"  # until `Participant.until`, and take the answer
+    GIVE_UP = "give up"  # tell the ballot so, and take the answer
+    GO = "go"  # mark DIRTY, then run the schedule; go on asking beside it
+    BACK = "back"  # nothing was written, and nothing will be
+    STOP = "stop"  # abort the communicator; what is not verified stays DIRTY
+
+
+class Participant:
+    """What one member believes of its ballot. Ask `step` what to do, and tell `took` what the ballot answered.
+
+    until: of the lead's clock, when its vote ends to hold; None: it cannot vote yet. why: it went back or stopped.
+    Other times are the member's own monotonic seconds.
+    """
+
+    def __init__(self, patience: float, silence: float, end: float, now: float) -> None:
+        """patience: seconds for a decision. silence: seconds without an answer after which the ballot counts as gone.
+        end: when its part must be over."""
+        self.until: float | None = None
+        self.why = ""
+        self._silence = silence
+        self._end = end
+        self._patience_ends = now + patience
+        self._waits_until = self._patience_ends
+        self._heard = now
+        self._word = Word.UNDECIDED
+        self._voted = self._stopped = False
+
+    @property
+    def went(self) -> bool:
+        """Whether *go* was heard."""
+        return self._word is Word.GO
+
+    def step(self, now: float) -> Step:
+        """What is to be done now."""
+        if self._word is Word.NO:
+            return Step.BACK
+        if self._word is Word.GO:
+            return self._step_of_a_run(now)
+        if now >= self._waits_until + self._silence:
+            self.why = "nothing was heard of a decision"
+            return Step.BACK
+        if now >= self._waits_until:
+            return Step.GIVE_UP
+        return Step.ASK if self.until is None or self._voted else Step.VOTE
+
+    def _step_of_a_run(self, now: float) -> Step:
+        if not self._stopped and now >= self._end:
+            self._stop("its time was over")
+        elif not self._stopped and now - self._heard > self._silence:
+            self._stop(f"the lead was not heard for {self._silence:g} s")
+        return Step.STOP if self._stopped else Step.GO
+
+    def took(self, answer: Answer, now: float) -> None:
+        """The ballot has answered."""
+        self._heard = now
+        self._voted = answer.voted
+        if self._word is Word.UNDECIDED:
+            self._word, self.why = answer.word, answer.why
+        if self.until is None and answer.clock is not None:
+            left = max(0.0, self._patience_ends - now)
+            self.until = answer.clock + left
+            self._waits_until = now + left * DRIFT
+        if answer.aborted and self.went:
+            self._stop(answer.why)
+
+    def _stop(self, why: str) -> None:
+        self._stopped, self.why = True, why
+
+
+def _and(names: Collection[str]) -> str:
+    *first, last = sorted(names)
+    return f"{', '.join(first)} and {last}" if first else last

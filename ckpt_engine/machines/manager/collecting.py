@@ -1,0 +1,213 @@
+"""The part of an update in which replicas get their weights by a collective: who takes part, and who is told what.
+
+The manager chooses the members before the intent and tells them after it. It decides nothing else: members vote in the
+lead's ballot (`core/arming.py`), and from then on nothing needs the manager. A replica because of which several
+collectives in a row ended badly is left out of the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ckpt_engine.core.problems import unavailable
+from ckpt_engine.machines.events import Compiled, WorkerKey
+from ckpt_engine.machines.manager.collective_rule import TRANSPORT, Candidate, collective_decision
+from ckpt_engine.machines.manager.course import Course
+from ckpt_engine.machines.manager.members import Trainer
+from ckpt_engine.machines.manager.targets import Targets
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+NEW = manager_pb2.NEW_SERVING
+
+BLAMES = 2
+"""Collectives in a row that end badly because of one replica before it is left out: the next update mends what one
+failure has left dirty, and a replica that is broken for good does not keep all others from their weights."""
+
+
+def name_of(member: str | WorkerKey) -> str:
+    """What messages call it: a source's id says what it is already."""
+    return member if isinstance(member, str) else f"{member[0]}, worker {member[1]}"
+
+
+class Collecting:
+    """Of one update. replicas: those that take part; none: there is no collective. why: a sentence for people."""
+
+    def __init__(self, course: Course, targets: Targets) -> None:
+        self._course = course
+        self._state = course.state
+        self._targets = targets
+        self._compiled: Compiled | None = None
+        self._part = manager_pb2.Collective()
+        self._ranks: dict[int, int] = {}  # trainer ranks: their index
+        self._workers: dict[WorkerKey, int] = {}
+        self._took: dict[int, manager_pb2.TookPart] = {}
+        self._gone: set[int] = set()
+        self._sessions: dict[int, str] = {}
+        self.replicas: frozenset[str] = frozenset()
+        self.why = ""
+
+    # -- who takes part
+
+    def choose(self, compiled: Compiled, near_relays: Collection[str]) -> bool:
+        """Whether plans are to be compiled once more, now with a collective. near_relays: replicas that reach one."""
+        order, first = self._course.order, self._compiled is None
+        self._compiled = compiled
+        if not first:
+            return False
+        sources = order.published.sources
+        ways = [way for source in sources for way in source.ways]
+        offered = bool(ways) and all(TRANSPORT in way for way in ways)
+        candidates = {}
+        for worker in self._targets.workers():
+            name = worker.key[0]
+            unable = ""
+            if not offered:
+                unable = f"cannot take part in one: the trainer does not publish for {TRANSPORT}"
+            elif TRANSPORT not in worker.transports:
+                unable = f"cannot use {TRANSPORT}"
+            candidates[name] = Candidate(name not in compiled.unfit, name in near_relays, unable)
+        asked = offered and all(way == {TRANSPORT} for way in ways)
+        held, late = order.until == manager_pb2.HELD, order.sealed is not None
+        if not late:
+            self._leave_out(candidates)
+        self._sessions = {rank: trainer.session_id for rank, trainer in self._trainers().items()}
+        decision = collective_decision(asked, held, late, candidates)
+        self.replicas, self.why = frozenset(decision.replicas), decision.why
+        return bool(self.replicas)
+
+    def _leave_out(self, candidates: dict[str, Candidate]) -> None:
+        """Those because of which several in a row ended badly, unless nobody else is left; they are tried again in the
+        next one."""
+        blames = self._state.blames
+        able = {name for name, each in candidates.items() if not each.unable}
+        bad = {name for name in able if blames.get(name, 0) >= BLAMES}
+        for name in bad if bad < able else ():
+            blames[name] -= 1
+            why = f"is left out, since the last {BLAMES} ended because of it"
+            candidates[name] = candidates[name]._replace(unable=why)
+
+    def begin(self, fence: weights_pb2.Fence) -> None:
+        """The intent is on the disk: from now on `install` and `send` tell who takes part."""
+        plan = None if self._compiled is None else self._compiled.collective
+        if plan is None:
+            return
+        replicas = {member[0] for member in plan.members if not isinstance(member, str)}
+        there = replicas & set(self._targets.waiting_for())
+        if there != replicas:
+            for name in there:  # before anything is paused for a vote that cannot be complete
+                message = f"its collective needs {', '.join(sorted(replicas - there))}, which is not in this update"
+                self._targets.leave_out(name, unavailable(message, replica=name).problem)
+            return
+        ranks = {source.source: source.rank for source in self._course.order.published.sources}
+        for index, member in enumerate(plan.members):
+            if not isinstance(member, str):
+                self._workers[member] = index
+            elif (rank := ranks[member]) is not None:
+                self._ranks[rank] = index
+        self._part = manager_pb2.Collective(
+            members=[name_of(member) for member in plan.members],
+            plan=plan.plan,
+            meeting=plan.meeting,
+            communicator=self._communicator(fence),
+            arm_seconds=self._state.deadlines.arm,
+        )
+
+    def _communicator(self, fence: weights_pb2.Fence) -> bytes:
+        """That of the update before if its members are the same processes and all ended well, else another."""
+        lineage = self._course.order.lineage
+        processes = [trainer.session_id.encode() for trainer in self._trainers().values()]
+        for name in sorted(self.replicas):
+            replica = self._state.members.replicas.get(name)
+            processes += [] if replica is None else replica.boot_ids()
+        makeup = (tuple(self._part.members), tuple(processes))
+        known = self._state.communicators.pop(lineage, None)
+        named = known[1] if known is not None and known[0] == makeup else f"{fence.cluster}/{fence.epoch}".encode()
+        self._made = lineage, makeup, named
+        return named
+
+    # -- telling them
+
+    def install(self, name: str, command: manager_pb2.Install) -> None:
+        """Adds to a replica's command what it has to know."""
+        if name in self.replicas and self._part.members:
+            command.collective.CopyFrom(self._part)
+            for worker in command.workers:
+                worker.member = self._workers[name, worker.rank]
+
+    def send(self, fence: weights_pb2.Fence, seconds: float) -> None:
+        """Tells, again, every rank that has not answered."""
+        trainers = self._trainers()
+        for rank in self.waiting_for():
+            if rank in trainers and trainers[rank].session_id != self._sessions.get(rank):
+                self._gone.add(rank)  # another process, which has sealed nothing of this
+            elif rank in trainers:
+                part = manager_pb2.TakePart(
+                    fence=fence,
+                    collective=self._part,
+                    member=self._ranks[rank],
+                    deadline_seconds=seconds,
+                    sealed=self._course.fence,
+                )
+                self._state.send(trainers[rank], part)
+
+    def waiting_for(self) -> list[int]:
+        """Ranks whose part has not ended, as far as is known."""
+        return sorted(self._ranks.keys() - self._took.keys() - self._gone)
+
+    def answered(self, trainer: Trainer, body: manager_pb2.TookPart) -> None:
+        """A rank's part has ended."""
+        self._took.setdefault(trainer.rank, body)
+
+    def gone(self, trainer: Trainer) -> None:
+        """A rank will not come back."""
+        self._gone.add(trainer.rank)
+
+    def out_of_time(self) -> None:
+        """Nobody is waited for any more."""
+        self._gone.update(self.waiting_for())
+
+    def blobs(self) -> list[manager_pb2.BlobRef]:
+        """What members fetch."""
+        plan = None if self._compiled is None else self._compiled.collective
+        return [] if plan is None else [plan.plan]
+
+    def _trainers(self) -> dict[int, Trainer]:
+        return self._state.members.ranks(self._course.order.lineage)
+
+    # -- the end
+
+    def over(self) -> None:
+        """Every replica has an outcome: keeps the communicator if all went well, else leaves out who was to blame."""
+        if not self._ranks:
+            return
+        well = not self._gone and not self.waiting_for()
+        well = well and not any(body.HasField("problem") for body in self._took.values())
+        if well and all(self._ended(name) == NEW for name in self.replicas):
+            lineage, makeup, named = self._made
+            self._state.communicators[lineage] = makeup, named
+        blamed = {key[0] for key, index in self._workers.items() if self._part.members[index] in self._blamed()}
+        for name in self.replicas:
+            count = self._state.blames.pop(name, 0)
+            if name in blamed:
+                self._state.blames[name] = count + 1
+
+    def _ended(self, name: str) -> manager_pb2.Outcome:
+        outcome = self._targets.outcomes.get(name)
+        return manager_pb2.OUTCOME_UNSPECIFIED if outcome is None else outcome.outcome
+
+    def _blamed(self) -> list[str]:
+        return sorted({name for body in self._took.values() for name in body.blamed})
+
+    def said(self) -> str:
+        """For the report."""
+        dirty = [name for name in sorted(self.replicas) if self._ended(name) == manager_pb2.QUARANTINED]
+        problems = [body.problem.message for _, body in sorted(self._took.items()) if body.HasField("problem")]
+        said = self.why
+        if problems:
+            said += f"; it did not end well: {problems[0]}"
+        if dirty:
+            said += (
+                f"; one failure after its beginning leaves all dirty that are not done ({', '.join(dirty)}): the next "
+                "update mends them"
+            )
+        return said

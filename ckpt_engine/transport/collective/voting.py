@@ -1,0 +1,45 @@
+"""One member's vote: it waits here until all begin, or none.
+
+To be called when the member is ready for its first byte: its engine is paused, its plan is checked, its device has
+ended what it did. What a member may do next is decided in core/arming.py.
+"""
+
+from __future__ import annotations
+
+import time
+
+from ckpt_engine.core.arming import Participant, Step
+from ckpt_engine.core.problems import CkptEngineError, aborted
+from ckpt_engine.transport.collective.meeting import CALL_SECONDS, Attendance
+
+ASK_SECONDS = 0.002
+"""Between two questions: all members are paused meanwhile."""
+
+LONGEST_ASK_SECONDS = 0.02
+"""The same of a member that has waited for long."""
+
+
+def wait_for_go(attendance: Attendance, epoch: int, patience: float, seconds: float) -> None:
+    """Votes, and returns when all members begin. patience: how long a decision is waited for. seconds: until this
+    member's part has to be over.
+
+    Raises ABORTED if they do not begin, saying why; then nothing was written, and nothing may be.
+    """
+    now = time.monotonic()
+    part = Participant(patience, CALL_SECONDS, now + seconds, now)
+    wait = ASK_SECONDS
+    while (step := part.step(time.monotonic())) not in (Step.GO, Step.BACK, Step.STOP):
+        try:
+            if step is Step.VOTE and part.until is not None:
+                answer = attendance.ballot(epoch, "vote", until=part.until)
+            else:
+                answer = attendance.ballot(epoch, "give up" if step is Step.GIVE_UP else "ask")
+        except CkptEngineError as error:
+            # Nobody can tell this member to go any more: a connection that failed is not used again.
+            raise aborted(f"the collective does not begin: {error.problem.message}") from error
+        part.took(answer, time.monotonic())
+        if part.step(time.monotonic()) is Step.ASK:
+            time.sleep(wait)
+            wait = min(LONGEST_ASK_SECONDS, wait * 1.1)
+    if step is not Step.GO:
+        raise aborted(f"the collective does not begin: {part.why}")
