@@ -52,12 +52,12 @@ class Meeting:
         self._silence = silence
         self._lock = threading.Lock()
         self._words: dict[str, bytes] = {}
+        self._looked = 0.0  # when a member that runs was last heard
         self._why = ""
         self._there: set[str] = set()
         self._heard: dict[str, float] = {}  # of those that run
         self._begun: Counter[str] = Counter()  # runs
         self._looked = 0.0
-        self._ballots = Ballots(silence)
         self._connections: set[socket.socket] = set()
         self._closed = False
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
