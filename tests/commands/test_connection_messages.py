@@ -7,7 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from ckpt_engine.manager.service import ManagerConfig, ManagerServer, running_ma
 from ckpt_engine.security.client import AUTHORITY, TOKEN_FILE
 from ckpt_engine.security.grants import digest_of
 from ckpt_engine.security.server import ServerSecurity
+from ckpt_engine.trainer.background import Background
+from ckpt_engine.trainer.call import UpdateCall
 from ckpt_engine.v1 import weights_pb2
 
 Run = Callable[..., Result]
@@ -127,11 +130,32 @@ def test_a_rank_that_nobody_started_is_named_to_those_that_wait(
     manager: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckpt_engine.trainer.background.NOTICE_SECONDS", 0.1)
-    with Trainer(manager, rank=0, world_size=2, lineage="run", deadlines=Deadlines(settle=0.1)) as trainer:
-        trainer.publish({"a": torch.ones(2)})
-        with pytest.raises(CkptEngineError, match="rank 1 has no session"):
-            trainer.update_weights(timeout=3.0)
-    assert "the update has not begun yet: gathering ranks of lineage 'run': rank 1 has no session" in caplog.text
+    told = threading.Event()
+    monkeypatch.setattr(Background, "_tell_what_it_waits_for", telling(told))
+    weights = {"a": torch.ones(2)}
+    limits = Deadlines(settle=0.1)
+    with ThreadPoolExecutor(1) as other, Trainer(manager, 0, 2, "run", deadlines=limits) as first:
+        first.publish(weights)
+        waiting = other.submit(first.update_weights)
+        assert told.wait(60)
+        said = caplog.text
+        with Trainer(manager, rank=1, world_size=2, lineage="run") as second:
+            second.publish(weights)
+            for update in (second.update_weights, waiting.result):  # both ranks are there, and no replica is
+                with pytest.raises(CkptEngineError, match="0 replicas that receive weights are connected"):
+                    update()
+    assert "the update has not begun yet: gathering ranks of lineage 'run': rank 1 has no session" in said
+
+
+def telling(told: threading.Event) -> Callable[[Background, UpdateCall], Awaitable[None]]:
+    """What a trainer does, and then the event."""
+    does = Background._tell_what_it_waits_for
+
+    async def tell(self: Background, call: UpdateCall) -> None:
+        await does(self, call)
+        told.set()
+
+    return tell
 
 
 @pytest.mark.parametrize("command", [["update", "--checkpoint", "."], ["replica", "--engine", "vllm"]])
