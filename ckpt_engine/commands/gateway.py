@@ -24,6 +24,9 @@ from ckpt_engine.security.server import ServerSecurity
 
 def gateway(
     manager: Annotated[str, typer.Option(help="The manager that tells of the replicas, host:port.")] = "",
+    pool: Annotated[
+        str, typer.Option(help="Of the manager's replicas. Default: those that were started without one.")
+    ] = "",
     replica: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="A replica, without a manager; repeatable.")
     ] = None,
@@ -72,6 +75,7 @@ def gateway(
     settings = Settings(
         listen=listen,
         manager=manager,
+        pool=pool,
         replicas=tuple(replica or ()),
         queue_seconds=queue_seconds,
         unready_after=unready_after,

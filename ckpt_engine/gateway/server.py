@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
 from ckpt_engine.addresses import check_reach, split_address
+from ckpt_engine.core.names import check_pool
 from ckpt_engine.core.problems import invalid, unavailable
 from ckpt_engine.gateway.app import Gateway
 from ckpt_engine.gateway.door import Door
@@ -41,6 +42,9 @@ def check(settings: Settings) -> None:
         raise invalid("give --manager HOST:PORT, or --replica URL for each replica")
     for url in settings.replicas:
         _check_url(url)
+    if settings.pool and not settings.manager:
+        raise invalid(f"--pool {settings.pool!r} chooses among a manager's replicas: give --manager")
+    check_pool(settings.pool)
     if settings.manager:
         split_address(settings.manager, "--manager")
     settings.security.check()
@@ -89,7 +93,7 @@ async def running_gateway(settings: Settings, name: str = "gateway") -> AsyncIte
             asyncio.ensure_future(gateway.look_after()),
         ]
         if settings.manager:
-            tasks.append(asyncio.ensure_future(watch(settings.manager, name, fleet, placing.changed)))
+            tasks.append(asyncio.ensure_future(watch(settings.manager, name, fleet, placing.changed, settings.pool)))
         else:
             probing = probe_replicas(settings.replicas, fleet, upstream, settings.probe, placing.changed)
             tasks.append(asyncio.ensure_future(probing))

@@ -12,7 +12,8 @@ from ckpt_engine.security.server import ServerSecurity
 
 @dataclass(frozen=True)
 class Settings:
-    """How a gateway runs. listen: host:port. manager: its address, or empty and replicas: base URLs of engines.
+    """How a gateway runs. listen: host:port. manager: its address, and pool: of the replicas that are taken from it; or
+    no manager, and replicas: base URLs of engines.
 
     queue_seconds: how long a request waits until somebody can serve it, unless its caller says. unready_after: so long
     nobody could serve, and /readyz says so. idle: a leg that brings nothing for so long is given up; a whole request
@@ -26,6 +27,7 @@ class Settings:
 
     listen: str = "127.0.0.1:8080"
     manager: str = ""
+    pool: str = ""
     replicas: tuple[str, ...] = ()
     queue_seconds: float = 60.0
     most_queue_seconds: float = 3600.0

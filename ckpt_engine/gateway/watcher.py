@@ -40,10 +40,10 @@ class StaleError(Exception):
 
 
 class News:
-    """Takes what one stream after another says, into the fleet. Pure."""
+    """Takes what one stream after another says of one pool's replicas, into the fleet. Pure."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, fleet: Fleet, pool: str = "") -> None:
+        self._fleet, self._pool = fleet, pool
         self._cluster, self._epoch = "", 0
         self._run, self._sequence = "", 0
         self._settling = False
@@ -59,20 +59,25 @@ class News:
             raise StaleError(f"change {self._sequence + 1} was missed: {message.sequence} came")
         self._cluster, self._epoch = fence.cluster, fence.epoch
         self._run, self._sequence = message.run, message.sequence
-        told = [_told(replica) for replica in message.replicas]
+        told = [_told(replica) for replica in message.replicas if replica.pool == self._pool]
+        others = {replica.name for replica in message.replicas if replica.pool != self._pool}
         if message.snapshot:
             self._named = set()
         self._named |= {each.name for each in told}
         settled = not message.settling and (self._settling or message.snapshot)
-        gone = set(message.gone) | (set(self._fleet.members) - self._named if settled else set())
+        gone = (
+            set(message.gone)
+            | (others & self._fleet.members.keys())
+            | (set(self._fleet.members) - self._named if settled else set())
+        )
         self._settling = message.settling
         self._fleet.tell(told, sorted(gone))
         self._fleet.tell_latest(map(_identity, message.latest))
 
 
-async def watch(manager: str, name: str, fleet: Fleet, changed: Callable[[], None]) -> None:
-    """Runs until it is cancelled. changed: called after everything that was told."""
-    news, said = News(fleet), ""
+async def watch(manager: str, name: str, fleet: Fleet, changed: Callable[[], None], pool: str = "") -> None:
+    """Runs until it is cancelled. pool: of the replicas that are taken in. changed: called after everything that was told."""
+    news, said = News(fleet, pool), ""
     while True:
         try:
             await _one_stream(manager, name, news, changed)

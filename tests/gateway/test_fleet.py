@@ -131,6 +131,19 @@ def test_a_manager_that_restarted_takes_nobody_out_before_it_has_settled() -> No
     assert sorted(fleet.members) == ["c"]
 
 
+def test_a_gateway_takes_in_the_replicas_of_its_pool_and_lets_go_of_one_that_changes_it() -> None:
+    actor, judge = replica("a"), replica("b")
+    actor.pool, judge.pool = "actor", "judge"
+    fleet, nobody = Fleet(), Fleet()
+    news = News(fleet, "actor")
+    for each in (news, News(nobody)):
+        each.take(message(snapshot=True, replicas=[actor, judge]))
+    assert (sorted(fleet.members), sorted(nobody.members)) == (["a"], [])
+    actor.pool = "judge"
+    news.take(message(sequence=1, replicas=[actor]))
+    assert not fleet.members
+
+
 def test_what_was_missed_or_is_older_makes_it_dial_again() -> None:
     news = News(Fleet())
     news.take(message(snapshot=True, sequence=3))

@@ -57,7 +57,7 @@ class Meeting:
         self._there: set[str] = set()
         self._heard: dict[str, float] = {}  # of those that run
         self._begun: Counter[str] = Counter()  # runs
-        self._looked = 0.0
+        self._ballots = Ballots(silence)
         self._connections: set[socket.socket] = set()
         self._closed = False
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
