@@ -59,7 +59,6 @@ ENDED_OTHERWISE = {
     ("ckpt_engine/transport/tcp/fetcher.py", "lane.join()"): "its socket was shut before",
     ("ckpt_engine/transport/tcp/sockets.py", "select.poll()"): "it makes what looks, and waits for nothing",
     ("ckpt_engine/copy/staging.py", "fills[number].result()"): "it copies, and waits for nothing",
-    ("ckpt_engine/demo/hosts.py", "keeper.wait()"): "it was killed",
     ("ckpt_engine/demo/stage.py", "self._lines.get()"): "waited for with a timeout beside the process",
     ("ckpt_engine/demo/stage.py", "reading.result()"): "it is done",
 }

@@ -65,18 +65,16 @@ class News:
             self._named = set()
         self._named |= {each.name for each in told}
         settled = not message.settling and (self._settling or message.snapshot)
-        gone = (
-            set(message.gone)
-            | (others & self._fleet.members.keys())
-            | (set(self._fleet.members) - self._named if settled else set())
-        )
+        gone = set(message.gone) | (others & self._fleet.members.keys())
+        if settled:
+            gone |= self._fleet.members.keys() - self._named
         self._settling = message.settling
         self._fleet.tell(told, sorted(gone))
         self._fleet.tell_latest(map(_identity, message.latest))
 
 
 async def watch(manager: str, name: str, fleet: Fleet, changed: Callable[[], None], pool: str = "") -> None:
-    """Runs until it is cancelled. pool: of the replicas that are taken in. changed: called after everything that was told."""
+    """Runs until it is cancelled. changed: called after everything that was told. pool: whose replicas are taken in."""
     news, said = News(fleet, pool), ""
     while True:
         try:

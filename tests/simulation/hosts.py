@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.reach import Verdict, by_network
+from ckpt_engine.core.reach import Verdict
 from ckpt_engine.core.topology import Choice, choose_transport
-from ckpt_engine.core.transports import TransportKind, register_transport, transport_kinds
+from ckpt_engine.core.transports import TransportKind, register_transport, unregister_transport
 from ckpt_engine.v1 import weights_pb2
 
 NETWORK = "tcp"
@@ -23,12 +24,16 @@ RELAYS_READ = (*WORKERS_READ, NETWORK)
 
 COLLECTIVE = "nccl"
 
-if COLLECTIVE not in transport_kinds():
+
+@contextmanager
+def simulated_collectives() -> Iterator[None]:
+    """Meanwhile there is the transport of collectives, which only the simulation has so far."""
     together = Verdict(False, "only in a collective")
     register_transport(TransportKind(COLLECTIVE, lambda source, reader: together, reader=""))
-
-if NETWORK not in transport_kinds():
-    register_transport(TransportKind(NETWORK, by_network, reader="", relays_only=True))
+    try:
+        yield
+    finally:
+        unregister_transport(COLLECTIVE)
 
 
 def host_of(name: str) -> weights_pb2.Host:
