@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -53,7 +53,13 @@ class Arrival:
         self._state = np.zeros(STATE, dtype=np.int64)
         threads = torch.get_num_threads()
         pool = _pool(os.getpid(), threads)
-        self._running = [pool.submit(kernel, jobs, self._found, self._finished, self._state) for _ in range(threads)]
+        self._running: list[Future[object]] = []
+        try:
+            for _ in range(threads):
+                self._running.append(pool.submit(kernel, jobs, self._found, self._finished, self._state))
+        except BaseException:
+            self.end()  # those that run would never end by themselves
+            raise
 
     def arrived(self, boxes: int) -> None:
         """So many boxes, from the first on, hold what they are to hold."""
@@ -71,7 +77,7 @@ class Arrival:
     def end(self) -> None:
         """Nothing more arrives, and nothing is read any more when it returns."""
         self._state[self._ended] = 1
-        wait(self._running)
+        wait([each for each in self._running if not each.cancel()])
 
 
 @cache

@@ -174,8 +174,9 @@ class Journey:
         known = (len(stitch.legs), len(labels), labels[-1].made_by, member.told)
         if known == self._checked:
             return
-        self._checked = known
         spans = stitch.leg.spans()
+        if labels[-1].end > labels[-1].start and labels[-1].end >= stitch.leg.count:
+            self._checked = known  # what the labels say covers all that came
         for span in spans:
             held = span.lowest
             wrong = held is not None and want.version is not None and held.version != want.version

@@ -43,7 +43,7 @@ class Suspects:
 
     async def _look(self, key: tuple[str, int]) -> None:
         member, url = self._broke[key]
-        if member.life == key[1] and not await self._upstream.lives(url):
-            member.died()
+        if member.life == key[1] and not await self._upstream.lives(url) and member.life == key[1]:
+            member.died()  # unless others have found that out meanwhile
         if member.life != key[1]:
             self._dead.add(key)

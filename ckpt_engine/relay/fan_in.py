@@ -165,9 +165,11 @@ class _Trees:
                 self._passing.moved()
             progress(direct + done + self._done, self._total)
 
-        for thread in self._threads:
-            thread.start()
+        began = time.monotonic()
+        enough = began + (self._stop_at - began) / 2  # the other half is for what peers have not passed on
         try:
+            for thread in self._threads:
+                thread.start()
             first = self._slot.direct(self._direct).run(self._recorded, self._stop_at, cancelled, told, self._arrived)
             direct = sum(first.brought.values())
             while any(thread.is_alive() for thread in self._threads):
@@ -175,6 +177,8 @@ class _Trees:
                     raise aborted("bringing this version was overtaken by a newer command")
                 if time.monotonic() >= self._stop_at:
                     raise deadline("bringing this version into the relay took longer than it may: others passed it on")
+                if time.monotonic() >= enough:
+                    break
                 with self._changed:
                     self._changed.wait(LOOK_SECONDS)
                 told(0, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -25,12 +25,16 @@ class RelayState:
     failed: int = 0
     brought_bytes: int = 0
     brought_seconds: float = 0.0
+    _before: dict[int, tuple[int, float]] = field(default_factory=dict)
 
-    def filled(self, told: manager_pb2.RelayFilled) -> None:
-        """A version is held."""
-        self.held += 1
-        self.brought_bytes += sum(each.bytes for each in told.brought)
-        self.brought_seconds += told.fill_seconds
+    def filled(self, told: manager_pb2.RelayFilled, slot: int, more: bool) -> None:
+        """A version is held. more: what the slot lacked was brought, and what is told is that and what was told before
+        together."""
+        size, seconds = self._before.get(slot, (0, 0.0)) if more else (0, 0.0)
+        self._before[slot] = sum(each.bytes for each in told.brought), told.fill_seconds
+        self.held += not more
+        self.brought_bytes += self._before[slot][0] - size
+        self.brought_seconds += told.fill_seconds - seconds
 
 
 def of_relay(state: RelayState) -> Iterable[Metric]:

@@ -84,8 +84,7 @@ class Pipeline:
         finally:
             line.ended = True
             wait([each for each in given if not each.cancel()])
-            for batch in batches:
-                batch.abandon()
+            _abandon(batches)
 
     def arriving(
         self, batches: Sequence[Batch], digests: ArrivingDigests
@@ -111,8 +110,14 @@ class Pipeline:
         finally:
             line.ended = True
             arrival.end()
-            for batch in batches:
-                batch.abandon()
+            _abandon(batches)
+
+
+def _abandon(batches: Sequence[Batch]) -> None:
+    """All of them, whatever one of them raises."""
+    with contextlib.ExitStack() as stack:
+        for batch in batches:
+            stack.callback(batch.abandon)
 
 
 def arriving_digests(batches: Sequence[Batch]) -> ArrivingDigests | None:

@@ -163,12 +163,13 @@ class _Relay:
             done = await self._loop.run_in_executor(self._worker, self._work.perform, task, self._progress(task))
         except CkptEngineError as error:
             log.warning("%s", narration.failed(task, error.problem))
-            self._state.failed += isinstance(task, CountSlot | FillSlot)
+            overtaken = error.problem.code == weights_pb2.Problem.ABORTED
+            self._state.failed += isinstance(task, CountSlot | FillSlot) and not overtaken
             raise
         finally:
             self._state.filling = self._state.filling and not fills
-        if isinstance(done, SlotFilled):
-            self._state.filled(done.told)
+        if isinstance(done, SlotFilled) and isinstance(task, FillSlot):
+            self._state.filled(done.told, task.slot, task.more)
         self._filling.gpu_context_bytes = self._slots.gpu_context_bytes
         if said := narration.done(task, done):
             log.info("%s", said)

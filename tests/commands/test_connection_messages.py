@@ -29,6 +29,7 @@ from ckpt_engine.security.server import ServerSecurity
 from ckpt_engine.trainer.background import Background
 from ckpt_engine.trainer.call import UpdateCall
 from ckpt_engine.v1 import weights_pb2
+from tests.cluster import eventually
 
 Run = Callable[..., Result]
 Problem = weights_pb2.Problem
@@ -97,7 +98,7 @@ def test_an_address_that_may_be_one_is_dialled(address: str) -> None:
 def test_a_manager_that_is_down(
     run: Run, nobody: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_engine.trainer.background.NOTICE_SECONDS", 0.2)
+    monkeypatch.setattr("ckpt_engine.trainer.background.NOTICE_SECONDS", 0.0)
     words = "nothing listens there: start the manager (`ckpt-engine serve`), or name its address (--manager or"
     result = run("status", "--manager", nobody)
     assert result.exit_code == 1
@@ -105,6 +106,7 @@ def test_a_manager_that_is_down(
     assert len(result.stderr.splitlines()) == 1
     with Trainer(nobody, lineage="run", deadlines=Deadlines(connect=0.6)) as trainer:
         trainer.publish({"a": torch.ones(2)})
+        eventually("it knows why it has no session", 60, lambda: trainer._background._lost)
         with pytest.raises(CkptEngineError) as caught:
             trainer.update_weights()
     said = caught.value.problem.message

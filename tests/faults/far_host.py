@@ -59,7 +59,7 @@ def far_host() -> Iterator[FarHost]:
         if shutil.which(command) is None:
             pytest.skip(f"`{command}` is not installed")
     name = f"ck{secrets.token_hex(3)}"
-    net = f"10.{secrets.randbelow(200) + 20}.{secrets.randbelow(256)}"
+    net = f"198.{18 + secrets.randbelow(2)}.{secrets.randbelow(256)}"  # for tests of networks (RFC 2544)
     with ExitStack() as made:
         try:
             ip("netns", "add", name)

@@ -77,13 +77,21 @@ async def streamed(host: str, port: int, body: dict[str, Any], route: str = "/v1
         assert answer.startswith(b"HTTP/1.1 200"), answer + await reader.read()
         assert b"transfer-encoding: chunked" in answer.lower(), answer
         rest = b""
-        while size := int(await reader.readline(), 16):
+        while size := await _chunk(reader):
             *whole, rest = (rest + (await reader.readexactly(size + 2))[:-2]).split(b"\n\n")
             for event in whole:
                 if event.startswith(b"data: "):
                     yield "[DONE]" if event == b"data: [DONE]" else json.loads(event[6:])
     finally:
         writer.close()
+
+
+async def _chunk(reader: asyncio.StreamReader) -> int:
+    """Bytes of the next one. Raises EOFError if there is none: the answer was cut off."""
+    line = await reader.readline()
+    if not line.endswith(b"\r\n"):
+        raise EOFError("the answer was cut off")
+    return int(line, 16)
 
 
 class Streams:

@@ -24,6 +24,7 @@ from ckpt_engine.gateway.app import Gateway
 from ckpt_engine.gateway.server import running_gateway
 from ckpt_engine.gateway.settings import Settings
 from tests.gateway import model_engine
+from tests.ports import free_port
 
 PROMPT = [1, 2, 3]
 BODY = {"prompt": PROMPT, "max_tokens": 12, "return_token_ids": True}
@@ -67,13 +68,13 @@ class Engine:
             self.inside -= 1
 
     def listen(self, stack: contextlib.AsyncExitStack) -> str:
-        """Where; on the port of last time if there was one."""
+        """Where; on the port of last time if there was one. Nobody else takes it while this one is away."""
+        self.port = self.port or free_port()
         bound = socket.create_server(("127.0.0.1", self.port))
         config = uvicorn.Config(self.app(), log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
         self.server, self.stack = uvicorn.Server(config), stack
         self.server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
         stack.push_async_callback(_end, self.server, asyncio.ensure_future(self.server.serve(sockets=[bound])))
-        self.port = bound.getsockname()[1]
         return f"http://127.0.0.1:{self.port}"
 
     def die(self) -> None:

@@ -104,7 +104,7 @@ def test_what_a_relay_has_of_a_damaged_chunk_is_named_and_goes_no_further(
     verified = passing.Passing.verified
 
     def spoilt(self: passing.Passing, chunk: int) -> None:
-        if chunk == damaged and threading.get_ident() == world.threads["a"]:
+        if chunk == damaged and threading.get_ident() == world.threads.get("a"):
             offset, _ = self.chunks[chunk][0]
             world.relays["a"]._arena.tensor(0, offset, (1,), torch.uint8).add_(1)
         verified(self, chunk)
@@ -182,7 +182,7 @@ def test_whoever_is_stopped_tells_those_who_wait(world: World, monkeypatch: pyte
 
     def stopping(self: passing.Passing, chunk: int) -> None:
         verified(self, chunk)
-        if threading.get_ident() == world.threads["a"] and len(seen) < 3:
+        if threading.get_ident() == world.threads.get("a") and len(seen) < 3:
             seen.append(chunk)
             if len(seen) == 3:
                 world.relays["a"].stop()

@@ -16,11 +16,12 @@ from ckpt_engine.addresses import split_address
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.relay.slots import Slots
 from ckpt_engine.transport.base import Network
-from ckpt_engine.transport.tcp import TcpArenaLender, TcpFetcher, connection, wire
+from ckpt_engine.transport.tcp import TcpFetcher, connection, wire
 from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import Problem, Region, SourceTable
 from tests.install.install_world import Checkpoint
 from tests.network.test_tcp import LOOPBACK, filled, odd, region_of, relay
+from tests.ports import free_address
 from tests.relay.relay_world import seal, tables
 
 
@@ -42,21 +43,21 @@ def refused(region: Region) -> str:
     return caught.value.problem.message
 
 
-def test_a_relay_that_took_the_place_of_another_is_not_taken_for_it(near: Slots) -> None:
+def test_a_relay_that_took_the_place_of_another_is_not_taken_for_it() -> None:
     """The reader was told to read one that has been started again since, at the same address and port."""
     checkpoint = Checkpoint(odd(), None)
     recorded = seal(checkpoint, [])
-    table = filled(near, 0, recorded, tables(checkpoint)).table
-    (lender,) = near._ways._lenders
-    assert isinstance(lender, TcpArenaLender)
-    near.close()
-    with contextlib.closing(relay("near", network=Network(lender.address, "127.0.0.1", 5.0))) as again:
+    address = free_address()
+    network = Network(address, "127.0.0.1", 5.0)
+    with contextlib.closing(relay("near", network=network)) as first:
+        table = filled(first, 0, recorded, tables(checkpoint)).table
+    with contextlib.closing(relay("near", network=network)) as again:
         filled(again, 0, recorded, tables(checkpoint))
         with contextlib.closing(relay("far")) as far, pytest.raises(CkptEngineError) as caught:
             filled(far, 0, recorded, [table])
     message = caught.value.problem.message
     assert "relay near was asked: " in message
-    assert f"the relay at {lender.address} does not let us read: " in message
+    assert f"the relay at {address} does not let us read: " in message
     assert "this relay has other memory by now: the one that offered it has ended" in message
 
 
@@ -119,8 +120,10 @@ def test_a_resolver_that_does_not_answer_is_waited_for_no_longer_than_the_relay(
     region.locator = locator.SerializeToString()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: over.wait(60) and [])
     monkeypatch.setattr(connection, "ASK_SECONDS", 0.05)
-    with pytest.raises(CkptEngineError) as caught:
-        TcpFetcher().connect(region, torch.zeros(region.size, dtype=torch.uint8), 10.0)
-    over.set()
+    try:
+        with pytest.raises(CkptEngineError) as caught:
+            TcpFetcher().connect(region, torch.zeros(region.size, dtype=torch.uint8), 10.0)
+    finally:
+        over.set()
     assert caught.value.problem.code == Problem.DEADLINE_EXCEEDED
     assert "the resolver did not say within 0.05 s where node-7.example is" in caught.value.problem.message

@@ -46,6 +46,8 @@ def test_naming_a_replica_of_another_pool_is_refused(manager: str, replica: Star
     judge, alone = replica("b", pool="judge"), replica("c")
     with a_trainer(manager, "actor", 1.0) as trainer, a_trainer(manager, "", 1.0) as other:
         other.wait_for_replicas(timeout=60)
+        with a_trainer(manager, "judge", 0.0) as third:
+            third.wait_for_replicas(timeout=60)
         with pytest.raises(CkptEngineError, match=r"replica 'b' is in pool 'judge'.*those in pool 'actor'") as caught:
             trainer.update_weights(replicas=["b"], timeout=10)
         assert caught.value.problem.code == INVALID
@@ -91,6 +93,11 @@ def test_sleep_is_for_one_pool_and_status_shows_it(manager: str, replica: StartR
         trainer.wait_for_replicas(timeout=60)
     asked = CliRunner().invoke(app_for(["sleep"]), ["sleep", "b", "--manager", manager])
     assert (asked.exit_code, "pool 'judge'" in asked.output) == (1, True), asked.output
+    asked = CliRunner().invoke(app_for(["sleep"]), ["sleep", "--pool", "judgee", "--manager", manager])
+    assert (asked.exit_code, "no replica is in pool 'judgee'; there are some in pool 'judge'" in asked.output) == (
+        1,
+        True,
+    )
     shown = CliRunner().invoke(app_for(["status"]), ["status", "--manager", manager])
     assert "pool" in shown.output
     assert "judge" in shown.output

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ckpt_engine.core.fan_out_orders import fan_out_orders
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.reach import by_network
-from ckpt_engine.machines.manager.filling import Filling
+from ckpt_engine.machines.manager.filling import FINAL, Filling
 from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -48,6 +48,10 @@ def filled_together(
             others.setdefault(route.over, []).append(filling.relay)
             continue
         command = command_of(filling)
+        if any(held.identity == command.identity for held in holder.held):
+            continue  # it answers from what it holds, and passes nothing on
+        if holder.last_filled is not None and holder.last_filled.problem.code in FINAL:
+            continue  # it may be too small this time, too, and the others would wait for it
         needs = tuple(sorted(each.digest for each in command.needs))
         classes.setdefault((needs, command.everything), []).append(filling.relay)
     orders: dict[str, manager_pb2.FanOut] = {}

@@ -193,6 +193,8 @@ class ManagerMachine:
         if before is not None and before != peer:
             self._state.cancel_timer(("lease", before))
             self._state.out.append(ClosePeer(before, aborted("another stream speaks for this member now").problem))
+        if isinstance(member, Replica):
+            self._state.versions.joined(member.name, member.pool)
         if self._recovery.learn(hello):
             self._updates.outrun()
         self._state.send(
@@ -213,8 +215,6 @@ class ManagerMachine:
             self._publications.offered(member)
         elif isinstance(member, Holder):
             self._holdings.told(member)
-        elif isinstance(member, Replica):
-            self._state.versions.pools[member.name] = member.pool
         self._updates.back(member, now)
         if self._sleepers is not None:
             self._sleepers.send_missing(now)

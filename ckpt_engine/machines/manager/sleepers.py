@@ -6,7 +6,8 @@ It waits for an epoch first, which the ledger may still be making durable: the c
 from __future__ import annotations
 
 from ckpt_engine.core.deadlines import check_seconds
-from ckpt_engine.core.problems import deadline, unavailable
+from ckpt_engine.core.names import in_pool
+from ckpt_engine.core.problems import deadline, precondition, unavailable
 from ckpt_engine.machines.events import Call, FinishCall, SleepCall, WakeCall
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.selection import check_named
@@ -16,7 +17,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 class Sleepers:
     """Runs one call. Raises at construction: NOT_FOUND for a replica that nobody knows, INVALID_ARGUMENT for one of
-    another pool, or for a timeout that nobody can wait."""
+    another pool or for a timeout that nobody can wait, FAILED_PRECONDITION for a pool that nobody is in."""
 
     def __init__(self, state: State, event: SleepCall | WakeCall, now: float) -> None:
         request = event.request
@@ -30,6 +31,11 @@ class Sleepers:
         self.over = False
         replicas = state.members.replicas.items()
         self._names = sorted(set(request.replicas) or (name for name, each in replicas if each.pool == request.pool))
+        if not self._names and state.members.replicas:
+            pools = " and ".join(sorted({in_pool(each.pool) for _, each in replicas}))
+            raise precondition(
+                f"no replica is {in_pool(request.pool)}; there are some {pools}: give the call that pool"
+            )
         self._results: dict[str, manager_pb2.SleepWakeResult] = {}
         self._seconds = request.timeout_seconds or state.deadlines.sleep_wake
         self._end = now + self._seconds

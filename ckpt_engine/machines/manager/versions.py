@@ -192,6 +192,12 @@ class Versions:
             return selection
         return known.selection | selection
 
+    def joined(self, name: str, pool: str) -> None:
+        """A replica said hello. Who comes back in another pool belongs to that one alone."""
+        if self.pools.get(name, pool) != pool:
+            self.meant.pop(name, None)
+        self.pools[name] = pool
+
     def learn(self, name: str, identity: weights_pb2.Identity, epoch: int) -> None:
         """A replica holds what the ledger does not know of. It tells of that replica, and of nobody else."""
         lineage = identity.lineage

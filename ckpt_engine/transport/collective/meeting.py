@@ -69,6 +69,8 @@ class Meeting:
         """From now on all members may vote on beginning this epoch (core/arming.py)."""
         with self._lock:
             self._ballots.open(epoch, members)
+            if self._why:
+                self._ballots.failed((), self._why)
 
     def blamed(self, epoch: int) -> tuple[str, ...]:
         """The members because of which an epoch did not begin, or ended badly."""

@@ -18,6 +18,7 @@ import importlib.util
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
 from typing import Any
@@ -195,9 +196,15 @@ class Communicator:
         with self._lock:
             comm = self._there()
             self._library.call("ncclGroupStart")
-            for call, asked in (("ncclSend", sends), ("ncclRecv", receives)):
-                for peer, address, size in asked:
-                    self._library.call(call, address, size, _UINT8, peer, comm, stream)
+            try:
+                for call, asked in (("ncclSend", sends), ("ncclRecv", receives)):
+                    for peer, address, size in asked:
+                        self._library.call(call, address, size, _UINT8, peer, comm, stream)
+            except BaseException:
+                # A group that stays open would only queue all that this thread asks of NCCL later, torch's calls too.
+                with suppress(NcclError):
+                    self._library.call("ncclGroupEnd")
+                raise
             self._library.call("ncclGroupEnd")
 
     def look(self) -> bool:

@@ -18,6 +18,9 @@ from ckpt_engine.transport.collective.meeting import Attendance
 from ckpt_engine.transport.collective.part import Part, Places
 from ckpt_engine.transport.collective.watch import Watch
 
+LATE_SECONDS = 5.0
+"""Beyond its deadline: the watch is to say who was late, and ends all waits of Gloo when it does."""
+
 
 class HostMember:
     """One member on a CPU. bytes: what one run unpacks, or packs. Used from one thread at a time.
@@ -104,7 +107,7 @@ class _Run:
                 self._unpack(slot)
             if after is not None and after.send is not None and after.send.slot not in _used(step):
                 self._pack(after)
-            self._group.finish(begun, self._watch.left)
+            self._group.finish(begun, self._watch.left + LATE_SECONDS)
             if step.receive is not None:
                 self._full[step.receive.slot] = step.round
         for slot in list(self._full):

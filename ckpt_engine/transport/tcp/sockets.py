@@ -33,6 +33,8 @@ def resolved(host: str, port: int, seconds: float) -> list[tuple[Any, ...]]:
             found.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
         except OSError as error:
             failed.append(error)
+        except UnicodeError as error:
+            failed.append(OSError(f"{host!r} is no name of a host: {error}"))
 
     asking = threading.Thread(target=ask, name="ckpt-engine resolver", daemon=True)
     asking.start()
