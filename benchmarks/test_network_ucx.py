@@ -17,7 +17,7 @@ from benchmarks.test_network import MEMORY, ROUNDS, SHAPES, keep, speeds_of, tab
 from benchmarks.test_relay import Trainer
 from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.transport.ucx.reader import REQUEST_BYTES
-from ckpt_engine.transport.ucx.settings import DEVICES
+from ckpt_engine.transport.ucx.settings import DEVICES, TLS, helper_environment
 from ckpt_engine.v1.weights_pb2 import SourceTable
 from tests.line_process import LineProcess
 from tests.network.hosts import NetworkHost, hosts
@@ -51,7 +51,7 @@ def test_relay_to_relay_over_ucx(benchmark: BenchmarkFixture, tmp_path: Path) ->
     with ExitStack() as stack:
         stack.callback(trainer.arena.close)
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setenv("UCX_TLS", "tcp")
+        patch.setenv(TLS, helper_environment({TLS: "tcp"})[TLS])
         patch.setenv("UCX_NET_DEVICES", "eth0")
         patch.setenv(DEVICES, "eth0")
         found = stack.enter_context(hosts(2))

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_engine.doctor import ucx_checks
 from ckpt_engine.doctor.ucx_checks import ucx_rows
-from ckpt_engine.transport.ucx.settings import DEVICES
+from ckpt_engine.transport.ucx.settings import DEVICES, helper_environment
 from tests.network.ucx_world import NEEDS_NIXL
 
 
@@ -77,6 +77,24 @@ def test_infiniband_needs_locked_memory_and_an_address(
     assert "no GID" in told(*host)["mlx5_0:1"][1]
     (port / "state").write_text("1: DOWN\n")
     assert told(*host)["mlx5_0:1"] == (None, "Ethernet, 1: DOWN: not used")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "given"),
+    [
+        ("tcp", "tcp,cuda_copy"),
+        ("rc,cuda", "rc,cuda"),
+        ("tcp, cuda_copy", "tcp, cuda_copy"),
+        ("all", "all"),
+        ("^sm", "^sm"),
+    ],
+)
+def test_helpers_on_hosts_with_gpus_get_what_nixl_asks_for(chosen: str, given: str, tmp_path: Path) -> None:
+    (tmp_path / "nvidiactl").touch()
+    assert helper_environment({"UCX_TLS": chosen}, tmp_path)["UCX_TLS"] == chosen
+    (tmp_path / "nvidia0").touch()
+    assert helper_environment({"UCX_TLS": chosen}, tmp_path)["UCX_TLS"] == given
+    assert helper_environment({}, tmp_path) == {}
 
 
 def test_a_host_without_infiniband_says_what_that_costs(host: tuple[Path, Path], tmp_path: Path) -> None:

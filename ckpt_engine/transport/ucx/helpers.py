@@ -24,6 +24,7 @@ from collections import deque
 from ckpt_engine.core.problems import CkptEngineError, deadline, precondition, unavailable
 from ckpt_engine.transport.ucx import channel as c
 from ckpt_engine.transport.ucx.fork_server import ADDRESSES, REQUEST, STARTED
+from ckpt_engine.transport.ucx.settings import helper_environment
 
 log = logging.getLogger(__name__)
 
@@ -206,7 +207,10 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 pass_fds=passed,
                 start_new_session=True,  # Ctrl-C is for the relay, which ends what it has started
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)},
+                env={
+                    **helper_environment(os.environ),
+                    "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),
+                },
             )
         _servers.add(self)
         try:

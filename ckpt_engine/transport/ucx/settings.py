@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from pathlib import Path
 
 UCX = "ucx"
 """As in Region.transport."""
@@ -12,6 +14,21 @@ DEVICES = "CKPT_ENGINE_RELAY_UCX_DEVICES"
 
 ALL = "all"
 """As UCX finds them, in one lane."""
+
+
+TLS = "UCX_TLS"
+
+
+def helper_environment(environment: Mapping[str, str], devices: Path = Path("/dev")) -> dict[str, str]:
+    """What a helper is started with. NIXL 1.5 refuses a UCX_TLS without transports of CUDA where there is a GPU
+    ("Invalid UCX_TLS=tcp for NIXL UCX backend"), although nothing of ours lies on it: the least of them is added."""
+    found = dict(environment)
+    wanted = found.get(TLS, "")
+    named = {each.strip() for each in wanted.split(",")}
+    if wanted and not wanted.startswith("^") and not named & {"all", "cuda", "cuda_copy"}:
+        if any(each.name[6:].isdigit() for each in devices.glob("nvidia*")):
+            found[TLS] = f"{wanted},cuda_copy"
+    return found
 
 
 def ucx_devices() -> tuple[str, ...]:
