@@ -25,9 +25,9 @@ def helper_environment(environment: Mapping[str, str], devices: Path = Path("/de
     found = dict(environment)
     wanted = found.get(TLS, "")
     named = {each.strip() for each in wanted.split(",")}
-    if wanted and not wanted.startswith("^") and not named & {"all", "cuda", "cuda_copy"}:
-        if any(each.name[6:].isdigit() for each in devices.glob("nvidia*")):
-            found[TLS] = f"{wanted},cuda_copy"
+    lacks = wanted and not wanted.startswith("^") and not named & {"all", "cuda", "cuda_copy"}
+    if lacks and any(each.name[6:].isdigit() for each in devices.glob("nvidia*")):
+        found[TLS] = f"{wanted},cuda_copy"
     return found
 
 
