@@ -152,6 +152,7 @@ class _Trees:
                 continue
             name, given = f"ckpt-engine tree {number}", (list(tree.ask), deque(chunks))
             self._threads.append(threading.Thread(target=self._follow, args=given, name=name, daemon=True))
+        self._following = len(self._threads)
         self._total = sum(chunk.bytes for chunk in slot.chunks)
 
     def run(
@@ -172,7 +173,8 @@ class _Trees:
                 thread.start()
             first = self._slot.direct(self._direct).run(self._recorded, self._stop_at, cancelled, told, self._arrived)
             direct = sum(first.brought.values())
-            while any(thread.is_alive() for thread in self._threads):
+            self._give_up(self._direct)
+            while self._following:
                 if cancelled():
                     raise aborted("bringing this version was overtaken by a newer command")
                 if time.monotonic() >= self._stop_at:
@@ -180,7 +182,8 @@ class _Trees:
                 if time.monotonic() >= enough:
                     break
                 with self._changed:
-                    self._changed.wait(LOOK_SECONDS)
+                    if self._following:
+                        self._changed.wait(LOOK_SECONDS)
                 told(0, 0)
         finally:
             self._stop()
@@ -195,6 +198,13 @@ class _Trees:
             self._again += each.again
         missing = sorted((one for each in filled for one in each.missing), key=lambda one: one.cell)
         return tuple(missing), self._brought, self._again, self._faults
+
+    def _give_up(self, chunks: Collection[int]) -> None:
+        """Of these, what has not come by now will not: others who have lost the same source must not wait for us."""
+        if self._passing is not None:
+            for number in chunks:
+                if self._missing[number]:
+                    self._passing.never(number)
 
     def _stop(self) -> None:
         """Nothing can land in the slot once it returns. A thread that connects still lands nothing any more."""
@@ -236,6 +246,7 @@ class _Trees:
                 with self._changed:
                     self._faults.append(problem)
         with self._changed:
+            self._following -= 1
             self._changed.notify_all()
 
     def _read(self, owner: str, region: Region, chunks: deque[int]) -> None:

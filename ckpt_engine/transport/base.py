@@ -322,6 +322,10 @@ class Passing(Protocol):
         """A chunk lies in the slot as it was sealed, and is not written to any more: it may be read from now on."""
         ...
 
+    def never(self, chunk: int) -> None:
+        """A chunk will not come from here."""
+        ...
+
     def moved(self) -> None:
         """Something has come: who waits sees that it gets on."""
         ...

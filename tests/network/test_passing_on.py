@@ -151,6 +151,22 @@ def test_who_never_begins_is_waited_for_and_not_for_ever(world: World, monkeypat
         assert any("relay a has not got chunk" in each.message for each in found.filled.faults)
 
 
+def test_what_a_relay_cannot_bring_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each relay's own share one chunk is damaged where it is read, so all wait for each other."""
+    monkeypatch.setattr(asking, "STUCK_SECONDS", 3600.0)
+    orders = world.orders()
+    chunks = _chunks(world)
+    for told in orders.values():
+        shares = relay_chunks.dealt(chunks, [tree.share for tree in told.trees])
+        (own,) = [number for number, tree in enumerate(told.trees) if not tree.ask]
+        world.near._arena.tensor(0, chunks[shares[own][0]].runs[0][0], (1,), torch.uint8).add_(1)
+    held = {name: world.fill(name, orders[name], seconds=3600.0) for name in NAMES}
+    for future in held.values():
+        found = future.result(60)
+        assert len(found.filled.missing) >= len(NAMES)
+        assert any("nobody has brought that as it was sealed" in each.message for each in found.filled.faults)
+
+
 def test_who_says_nothing_at_all_is_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one is whose process was stopped, or whose cable was cut."""
     monkeypatch.setattr(asking, "SILENCE_SECONDS", 0.2)

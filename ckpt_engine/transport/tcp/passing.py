@@ -18,6 +18,7 @@ class Passing:
         self.over = ""
         self.pulse = 0
         self._there = bytearray(len(chunks))
+        self._never = bytearray(len(chunks))
         self._filled = False
         self._changed = changed
 
@@ -26,6 +27,12 @@ class Passing:
         with self._changed:
             self._there[chunk] = 1
             self.pulse += 1
+            self._changed.notify_all()
+
+    def never(self, chunk: int) -> None:
+        """A chunk will not come from here: who waits for it asks somebody else at once."""
+        with self._changed:
+            self._never[chunk] = 1
             self._changed.notify_all()
 
     def moved(self) -> None:
@@ -50,7 +57,8 @@ class Passing:
             return self.over
         if not 0 <= chunk < len(self.chunks):
             return f"there is no chunk {chunk}; it has {len(self.chunks)}"
-        return "nobody has brought that as it was sealed" if self._filled and not self._there[chunk] else ""
+        given_up = self._filled or self._never[chunk]
+        return "nobody has brought that as it was sealed" if given_up and not self._there[chunk] else ""
 
     def has(self, chunk: int) -> bool:
         """Whether a chunk is verified. Under the lock."""
