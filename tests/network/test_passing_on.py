@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -178,6 +180,31 @@ def test_who_says_nothing_at_all_is_given_up(world: World, monkeypatch: pytest.M
         assert found.filled.missing == ()
         assert_same(found, world.weights)
         assert any("relay a said nothing for 0.2 s while chunk" in each.message for each in found.filled.faults)
+
+
+def test_who_cannot_be_dialled_costs_one_filling_its_patience(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a firewall that drops: nothing is refused, nothing is heard."""
+    monkeypatch.setattr(connection, "ASK_SECONDS", 0.2)
+    with contextlib.ExitStack() as stack:
+        hole = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):  # nobody accepts them, and then nobody is let in
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(hole.getsockname())
+        told = []
+        for attempt in range(2):
+            orders = world.orders(b"%d" % attempt)
+            for order in orders.values():
+                for peer in order.peers:
+                    locator = TcpLocator.FromString(peer.region.locator)
+                    locator.addresses[:] = [f"127.0.0.1:{hole.getsockname()[1]}"]
+                    peer.region.locator = locator.SerializeToString(deterministic=True)
+            found = world.fill("b", orders["b"]).result(60)
+            assert found.filled.missing == ()
+            assert_same(found, world.weights)
+            told.append(" ".join(each.message for each in found.filled.faults))
+    assert "not asked again" not in told[0]
+    assert told[1].count("is not asked again before 300 s are over") == 2
 
 
 def test_a_plan_that_nobody_can_follow_is_refused(world: World) -> None:

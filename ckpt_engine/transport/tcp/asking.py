@@ -15,7 +15,7 @@ from ckpt_engine.core.problems import CkptEngineError, data_loss, deadline, unav
 from ckpt_engine.transport.tcp import connection, wire
 from ckpt_engine.transport.tcp.fetcher import checked
 from ckpt_engine.transport.tcp.sockets import HungUp, Silence, receive, receive_some, send, shut, tuned
-from ckpt_engine.v1.weights_pb2 import Region
+from ckpt_engine.v1.weights_pb2 import Problem, Region
 
 SILENCE_SECONDS = 6.0
 """How long an owner may say nothing at all. One that waits says so every second; a host that was stopped for a few
@@ -23,6 +23,14 @@ seconds goes on."""
 
 STUCK_SECONDS = 15.0
 """How long an owner may get nothing itself while we wait for it."""
+
+
+UNREACHED_SECONDS = 300.0
+"""How long one that let a question wait for all of its time is not asked again: where hosts of replicas cannot dial
+each other (a firewall that drops), each filling would wait for that."""
+
+_unreached: dict[bytes, float] = {}
+"""By locator, which a relay that starts again changes: until when (monotonic seconds)."""
 
 
 class Passed:
@@ -34,8 +42,19 @@ class Passed:
     def __init__(self, region: Region, owner: str, key: bytes, stop_at: float) -> None:
         self._owner = owner
         self._key = key
-        until = min(stop_at, time.monotonic() + connection.ASK_SECONDS)
-        self._socket = connection.connected(checked(region), owner, until)
+        now = time.monotonic()
+        if now < _unreached.get(region.locator, now):
+            raise unavailable(
+                f"{owner} did not answer a while ago, and is not asked again before {UNREACHED_SECONDS:g} s are over: "
+                "hosts that are filled together must reach each other"
+            )
+        until = min(stop_at, now + connection.ASK_SECONDS)
+        try:
+            self._socket = connection.connected(checked(region), owner, until)
+        except CkptEngineError as error:
+            if error.problem.code == Problem.DEADLINE_EXCEEDED and until < stop_at:
+                _unreached[region.locator] = time.monotonic() + UNREACHED_SECONDS
+            raise
         tuned(self._socket, SILENCE_SECONDS)
         _passed.add(self)
 
