@@ -74,6 +74,7 @@ class Ballot:
     _until: dict[str, float] = field(default_factory=dict)  # that votes hold
     _heard: dict[str, float] = field(default_factory=dict)
     _done: set[str] = field(default_factory=set)
+    _looked: float | None = None
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -95,8 +96,7 @@ class Ballot:
         """A member asks what was decided, and shows that it is there."""
         if member not in self.members:
             return Answer(Word.NO, now, why=f"{member} is no member of the collective of epoch {self.epoch}")
-        self._heard[member] = now
-        self.look(now)
+        self.look(now, member)
         return Answer(self.word, now, member in self._until, self.aborted, self.why)
 
     def done(self, member: str, now: float) -> Answer:
@@ -128,8 +128,15 @@ class Ballot:
         if not self.over:
             self._write(f"it was overtaken by epoch {epoch}", ())
 
-    def look(self, now: float) -> None:
-        """Decides what can be decided now. To be called from time to time, also when nobody asks."""
+    def look(self, now: float, asks: str = "") -> None:
+        """Decides what can be decided now. To be called often, at least twice in `silence`, also when nobody asks.
+        asks: the member that does, if one does."""
+        if self._looked is not None and now - self._looked > self.silence / 2:
+            # It is the lead that was away: what others said meanwhile waits to be read. Votes run out all the same.
+            self._heard = dict.fromkeys(self._heard, now)
+        self._looked = now
+        if asks:
+            self._heard[asks] = now
         if self.over:
             return
         for member in sorted(self._heard.keys() - self._done):

@@ -80,8 +80,9 @@ def test_whoever_was_heard_and_is_silent_counts_as_gone(voted: bool) -> None:
         made.vote(B, 10.0, 0.0)
     else:
         made.ask(B, 0.0)
-    made.look(2.0)
-    assert made.word is Word.UNDECIDED
+    for moment in (0.9, 1.5, 2.0):
+        made.look(moment)
+        assert made.word is Word.UNDECIDED
     made.look(2.1)
     assert (made.word, made.blamed) == (Word.NO, (B,))
     assert "was not heard for 2 s" in made.why
@@ -100,10 +101,25 @@ def test_after_go_who_is_silent_or_lost_aborts_unless_it_is_done() -> None:
         assert made.aborted
         assert made.blamed == (min(others),)
     made = gone()
-    made.ask(A, 2.0)
-    made.ask(B, 2.0)
+    for moment in (0.9, 1.5, 2.0):
+        made.ask(A, moment)
+        assert not made.ask(B, moment).aborted
     assert made.ask(A, 2.1).aborted
     assert made.blamed == (C,)
+
+
+@pytest.mark.parametrize("went", [False, True])
+def test_a_lead_that_was_away_takes_nobody_for_silent(went: bool) -> None:
+    """Its process was stopped for longer than members may be silent: what they said waits to be read."""
+    made = gone() if went else ballot()
+    for member in (A, B):
+        made.ask(member, 0.0)
+    assert made.ask(A, 5.0) == Answer(made.word, 5.0, voted=went)
+    assert made.ask(B, 5.1) == Answer(made.word, 5.1, voted=went)
+    made.ask(A, 6.0)
+    made.ask(A, 7.0)
+    assert made.ask(A, 7.2).word is (Word.GO if went else Word.NO), "from then on they have to be heard"
+    assert made.blamed == (B,)
 
 
 def test_a_connection_that_ends_before_its_vote_or_after_all_is_over() -> None:
