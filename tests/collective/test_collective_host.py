@@ -198,6 +198,7 @@ def test_a_worker_that_ends_in_the_middle_is_named_by_all_others(victim: int, fa
 
 
 @pytest.mark.slow
+@pytest.mark.hours
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_the_lead_that_ends_in_the_middle_is_named_by_all_others(fault: str) -> None:
     with processes("split", 2, {0: fault}) as all_of_it:

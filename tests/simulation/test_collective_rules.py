@@ -206,6 +206,7 @@ def test_no_seed_complains() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.hours
 @pytest.mark.parametrize("rule", RULES, ids=name_of)
 def test_no_seed_complains_with(rule: Mistake) -> None:
     """What is made more likely is not what breaks the promise."""
