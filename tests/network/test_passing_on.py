@@ -182,6 +182,8 @@ def test_who_says_nothing_at_all_is_given_up(world: World, monkeypatch: pytest.M
         assert any("relay a said nothing for 0.2 s while chunk" in each.message for each in found.filled.faults)
 
 
+@pytest.mark.slow
+@pytest.mark.hours
 def test_who_cannot_be_dialled_costs_one_filling_its_patience(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As behind a firewall that drops: nothing is refused, nothing is heard."""
     monkeypatch.setattr(connection, "ASK_SECONDS", 0.2)
