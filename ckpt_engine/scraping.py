@@ -5,15 +5,28 @@ What is told is read at the scrape, on the thread of the server, from what the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, start_http_server
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ckpt_engine.addresses import join_address, split_address
 from ckpt_engine.core.problems import unavailable
+
+
+def labelled(
+    family: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    label: str,
+    name: str,
+    found: Mapping[str, tuple[str, float]],
+) -> Iterator[Metric]:
+    """Metrics of one number and one label each. label, name: it and its value. found: each metric's help and number."""
+    for metric, (words, number) in found.items():
+        made = family(metric, words, labels=(label,))
+        made.add_metric((name,), number)
+        yield made
 
 
 class _Now(Collector):

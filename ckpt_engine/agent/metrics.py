@@ -8,6 +8,7 @@ from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from ckpt_engine.scraping import labelled
 from ckpt_engine.words.counts import counted
 
 
@@ -27,33 +28,26 @@ class AgentState:
 
 def of_agent(state: AgentState) -> Iterable[Metric]:
     """Everything, with the replica's name as the only label beside reasons."""
-    name = (state.replica,)
     gauges = {
         "ckpt_engine_agent_connected": ("1 while the agent has a session with the manager.", state.connected),
         "ckpt_engine_engine_up": ("1 while the engine answers its agent.", state.up),
     }
-    for metric, (words, value) in gauges.items():
-        gauge = GaugeMetricFamily(metric, words, labels=("replica",))
-        gauge.add_metric(name, int(value))
-        yield gauge
-    starts = CounterMetricFamily("ckpt_engine_engine_starts", "How often the engine came up.", labels=("replica",))
-    starts.add_metric(name, state.starts)
-    yield starts
+    yield from labelled(GaugeMetricFamily, "replica", state.replica, gauges)
+    starts = {"ckpt_engine_engine_starts": ("How often the engine came up.", state.starts)}
+    yield from labelled(CounterMetricFamily, "replica", state.replica, starts)
     if state.directory is not None:
-        yield from _of_gate(name[0], state.directory)
+        yield from _of_gate(state.replica, state.directory)
 
 
 def _of_gate(replica: str, directory: Path) -> Iterable[Metric]:
     counts = counted(directory)
-    held = GaugeMetricFamily("ckpt_engine_gate_held_requests", "Requests that wait now.", labels=("replica",))
-    held.add_metric((replica,), counts.held)
-    yield held
-    kept = CounterMetricFamily("ckpt_engine_gate_held", "Requests that waited for an update.", labels=("replica",))
-    kept.add_metric((replica,), counts.held_total)
-    yield kept
-    waited = CounterMetricFamily("ckpt_engine_gate_held_seconds", "How long they waited.", labels=("replica",))
-    waited.add_metric((replica,), counts.held_seconds)
-    yield waited
+    held = {"ckpt_engine_gate_held_requests": ("Requests that wait now.", counts.held)}
+    yield from labelled(GaugeMetricFamily, "replica", replica, held)
+    counters = {
+        "ckpt_engine_gate_held": ("Requests that waited for an update.", counts.held_total),
+        "ckpt_engine_gate_held_seconds": ("How long they waited.", counts.held_seconds),
+    }
+    yield from labelled(CounterMetricFamily, "replica", replica, counters)
     refusals = CounterMetricFamily(
         "ckpt_engine_gate_refusals", "Requests that were answered 503.", labels=("replica", "reason")
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from ckpt_engine.scraping import labelled
 from ckpt_engine.v1 import manager_pb2
 
 
@@ -39,24 +40,17 @@ class RelayState:
 
 def of_relay(state: RelayState) -> Iterable[Metric]:
     """Everything, with the relay's name as the only label beside outcomes."""
-    name = (state.relay,)
     gauges = {
         "ckpt_engine_relay_session": ("1 while the relay has a session with the manager.", state.connected),
         "ckpt_engine_relay_filling": ("1 while the relay brings a version into its memory.", state.filling),
     }
-    for metric, (words, value) in gauges.items():
-        gauge = GaugeMetricFamily(metric, words, labels=("relay",))
-        gauge.add_metric(name, int(value))
-        yield gauge
+    yield from labelled(GaugeMetricFamily, "relay", state.relay, gauges)
     fillings = CounterMetricFamily("ckpt_engine_relay_fillings", "Versions to be brought.", labels=("relay", "outcome"))
-    fillings.add_metric((*name, "held"), state.held)
-    fillings.add_metric((*name, "failed"), state.failed)
+    fillings.add_metric((state.relay, "held"), state.held)
+    fillings.add_metric((state.relay, "failed"), state.failed)
     yield fillings
     counters = {
         "ckpt_engine_relay_brought_bytes": ("Bytes that were brought for versions held.", state.brought_bytes),
         "ckpt_engine_relay_brought_seconds": ("What that took, without waiting for readers.", state.brought_seconds),
     }
-    for metric, (words, count) in counters.items():
-        counter = CounterMetricFamily(metric, words, labels=("relay",))
-        counter.add_metric(name, count)
-        yield counter
+    yield from labelled(CounterMetricFamily, "relay", state.relay, counters)

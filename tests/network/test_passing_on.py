@@ -128,15 +128,21 @@ def _chunks(world: World) -> tuple[relay_chunks.SlotChunk, ...]:
     return relay_chunks.chunks_of(held.layout)
 
 
+def others_find_all(world: World, orders: dict[str, FanOut]) -> list[Held]:
+    """What `b` and `c` hold, which are filled without `a`: everything."""
+    held = [world.fill(name, orders[name]) for name in ("b", "c")]
+    found = [future.result(60) for future in held]
+    for each in found:
+        assert each.filled.missing == ()
+        assert_same(each, world.weights)
+    return found
+
+
 def test_who_is_gone_is_done_without(world: World) -> None:
     """One relay of the plan is not there any more."""
     orders = world.orders()
     world.relays["a"].close()
-    held = {name: world.fill(name, orders[name]) for name in ("b", "c")}
-    for future in held.values():
-        found = future.result(60)
-        assert found.filled.missing == ()
-        assert_same(found, world.weights)
+    for found in others_find_all(world, orders):
         assert "relay a" not in found.filled.brought
         assert any("relay a cannot be reached" in each.message for each in found.filled.faults)
 
@@ -144,12 +150,7 @@ def test_who_is_gone_is_done_without(world: World) -> None:
 def test_who_never_begins_is_waited_for_and_not_for_ever(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "STUCK_SECONDS", 0.1)
     monkeypatch.setattr(passer, "PULSE_SECONDS", 0.02)
-    orders = world.orders()
-    held = {name: world.fill(name, orders[name]) for name in ("b", "c")}
-    for future in held.values():
-        found = future.result(60)
-        assert found.filled.missing == ()
-        assert_same(found, world.weights)
+    for found in others_find_all(world, world.orders()):
         assert any("relay a has not got chunk" in each.message for each in found.filled.faults)
 
 
@@ -173,12 +174,7 @@ def test_who_says_nothing_at_all_is_given_up(world: World, monkeypatch: pytest.M
     """As one is whose process was stopped, or whose cable was cut."""
     monkeypatch.setattr(asking, "SILENCE_SECONDS", 0.2)
     monkeypatch.setattr(passer, "PULSE_SECONDS", 20.0)
-    orders = world.orders()
-    held = {name: world.fill(name, orders[name]) for name in ("b", "c")}
-    for future in held.values():
-        found = future.result(60)
-        assert found.filled.missing == ()
-        assert_same(found, world.weights)
+    for found in others_find_all(world, world.orders()):
         assert any("relay a said nothing for 0.2 s while chunk" in each.message for each in found.filled.faults)
 
 

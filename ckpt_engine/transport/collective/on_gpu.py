@@ -59,17 +59,7 @@ class GpuMember:
                 for _ in range(schedule.slots[member])
             ]
             self._part = part = Part(schedule, member, slots, dtypes, places)
-            self._packs = {
-                step.round: DeviceWork(pairs, device)
-                for step in part.steps
-                if step.send is not None and (pairs := part.packs(step.send))
-            }
-            self._unpacks = {
-                step.round: DeviceWork(part.unpacks(step.receive), device)
-                for step in part.steps
-                if step.receive is not None
-            }
-            self.bytes = sum(work.bytes for work in (self._unpacks or self._packs).values())
+            self._packs, self._unpacks, self.bytes = part.copies(lambda pairs: DeviceWork(pairs, device))
             # NCCL's blocks go before those of copies, of which there are enough to fill the GPU.
             self._network, self._copies = (torch.cuda.Stream(device, priority=priority) for priority in (-1, 0))
             torch.cuda.current_stream(device).synchronize()

@@ -41,15 +41,7 @@ class HostMember:
         slots = [torch.empty(schedule.slot_bytes, dtype=torch.uint8) for _ in range(schedule.slots[member])]
         self._part = part = Part(schedule, member, slots, dtypes, places)
         self._attendance = attendance
-        self._packs = {
-            step.round: TensorCopy(pairs)
-            for step in part.steps
-            if step.send is not None and (pairs := part.packs(step.send))
-        }
-        self._unpacks = {
-            step.round: TensorCopy(part.unpacks(step.receive)) for step in part.steps if step.receive is not None
-        }
-        self.bytes = sum(copy.bytes for copy in (self._unpacks or self._packs).values())
+        self._packs, self._unpacks, self.bytes = part.copies(TensorCopy)
         self._broken = ""
         self._group = GlooGroup(attendance, [each.name for each in schedule.members], member, address, seconds)
 

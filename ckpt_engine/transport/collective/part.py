@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -18,6 +19,18 @@ from ckpt_engine.core.problems import invalid
 Places = Callable[[int, Box], Sequence[torch.Tensor]]
 """From a tensor's index in the manifest and a box to the memory of this member that holds it, each of the box's shape:
 of a source one, in any dtype that casts to the served one; of a worker all places where it belongs."""
+
+
+class Copies(Protocol):
+    """Prepared copies of some pairs."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all of them."""
+        ...
+
+
+Work = TypeVar("Work", bound=Copies)
 
 
 class Part:
@@ -49,6 +62,14 @@ class Part:
     def view(self, exchange: Exchange) -> torch.Tensor:
         """The bytes of a slot that an exchange sends or fills."""
         return self.slots[exchange.slot][: exchange.bytes]
+
+    def copies(self, made: Callable[[list[Pair]], Work]) -> tuple[dict[int, Work], dict[int, Work], int]:
+        """What packs and what unpacks, by round, and the bytes that one run unpacks, or packs. made: of pairs."""
+        packs = {
+            step.round: made(pairs) for step in self.steps if step.send is not None and (pairs := self.packs(step.send))
+        }
+        unpacks = {step.round: made(self.unpacks(step.receive)) for step in self.steps if step.receive is not None}
+        return packs, unpacks, sum(work.bytes for work in (unpacks or packs).values())
 
     def packs(self, exchange: Exchange) -> list[Pair]:
         """What fills the slot before it is sent; none for what was received."""
