@@ -5,16 +5,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ENGINES ?= vllm sglang routers
-FRAMEWORKS ?= trl
+FRAMEWORKS ?= trl verl vllm
 
 # Tests start some hundred processes: Python files are compiled once, not in each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-engines test-frameworks test-slow fuzz bench lint format proto clean fault-matrix endurance mutants
+.PHONY: demo grpo test test-engines test-frameworks test-slow fuzz bench lint format proto clean fault-matrix endurance mutants
 
 demo: DEMO_ENGINE = $(strip $(foreach engine,vllm sglang,$(findstring $(engine),$(ARGS))))
 demo: $(INSTALLED)
 	@$(if $(DEMO_ENGINE),engines/run $(DEMO_ENGINE) --) $(BIN)/ckpt-engine demo $(ARGS)
+
+# A small model learns by GRPO (TRL) from two replicas behind the gateway; needs no GPU. Ends with a plot.
+grpo: $(INSTALLED)
+	examples/grpo/run $(ARGS)
 
 # Several files at a time, since most tests wait for processes that they have started; those that take longest first
 # (tests/conftest.py). The linters run among them.
@@ -29,7 +33,7 @@ test-engines: $(INSTALLED)
 	$(if $(filter-out by_relay,$(PART)),$(error PART=$(PART): there is PART=by_relay, and all else without PART))
 	engines/run $(ENGINES) -- $(BIN)/python -m pytest -m "engine and not gpu and $(if $(PART),,not )by_relay" --timeout=900 $(ARGS)
 
-# Real training frameworks, with replicas of the reference engine.
+# Real training frameworks, with replicas of the reference engine and of vLLM.
 test-frameworks: $(INSTALLED)
 	engines/run $(FRAMEWORKS) -- $(BIN)/python -m pytest -m "framework" --timeout=900 $(ARGS)
 

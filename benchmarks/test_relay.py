@@ -25,7 +25,7 @@ from ckpt_engine.core.offers import region_offered
 from ckpt_engine.core.plan import PlanRequest, compile_plans
 from ckpt_engine.core.publication import merge_tables
 from ckpt_engine.core.sealed import check_replicas
-from ckpt_engine.core.sealed_record import Recorded, read_record, record_of
+from ckpt_engine.core.sealed_record import Recorded, read_record
 from ckpt_engine.digest.host import HostDigests
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.host.relay_directory import DIRECTORY
@@ -33,6 +33,7 @@ from ckpt_engine.relay.slots import Slots, Wish
 from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.transport.shared_memory import SharedArena, SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Digests, Identity, Need, SourceTable, TensorSpec, WorkerNeeds
+from tests.sealing import record_of
 
 LAYER = [(1024,), (1024,), (128,), (128,), (2048, 1024), (1024, 1024), (1024, 1024), (1024, 2048)]
 LAYER += [(3072, 1024), (3072, 1024), (1024, 3072)]

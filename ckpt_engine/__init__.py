@@ -11,20 +11,36 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt_engine.core.deadlines import Deadlines
     from ckpt_engine.core.problems import CkptEngineError
+    from ckpt_engine.from_directory import update_from_directory
     from ckpt_engine.going_back import rollback
+    from ckpt_engine.reading.pulling import pull
+    from ckpt_engine.reading.reader import Reader
     from ckpt_engine.report import UpdateReport
     from ckpt_engine.trainer import Trainer
 
     __version__: str
 
-__all__ = ["CkptEngineError", "Deadlines", "Trainer", "UpdateReport", "__version__", "rollback"]
+__all__ = [
+    "CkptEngineError",
+    "Deadlines",
+    "Reader",
+    "Trainer",
+    "UpdateReport",
+    "__version__",
+    "pull",
+    "rollback",
+    "update_from_directory",
+]
 
 _HOMES = {
     "CkptEngineError": "ckpt_engine.core.problems",
     "Deadlines": "ckpt_engine.core.deadlines",
+    "Reader": "ckpt_engine.reading.reader",
     "Trainer": "ckpt_engine.trainer",
     "UpdateReport": "ckpt_engine.report",
+    "pull": "ckpt_engine.reading.pulling",
     "rollback": "ckpt_engine.going_back",
+    "update_from_directory": "ckpt_engine.from_directory",
 }
 
 
@@ -35,8 +51,8 @@ def __getattr__(name: str) -> Any:
         return import_module("ckpt_engine.manager.about").software_version()
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "Trainer":
-        import_module("ckpt_engine.extras").require("trainer", "torch", "numpy", what="ckpt_engine.Trainer")
+    if name in ("Reader", "Trainer", "pull"):
+        import_module("ckpt_engine.extras").require("trainer", "torch", "numpy", what=f"ckpt_engine.{name}")
     return getattr(import_module(_HOMES[name]), name)
 
 

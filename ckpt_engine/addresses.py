@@ -6,9 +6,12 @@ import errno
 import ipaddress
 import logging
 import socket
+from typing import TYPE_CHECKING
 
 from ckpt_engine.core.problems import invalid, unavailable
-from ckpt_engine.security.server import ServerSecurity
+
+if TYPE_CHECKING:  # it loads gRPC, which is in no engine
+    from ckpt_engine.security.server import ServerSecurity
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +40,19 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def with_port(address: str, port: int, option: str) -> str:
+    """The address, with this port if it names a host alone. Raises as ``split_address``."""
+    host = address[1:-1] if address.startswith("[") and address.endswith("]") else address
+    try:
+        alone = ":" not in host or ipaddress.ip_address(host).version == 6
+    except ValueError:
+        alone = False
+    if alone and not set(host) & set("[]/ "):
+        return join_address(host, port)
+    split_address(address, option)
+    return address
+
+
 def check_free(address: str) -> None:
     """Raises UNAVAILABLE for an address that cannot be bound. gRPC would say it, too, among lines of its own."""
     host, port = split_address(address)
@@ -47,6 +63,22 @@ def check_free(address: str) -> None:
         advice = "end that manager" if error.errno == errno.EADDRINUSE else "this host must have that address"
         words = f"{error.strerror or error}; {advice}, or name another one (--listen)"
         raise unavailable(f"cannot listen on {address}: {words}") from error
+
+
+def listening(address: str) -> socket.socket:
+    """A socket that listens there, for the option --listen. Raises UNAVAILABLE for an address that cannot be bound."""
+    host, port = split_address(address, "--listen")
+    # With the protocol named, asyncio turns Nagle's algorithm off on what it accepts.
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        said = f"cannot listen on {address}: {error.strerror}; name another address (--listen)"
+        raise unavailable(said) from error
+    bound.listen(2048)
+    return bound
 
 
 def is_loopback(host: str) -> bool:

@@ -23,12 +23,16 @@ COMMANDS = {
     "relay": "Keep weights in this host's memory, ready for its engines.",
     "trainer": "List the runs that the manager knows, or take one out.",
     "gateway": "Run one address for generation over all replicas.",
+    "prime-rl": "Answer prime-rl's orchestrator for all replicas.",
     "update": "Bring all replicas to the weights of a checkpoint.",
     "rollback": "Bring replicas back to a version that is still held.",
+    "pull": "Write the weights of a version into a directory.",
     "sleep": "Have replicas give their memory up.",
     "wake": "Have replicas take their memory back.",
     "status": "Show trainers, replicas and what they serve.",
+    "trace": "Write an update as a timeline that Perfetto shows.",
     "engines": "Show what each engine can do, and what it cannot.",
+    "plan": "Tell what an update would do on a cluster, without it.",
     "doctor": "Check this host: transports, engines, permissions.",
     "demo": "Train a tiny model here and watch replicas follow it.",
 }
@@ -73,7 +77,9 @@ def app_for(arguments: Sequence[str]) -> typer.Typer:
         return app
     if wanted in COMMANDS:
         kind = _BeforeAnother if wanted == "replica" else TyperCommand
-        app.command(wanted, cls=kind, help=None, context_settings=_HELP)(_function(wanted, wanted))
+        app.command(wanted, cls=kind, help=None, context_settings=_HELP)(
+            _function(wanted.replace("-", "_"), wanted.replace("-", "_"))
+        )
         return app
     for name, summary in COMMANDS.items():
         app.command(name, help=summary)(_only_listed)

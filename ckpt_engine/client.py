@@ -177,9 +177,13 @@ def problem_of(error: grpc.RpcError) -> weights_pb2.Problem:
     )
 
 
-def error_of(error: grpc.RpcError) -> CkptEngineError:
-    """The failed call as the error that this library raises."""
-    return CkptEngineError(problem_of(error))
+def error_of(error: grpc.RpcError, address: str = "") -> CkptEngineError:
+    """The failed call as the error that this library raises. address: of the manager; one that is not reached there is
+    named by it."""
+    problem = problem_of(error)
+    if address and problem.code == weights_pb2.Problem.UNAVAILABLE:
+        problem.message = f"manager {address}: {problem.message}"
+    return CkptEngineError(problem)
 
 
 async def _chunks(ref: manager_pb2.BlobRef, data: bytes) -> AsyncIterator[manager_pb2.BlobChunk]:

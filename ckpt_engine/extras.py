@@ -8,7 +8,7 @@ from ckpt_engine.core.problems import precondition
 
 
 def missing(*modules: str) -> list[str]:
-    """Those of these modules that are not installed."""
+    """The modules among these that are not installed."""
     return [module for module in modules if find_spec(module) is None]
 
 

@@ -10,9 +10,11 @@ import grpc
 
 from ckpt_engine.client import error_of, manager_stub, open_blocking_channel
 from ckpt_engine.core.deadlines import Deadlines, check_seconds
-from ckpt_engine.core.problems import internal, invalid, unavailable
+from ckpt_engine.core.problems import internal, invalid
 from ckpt_engine.report import UpdateReport
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1 import manager_pb2
+
+Progress = Callable[[manager_pb2.UpdateProgress], object]
 
 
 def rollback(
@@ -24,7 +26,7 @@ def rollback(
     timeout: float | None = None,
     replicas: Sequence[str] = (),
     pool: str = "",
-    on_progress: Callable[[manager_pb2.UpdateProgress], object] | None = None,
+    on_progress: Progress | None = None,
     deadlines: Deadlines | None = None,
 ) -> UpdateReport:
     """Brings replicas back to a version that relays, or other holders, hold. Returns when it is over.
@@ -44,15 +46,8 @@ def rollback(
     it; ABORTED while an update of the lineage runs. KeyboardInterrupt ends the call, which is taken back unless the
     intent is on the disk already.
     """
-    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 63:
-        raise invalid(f"version {version!r} is not a count of steps: give a whole number from 0")
-    modes = [name.lower() for name, number in manager_pb2.PauseMode.items() if number]
-    if pause_mode is not None and pause_mode not in modes:
-        raise invalid(f"pause_mode {pause_mode!r} is none of {', '.join(modes)}")
-    if timeout is not None:
-        check_seconds("a timeout", timeout)
-    if isinstance(replicas, str):
-        raise invalid(f"replicas is a list of names: [{replicas!r}]")
+    check_version(version)
+    check_asked(pause_mode, timeout, replicas)
     request = manager_pb2.RollbackRequest(
         lineage=lineage,
         version=version,
@@ -62,10 +57,31 @@ def rollback(
         pool=pool,
     )
     limits = deadlines or Deadlines.from_environment(os.environ)
-    seconds = (timeout or limits.update) + limits.call_grace
+    return reported(address, "Rollback", request, (timeout or limits.update) + limits.call_grace, on_progress)
+
+
+def check_version(version: int) -> None:
+    """Raises INVALID_ARGUMENT for what counts no steps."""
+    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 63:
+        raise invalid(f"version {version!r} is not a count of steps: give a whole number from 0")
+
+
+def check_asked(pause_mode: str | None, timeout: float | None, replicas: Sequence[str]) -> None:
+    """Raises INVALID_ARGUMENT for what no update can be asked for with."""
+    modes = [name.lower() for name, number in manager_pb2.PauseMode.items() if number]
+    if pause_mode is not None and pause_mode not in modes:
+        raise invalid(f"pause_mode {pause_mode!r} is none of {', '.join(modes)}")
+    if timeout is not None:
+        check_seconds("a timeout", timeout)
+    if isinstance(replicas, str):
+        raise invalid(f"replicas is a list of names: [{replicas!r}]")
+
+
+def reported(address: str, method: str, request: Any, seconds: float, on_progress: Progress | None) -> UpdateReport:
+    """Makes a call of the manager that streams UpdateEvents, and returns its report. Raises CkptEngineError."""
     report: manager_pb2.UpdateReport | None = None
     with open_blocking_channel(address) as channel:
-        call: Any = manager_stub(channel).Rollback(request, timeout=seconds)
+        call: Any = getattr(manager_stub(channel), method)(request, timeout=seconds)
         try:
             for event in call:
                 if event.HasField("report"):
@@ -73,12 +89,9 @@ def rollback(
                 elif on_progress is not None:
                     on_progress(event.progress)
         except grpc.RpcError as error:
-            found = error_of(error)
-            if found.problem.code == weights_pb2.Problem.UNAVAILABLE:
-                found = unavailable(f"manager {address}: {found.problem.message}")
-            raise found from error
+            raise error_of(error, address) from error
         finally:
             call.cancel()
     if report is None:
-        raise internal("the manager ended the rollback without a report")
+        raise internal(f"the manager ended {method} without a report")
     return UpdateReport(report)

@@ -49,6 +49,8 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 lifespan="off",
                 ws="none",
+                # With httptools heads have no limit, and callers of HTTP/1.0 get chunks that they cannot read.
+                http="h11",
                 timeout_graceful_shutdown=END_SECONDS,
                 timeout_keep_alive=kept_seconds,
                 **security.for_uvicorn(),

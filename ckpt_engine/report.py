@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from uuid import UUID
 
+from ckpt_engine.core.enums import enum_word
 from ckpt_engine.machines.manager.report import is_verified
 from ckpt_engine.v1 import manager_pb2
 
@@ -63,7 +65,7 @@ class ReplicaReport:
     def outcome(self) -> str:
         """ "new_serving", "old_serving", "quarantined", or "not_reached": its agent or engine was not there, so it may
         serve what it held last."""
-        return manager_pb2.Outcome.Name(self.message.outcome).lower()
+        return enum_word(manager_pb2.Outcome, self.message.outcome)
 
     @property
     def ok(self) -> bool:
@@ -98,12 +100,13 @@ class ReplicaReport:
 
     @property
     def sync_seconds(self) -> float:
-        """From the install command to the outcome, pause included."""
+        """Seconds from the install command to the outcome, pause included."""
         return self.message.sync_seconds
 
     @property
     def transfer_seconds(self) -> float:
-        """Of the slowest worker: from the first byte read to the last one, without waiting, verifying, resuming."""
+        """Seconds of the slowest worker, from the first byte read to the last one, without waiting, verifying,
+        resuming."""
         return max((w.transfer_seconds for w in self.message.workers), default=0.0)
 
     @property
@@ -151,12 +154,12 @@ class RelayReport:
 
     @property
     def name(self) -> str:
-        """Its source's id: "relay host-3"."""
+        """The id of what it offers: "relay host-3"."""
         return self.message.relay
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """Those that were to be installed from it; none: it was filled for other relays only."""
+        """The replicas that were to be installed from it; none: it was filled for other relays only."""
         return tuple(self.message.replicas)
 
     @property
@@ -252,7 +255,7 @@ class UpdateReport:
 
     @property
     def seconds(self) -> float:
-        """From the last rank's call to the report."""
+        """Seconds from the last rank's call to the report."""
         return self.message.seconds
 
     @property
@@ -298,6 +301,11 @@ class UpdateReport:
         """What each relay did that was to be filled."""
         return tuple(RelayReport(relay) for relay in self.message.relays)
 
+    @property
+    def collective(self) -> str:
+        """Which replicas were updated by a collective and why, and how it ended; or why there was none."""
+        return self.message.collective
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
@@ -318,6 +326,7 @@ class UpdateReport:
             "replicas": [replica.to_dict() for replica in self.replicas],
             "prefetch": self.prefetch,
             "relays": [relay.to_dict() for relay in self.relays],
+            "collective": self.collective,
         }
 
     def __str__(self) -> str:
@@ -355,18 +364,24 @@ class UpdateReport:
         ]
         warnings = [f"warning: {warning}" for warning in self.warnings]
         relays = [*map(str, self.relays), *([self.prefetch] if self.relays else [])]
+        collective = [] if self.collective.startswith("no collective") else [self.collective]
         copied = map(str, self.copied)
         table = _columns([titles, *rows]) if rows or not self.held else []
-        return "\n".join([head, *table, *problems, *warnings, *relays, *copied])
+        return "\n".join([head, *table, *problems, *warnings, *relays, *filter(None, collective), *copied])
 
 
 def stage_seconds(stages: Sequence[manager_pb2.StageSeconds]) -> dict[str, float]:
     """Seconds by lower-case stage name, in the order given; equal stages add up."""
     seconds: dict[str, float] = {}
     for stage in stages:
-        name = manager_pb2.Stage.Name(stage.stage).lower()
+        name = enum_word(manager_pb2.Stage, stage.stage)
         seconds[name] = seconds.get(name, 0.0) + stage.seconds
     return seconds
+
+
+def gpu_uuid(uuid: bytes) -> str:
+    """A GPU's 16 bytes as nvidia-smi writes them: "GPU-3fa91c02-...". Others as they are, in hexadecimal."""
+    return f"GPU-{UUID(bytes=uuid)}" if len(uuid) == 16 else uuid.hex()
 
 
 def human_bytes(count: int) -> str:

@@ -96,3 +96,9 @@ def test_the_readme_names_every_page() -> None:
     readme = (ROOT / "README.md").read_text()
     pages = [str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))]
     assert [page for page in pages if f"]({page})" not in readme] == []
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """Folders of tests are no packages, so pytest cannot collect two files of one name together."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []

@@ -6,6 +6,7 @@ A room is a folder of ckpt_engine, or a module that lies in none.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -42,9 +43,14 @@ ROOMS = (
     "install",
     "source",
     "report",
+    "timeline",
     "going_back",
+    "from_directory",
     "trainer",
+    "publishing",
+    "planning",
     "relay",
+    "reading",
     "agent",
     "manager",
     "gateway",
@@ -71,6 +77,8 @@ WITHOUT_TENSORS = (
     "ckpt_engine.agent.session",
     "ckpt_engine.agent.following",
     "ckpt_engine.commands.replica",
+    "ckpt_engine.planning.asked",
+    "ckpt_engine.planning.words",
     "ckpt_engine_adapters.reference.driver",
     "ckpt_engine_adapters.vllm.driver",
     "ckpt_engine_adapters.sglang.driver",
@@ -116,6 +124,13 @@ def test_every_room_has_its_place_in_the_order() -> None:
     assert len(modules()) > 250
 
 
+def test_the_page_lists_the_rooms_in_their_order() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text().split("\n## Where things lie\n")[1].split("\n## ")[0]
+    first_cells = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
+    named = [name for cell in first_cells for name in re.findall(r"`(?:proto/ckpt_engine/)?([\w/]+)(?:\.py)?`", cell)]
+    assert named == [*ROOMS, "adapters/ckpt_engine_adapters"]
+
+
 def test_every_package_is_installed() -> None:
     """Here all of it is imported from the checkout, so nothing else would miss one."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
@@ -156,3 +171,27 @@ def test_what_decides_and_who_only_commands_loads_no_tensors_and_no_compiler() -
     code += f"print(*(name for name in {HEAVY} if name in sys.modules))"
     told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, timeout=60, check=True)
     assert told.stdout.split() == []
+
+
+def test_what_runs_inside_engines_needs_no_package_of_ours() -> None:
+    """SGLang's and vLLM's environments have torch, numpy and protobuf, and need none of what our servers need."""
+    absent = (
+        "grpc",
+        "grpc_health",
+        "fastapi",
+        "starlette",
+        "uvicorn",
+        "httpx",
+        "httptools",
+        "typer",
+        "prometheus_client",
+    )
+    code = f"import sys\nfor name in {absent}: sys.modules[name] = None\n"
+    code += "import ckpt_engine.install.worker, ckpt_engine.words.gate\n"
+    code += "import ckpt_engine.transport.collective.on_host, ckpt_engine.transport.collective.on_gpu\n"
+    code += "from ckpt_engine.transport.registry import all_transports; print(sorted(all_transports()))"
+    told = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert told.returncode == 0, told.stderr[-2000:]
+    assert "shared_memory" in told.stdout

@@ -20,9 +20,9 @@ from benchmarks.fan_out.network import (
     Streams,
     simulate,
 )
-from ckpt_engine.core.chunks import MOST_BYTES, Chunk, chunk_bytes
-from ckpt_engine.core.fan_out import FROM_TRAINERS, FanOut, HostRate, Tree, plan_fan_out
-from ckpt_engine.core.fan_out_repair import fallback, replan
+from benchmarks.fan_out.repair import fallback, replan
+from ckpt_engine.core.chunk_sizes import MOST_BYTES, chunk_bytes
+from ckpt_engine.core.fan_out import FROM_TRAINERS, Chunk, FanOut, HostRate, Tree, plan_fan_out
 
 RATE = 12.5e9
 """Bytes/s: 100 Gbit/s."""

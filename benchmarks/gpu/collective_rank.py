@@ -19,8 +19,10 @@ from benchmarks.gpu.qwen3_8b import BYTES, SHAPES, Tree, renew
 from ckpt_engine.core.boxes import whole
 from ckpt_engine.core.collective import Member, arrange, make_schedule
 from ckpt_engine.core.collective_buckets import BUCKET_BYTES, Want
+from ckpt_engine.core.collective_plan import KEY_BYTES
 from ckpt_engine.digest.prepared import prepare_digests
-from ckpt_engine.transport.collective.meeting import KEY_BYTES, Attendance, Meeting
+from ckpt_engine.transport.collective.door import Door
+from ckpt_engine.transport.collective.meeting import Attendance
 from ckpt_engine.transport.collective.nccl import nccl, spelled
 from ckpt_engine.transport.collective.on_gpu import GpuMember
 from ckpt_engine.transport.collective.part import held_boxes
@@ -34,10 +36,11 @@ def main() -> None:
     device = torch.device("cuda", member)
     torch.cuda.set_device(device)
     if member == 0:
-        meeting = Meeting(KEY)
+        door = Door()
+        door.meeting(b"", KEY)
         rival_store = distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        print(json.dumps([*meeting.address, rival_store.port]), flush=True)
-        where = (*meeting.address, rival_store.port)
+        print(json.dumps([*door.address, rival_store.port]), flush=True)
+        where = (*door.address, rival_store.port)
     else:
         where = json.loads(sys.stdin.readline())
         rival_store = distributed.TCPStore("127.0.0.1", where[2], None, False)

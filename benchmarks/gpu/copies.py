@@ -93,7 +93,7 @@ def main() -> None:
     half = [(halves[name], sliced(name, source)) for name, source in sources.items()]
     kept = dict(device_work.ENGINE_BYTES)
     for label, threshold in (("kernel", 1 << 62), ("engines", 1)):
-        device_work.ENGINE_BYTES[device_work.Place.SAME] = threshold
+        device_work.ENGINE_BYTES[device_work.Side.SAME] = threshold
         measure(f"same GPU, whole, {label}", whole, ceiling, results)
         measure(f"same GPU, half, {label}", half, ceiling, results)
     device_work.ENGINE_BYTES.update(kept)

@@ -25,12 +25,11 @@ from benchmarks.gpu.rivals import ENVIRONMENT, NativeServer, backend_arguments
 from ckpt_engine import Trainer
 from tests.cluster import Cluster, Replica, running_cluster
 from tests.engines.vllm_server import complete, tokens
+from tests.gpu.exact import free_bytes, sleep
 from tests.gpu.gpu_server import (
     KV_BYTES,
-    free_bytes,
     needs_gpu_vllm,
     plain_vllm,
-    sleep,
     start_gpu_vllm,
     wait_for_plain,
 )

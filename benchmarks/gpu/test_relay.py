@@ -30,7 +30,6 @@ from ckpt_engine.core.manifest import blob_digest, canonical, manifest_of
 from ckpt_engine.core.plan import PlanRequest, compile_plans
 from ckpt_engine.core.publication import join_sources
 from ckpt_engine.core.sealed import check_replicas
-from ckpt_engine.core.sealed_record import record_of
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.relay import batches
@@ -39,6 +38,7 @@ from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.v1.weights_pb2 import Digests, Identity, Need, SourceTable, WorkerNeeds
 from tests.cluster import Cluster, running_cluster
 from tests.gpu.cuda_peer import Peer
+from tests.sealing import record_of
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -150,7 +150,7 @@ class AttachedEngine:
             self._directory = None
 
     async def _serve(self) -> None:
-        """From the engine being ready to its being gone."""
+        """Serves from the moment the engine is ready until it is gone."""
         assert self._directory is not None
         assert self.page is not None
         adapter = connect(self._module, self._url, self._directory)

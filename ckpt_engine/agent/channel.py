@@ -143,7 +143,8 @@ class AgentChannel:
         talk.working = asyncio.create_task(self._work(talk, request, before))
 
     def _conversation(self, request: worker_pb2.WorkerRequest) -> _Conversation:
-        """Of this worker process. That of an earlier process of the same rank is forgotten: it is dead."""
+        """The conversation with this worker process. That of an earlier process of the same rank is forgotten: it is
+        dead."""
         key = (request.rank, request.boot_id)
         if key not in self._conversations:
             for old in [other for other in self._conversations if other[0] == request.rank]:

@@ -89,7 +89,7 @@ class EngineHost(Protocol):
 
     @property
     def adapter(self) -> EngineAdapter | None:
-        """None unless the engine is there."""
+        """The adapter; None unless the engine is there."""
         ...
 
 

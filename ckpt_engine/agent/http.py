@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
 
 import httpx
 
-from ckpt_engine.addresses import join_address
 from ckpt_engine.engine.adapter import AdapterSettings, EngineCallError
+
+AFTERWARDS_SECONDS = 10.0
+"""For closing a session or going on, also when the time of the call that it belongs to has run out."""
+
+Ask: TypeAlias = Callable[[float], Awaitable[None]]
+"""Asks an engine for something, within so many seconds."""
 
 
 def engine_client(url: str, headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
@@ -78,13 +85,28 @@ class HttpAdapter:
     async def _get(self, route: str, seconds: float) -> Any:
         return (await engine_call(self._client, "GET", route, seconds)).json()
 
-    async def _post(self, route: str, seconds: float, **body: Any) -> None:
+    async def _post(self, route: str, seconds: float, /, **body: Any) -> None:
         await engine_call(self._client, "POST", route, seconds, body)
 
+    @asynccontextmanager
+    async def _session(self, begin: Ask, end: Ask, until: float) -> AsyncIterator[None]:
+        """An engine's own session around what changes its weights; once it is open, it is always closed.
 
-def local_url(host: str, port: int) -> str:
-    """Where a server of this host that was told to listen at `host` is reached from here; empty: at loopback."""
-    return f"http://{join_address('127.0.0.1' if host in ('', '0.0.0.0', '::') else host, port)}"
+        begin, end: ask the engine for it, within seconds. until: on the monotonic clock; closing has AFTERWARDS_SECONDS
+        also later. Raises EngineCallError.
+        """
+        try:
+            await begin(until - time.monotonic())
+        except EngineCallError as error:
+            if not error.answered:
+                raise
+            # An agent that died in the middle left the session open.
+            await end(until - time.monotonic())
+            await begin(until - time.monotonic())
+        try:
+            yield
+        finally:
+            await end(max(until - time.monotonic(), AFTERWARDS_SECONDS))
 
 
 def _detail(response: httpx.Response) -> str:

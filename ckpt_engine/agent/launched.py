@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -22,10 +22,11 @@ from ckpt_engine.agent.engine import (
 from ckpt_engine.agent.leading import Followers, NodesMissingError
 from ckpt_engine.agent.logs import new_log
 from ckpt_engine.agent.ports import ReservedPort, holder, is_free
-from ckpt_engine.agent.process import EngineProcess, EngineProcessError, LineSink, torchrun_variables
+from ckpt_engine.agent.process import EngineProcess, EngineProcessError, LineSink
+from ckpt_engine.agent.starting import engine_process, new_page
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.engine.adapter import EngineAdapter, EngineCallError, LaunchPlan, load_adapter
-from ckpt_engine.engine.node_plan import Place, node_plan_of
+from ckpt_engine.engine.node_plan import NodePart, node_plan_of
 from ckpt_engine.machines.events import EngineReady
 from ckpt_engine.v1 import manager_pb2
 from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory, default_root
@@ -112,7 +113,7 @@ class LaunchedEngine:
 
     @property
     def pid(self) -> int | None:
-        """Of the engine's first process; None unless it runs."""
+        """The pid of the engine's first process; None unless it runs."""
         return self._process.pid if self._process is not None and self._process.running else None
 
     async def open(self) -> None:
@@ -123,7 +124,7 @@ class LaunchedEngine:
         self._root = self._root or default_root()
         if not self._port:
             self._port = self._reserve_port()
-        self._plan(None if self._followers is None else self._followers.place(1))
+        self._plan(None if self._followers is None else self._followers.part(1))
         directory = EngineDirectory.create(self._root)
         self._directory = directory
         directory.lock()
@@ -177,21 +178,29 @@ class LaunchedEngine:
 
     async def close(self) -> None:
         """SIGTERM, a grace, SIGKILL to all that the engine started; then the directory goes."""
-        await self._end_process()
-        await self._forget_engine()
-        if self._followers is not None:
-            await self._followers.close()
-        if self._channel is not None:
-            await self._channel.close()
-            self._channel = None
-        if self.page is not None:
-            self.page.close()
-            self.page = None
-        if self._directory is not None:
-            self._directory.remove()
-            self._directory = None
-        if self._reserved is not None:
-            self._reserved.release()
+        async with AsyncExitStack() as closings:
+            if self._reserved is not None:
+                closings.callback(self._reserved.release)
+            closings.push_async_callback(self._close_directory)
+            if self._followers is not None:
+                closings.push_async_callback(self._followers.close)
+            closings.push_async_callback(self._forget_engine)
+            await self._end_process()
+
+    async def _close_directory(self) -> None:
+        directory, self._directory = self._directory, None
+        channel, self._channel = self._channel, None
+        async with AsyncExitStack() as closings:
+            if directory is not None:
+                closings.callback(directory.remove)
+            if self.page is not None:
+                closings.callback(self._close_page, self.page)
+            if channel is not None:
+                await channel.close()
+
+    def _close_page(self, page: EnginePage) -> None:
+        self.page = None
+        page.close()
 
     def replace(self, reason: str) -> bool:
         """It is ended within `engine_watch` seconds, and started again as after any failure."""
@@ -233,13 +242,13 @@ class LaunchedEngine:
         """See `EngineHost`."""
         return word.status() if self._followers is None else self._followers.status(word)
 
-    def _plan(self, place: Place | None = None) -> LaunchPlan:
-        """place: of an engine that spans nodes."""
+    def _plan(self, part: NodePart | None = None) -> LaunchPlan:
+        """part: of an engine that spans nodes."""
         settings = self._settings
-        if place is None:
+        if part is None:
             plan = self._module.launch_plan(settings.arguments, self._port, settings.model)
         else:
-            plan = node_plan_of(settings.kind)(settings.arguments, self._port, settings.model, place)
+            plan = node_plan_of(settings.kind)(settings.arguments, self._port, settings.model, part)
         if ENVIRONMENT in plan.env:
             raise ValueError(f"the adapter for {settings.kind} sets {ENVIRONMENT}, which is the agent's to set")
         if plan.listens_at not in LOOPBACK | EVERYWHERE:
@@ -247,7 +256,7 @@ class LaunchedEngine:
                 f"--host {plan.listens_at}: the agent drives its engine over loopback, so the engine must listen at "
                 "127.0.0.1 (this host only) or at 0.0.0.0 (other hosts too)"
             )
-        return replace(plan, argv=plan.command(settings.sleeps), url=plan.url.rstrip("/"))
+        return replace(plan, url=plan.url.rstrip("/"))
 
     async def _port_is_ours(self, plan: LaunchPlan) -> None:
         """An engine that is just ending, such as that of an agent that was killed, gets the time that ending takes.
@@ -270,25 +279,16 @@ class LaunchedEngine:
     async def _start(self) -> EngineReady:
         """Launches, waits until it answers, and asks what it is."""
         assert self._directory is not None
-        page = self._renew_page(self._directory)
-        followers, place = self._followers, None
+        page = self.page = new_page(self._directory, self.page)
+        followers, part = self._followers, None
         if followers is not None:
             assert self._root is not None
-            place = await followers.gather(page, self._root, self._settings.startup_seconds)
-        plan = self._plan(place)
+            part = await followers.gather(page, self._root, self._settings.startup_seconds)
+        plan = self._plan(part)
         await self._port_is_ours(plan)
         assert self._root is not None
         log = self._settings.log_path or new_log(self._root, self.default_name)
-        env = {**plan.env, ENVIRONMENT: str(self._directory.path)}
-        process = EngineProcess(
-            plan.argv,
-            env,
-            log,
-            on_line=self._on_output,
-            grace_seconds=self._deadlines.engine_grace,
-            start_seconds=self._deadlines.engine_start,
-            without=torchrun_variables(os.environ),
-        )
+        process = engine_process(plan, self._settings.sleeps, self._directory, log, self._deadlines, self._on_output)
         self._process = process
         await process.start()
         self._events.say(f"engine launched: pid {process.pid}, {plan.url}, log {log}")
@@ -314,14 +314,6 @@ class LaunchedEngine:
         await process.wait_healthy(ours_and_healthy, self._settings.startup_seconds, waiting)
         return await probe(adapter, plan.url, self._deadlines.engine_probe, self._advertised(plan))
 
-    def _renew_page(self, directory: EngineDirectory) -> EnginePage:
-        """A new file, so that nothing which outlived the last engine can write into this one's words."""
-        if self.page is not None:
-            self.page.close()
-        directory.page.unlink(missing_ok=True)
-        self.page = EnginePage(directory.page)
-        return self.page
-
     async def _until_gone(self) -> str:
         """Why the engine is gone. A server that is there but does not work is ended."""
         assert self._process is not None
@@ -346,10 +338,12 @@ class LaunchedEngine:
             ended.cancel()
 
     async def _end_process(self) -> None:
-        if self._process is not None:
-            await self._process.stop()
-        if self._followers is not None:
-            await self._followers.end()
+        try:
+            if self._process is not None:
+                await self._process.stop()
+        finally:
+            if self._followers is not None:
+                await self._followers.end()
 
     async def _forget_engine(self) -> None:
         if self.adapter is not None:

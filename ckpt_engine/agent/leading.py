@@ -1,7 +1,7 @@
-"""The agents of an engine's other nodes, as the leading agent sees them: who is there, when all parts start and end.
+"""The leading agent's side of an engine on several nodes: the shell around LeaderMachine.
 
-It decides when a start of the engine (a generation) begins, which followers belong to it, when it has to end because
-of one of them, and what of their words stands in the gate's page (mirror.py). It launches nothing itself.
+The machine decides; this has the connection to the followers, the far workers' places in the gate's page, and the port
+at which the engine's parts meet. Used on the agent's loop.
 """
 
 from __future__ import annotations
@@ -11,42 +11,63 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from ckpt_engine.agent.channel import Answer
 from ckpt_engine.agent.link import LeaderLink
-from ckpt_engine.agent.mirror import Mirror, MirrorError
 from ckpt_engine.agent.nodes import NodeSettings
 from ckpt_engine.agent.ports import ReservedPort
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.engine.node_plan import Place
+from ckpt_engine.core.problems import CkptEngineError, aborted
+from ckpt_engine.engine.node_plan import NodePart
+from ckpt_engine.machines.events import Peer, Reply, Send, Start, WorkerAsked
+from ckpt_engine.machines.nodes import events
+from ckpt_engine.machines.nodes.leader import LeaderMachine
+from ckpt_engine.shell.loop import Loop
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
-from ckpt_engine.words.state import EnginePage, WorkerWord
+from ckpt_engine.words.state import CLEAN, DIRTY, MAX_WORKERS, EnginePage, WorkerSlot, WorkerWord
 
 logger = logging.getLogger(__name__)
 
-Reply = asyncio.Task[worker_pb2.AgentReply | None]
+_CLOSED = "this agent ends, and asks its engine's other nodes nothing more"
 
 
 class NodesMissingError(Exception):
     """Not all nodes have an agent that is ready; the message says which, and where it should dial."""
 
 
-@dataclass
-class _Node:
-    """What was last heard from one node's agent. sender: where commands to it go."""
+class FarSlots:
+    """Places of far workers in the page of one start of the engine."""
 
-    session: bytes
-    sender: bytes
-    heard: float
-    message: worker_pb2.NodeMessage
-    looked: int = 0
-    conversations: dict[tuple[int, bytes], tuple[int, Reply]] = field(default_factory=dict)
+    def __init__(self, page: EnginePage) -> None:
+        self._page = page
+        self._slots: dict[int, WorkerSlot] = {}
+
+    def here(self) -> tuple[bytes, ...]:
+        """What is here, as in NodeTold."""
+        words = self._page.read()
+        return tuple(word.boot_id for word in words) if words else (b"",) * MAX_WORKERS
+
+    def show(self, word: events.ShowWord) -> None:
+        """Writes it."""
+        slot = self._slots.get(word.rank)
+        if slot is None or slot.boot_id != word.boot_id:
+            slot = self._slots[word.rank] = WorkerSlot(self._page, word.rank, word.boot_id)
+        if not word.alive:
+            slot.gone()
+        elif word.state == CLEAN and word.identity is not None:
+            slot.clean(word.epoch, word.identity)
+        elif word.state == DIRTY:
+            slot.dirty(word.epoch)
+        else:
+            slot.none()
 
 
 class Followers:
-    """From `open` to `close`, on the agent's loop. answer: of the worker channel, also for far workers."""
+    """The agents of an engine's other nodes, from `open` to `close`. answer: of the worker channel, also for far
+    workers. What it raises when its machine has failed is a CkptEngineError, INTERNAL; after `close`, one that is
+    ABORTED."""
 
     def __init__(
         self,
@@ -58,287 +79,155 @@ class Followers:
         deadlines: Deadlines,
     ) -> None:
         self._settings = settings
-        self._kind = kind
-        self._transports = frozenset(transports)
         self._answer = answer
         self._say = say
-        self._deadlines = deadlines
-        self._session = os.urandom(16)
+        self._machine = LeaderMachine(
+            os.urandom(16), settings.nodes, settings.leader, settings.host, kind, transports, deadlines
+        )
+        self._loop = Loop("leading agent", self._machine, self._perform, None, self._failed)
         self._link: LeaderLink | None = None
-        self._beating: asyncio.Task[None] | None = None
-        self._nodes: dict[int, _Node] = {}
-        self._members: dict[int, bytes] = {}
-        self._mirror: Mirror | None = None
-        self._generation = 0
-        self._run = False
+        self._root: Path | None = None
+        self._slots: FarSlots | None = None
         self._port: ReservedPort | None = None
         self._looks = 0
-        self._wrong = ""
-        self._changed = asyncio.Event()
+        self._waiting: dict[object, list[asyncio.Future[None]]] = {}
+        self._closed = False
 
     def open(self) -> None:
         """Listens. Raises CkptEngineError: the address or the token cannot be used."""
         self._link = LeaderLink(self._settings.listening_endpoint(), self._settings.keys(), self._heard)
         self._link.open()
-        self._beating = asyncio.create_task(self._beat(), name="nodes")
+        self._loop.feed(Start())
 
-    async def gather(self, page: EnginePage, root: Path, seconds: float) -> Place:
+    async def gather(self, page: EnginePage, root: Path, seconds: float) -> NodePart:
         """Waits until all followers are there and their parts of an earlier start are gone; begins a generation.
 
         page: new, of this start. Raises NodesMissingError after `seconds`, CkptEngineError if no port is free.
         """
-        self._run = False
-        self._tell_all()
-        if not await self._until(lambda: not self._missing(), min(seconds, 3 * self._deadlines.heartbeat)):
-            self._say(f"waiting: {self._missing()} (at {self._settings.leader})")
-        if not await self._until(lambda: not self._missing(), seconds):
-            raise NodesMissingError(
-                f"{self._missing()} after {seconds:g} s: start its agent with --nodes {self._settings.nodes} "
-                f"--node-rank R --leader {self._settings.leader}"
-            )
-        if self._port is not None:
-            self._port.release()
-        self._port = ReservedPort(root)
-        self._members = {rank: node.session for rank, node in self._nodes.items()}
-        self._mirror = Mirror(page)
-        self._wrong = ""
-        self._generation += 1
-        self._run = True
-        self._tell_all()
-        return self.place(self._port.number)
+        self._root, self._slots = root, FarSlots(page)
+        await self._answered(events.AllHere, events.Gather(seconds))
+        assert self._port is not None
+        return self.part(self._port.number)
 
-    def place(self, port: int) -> Place:
-        """Of this node."""
-        return Place(self._settings.nodes, 0, self._settings.host, port)
+    def part(self, port: int) -> NodePart:
+        """The part of this node."""
+        return NodePart(self._settings.nodes, 0, self._settings.host, port)
 
     def trouble(self) -> str:
         """Why the engine cannot go on because of another node; empty if it can."""
-        if self._wrong:
-            return self._wrong
-        for rank, session in self._members.items():
-            node = self._nodes.get(rank)
-            if node is None or node.session != session:
-                return f"the agent of node {rank} was started anew"
-            if not self._is_heard(node):
-                return f"the agent of node {rank} was not heard for {self._deadlines.lease:g} s"
-            if self._current(node.message) and not node.message.running and node.message.reason:
-                return f"node {rank}: {node.message.reason}"
-        return ""
+        self._check()
+        return self._machine.trouble(time.monotonic())
 
     async def look(self, seconds: float) -> None:
         """Brings what the followers' pages say now into ours; who does not tell within `seconds` is lost."""
-        if not self._run or self._mirror is None:
-            return
         self._looks += 1
-        number, generation = self._looks, self._generation
-        self._tell_all()
-
-        def late() -> list[int]:
-            return [rank for rank in self._members if rank not in self._nodes or self._nodes[rank].looked < number]
-
-        if not await self._until(lambda: not late() or generation != self._generation, seconds):
-            for rank in late():
-                self._mirror.lose(rank)
+        await self._answered(self._looks, events.Look(self._looks, seconds))
 
     def status(self, word: WorkerWord) -> manager_pb2.WorkerStatus:
-        """A word of the page as the manager is told it."""
-        return word.status() if self._mirror is None else self._mirror.status(word)
+        """A word of the page as the manager is told it: with node and process where the worker runs."""
+        return self._machine.placed(word.status())
 
     async def end(self) -> None:
         """Has all followers end their parts, and waits a while for that; what they hold counts no more."""
-        self._run = False
-        self._members = {}
-        if self._mirror is not None:
-            for rank in self._nodes:
-                self._mirror.lose(rank)
-            self._mirror = None
-        self._tell_all()
-        gone = lambda: not any(node.message.running and self._is_heard(node) for node in self._nodes.values())  # noqa: E731
-        await self._until(gone, 2 * self._deadlines.engine_grace)
+        if self._link is not None and self._loop.problem is None:
+            await self._answered(events.PartsEnded, events.EndParts())
 
     async def close(self) -> None:
-        """Ends the parts. Safe to call twice."""
-        if self._link is not None:
+        """Ends the parts; who still waits for an answer gets an error. Safe to call twice."""
+        async with AsyncExitStack() as closings:
+            closings.callback(self._release_port)
+            closings.push_async_callback(self._loop.stop, 0.0)
+            closings.callback(self._shut)
             await self.end()
-            self._link.close()
-            self._link = None
-        if self._beating is not None:
-            self._beating.cancel()
-            await asyncio.gather(self._beating, return_exceptions=True)
-            self._beating = None
-        for node in self._nodes.values():
-            for _, reply in node.conversations.values():
-                reply.cancel()
+
+    def _release_port(self) -> None:
         if self._port is not None:
             self._port.release()
 
-    # -- what followers tell
+    def _shut(self) -> None:
+        self._closed = True
+        for key in tuple(self._waiting):
+            self._end_wait(key, aborted(_CLOSED))
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    # -- what happens, brought to the machine
 
     def _heard(self, sender: bytes, message: worker_pb2.NodeMessage) -> None:
-        rank = message.node_rank
-        if refused := self._refusal(message):
-            problem = weights_pb2.Problem(code=weights_pb2.Problem.FAILED_PRECONDITION, message=refused)
-            self._send(sender, worker_pb2.NodeCommand(session_id=self._session, refused=problem))
-            return
-        node = self._nodes.get(rank)
-        if node is None or node.session != message.session_id:
-            self._say(f"node {rank} has joined")
-            if self._mirror is not None:
-                self._mirror.lose(rank)  # the words of the agent before it are nobody's any more
-            node = self._nodes[rank] = _Node(message.session_id, sender, 0.0, message)
-        elif message.sequence <= node.message.sequence:
-            return
-        node.sender, node.heard, node.message = sender, time.monotonic(), message
-        if self._current(message):
-            self._take(rank, node, message)
-        self._tell(node)
-        self._changed.set()
+        here = () if self._slots is None else self._slots.here()
+        self._loop.feed(events.NodeTold(Peer(sender.hex()), message, here))
 
-    def _refusal(self, message: worker_pb2.NodeMessage) -> str:
-        """Why this message is not taken; empty: it is."""
-        rank, nodes = message.node_rank, self._settings.nodes
-        if message.nodes != nodes or not 0 < rank < nodes:
-            return f"node {rank} of {message.nodes} cannot follow: node 0 has --nodes {nodes}"
-        if message.kind != self._kind:
-            return f"node {rank} would start engine {message.kind!r}, node 0 starts {self._kind!r}"
-        if lacking := sorted(self._transports - set(message.transports)):
-            return (
-                f"node {rank} cannot read over {', '.join(lacking)}, which node 0 can: run `ckpt-engine doctor` there, "
-                "or start all nodes with the same --transport"
-            )
-        node = self._nodes.get(rank)
-        if node is not None and node.session != message.session_id and self._is_heard(node):
-            return f"node {rank} has an agent already: each node has its own --node-rank"
-        return ""
+    async def _answered(self, key: object, event: object) -> None:
+        """Feeds an event that the machine answers, in time. Whoever asks the same meanwhile shares the answer."""
+        self._check()
+        waiting = self._waiting.setdefault(key, [])
+        asked = any(not other.done() for other in waiting)
+        answer = asyncio.get_running_loop().create_future()
+        waiting.append(answer)
+        if not asked:
+            self._loop.feed(event)
+        await answer
 
-    def _take(self, rank: int, node: _Node, message: worker_pb2.NodeMessage) -> None:
-        assert self._mirror is not None
-        request = message.request if message.HasField("request") else None
-        if request is not None and request.HasField("installed"):
-            self._mirror.settled(request.rank, request.boot_id, request.installed.fence.epoch)
+    async def _ask(self, number: int, request: worker_pb2.WorkerRequest) -> None:
+        reply = None
         try:
-            self._mirror.take(rank, message.workers)
-        except MirrorError as error:
-            self._wrong = str(error)
-            self._mirror.lose(rank)
-            return
-        node.looked = max(node.looked, message.looked)
-        if request is not None and self._mirror.has(rank, request.rank, request.boot_id):
-            self._ask(node, request)
+            reply = await self._answer(request)
+        except Exception:  # the worker asks again, or not at all
+            logger.exception("a request of worker %d on another node failed", request.rank)
+        self._loop.feed(Reply(number, reply))
 
-    def _ask(self, node: _Node, request: worker_pb2.WorkerRequest) -> None:
-        """Answers a far worker's request once, however often it comes."""
-        key = (request.rank, request.boot_id)
-        sequence, reply = node.conversations.get(key, (-1, None))
-        if request.sequence < sequence:
-            return
-        if request.sequence > sequence or reply is None:
-            for old in [each for each in node.conversations if each[0] == request.rank]:
-                del node.conversations[old]  # of this worker before, or of a process before it
-            reply = asyncio.create_task(self._reply(request, self._generation))
-            node.conversations[key] = (request.sequence, reply)
-            reply.add_done_callback(lambda done: self._answered(node, request, done))
-        elif reply.done():
-            self._answered(node, request, reply)
+    def _check(self) -> None:
+        if self._loop.problem is not None:
+            raise CkptEngineError(self._loop.problem)
+        if self._closed:
+            raise aborted(_CLOSED)
 
-    async def _reply(self, request: worker_pb2.WorkerRequest, generation: int) -> worker_pb2.AgentReply | None:
-        reply = await self._answer(request)
-        if reply is None or generation != self._generation or self._mirror is None:
-            return None
-        if reply.HasField("install"):
-            # Before it leaves: from then on the far worker may write, and our gate must not learn it later.
-            self._mirror.ordered(request.rank, request.boot_id, reply.install.fence.epoch)
-        reply.sequence = request.sequence
-        return reply
+    def _failed(self, _event: object, problem: weights_pb2.Problem) -> None:
+        for key in tuple(self._waiting):
+            self._end_wait(key, CkptEngineError(problem))
 
-    def _answered(self, node: _Node, request: worker_pb2.WorkerRequest, done: Reply) -> None:
-        if done.cancelled():
-            return
-        if (error := done.exception()) is not None:
-            logger.error(
-                "a request of worker %d on node %d failed", request.rank, node.message.node_rank, exc_info=error
-            )
-        elif (reply := done.result()) is not None:
-            self._send(node.sender, self._command(node, rank=request.rank, boot_id=request.boot_id, reply=reply))
+    # -- what the machine says, carried out
 
-    # -- what they are told
+    def _perform(self, command: events.LeaderCommand) -> None:
+        match command:
+            case Send(peer, worker_pb2.NodeCommand() as body):
+                if self._link is not None:
+                    self._link.send(bytes.fromhex(peer), body)
+            case events.ShowWord():
+                assert self._slots is not None
+                self._slots.show(command)
+            case WorkerAsked(number, request):
+                self._loop.start(self._ask(number, request))
+            case events.Say(line):
+                self._say(line)
+            case events.AllHere():
+                self._begin()
+            case events.NodesMissing(reason):
+                self._end_wait(events.AllHere, NodesMissingError(reason))
+            case events.Looked(number):
+                self._end_wait(number)
+            case events.PartsEnded():
+                self._end_wait(events.PartsEnded)
 
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(self._deadlines.heartbeat)
-            for rank, node in self._nodes.items():
-                if self._mirror is not None and not self._is_heard(node):
-                    self._mirror.lose(rank)
-            self._tell_all()
+    def _begin(self) -> None:
+        assert self._root is not None
+        if all(waiting.done() for waiting in self._waiting.get(events.AllHere, ())):
+            return  # the agent was told to stop meanwhile
+        self._release_port()
+        try:
+            self._port = ReservedPort(self._root)
+        except CkptEngineError as error:
+            self._end_wait(events.AllHere, error)
+        else:
+            self._loop.feed(events.Begin(self._port.number))
+            self._end_wait(events.AllHere)
 
-    def _tell_all(self) -> None:
-        for node in self._nodes.values():
-            self._tell(node)
-
-    def _tell(self, node: _Node) -> None:
-        self._send(node.sender, self._command(node))
-
-    def _command(
-        self,
-        node: _Node,
-        rank: int = 0,
-        boot_id: bytes = b"",
-        reply: worker_pb2.AgentReply | None = None,
-    ) -> worker_pb2.NodeCommand:
-        """Our whole state. An agent that came later than this start of the engine has no part in it."""
-        return worker_pb2.NodeCommand(
-            session_id=self._session,
-            generation=self._generation,
-            run=self._run and self._members.get(node.message.node_rank) == node.session,
-            master_address=self._settings.host,
-            master_port=self._port.number if self._port is not None else 0,
-            look=self._looks,
-            rank=rank,
-            boot_id=boot_id,
-            reply=reply,
-        )
-
-    def _send(self, receiver: bytes, command: worker_pb2.NodeCommand) -> None:
-        if self._link is not None:
-            self._link.send(receiver, command)
-
-    # -- small things
-
-    def _current(self, message: worker_pb2.NodeMessage) -> bool:
-        """Whether it is about the engine that runs now."""
-        return (
-            self._run
-            and self._mirror is not None
-            and message.leader_session == self._session
-            and message.generation == self._generation
-            and self._members.get(message.node_rank) == message.session_id
-        )
-
-    def _is_heard(self, node: _Node) -> bool:
-        return time.monotonic() - node.heard <= self._deadlines.lease
-
-    def _missing(self) -> str:
-        """Which nodes are not ready for a new start; empty: all are."""
-        absent = [
-            rank
-            for rank in range(1, self._settings.nodes)
-            if rank not in self._nodes or not self._is_heard(self._nodes[rank])
-        ]
-        if absent:
-            return f"no agent of node {', '.join(map(str, absent))} has joined"
-        ending = [rank for rank, node in sorted(self._nodes.items()) if node.message.running]
-        return f"node {', '.join(map(str, ending))} still has a part of the engine before" if ending else ""
-
-    async def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Whether it came true within `seconds`; looked at whenever something was heard, and at each heartbeat."""
-        end = time.monotonic() + seconds
-        while not condition():
-            left = end - time.monotonic()
-            if left <= 0:
-                return False
-            self._changed.clear()
-            try:
-                await asyncio.wait_for(self._changed.wait(), min(left, self._deadlines.heartbeat))
-            except TimeoutError:
+    def _end_wait(self, key: object, error: Exception | None = None) -> None:
+        for answer in self._waiting.pop(key, ()):
+            if answer.done():
                 continue
-        return True
+            if error is None:
+                answer.set_result(None)
+            else:
+                answer.set_exception(error)

@@ -55,7 +55,7 @@ class NodeSettings:
 
     @property
     def host(self) -> str:
-        """Of the leader, without brackets."""
+        """The leader's host, without brackets."""
         return split_address(self.leader)[0] if self.leader else ""
 
     @property

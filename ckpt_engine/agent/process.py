@@ -287,7 +287,7 @@ class EngineProcess:
         return await self._await_end(self._grace + launcher.KILL_SECONDS + 2)
 
     async def kill(self) -> int | None:
-        """As `stop` with almost no grace: for an engine that nobody can reason with."""
+        """Ends the engine as `stop` does, with almost no grace: for an engine that nobody can reason with."""
         if self._process is None:
             return None
         self._cut_lifeline()

@@ -126,7 +126,7 @@ class TaskRunner:
         return events.SealResult(ref, 0.0, digest_seconds)
 
     def _digest_for_readers(self, table: bytes, atoms: bytes, seconds: float) -> weights_pb2.Digests:
-        """On the digester's thread. Torch is loaded here, by the few agents that are asked, and by no other."""
+        """Digests on the digester's thread. Torch is loaded here, by the few agents that are asked, and by no other."""
         from ckpt_engine.agent.reader_seal import digest_for_readers
         from ckpt_engine.transport.registry import all_transports
 

@@ -54,7 +54,7 @@ class Tag(StrEnum):
 
 
 class Level(StrEnum):
-    """Of the log."""
+    """Levels of the log."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -63,7 +63,30 @@ class Level(StrEnum):
 
 
 class Form(StrEnum):
-    """Of the log's lines."""
+    """Forms of the log's lines."""
 
     TEXT = "text"
     JSON = "json"
+
+
+class TrainerMemory(StrEnum):
+    """Where a trainer's weights lie."""
+
+    GPU = "gpu"
+    HOST = "host"
+
+
+class GpuLink(StrEnum):
+    """How GPUs of one host reach each other."""
+
+    NVLINK = "nvlink"
+    PCIE = "pcie"
+    NONE = "none"
+
+
+class Dtype(StrEnum):
+    """What floating-point weights are served as."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"

@@ -51,21 +51,28 @@ def demo(
             "others, a relay on each. 1: all on loopback.",
         ),
     ] = 1,
+    page: Annotated[
+        bool, typer.Option("--page", help="Show the manager's page, and keep everything running until Ctrl-C.")
+    ] = False,
 ) -> None:
     """Train a tiny model on this machine and watch replicas follow.
 
     Starts a manager, two agents with an inference server each, and two trainer ranks, in processes of their own on
     free ports of the loopback interface. Needs no GPU and no network; leaves nothing behind, but for the logs of a demo
     that failed. With --hosts they are on hosts with networks of their own, and each update says what went over the
-    wire. Exits with 0 only if every update was verified and every replica recites the text in the end.
+    wire. With --page the manager's page shows all of it. Exits with 0 only if every update was verified and every
+    replica recites the text in the end.
     """
     require("demo", "torch", "numba", "transformers", what="this command")
+    if page and hosts > 1:
+        raise typer.BadParameter("no browser of this machine reaches the network of --hosts: leave one of them out")
     settings = Settings(
         engine=engine.value,
         updates=updates,
         tensor_parallel=2 if tensor_parallel else 1,
         replicas=hosts - 1 if hosts > 1 else 2,
         hosts=hosts,
+        page=page,
     )
     try:
         outcome = asyncio.run(_show(settings, _console(json_output)))

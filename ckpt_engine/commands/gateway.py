@@ -12,11 +12,12 @@ from typing import Annotated
 
 import typer
 
-from ckpt_engine.addresses import join_address, split_address
+from ckpt_engine.addresses import join_address, listening, split_address
 from ckpt_engine.commands.choices import Form, Level
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr
+from ckpt_engine.commands.options import Certificate, ClientAuthority, Insecure, Key
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.gateway.server import check, listener, serve
+from ckpt_engine.gateway.server import check, serve
 from ckpt_engine.gateway.settings import Settings
 from ckpt_engine.gateway.workers import SETTINGS, SOCKET, end_with, run_workers
 from ckpt_engine.security.server import ServerSecurity
@@ -51,17 +52,13 @@ def gateway(
     ] = Settings.requests,
     body_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request's body at most.")] = Settings.body_bytes,
     resumes: Annotated[int, typer.Option(min=0, help="How often one sample is resumed at most.")] = Settings.resumes,
-    certificate: Annotated[Path | None, typer.Option(help="Our certificate (PEM): serve over TLS.")] = None,
-    key: Annotated[Path | None, typer.Option(help="Its key (PEM).")] = None,
-    client_authority: Annotated[
-        Path | None, typer.Option(help="Ask callers for certificates that this one (PEM) has signed.")
-    ] = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    client_authority: ClientAuthority = None,
     tokens: Annotated[
         Path | None, typer.Option(help="Ask callers for tokens with the grant `client`, see docs/security.md.")
     ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Serve other machines without asking who calls.")
-    ] = False,
+    insecure: Insecure = False,
     log_level: LogLevel = Level.INFO,
     log_format: LogFormat = Form.TEXT,
 ) -> None:
@@ -88,7 +85,7 @@ def gateway(
     )
     try:
         check(settings)
-        bound = listener(settings)
+        bound = listening(settings.listen)
     except CkptEngineError as error:
         log.error("%s", error.problem.message)
         raise typer.Exit(1) from error

@@ -55,7 +55,7 @@ class _Stderr(logging.Handler):
 
 
 def log_to_stderr(level: Level, form: Form, **fields: str) -> None:
-    """From now on log records go to standard error. fields: of every JSON line."""
+    """Sends log records to standard error from now on. fields: of every JSON line."""
     handler = _Stderr()
     if form is Form.JSON:
         handler.setFormatter(JsonLines(**fields))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,6 +19,13 @@ Deadline = Annotated[
         help=f"Another value for a deadline of docs/configuration.md; repeatable; after those of {ENVIRONMENT}.",
     ),
 ]
+
+Certificate = Annotated[Path | None, typer.Option(help="Our certificate (PEM): serve over TLS.")]
+Key = Annotated[Path | None, typer.Option(help="Its key (PEM).")]
+ClientAuthority = Annotated[
+    Path | None, typer.Option(help="Ask callers for certificates that this one (PEM) has signed.")
+]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Serve other machines without asking who calls.")]
 
 
 def configured_deadlines(settings: Sequence[str] | None) -> Deadlines:
@@ -37,7 +45,7 @@ def configured_deadlines(settings: Sequence[str] | None) -> Deadlines:
 
 
 def waited(seconds: float | None) -> float | None:
-    """Of --timeout. Raises typer.BadParameter for what cannot be waited for."""
+    """Seconds of --timeout. Raises typer.BadParameter for what cannot be waited for."""
     try:
         if seconds is not None:
             check_seconds("a timeout", seconds)

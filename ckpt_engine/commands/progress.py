@@ -16,6 +16,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.report import UpdateReport, human_bytes
 from ckpt_engine.v1 import manager_pb2
@@ -73,10 +74,13 @@ class _Bars(AbstractContextManager["_Bars"]):
 
 def describe(progress: manager_pb2.UpdateProgress) -> str:
     """What is going on, in a few words: what the manager says of the whole, or the stage of a replica."""
-    return progress.message or (manager_pb2.Stage.Name(progress.stage).lower() if progress.stage else "waiting")
+    return progress.message or (enum_word(manager_pb2.Stage, progress.stage) if progress.stage else "waiting")
 
 
-def shown(quiet: bool) -> _Lines | _Bars:
+Shown = _Lines | _Bars
+
+
+def shown(quiet: bool) -> Shown:
     """What shows progress: bars on a terminal, lines elsewhere, nothing if it is to be quiet."""
     return _Bars() if not quiet and Console(stderr=True).is_terminal else _Lines(quiet)
 

@@ -16,6 +16,7 @@ from ckpt_engine.commands.choices import Form, Level
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr
 from ckpt_engine.commands.options import Deadline, configured_deadlines
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.sizes import bytes_of
 from ckpt_engine.extras import require
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def relay(
     require("trainer", "torch", "numpy", what="this command")
     from ckpt_engine.host.relay_directory import DIRECTORY
     from ckpt_engine.relay.alone import TakenError
-    from ckpt_engine.relay.settings import RelaySettings, bytes_of, half_of_the_room
+    from ckpt_engine.relay.settings import RelaySettings, half_of_the_room
     from ckpt_engine.transport.ucx.reader import availability
     from ckpt_engine.transport.ucx.settings import DEVICES
 

@@ -26,7 +26,7 @@ from ckpt_engine.words.state import HoldLimits
 
 if TYPE_CHECKING:
     from ckpt_engine.agent.following import FollowingAgent
-    from ckpt_engine.agent.relay_beside import RelayBeside
+    from ckpt_engine.agent.own_relay import OwnRelay
     from ckpt_engine.agent.session import ReplicaAgent
 
 _HOLD = HoldLimits()
@@ -144,7 +144,7 @@ def replica(
     """
     from ckpt_engine.agent.following import FollowingAgent
     from ckpt_engine.agent.nodes import NodeSettings
-    from ckpt_engine.agent.relay_beside import RelayBeside
+    from ckpt_engine.agent.own_relay import OwnRelay
     from ckpt_engine.agent.session import AgentSettings, ReplicaAgent
     from ckpt_engine.engine.adapter import UnknownAdapterError
     from ckpt_engine.transport.on_host import worker_transports
@@ -188,7 +188,7 @@ def replica(
     beside = None
     if relay is Beside.AUTO:
         options = ["--manager", manager, "--log-level", log_level, "--log-format", log_format]
-        beside = RelayBeside([*options, *(["--advertise", advertise] if advertise else [])], deadlines, say)
+        beside = OwnRelay([*options, *(["--advertise", advertise] if advertise else [])], deadlines, say)
     try:
         placed = NodeSettings(nodes, node_rank, leader, node_token)
         if placed.rank > 0:
@@ -232,7 +232,7 @@ def replica(
     _run_to_the_end(agent, beside)
 
 
-def _run_to_the_end(agent: ReplicaAgent | FollowingAgent, beside: RelayBeside | None) -> None:
+def _run_to_the_end(agent: ReplicaAgent | FollowingAgent, beside: OwnRelay | None) -> None:
     from ckpt_engine.agent.engine import EngineFailedError
     from ckpt_engine.agent.session import EvictedError
 
@@ -244,7 +244,7 @@ def _run_to_the_end(agent: ReplicaAgent | FollowingAgent, beside: RelayBeside | 
         raise typer.Exit(EVICTED if isinstance(error, EvictedError) else 1) from error
 
 
-async def _run(agent: ReplicaAgent | FollowingAgent, beside: RelayBeside | None) -> None:
+async def _run(agent: ReplicaAgent | FollowingAgent, beside: OwnRelay | None) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

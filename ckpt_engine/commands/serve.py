@@ -42,6 +42,10 @@ def serve(
     advertise: Annotated[
         str, _option("ADVERTISE", "The address under which other hosts reach --listen, if it is another one.")
     ] = "",
+    http_name: Annotated[
+        list[str] | None,
+        _option("HTTP_NAME", "A further name under which --http is reached, as of a proxy. May be repeated."),
+    ] = None,
     certificate: Annotated[Path | None, _option("CERTIFICATE", "Our certificate (PEM): serve over TLS.")] = None,
     key: Annotated[Path | None, _option("KEY", "Its key (PEM).")] = None,
     client_authority: Annotated[
@@ -53,6 +57,13 @@ def serve(
     insecure: Annotated[
         bool, _option("INSECURE", "Serve other machines without asking who calls.", "--insecure")
     ] = False,
+    allow_directory: Annotated[
+        list[Path] | None,
+        _option(
+            "ALLOW_DIRECTORY",
+            "Publish checkpoint directories below this one for whoever may act as a trainer. May be repeated.",
+        ),
+    ] = None,
     deadline: Deadline = None,
     log_level: LogLevel = Level.INFO,
     log_format: LogFormat = Form.TEXT,
@@ -71,8 +82,10 @@ def serve(
         ledger=ledger,
         cluster=cluster,
         advertise=advertise,
+        http_names=tuple(http_name or ()),
         security=ServerSecurity(certificate, key, client_authority, tokens, insecure),
         deadlines=configured_deadlines(deadline),
+        directories=tuple(allow_directory or ()),
     )
     log_to_stderr(log_level, log_format)
     try:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Annotated, Any
 
@@ -19,9 +20,10 @@ from rich.text import Text
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.client import error_of, manager_stub, open_channel
 from ckpt_engine.commands.asking import Manager, failed
+from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.machines.manager.status import replica_state
-from ckpt_engine.report import human_bytes
+from ckpt_engine.report import gpu_uuid, human_bytes
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 ASK_SECONDS = 5.0
@@ -95,7 +97,7 @@ WIDE = 120
 
 
 def _console() -> Console:
-    """In a pipe or a file lines are as long as they are."""
+    """A console for which, in a pipe or a file, lines are as long as they are."""
     return Console() if Console().is_terminal else Console(width=PLAIN_WIDTH)
 
 
@@ -118,7 +120,7 @@ async def _ask(stub: Any) -> manager_pb2.GetStatusResponse:
 def as_dict(answer: manager_pb2.GetStatusResponse) -> dict[str, Any]:
     """The status for JSON. Replicas look as they do on the manager's HTTP side."""
     from ckpt_engine.manager.relay_views import Holder
-    from ckpt_engine.manager.views import Identity, Replica
+    from ckpt_engine.manager.views import Gpu, Identity, Replica
 
     return {
         "cluster": answer.fence.cluster,
@@ -135,6 +137,7 @@ def as_dict(answer: manager_pb2.GetStatusResponse) -> dict[str, Any]:
                 "connected": trainer.connected,
                 "published": trainer.published,
                 "description": trainer.description,
+                "gpus": [Gpu.of(gpu).model_dump() for gpu in trainer.gpus],
             }
             for trainer in answer.trainers
         ],
@@ -154,7 +157,7 @@ def as_tables(manager: str, answer: manager_pb2.GetStatusResponse, wide: bool = 
     )
     warnings = [Text(f"warning: {warning}", style="yellow") for warning in answer.warnings]
     relays = [_relays(answer, wide)] if answer.holders else []
-    return Group(head, *warnings, _trainers(answer), *relays, _replicas(answer, wide), *_troubles(answer))
+    return Group(head, *warnings, _trainers(answer, wide), *relays, _replicas(answer, wide), *_troubles(answer))
 
 
 def _version(identity: weights_pb2.Identity, wide: bool) -> str:
@@ -168,7 +171,7 @@ def version_of(identity: weights_pb2.Identity) -> str:
 
 def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
     """Why replicas do not serve, why they could not take the last version, and whose engine's labels are not to be
-    trusted: below the table, where there is room. Yellow: it serves, and only its labels are wrong."""
+    trusted; and which relays are slow: below the table, where there is room. Yellow: it serves."""
     lines = []
     for replica in answer.replicas:
         unfit = f"left out of updates: {replica.unfit.message}" if replica.HasField("unfit") else ""
@@ -177,11 +180,26 @@ def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
             lines.append(Text(f"{replica.name}: {trouble}", style="red"))
         elif replica.label_problem:
             lines.append(Text(f"{replica.name}: {replica.label_problem}", style="yellow"))
+        for each in replica.unopened:
+            words = f"worker {each.worker_rank} could not open {each.source} over {each.transport}: {each.reason}"
+            lines.append(Text(f"{replica.name}: {words}", style="yellow"))
+    for holder in answer.holders:
+        if holder.slow:
+            words = f"{holder.kind} {holder.name} passes nothing on to others: it {holder.slow}"
+            lines.append(Text(words, style="yellow"))
     return lines
 
 
-def _trainers(answer: manager_pb2.GetStatusResponse) -> Table:
-    table = Table("trainer", "rank", "state", "host", title="Trainers", title_justify="left", box=None)
+def _gpus(gpus: Sequence[weights_pb2.Gpu]) -> str:
+    """The start of each one's UUID, and its name once: "GPU-3fa91c02 (NVIDIA H200)"."""
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in gpus if gpu.name))
+    said = ", ".join(gpu_uuid(gpu.uuid)[:12] for gpu in gpus)
+    return f"{said} ({names})" if names else said
+
+
+def _trainers(answer: manager_pb2.GetStatusResponse, wide: bool) -> Table:
+    gpus = ("GPUs",) if wide and any(trainer.gpus for trainer in answer.trainers) else ()
+    table = Table("trainer", "rank", "state", "host", *gpus, title="Trainers", title_justify="left", box=None)
     for trainer in answer.trainers:
         state = "disconnected" if not trainer.connected else "published" if trainer.published else "connected"
         table.add_row(
@@ -189,6 +207,7 @@ def _trainers(answer: manager_pb2.GetStatusResponse) -> Table:
             f"{trainer.rank} of {trainer.world_size}",
             Text(state, style="green" if state == "published" else "yellow"),
             Text(trainer.description),
+            *(Text(_gpus(trainer.gpus)) for _ in gpus),
         )
     if not answer.trainers:
         table.add_row(Text("none", style="dim"))
@@ -238,7 +257,8 @@ def _replicas(answer: manager_pb2.GetStatusResponse, wide: bool) -> Table:
     pools = ("pool",) if any(replica.pool for replica in answer.replicas) else ()
     titles: tuple[str, ...] = ("replica", *pools, "state", "version", "last pause")
     if wide:
-        titles = ("replica", *pools, "engine", "mode", "state", "version", "workers", "last sync", "last pause")
+        gpus = ("GPUs",) if any(replica.gpus for replica in answer.replicas) else ()
+        titles = ("replica", *pools, "engine", "mode", "state", "version", "workers", *gpus, "last sync", "last pause")
     table = Table(title="Replicas", title_justify="left", box=None)
     for title in titles:
         table.add_column(title, overflow="fold")
@@ -249,10 +269,11 @@ def _replicas(answer: manager_pb2.GetStatusResponse, wide: bool) -> Table:
             "replica": Text(replica.name),
             "pool": Text(replica.pool),
             "engine": Text(f"{replica.engine.kind} {replica.engine.version}".strip()),
-            "mode": manager_pb2.Mode.Name(replica.mode).lower(),
+            "mode": enum_word(manager_pb2.Mode, replica.mode),
             "state": Text(state, style=_STATE_STYLES.get(state, "")),
             "version": Text(_version(replica.identity, wide) if replica.HasField("identity") else "none"),
             "workers": str(len(replica.workers)),
+            "GPUs": Text(_gpus([gpu for worker in replica.gpus for gpu in worker.gpus])),
             "last sync": f"{outcome.sync_seconds:.3f} s" if outcome else "",
             "last pause": f"{outcome.pause_seconds:.3f} s" if outcome else "",
         }

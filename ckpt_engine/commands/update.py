@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 import typer
 
@@ -12,10 +12,13 @@ from ckpt_engine.addresses import MANAGER
 from ckpt_engine.commands.asking import Manager, Pool
 from ckpt_engine.commands.choices import PauseMode, Prefetch, Until
 from ckpt_engine.commands.options import configured_deadlines, waited
-from ckpt_engine.commands.progress import interrupted, refused, shown, told
+from ckpt_engine.commands.progress import Shown, interrupted, refused, shown, told
 from ckpt_engine.connection import checked_address
+from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, not_found
 from ckpt_engine.extras import require
+from ckpt_engine.from_directory import update_from_directory
+from ckpt_engine.report import UpdateReport
 
 CONNECT_SECONDS = 10.0
 """The longest that somebody at a terminal waits for a manager; a training run waits longer."""
@@ -25,12 +28,24 @@ LINEAGE = "checkpoint"
 
 
 def update(
-    checkpoint: Annotated[Path, typer.Option(help="A directory of safetensors files, or one such file.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="A directory of safetensors files, or one such file, that is read here.")
+    ] = None,
+    from_directory: Annotated[
+        Path | None,
+        typer.Option(help="The same, read on the manager's host, which allows it: --allow-directory of `serve`."),
+    ] = None,
     manager: Manager = MANAGER,
     version: Annotated[
         int | None, typer.Option(min=0, help="Rises from update to update. Default: the lineage's last one plus one.")
     ] = None,
-    lineage: Annotated[str, typer.Option(help="What the version counts in; going back needs another one.")] = LINEAGE,
+    lineage: Annotated[
+        str | None,
+        typer.Option(
+            help="What the version counts in; going back needs another one. Default: checkpoint, or with "
+            "--from-directory: directory."
+        ),
+    ] = None,
     pause_mode: Annotated[
         PauseMode | None, typer.Option(help="What becomes of running requests. Default: the engine's.")
     ] = None,
@@ -57,41 +72,76 @@ def update(
     ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
-    """Bring all replicas to the weights of a checkpoint directory.
+    """Bring all replicas to the weights of a checkpoint directory: --checkpoint DIR, or --from-directory DIR.
 
     The files are read in place by every replica of this host; they must not change meanwhile. Repeated calls use one
-    lineage, "checkpoint", so versions rise from call to call, whichever directory they name.
+    lineage, so versions rise from call to call, whichever directory they name.
+
+    With --from-directory the manager publishes, and this command needs neither the files nor torch. Called again for
+    files that are unchanged and served, it changes nothing.
 
     Exits with 0 only if every registered replica serves the new weights, verified, also those that are not connected;
     with --min-replicas if at least so many do, with --replica if those do, with --until held if relays hold them.
     Replicas that cannot take part are left out and named.
     """
+    if (checkpoint is None) == (from_directory is None):
+        raise typer.BadParameter("name one of them", param_hint="--checkpoint or --from-directory")
     limits = configured_deadlines(None)
     limits = replace(limits, connect=min(limits.connect, CONNECT_SECONDS))
     try:
         checked_address(manager)
-        if not checkpoint.exists():
-            raise not_found(f"{checkpoint} is neither a directory nor a safetensors file")
-        require("trainer", "torch", "numpy", what="this command")
-        from ckpt_engine.trainer.trainer import Trainer  # takes seconds, for which no mistake above should wait
-
-        with (
-            Trainer(manager, lineage=lineage, pool=pool, deadlines=limits) as trainer,
-            shown(quiet=json_output) as show,
-        ):
-            trainer.publish(checkpoint, check_finite=check_finite)
-            report = trainer.update_weights(
-                version,
-                pause_mode=pause_mode,
-                timeout=timeout,
-                min_replicas=min_replicas,
-                replicas=tuple(replica or ()),
-                prefetch=prefetch,
-                until=until,
-                on_progress=show.progress,
-            )
+        asked = _Asked(
+            version=version,
+            pause_mode=pause_mode,
+            timeout=timeout,
+            min_replicas=min_replicas,
+            replicas=tuple(replica or ()),
+            pool=pool,
+            prefetch=prefetch,
+            until=until,
+        )
+        with shown(quiet=json_output) as show:
+            if checkpoint is not None:
+                report = _published_here(manager, checkpoint, lineage or LINEAGE, check_finite, limits, asked, show)
+            else:
+                assert from_directory is not None
+                report = update_from_directory(
+                    manager,
+                    from_directory.absolute(),
+                    lineage=lineage or "",
+                    check_finite=check_finite,
+                    on_progress=show.progress,
+                    deadlines=limits,
+                    **asked,
+                )
     except CkptEngineError as error:
         raise refused("update", error, json_output) from error
     except KeyboardInterrupt:
         raise interrupted("update") from None
     raise told(report, json_output)
+
+
+class _Asked(TypedDict):
+    """What both ways of publishing take."""
+
+    version: int | None
+    pause_mode: str | None
+    timeout: float | None
+    min_replicas: int | None
+    replicas: tuple[str, ...]
+    pool: str
+    prefetch: str
+    until: str
+
+
+def _published_here(
+    manager: str, path: Path, lineage: str, check_finite: bool, limits: Deadlines, asked: _Asked, show: Shown
+) -> UpdateReport:
+    if not path.exists():
+        raise not_found(f"{path} is neither a directory nor a safetensors file")
+    require("trainer", "torch", "numpy", what="this command")
+    from ckpt_engine.trainer.trainer import Trainer  # takes seconds, for which no mistake above should wait
+
+    with Trainer(manager, lineage=lineage, deadlines=limits) as trainer:
+        trainer.publish(path, check_finite=check_finite)
+        return trainer.update_weights(on_progress=show.progress, **asked)

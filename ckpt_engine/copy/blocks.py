@@ -45,7 +45,7 @@ class Block(NamedTuple):
         return gcd(_LANE_BYTES, *self[:3], *pitches)
 
     def unrolled(self) -> Iterator[Block]:
-        """Its rows, each a block."""
+        """The rows, each a block."""
         for row in range(self.rows):
             yield Block(
                 self.destination + row * self.destination_pitch, self.source + row * self.source_pitch, self.length

@@ -27,7 +27,7 @@ from ckpt_engine.cuda.elsewhere import lies_elsewhere
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class Place(Enum):
+class Side(Enum):
     """Where the bytes of a source lie, as seen from the GPU that copies; or, of what goes to the host, that it does."""
 
     SAME = "the same GPU"
@@ -36,10 +36,10 @@ class Place(Enum):
     TO_HOST = "a GPU, and the destination is pinned host memory"
 
 
-ENGINE_BYTES = {Place.SAME: 1 << 62, Place.PEER: 1 << 20, Place.HOST: 64 << 10, Place.TO_HOST: 16 << 10}
+ENGINE_BYTES = {Side.SAME: 1 << 62, Side.PEER: 1 << 20, Side.HOST: 64 << 10, Side.TO_HOST: 16 << 10}
 """From which length on a run is given to a copy engine: where a launch costs less than the kernel would lose."""
 
-SEGMENT_BYTES = {Place.SAME: 4 << 30, Place.PEER: 512 << 20, Place.HOST: 128 << 20, Place.TO_HOST: 128 << 20}
+SEGMENT_BYTES = {Side.SAME: 4 << 30, Side.PEER: 512 << 20, Side.HOST: 128 << 20, Side.TO_HOST: 128 << 20}
 """What is queued at once: a few milliseconds of work, after which a run can be stopped."""
 
 
@@ -62,19 +62,19 @@ class DeviceWork:
         self._device = device
         self._kernel = not copy_kernel.problem()
         self._keep: list[Pair] = []
-        self._same: dict[Place, list[Block]] = defaultdict(list)
-        self._casts: dict[tuple[Place, torch.dtype, torch.dtype], list[Block]] = defaultdict(list)
+        self._same: dict[Side, list[Block]] = defaultdict(list)
+        self._casts: dict[tuple[Side, torch.dtype, torch.dtype], list[Block]] = defaultdict(list)
         self._others: list[Pair] = []
         self.segments: list[Segment] = []
         self.launches = self.engine_copies = 0
         for destination, source in pairs:
             if destination.numel():
                 self._sort(destination, source)
-        for place, blocks in self._same.items():
-            self._add_blocks(place, blocks)
-        for (place, *cast), blocks in self._casts.items():
+        for side, blocks in self._same.items():
+            self._add_blocks(side, blocks)
+        for (side, *cast), blocks in self._casts.items():
             table = copy_kernel.CopyTable(blocks, device, 1, (cast[0], cast[1]))
-            self._add_table(place, table)
+            self._add_table(side, table)
         self._add_others()
         self.bytes = sum(segment.bytes for segment in self.segments)
 
@@ -84,42 +84,42 @@ class DeviceWork:
             # reads for the GPU that reads, so such tensors carry the destination's device.
             self._others.append((destination, source))
             return
-        place = self._place(destination, source)
+        side = self._side(destination, source)
         blocks = blocks_of(destination, source)
         cast = (source.dtype, destination.dtype)
         if blocks is None or not (self._kernel or all(block.rows == 1 for block in blocks)):
             self._others.append((destination, source))
         elif cast[0] == cast[1]:
-            self._same[place] += blocks
+            self._same[side] += blocks
         elif self._kernel and copy_kernel.can_cast(*cast):
-            self._casts[(place, *cast)] += blocks
+            self._casts[(side, *cast)] += blocks
         else:
             self._others.append((destination, source))
         self._keep.append((destination, source))
 
-    def _place(self, destination: torch.Tensor, source: torch.Tensor) -> Place:
+    def _side(self, destination: torch.Tensor, source: torch.Tensor) -> Side:
         if self._device.type == "cpu":
-            return Place.SAME
+            return Side.SAME
         if destination.device.type == "cpu":
-            return Place.TO_HOST
+            return Side.TO_HOST
         if source.device.type == "cpu":
-            return Place.HOST
+            return Side.HOST
         if lies_elsewhere(source.data_ptr()):
-            return Place.PEER
+            return Side.PEER
         try:
             # The driver knows best: a mapping of a peer's memory is labelled as the device that mapped it.
             found = driver().device_of(source.data_ptr())
         except CudaDriverError:
             found = source.device.index
-        return Place.SAME if found == self._device.index else Place.PEER
+        return Side.SAME if found == self._device.index else Side.PEER
 
-    def _add_blocks(self, place: Place, blocks: Sequence[Block]) -> None:
+    def _add_blocks(self, side: Side, blocks: Sequence[Block]) -> None:
         tables: dict[tuple[int, bool], list[Block]] = defaultdict(list)
         runs: list[Block] = []
         small: list[Block] = []
         for block in blocks:
-            if block.rows == 1 and (block.length >= ENGINE_BYTES[place] or not self._kernel):
-                runs += cut(block, SEGMENT_BYTES[place])
+            if block.rows == 1 and (block.length >= ENGINE_BYTES[side] or not self._kernel):
+                runs += cut(block, SEGMENT_BYTES[side])
             else:
                 small.append(block)
         # Only what the kernel copies is merged: an engine refuses a run over two allocations that happen to touch.
@@ -132,14 +132,14 @@ class DeviceWork:
         for run in runs:
             batch.append(run)
             size += run.length
-            if size >= SEGMENT_BYTES[place] or run is runs[-1]:
+            if size >= SEGMENT_BYTES[side] or run is runs[-1]:
                 self.segments.append(Segment(size, partial(_queue_runs, batch)))
                 batch, size = [], 0
         for (alignment, _), parts in tables.items():
-            self._add_table(place, copy_kernel.CopyTable(parts, self._device, alignment))
+            self._add_table(side, copy_kernel.CopyTable(parts, self._device, alignment))
 
-    def _add_table(self, place: Place, table: copy_kernel.CopyTable) -> None:
-        for first, end, size in table.segments(SEGMENT_BYTES[place]):
+    def _add_table(self, side: Side, table: copy_kernel.CopyTable) -> None:
+        for first, end, size in table.segments(SEGMENT_BYTES[side]):
             self.segments.append(Segment(size, partial(_queue_lines, table, first, end)))
             self.launches += 1
 

@@ -1,4 +1,4 @@
-"""From pageable host memory to a GPU, through a ring of pinned buffers.
+"""Copies from pageable host memory to a GPU, through a ring of pinned buffers.
 
 The driver moves pageable memory at a sixth of the link's speed, through one small buffer of its own. Here several
 threads fill pinned buffers, while the GPU takes those that are full: files come at the speed of the page cache. It is

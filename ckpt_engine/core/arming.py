@@ -11,9 +11,9 @@ collective too, and no member needs the manager or a disk between its vote and i
 A vote holds until a moment of the lead's clock, which the member has from an answer of the ballot, so a vote that was
 long on its way holds no longer for it. *Go* is written only while the votes of all members hold and all are heard. A
 member waits by its own clock for longer than its vote holds. Then it asks to be let out, which writes *no* unless *go*
-is written already; if it hears nothing, nobody can tell it *go* any more either, and it goes back. After *go* a member
-that fails, that loses its connection or that is not heard aborts the ballot. All ask the ballot again and again, and
-stop what they do when it is aborted or not heard.
+is written already; if it hears nothing, nobody can tell it *go* any more either, and it goes back while its part has
+time left. After *go* a member that fails, that loses its connection or that is not heard aborts the ballot. All ask the
+ballot again and again, and stop what they do when it is aborted or not heard.
 """
 
 from __future__ import annotations
@@ -82,6 +82,11 @@ class Ballot:
         return tuple(sorted(self.members - self._until.keys()))
 
     @property
+    def behind(self) -> tuple[str, ...]:
+        """Members that are not done."""
+        return tuple(sorted(self.members - self._done))
+
+    @property
     def over(self) -> bool:
         """Whether nobody has anything to do any more."""
         return self.word is Word.NO or self.aborted or (self.word is Word.GO and self._done >= self.members)
@@ -100,7 +105,8 @@ class Ballot:
         return Answer(self.word, now, member in self._until, self.aborted, self.why)
 
     def done(self, member: str, now: float) -> Answer:
-        """A member has all its bytes, verified, and has sent all that others want of it."""
+        """A member has all its bytes, and has sent all that others want of it; that it still verifies them is its own
+        matter."""
         if self.word is Word.GO:
             self._done.add(member)
         return self.ask(member, now)
@@ -216,11 +222,21 @@ class Ballots:
             if not ballot.over and member in ballot.members:
                 ballot.ask(member, now)
 
+    def aborted(self) -> str:
+        """Why the highest epoch was aborted after its *go*; empty: it was not."""
+        last = self._ballots[max(self._ballots)] if self._ballots else None
+        return last.why if last is not None and last.aborted else ""
+
     def failed(self, blamed: Collection[str], why: str) -> None:
         """What goes on has ended because of these."""
         for ballot in self._ballots.values():
             if not ballot.over:
                 ballot._write(why, tuple(sorted(blamed)))
+
+    def is_done(self, member: str) -> bool:
+        """Whether nobody needs a member any more in the highest epoch."""
+        last = self._ballots[max(self._ballots)] if self._ballots else None
+        return last is not None and last.word is Word.GO and member in last._done
 
     def lost(self, member: str) -> None:
         """A member's connection ended."""
@@ -252,17 +268,18 @@ class Participant:
     """
 
     def __init__(self, patience: float, silence: float, end: float, now: float) -> None:
-        """patience: seconds for a decision. silence: seconds without an answer after which the ballot counts as gone.
-        end: when its part must be over."""
+        """patience: seconds for a decision, of which half of the time until `end` counts at most, so that time is left
+        to go back. silence: seconds without an answer after which the ballot counts as gone. end: when its part must be
+        over."""
         self.until: float | None = None
         self.why = ""
         self._silence = silence
         self._end = end
-        self._patience_ends = now + patience
+        self._patience_ends = now + min(patience, max(0.0, end - now) / 2)
         self._waits_until = self._patience_ends
         self._heard = now
         self._word = Word.UNDECIDED
-        self._voted = self._stopped = False
+        self._voted = self._stopped = self._gave_up = False
 
     @property
     def went(self) -> bool:
@@ -275,11 +292,12 @@ class Participant:
             return Step.BACK
         if self._word is Word.GO:
             return self._step_of_a_run(now)
-        if now >= self._waits_until + self._silence:
+        if now >= self._waits_until:
+            left = max(0.0, self._end - self._waits_until)
+            if not self._gave_up or now < self._waits_until + min(self._silence, left / 2):
+                return Step.GIVE_UP
             self.why = "nothing was heard of a decision"
             return Step.BACK
-        if now >= self._waits_until:
-            return Step.GIVE_UP
         return Step.ASK if self.until is None or self._voted else Step.VOTE
 
     def _step_of_a_run(self, now: float) -> Step:
@@ -289,8 +307,12 @@ class Participant:
             self._stop(f"the lead was not heard for {self._silence:g} s")
         return Step.STOP if self._stopped else Step.GO
 
-    def took(self, answer: Answer, now: float) -> None:
-        """The ballot has answered."""
+    def took(self, answer: Answer | None, now: float, asked: Step = Step.ASK) -> None:
+        """The ballot has answered what it was asked, or has not in time (None). A member never goes back without having
+        asked to be let out: it may have been stopped since it asked last, and *go* be written."""
+        self._gave_up |= asked is Step.GIVE_UP
+        if answer is None:
+            return
         self._heard = now
         self._voted = answer.voted
         if self._word is Word.UNDECIDED:

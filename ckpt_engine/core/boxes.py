@@ -33,7 +33,7 @@ class Box(NamedTuple):
         return len(self.start)
 
     def __str__(self) -> str:
-        """As in numpy: ``[0:4, 8:16]``; ``[]`` for a 0-d tensor."""
+        """The box as numpy writes slices: ``[0:4, 8:16]``; ``[]`` for a 0-d tensor."""
         return f"[{', '.join(f'{start}:{stop}' for start, stop in zip(self.start, self.stop, strict=True))}]"
 
 
@@ -99,13 +99,19 @@ def remove(box: Box, cover: Box) -> list[Box]:
     return parts
 
 
-def uncovered(whole: Box, boxes: Iterable[Box]) -> Box | None:
-    """A part of ``whole`` that none of ``boxes`` covers; None if they cover it."""
-    left = [whole] if whole.volume else []
-    for box in boxes:
+def remainder(boxes: Iterable[Box], covers: Iterable[Box]) -> list[Box]:
+    """The parts of disjoint ``boxes`` that none of ``covers`` covers, disjoint."""
+    left = [box for box in boxes if box.volume]
+    for cover in covers:
         if not left:
             break
-        left = [part for each in left for part in remove(each, box)]
+        left = [part for each in left for part in remove(each, cover)]
+    return left
+
+
+def uncovered(whole: Box, boxes: Iterable[Box]) -> Box | None:
+    """A part of ``whole`` that none of ``boxes`` covers; None if they cover it."""
+    left = remainder([whole], boxes)
     return left[0] if left else None
 
 
@@ -147,6 +153,6 @@ def refine(boxes: Iterable[Box]) -> list[Box]:
                 parts.append(known)
                 continue
             parts += [common, *remove(known, common)]
-            rest = [part for each in rest for part in remove(each, common)]
+            rest = remainder(rest, [common])
         found = parts + rest
     return sorted(found)

@@ -1,8 +1,10 @@
 """Cells: the pieces of the weights that get a digest of their own. Pure.
 
 Each part of a tensor (core/publication.py) is cut where a worker's need begins or ends, so that every need is a union
-of whole cells and its digest the sum of theirs. All who hold a part have the same cells. What a source digests, its
-atoms, are the cells of its shards, all of them: also those that nobody reads, because the root is over everything.
+of whole cells and its digest the sum of theirs; and into rows, where it would be larger than what travels between hosts
+at a time, since only a whole cell can be compared with what was sealed. All who hold a part have the same cells. What a
+source digests, its atoms, are the cells of its shards, all of them: also those that nobody reads, because the root is
+over everything.
 
 Cells are numbered through all tensors, and who has what is kept in index arrays, so that the sums of an update cost
 milliseconds.
@@ -18,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_engine.core.boxes import Box
-from ckpt_engine.core.layout import Tiling
+from ckpt_engine.core.dtypes import itemsize
+from ckpt_engine.core.partition import Tiling
 from ckpt_engine.core.publication import Publication
 from ckpt_engine.v1.weights_pb2 import Atom, Atoms
 
@@ -40,15 +43,14 @@ class NeedMap:
 class Cells:
     """One way to cut a publication. Compare by identity: digests of one cutting mean nothing in another.
 
-    first: the number of each tensor's first cell. tilings: of each tensor. tensor, part: of each cell, its tensor and
-    the number of its part among those of all tensors. atoms: what each source digests. of_atom: their cells.
+    first: the number of each tensor's first cell. tilings: of each tensor. tensor: of each cell.
+    atoms: what each source digests. of_atom: their cells.
     """
 
     publication: Publication
     first: Sequence[int]
     tilings: Sequence[Tiling]
     tensor: Indices
-    part: Indices
     atoms: Mapping[int, Atoms]
     of_atom: Mapping[int, Indices]
 
@@ -56,7 +58,7 @@ class Cells:
         return len(self.tensor)
 
     def box(self, cell: int) -> Box:
-        """Of one cell."""
+        """The box of one cell."""
         tensor = int(self.tensor[cell])
         return self.tilings[tensor].boxes[cell - self.first[tensor]]
 
@@ -65,7 +67,7 @@ class Cells:
         counts: list[int] = []
         cells: list[int] = []
         for tensor, box in wanted:
-            found = self.tilings[tensor].cells(box, self.publication.layouts[tensor])
+            found = self.tilings[tensor].cells(box, self.publication.partitions[tensor])
             if found is None:
                 return None
             first = self.first[tensor]
@@ -75,16 +77,19 @@ class Cells:
         return NeedMap(len(counts), needs, np.array(cells, dtype=np.int64))
 
 
-def cut(publication: Publication, needed: Iterable[Wanted]) -> Cells:
-    """Cuts a publication so that each need is a union of cells."""
+def cut(publication: Publication, needed: Iterable[Wanted], most_bytes: int = 0) -> Cells:
+    """Cuts a publication so that each need is a union of cells. most_bytes: of a cell; 0: any number."""
     boxes: list[set[Box]] = [set() for _ in publication.parts]
     for wanted in needed:
         for tensor, box in wanted:
             boxes[tensor].add(box)
-    tilings = [layout.tiling(frozenset(needed)) for layout, needed in zip(publication.layouts, boxes, strict=True)]
+    most = [most_bytes // itemsize(spec.dtype) for spec in publication.manifest.tensors]
+    tilings = [
+        partition.tiling(frozenset(needed), volume)
+        for partition, needed, volume in zip(publication.partitions, boxes, most, strict=True)
+    ]
     counts = [len(tiling.boxes) for tiling in tilings]
     first = [0, *accumulate(counts)]
-    in_part = [len(cells) for tiling in tilings for cells in tiling.parts]
     held: dict[int, list[tuple[int, int, tuple[Box, ...]]]] = {source: [] for source in range(len(publication.tables))}
     for tensor, (parts, tiling) in enumerate(zip(publication.parts, tilings, strict=True)):
         for part, begin, cells in zip(parts, tiling.first, tiling.parts, strict=False):
@@ -105,7 +110,6 @@ def cut(publication: Publication, needed: Iterable[Wanted]) -> Cells:
         first=first,
         tilings=tilings,
         tensor=np.repeat(np.arange(len(counts), dtype=np.int64), counts),
-        part=np.repeat(np.arange(len(in_part), dtype=np.int64), in_part),
         atoms=atoms,
         of_atom=of_atom,
     )

@@ -198,7 +198,8 @@ class _Rounds:
         return [self._held[sender], *(stream.waiting for stream in streams)]
 
     def _heads(self, sender: int, queue: deque[int], number: int) -> list[int]:
-        """Those of a queue that may go now: the first one of a stream, and any that was here before this round."""
+        """The entries of a queue that may go now: the first one of a stream, and any that was here before this
+        round."""
         if queue is not self._held[sender]:
             return [queue[0]]
         return [bucket for bucket in queue if self._place[sender, bucket][1] < number]

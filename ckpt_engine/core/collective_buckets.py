@@ -151,7 +151,8 @@ def _lines(box: Box) -> int:
 
 
 def _split(box: Box, elements: int) -> tuple[Box | None, Box | None]:
-    """As many whole lines of a box as have at most so many elements, None if that is none; and the others."""
+    """Splits off as many whole lines of a box as have at most so many elements, None if that is none; and the
+    others."""
     if box.volume == 1:
         return None, box
     axis = _axis(box)

@@ -15,7 +15,13 @@ from ckpt_engine.core.collective_buckets import BUCKET_BYTES, Want
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import invalid
-from ckpt_engine.v1.weights_pb2 import CollectivePlan
+from ckpt_engine.v1.weights_pb2 import CollectiveMeeting, CollectivePlan, NcclLocator
+
+KEY_BYTES = 32
+"""Of the key that every member shows at the meeting."""
+
+LONGEST_HOST = 255
+UUID_BYTES = 16
 
 MOST_BUCKET_BYTES = 1 << 30
 MOST_SLOTS = 64
@@ -51,6 +57,39 @@ def collective_plan(
         slots=slots,
     )
     return canonical(plan)
+
+
+def read_locator(locator: bytes) -> NcclLocator:
+    """A NcclLocator. Raises INVALID_ARGUMENT for what is none, or names what is no address and no GPU."""
+    try:
+        found = NcclLocator.FromString(locator)
+    except DecodeError as error:
+        raise invalid(f"where a member of a collective is found cannot be read: {error}") from error
+    if not (found.host.isascii() and found.host.isprintable() and 0 < len(found.host) <= LONGEST_HOST):
+        raise invalid(f"a member of a collective is found at {found.host[:LONGEST_HOST]!r}, which is no address")
+    if not 0 < found.port < 1 << 16 or len(found.gpu) not in (0, UUID_BYTES):
+        raise invalid(f"a member of a collective has port {found.port} and {len(found.gpu)} bytes of a GPU's UUID")
+    return found
+
+
+def meeting_of(locator: bytes, key: bytes) -> bytes:
+    """Where a collective meets, as its messages carry it. locator: a NcclLocator of its lead. key: KEY_BYTES, random.
+
+    Raises INVALID_ARGUMENT for what is no such locator.
+    """
+    lead = read_locator(locator)
+    return canonical(CollectiveMeeting(host=lead.host, port=lead.port, key=key))
+
+
+def read_meeting(data: bytes) -> CollectiveMeeting:
+    """Where a collective meets. Raises INVALID_ARGUMENT, which does not tell the key, for what is none."""
+    try:
+        found = CollectiveMeeting.FromString(data)
+    except DecodeError:
+        raise invalid("where a collective meets cannot be read") from None
+    if len(found.key) != KEY_BYTES or not 0 < found.port < 1 << 16:
+        raise invalid("where a collective meets is incomplete")
+    return found
 
 
 def read_collective_plan(data: bytes) -> tuple[Schedule, tuple[str, ...]]:

@@ -69,7 +69,7 @@ class Deadlines:
     write: a peer's taking a message once the connection's buffers are full.
     last_tasks: storing what just ended, while the manager stops.
     ledger_busy: another process's hold on the ledger's file.
-    start: a manager in a thread of its own (`running_manager`) to listen.
+    start: a manager in a thread of its own (`running_manager`) to listen; a process that publishes a directory, too.
 
     A trainer's process:
 
@@ -170,7 +170,7 @@ class Deadlines:
             raise ValueError(f"an update of {self.update} s cannot keep {self.report} s back for its report")
 
     def changed(self, settings: str) -> Deadlines:
-        """With settings such as "lease=20 quiesce=90" (seconds; blanks or commas between them).
+        """These deadlines with settings such as "lease=20 quiesce=90" (seconds; blanks or commas between them).
 
         Raises ValueError, naming the setting: not NAME=SECONDS, a name that there is not, a value that cannot be.
         """

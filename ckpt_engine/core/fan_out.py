@@ -3,8 +3,8 @@
 Chunks that the same hosts want are dealt to at most eight trees over these hosts. A host passes on in one of them and
 is a leaf in the others, so what it sends is about what it receives (SplitStream, SOSP 2003). Each tree has an order
 that is never changed: parents and alternates of a host come before it, so nobody ever waits for himself, whichever of
-them each host reads from. It decides neither when a relay reads nor what happens when hosts fail
-(core/fan_out_repair.py).
+them each host reads from. It does not decide when a relay reads; when a host fails, those who read from it go to their
+alternates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from itertools import islice
 from statistics import median
 from typing import NamedTuple
 
-from ckpt_engine.core.chunks import Chunk
 from ckpt_engine.core.problems import invalid
 
 TREES = 8
@@ -37,6 +36,15 @@ _TRIES = 8  # to find an alternate that no sibling has
 _FEW_CHILDREN = 4  # of a host that passes on, where a tree could do with fewer: a chain would be too deep
 
 _ENOUGH = 0.95  # the sum of the trees' shares: nobody sends more than 1 / 0.95 of what he receives
+
+
+class Chunk(NamedTuple):
+    """What travels at a time. bytes: on the wire. hosts: that want it. holders: trainers' hosts that have it. Both
+    sorted, as numbers in two lists that go with the chunks."""
+
+    bytes: int
+    hosts: tuple[int, ...]
+    holders: tuple[int, ...]
 
 
 class HostRate(NamedTuple):
@@ -62,12 +70,12 @@ class Tree:
 
     @cached_property
     def place(self) -> dict[int, int]:
-        """Of each host, its place in the order."""
+        """For each host, its position in the order."""
         return {host: place for place, host in enumerate(self.hosts)}
 
     @cached_property
     def children(self) -> dict[int, tuple[int, ...]]:
-        """Of each host that passes on, those who read from it, those first that most others wait for."""
+        """For each host that passes on, those who read from it, those first that most others wait for."""
         below = dict.fromkeys(self.hosts, 1)
         found: dict[int, list[int]] = {}
         for host, parent in zip(reversed(self.hosts), reversed(self.parents), strict=True):
@@ -105,7 +113,7 @@ class FanOut:
 
     @cached_property
     def number(self) -> dict[str, int]:
-        """Of each host, by name."""
+        """The number of each host, by name."""
         return {host.name: number for number, host in enumerate(self.hosts)}
 
     def upstreams(self, name: str) -> tuple[Upstream, ...]:
@@ -119,18 +127,18 @@ class FanOut:
                 found.append(Upstream(number, self._name(tree.parents[place]), alternates, tree.chunks))
         return tuple(sorted(found, key=lambda each: host not in self.trees[each.tree].children))
 
-    def publishes(self, name: str) -> tuple[int, ...]:
-        """The trees of which a host tells how many chunks, from the first one on, it has verified. A leaf too: it may
-        be the alternate of another."""
-        host = self.number[name]
-        return tuple(number for number, tree in enumerate(self.trees) if host in tree.place)
-
     def _name(self, host: int) -> str | None:
         return None if host == FROM_TRAINERS else self.hosts[host].name
 
 
-def plan_fan_out(chunks: Sequence[Chunk], hosts: Sequence[HostRate], trainers: Sequence[HostRate]) -> FanOut:
-    """The plan for chunks whose `hosts` and `holders` are numbers in `hosts` and `trainers`.
+def plan_fan_out(
+    chunks: Sequence[Chunk],
+    hosts: Sequence[HostRate],
+    trainers: Sequence[HostRate],
+    leaves: frozenset[int] = frozenset(),
+) -> FanOut:
+    """The plan for chunks whose `hosts` and `holders` are numbers in `hosts` and `trainers`. leaves: hosts that are
+    known to be slow, whatever rates are told; they pass nothing on, unless all that want a chunk are slow.
 
     A rate that is unknown counts as the median of those that are told. The same arguments give the same plan.
 
@@ -139,7 +147,7 @@ def plan_fan_out(chunks: Sequence[Chunk], hosts: Sequence[HostRate], trainers: S
     """
     _check(chunks, hosts, trainers)
     rates = relative_rates(hosts)
-    slow = slow_hosts(dict(enumerate(rates)))
+    slow = slow_hosts(dict(enumerate(rates))) | leaves
     classes: dict[tuple[int, ...], list[int]] = {}
     for number, chunk in enumerate(chunks):
         if chunk.hosts:
@@ -154,14 +162,14 @@ def plan_fan_out(chunks: Sequence[Chunk], hosts: Sequence[HostRate], trainers: S
 
 
 def relative_rates(hosts: Sequence[HostRate]) -> list[float]:
-    """Of each host its rate, as a multiple of the median of those that are known; 1 if it is not known."""
+    """For each host its rate, as a multiple of the median of those that are known; 1 if it is not known."""
     known = [host.rate for host in hosts if host.rate is not None]
     usual = median(known) if known else 1.0
     return [1.0 if host.rate is None else host.rate / usual for host in hosts]
 
 
 def slow_hosts(rates: dict[int, float]) -> frozenset[int]:
-    """Those that are to pass nothing on. rates: of hosts that are alive."""
+    """The hosts that are to pass nothing on. rates: of hosts that are alive."""
     if not rates:
         return frozenset()
     least = LEAF_BELOW * median(rates.values())
@@ -310,7 +318,7 @@ def _inner_counts(members: int, able: int, trees: int) -> list[int]:
 
 
 def _dealt(able: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """Those who pass on, by tree; each is in one tree. The first of `able` become roots."""
+    """The hosts that pass on, by tree; each is in one tree. The first of `able` become roots."""
     inner: list[list[int]] = [[] for _ in counts]
     waiting = iter(able)
     for _ in range(max(counts)):
@@ -342,7 +350,7 @@ def _shape(
 
 
 def _apportioned(total: int, rates: dict[int, float]) -> dict[int, int]:
-    """At least as many children as hosts, dealt by the hosts' rates: at least one each."""
+    """Deals at least as many children as hosts, by the hosts' rates: at least one each."""
     kids = dict.fromkeys(rates, 1)
     waiting = [(2 / rate, host) for host, rate in rates.items()]
     heapify(waiting)
@@ -354,7 +362,7 @@ def _apportioned(total: int, rates: dict[int, float]) -> dict[int, int]:
 
 
 def _feeders(trees: Sequence[Tree], chunks: Sequence[Chunk], rates: Sequence[float]) -> tuple[int, ...]:
-    """Of each chunk the holder that has least to send. Chunks that nobody wants count as read from the first."""
+    """For each chunk the holder that has least to send. Chunks that nobody wants count as read from the first."""
     found = [chunk.holders[0] for chunk in chunks]
     busy = [0.0] * len(rates)
     for tree in trees:

@@ -8,10 +8,9 @@ himself, whichever of them each relay asks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from ckpt_engine.core.chunks import Chunk
-from ckpt_engine.core.fan_out import HostRate, plan_fan_out
+from ckpt_engine.core.fan_out import Chunk, HostRate, plan_fan_out
 from ckpt_engine.core.relay_chunks import KEY_BYTES
 from ckpt_engine.v1.manager_pb2 import FanOut
 from ckpt_engine.v1.weights_pb2 import Region
@@ -20,15 +19,17 @@ SHARES = 64
 """Of all bytes, that are dealt to the trees."""
 
 
-def fan_out_orders(relays: Mapping[str, Region], about: bytes) -> dict[str, FanOut]:
-    """What each relay is told. relays: by name, where it passes on. about: no other plan is about the same.
+def fan_out_orders(relays: Mapping[str, Region], about: bytes, leaves: Collection[str] = ()) -> dict[str, FanOut]:
+    """What each relay is told. relays: by name, where it passes on. about: no other plan is about the same. leaves:
+    names of those that are to pass nothing on, unless all are.
 
     The same arguments give the same plan.
     """
     names = sorted(relays)
     hosts = tuple(range(len(names)))
     chunks = [Chunk(1, hosts, (0,)) for _ in range(SHARES)]
-    plan = plan_fan_out(chunks, [HostRate(name) for name in names], [HostRate("whoever holds the version")])
+    slow = frozenset(number for number, name in enumerate(names) if name in leaves)
+    plan = plan_fan_out(chunks, [HostRate(name) for name in names], [HostRate("whoever holds the version")], slow)
     key = hashlib.sha256(b"\0".join([about, *(name.encode() for name in names)])).digest()[:KEY_BYTES]
     found = {}
     for name in names:

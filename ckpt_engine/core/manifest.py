@@ -83,10 +83,5 @@ class RootHasher:
         return hasher.digest()
 
 
-def root(manifest: Manifest, tensor_digests: Sequence[int]) -> bytes:
-    """Names one content of a manifest: 32 bytes. `tensor_digests`: one 64-bit digest a tensor, in its order."""
-    return RootHasher(manifest).root(b"".join(map(_number, tensor_digests)))
-
-
 def _number(value: int) -> bytes:
     return value.to_bytes(8, "little")

@@ -31,6 +31,11 @@ def in_pool(pool: str) -> str:
     return f"in pool {pool!r}" if pool else "in the pool without a name"
 
 
+def full_name(module: str, name: str) -> str:
+    """A tensor's name in a model: its module's, and its own there. Empty: the model itself is the module."""
+    return f"{module}.{name}" if module else name
+
+
 def some(names: Sequence[str], most: int = NAMES_SHOWN) -> str:
     """Such as "a, b, c, d and 21 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

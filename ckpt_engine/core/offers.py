@@ -7,9 +7,74 @@ offer is taken: the planner does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+from ckpt_engine.core.manifest import blob_digest
 from ckpt_engine.core.problems import invalid
-from ckpt_engine.v1.weights_pb2 import Offer, OfferedRegion, Region, SourceTable
+from ckpt_engine.v1.weights_pb2 import (
+    Offer,
+    OfferedRegion,
+    PlanSource,
+    Region,
+    SourceTable,
+    Unopened,
+    WorkerPlan,
+)
+
+
+class Shut(NamedTuple):
+    """A region that a worker could not open over a transport. locator: SHA-256 of the region's. reason: for people."""
+
+    transport: str
+    locator: bytes
+    reason: str
+
+
+def unopened(rank: int, region: Region, plan: WorkerPlan, reason: str) -> Unopened:
+    """What a worker tells of a region of its plan that it could not open."""
+    edges = (edge for edge in plan.sources if any(each.locator == region.locator for each in edge.regions))
+    return Unopened(
+        worker_rank=rank,
+        transport=region.transport,
+        source=next((edge.source for edge in edges), ""),
+        locator=blob_digest(region.locator),
+        reason=reason,
+    )
+
+
+def ways_shut(shut: Iterable[Shut], regions: Iterable[Mapping[str, Region]]) -> Mapping[str, str]:
+    """Over which transports a worker does not open one source, with the reason. regions: ways into each of its own."""
+    known = {(each.transport, each.locator): each.reason for each in shut}
+    found: dict[str, str] = {}
+    for ways in regions if known else ():
+        for name, way in ways.items():
+            if why := known.get((name, blob_digest(way.locator))):
+                found.setdefault(name, why)
+    return found
+
+
+def another_way(plan: WorkerPlan, refused: Region, why: str) -> WorkerPlan | None:
+    """The plan with each edge that has this region opened in its next other way. why: the first cannot be, for the
+    report. None if an edge has no other way, or none has this region."""
+    found = WorkerPlan()
+    found.CopyFrom(plan)
+    changed = False
+    for edge in found.sources:
+        regions = [] if edge.transport != refused.transport else [region.locator for region in edge.regions]
+        if refused.locator not in regions:
+            continue
+        if not edge.others:
+            return None
+        way, *others = edge.others
+        taken = PlanSource()
+        taken.CopyFrom(edge)
+        taken.transport, taken.reason = way.transport, f"{way.reason}; it could not open {edge.transport}: {why}"
+        del taken.regions[:], taken.others[:]
+        taken.regions.extend(way.regions)
+        taken.others.extend(others)
+        edge.CopyFrom(taken)
+        changed = True
+    return found if changed else None
 
 
 def rank_id(rank: int) -> str:

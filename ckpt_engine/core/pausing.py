@@ -25,6 +25,6 @@ def check_pause_mode(replica: str, engine: manager_pb2.Engine, mode: manager_pb2
 
 
 def mode_name(mode: manager_pb2.PauseMode) -> str:
-    """As users write it: "in_place". A number that this version does not know is named by it."""
+    """The mode as users write it: "in_place". A number that this version does not know is named by it."""
     known = manager_pb2.PauseMode.values()
     return manager_pb2.PauseMode.Name(mode).lower() if mode in known else f"number {mode}"

@@ -15,13 +15,24 @@ import numpy as np
 
 from ckpt_engine.core.boxes import Box, uncovered
 from ckpt_engine.core.cells import Cells, NeedMap, Wanted, cut
+from ckpt_engine.core.chunk_sizes import chunk_bytes
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.manifest import blob_digest, canonical
-from ckpt_engine.core.offers import by_transport, label, labels, ranks_of
+from ckpt_engine.core.offers import Shut, by_transport, label, labels, ranks_of, ways_shut
 from ckpt_engine.core.problems import CkptEngineError, error, internal, invalid, precondition
 from ckpt_engine.core.publication import Holder, Part, Place, Publication
 from ckpt_engine.core.topology import Choice, choose_transport
-from ckpt_engine.v1.weights_pb2 import Atoms, Host, Piece, PlanSource, WorkerNeeds, WorkerPlan
+from ckpt_engine.core.transports import is_collective
+from ckpt_engine.v1.weights_pb2 import (
+    Atoms,
+    Host,
+    OtherWay,
+    Piece,
+    PlanSource,
+    SourceTable,
+    WorkerNeeds,
+    WorkerPlan,
+)
 
 Choose = Callable[[Host, str, Host, Sequence[str]], Choice]
 """(source's host, its region's transport, worker's host, transports available there) to a choice."""
@@ -29,12 +40,16 @@ Choose = Callable[[Host, str, Host, Sequence[str]], Choice]
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A worker to plan for. key: the caller's name for it, e.g. (replica, rank). transports: available on its host."""
+    """A worker to plan for. key: the caller's name for it, e.g. (replica, rank). transports: available on its host.
+    collective: it takes part in a collective, and gets all that it needs there; else it reads over no collective.
+    shut: what it could not open, so it is to be read another way."""
 
     key: Hashable
     needs: WorkerNeeds
     host: Host
     transports: Sequence[str]
+    collective: bool = False
+    shut: tuple[Shut, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,7 +93,8 @@ def compile_plans(
     compiled = _compile(publication, workers, choose, refused, wanted)
     boxes = [(tensor, box) for tensor, boxes in enumerate(along) for box in boxes]
     needed = [each.wanted for each in compiled] if along else wanted.values()
-    cells = cut(publication, [*needed, boxes])
+    # What was sealed in larger cells has no digests of smaller ones.
+    cells = cut(publication, [*needed, boxes], 0 if along else chunk_bytes(publication.bytes))
     return _plans(publication, compiled, cells)
 
 
@@ -114,14 +130,14 @@ def _compile(
     wanted: dict[bytes, Wanted],
 ) -> list[_Compiled]:
     """wanted: gets what all workers need, by the digests of their needs."""
-    compiled: dict[tuple[bytes, bytes, tuple[str, ...]], _Compiled] = {}
+    compiled: dict[tuple[bytes, bytes, tuple[str, ...], bool, tuple[Shut, ...]], _Compiled] = {}
     keys: set[Hashable] = set()
     for worker in workers:
         if worker.key in keys:
             raise invalid(f"worker {worker.key} is to be planned for twice")
         keys.add(worker.key)
         needs_digest = blob_digest(canonical(worker.needs))
-        same = (needs_digest, canonical(worker.host), tuple(worker.transports))
+        same = (needs_digest, canonical(worker.host), tuple(worker.transports), worker.collective, worker.shut)
         if same in compiled:
             compiled[same].keys.append(worker.key)
             continue
@@ -203,7 +219,7 @@ class _Reader:
         for need, (tensor, box) in enumerate(wanted):
             parts = publication.parts[tensor]
             width = widths[tensor]
-            hits = publication.layouts[tensor].hits(box)
+            hits = publication.partitions[tensor].hits(box)
             if tensor in publication.incomplete:
                 self._check_held(tensor, box, [hit.box for hit in hits])
             for hit in hits:
@@ -265,12 +281,26 @@ class _Reader:
             if key not in found:
                 table = self._publication.tables[source]
                 rank = table.rank if table.HasField("rank") else None
+                reason = "; ".join([way.reason, *self._shut(source).values()])
                 found[key] = PlanSource(
-                    rank=rank, source=table.id, host=table.host, transport=way.transport, reason=way.reason
+                    rank=rank, source=table.id, host=table.host, transport=way.transport, reason=reason
                 )
             found[key].regions.append(self._regions[source][region][way.transport])
             index[source, region] = list(found).index(key)
+        for (source, transport), edge in found.items():
+            edge.others.extend(self._others(source, transport, [region.id for region in edge.regions]))
         return list(found.values()), index
+
+    def _others(self, source: int, transport: str, regions: Sequence[int]) -> list[OtherWay]:
+        """How else the worker can open all of these, nearest first."""
+        offered = [self._regions[source][region] for region in regions]
+        names = [name for name in offered[0] if name != transport and all(name in ways for ways in offered)]
+        ways = [way for way in (self._edge(source, name) for name in names) if not isinstance(way, CkptEngineError)]
+        return [
+            OtherWay(transport=way.transport, reason=way.reason, regions=[each[way.transport] for each in offered])
+            for way in sorted(ways, key=lambda way: way.distance)
+            if not is_collective(way.transport)
+        ]
 
     def _holder(self, tensor: int, box: Box, part: Part) -> Holder:
         """Near ones first, then another one for each worker."""
@@ -310,10 +340,29 @@ class _Reader:
         if key not in self._edges:
             host = self._publication.tables[source].host
             try:
+                self._check_collective(self._publication.tables[source], transport)
+                if transport in self._shut(source):
+                    raise precondition(f"{self._shut(source)[transport]}; the next update tries it again")
                 self._edges[key] = self._choose(host, transport, self._worker.host, self._worker.transports)
             except CkptEngineError as problem:
                 self._edges[key] = problem
         return self._edges[key]
+
+    def _shut(self, source: int) -> Mapping[str, str]:
+        """What the worker could not open, by transport, as a sentence."""
+        name = label(self._publication.tables[source])
+        found = ways_shut(self._worker.shut, self._regions[source].values())
+        return {way: f"it could not open {name} over {way}: {why}" for way, why in found.items()}
+
+    def _check_collective(self, table: SourceTable, transport: str) -> None:
+        """Raises FAILED_PRECONDITION unless this worker may use the transport at all."""
+        if is_collective(transport) and not self._worker.collective:
+            raise precondition(
+                f"{label(table)} publishes for collectives ({transport}), in which replicas take part together: none "
+                "reads over it alone"
+            )
+        if self._worker.collective and not is_collective(transport):
+            raise precondition(f"it takes part in a collective, and {label(table)} offers this over {transport}")
 
     def _check_held(self, tensor: int, box: Box, held: Sequence[Box]) -> None:
         """Raises UNAVAILABLE, naming what is not there, unless sources hold all of a box."""

@@ -24,6 +24,14 @@ class CkptEngineError(Exception):
     def __str__(self) -> str:
         return f"{weights_pb2.Problem.Code.Name(self.problem.code)}: {self.problem.message}"
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """For frameworks that raise it again in another process (Ray, multiprocessing): nothing of ours pickles it."""
+        return _raised_there, (self.problem.SerializeToString(),)
+
+
+def _raised_there(problem: bytes) -> CkptEngineError:
+    return CkptEngineError(weights_pb2.Problem.FromString(problem))
+
 
 def error(
     code: weights_pb2.Problem.Code,

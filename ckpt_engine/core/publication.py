@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from ckpt_engine.core.boxes import Box, contains, overlap, refine, uncovered, whole
 from ckpt_engine.core.dtypes import CASTABLE, itemsize
-from ckpt_engine.core.layout import Layout
 from ckpt_engine.core.manifest import RootHasher, blob_digest, canonical, check_spec, manifest_of
 from ckpt_engine.core.offers import check_regions, label, ranks_of
+from ckpt_engine.core.partition import Partition
 from ckpt_engine.core.problems import CkptEngineError, invalid
 from ckpt_engine.v1.weights_pb2 import Manifest, SourceTable, TensorSpec
 
@@ -60,7 +60,7 @@ class Place(NamedTuple):
 class Publication:
     """Everything that sources offer together. Sources are numbered as `tables` lists them.
 
-    parts: for each tensor of the manifest disjoint boxes that cover what is held of it, sorted. layouts: for each
+    parts: for each tensor of the manifest disjoint boxes that cover what is held of it, sorted. partitions: for each
     tensor these boxes alone; tensors that are split alike have the same one. places: for each source and shard where
     it lies. incomplete: tensors of which some element is held by nobody; none, after `merge_tables`.
     """
@@ -71,18 +71,18 @@ class Publication:
     tables: tuple[SourceTable, ...]
     table_digests: tuple[bytes, ...]
     parts: tuple[tuple[Part, ...], ...]
-    layouts: tuple[Layout, ...]
+    partitions: tuple[Partition, ...]
     places: tuple[tuple[Place, ...], ...]
     incomplete: frozenset[int] = frozenset()
 
     @cached_property
     def bytes(self) -> int:
-        """Of one copy of the weights."""
+        """Bytes of one copy of the weights."""
         return sum(whole(spec.shape).volume * itemsize(spec.dtype) for spec in self.manifest.tensors)
 
     @cached_property
     def root_hasher(self) -> RootHasher:
-        """Of the manifest; made once."""
+        """The hasher of the manifest; made once."""
         return RootHasher(self.manifest)
 
 
@@ -172,11 +172,11 @@ class _Merger:
         self._shapes = [tuple(spec.shape) for spec in self._specs]
         self._widths = [itemsize(spec.dtype) for spec in self._specs]
         self._found: list[dict[Box, list[Holder]]] = [{} for _ in self._specs]
-        self._layouts: dict[tuple[tuple[int, ...], tuple[Box, ...]], Layout] = {}
+        self._partitions: dict[tuple[tuple[int, ...], tuple[Box, ...]], Partition] = {}
         self._extents: dict[tuple[tuple[int, ...], ...], tuple[Box, int, int]] = {}
 
     def publication(
-        self, merged: Callable[[int], tuple[tuple[Part, ...], Layout]], table_digests: Sequence[bytes] | None
+        self, merged: Callable[[int], tuple[tuple[Part, ...], Partition]], table_digests: Sequence[bytes] | None
     ) -> Publication:
         """Everything together. merged: which parts a tensor has, once all tables were looked at."""
         places = tuple(self._collect(source) for source in range(len(self._tables)))
@@ -191,7 +191,7 @@ class _Merger:
             tables=tuple(self._tables),
             table_digests=tuple(table_digests),
             parts=tuple(parts for parts, _ in found),
-            layouts=tuple(layout for _, layout in found),
+            partitions=tuple(partition for _, partition in found),
             places=places,
             incomplete=frozenset(
                 tensor
@@ -246,27 +246,27 @@ class _Merger:
             self._found[tensor].setdefault(box, []).append(Holder(source, index))
         return tuple(places)
 
-    def parts(self, tensor: int) -> tuple[tuple[Part, ...], Layout]:
+    def parts(self, tensor: int) -> tuple[tuple[Part, ...], Partition]:
         """Who holds which box of a tensor; raises unless the boxes tile it."""
         found = self._found[tensor]
         parts = tuple(Part(box, tuple(found[box])) for box in sorted(found))
         key = self._shapes[tensor], tuple(part.box for part in parts)
-        layout = self._layouts.get(key)
-        if layout is None:
+        partition = self._partitions.get(key)
+        if partition is None:
             self._check_tiling(tensor, parts)
-            layout = self._layouts[key] = Layout(key[1])
-        return parts, layout
+            partition = self._partitions[key] = Partition(key[1])
+        return parts, partition
 
-    def refined(self, tensor: int) -> tuple[tuple[Part, ...], Layout]:
+    def refined(self, tensor: int) -> tuple[tuple[Part, ...], Partition]:
         """The common refinement of all that is held of a tensor, and who holds each part of it."""
         found = {box: holders for box, holders in self._found[tensor].items() if box.volume}
         boxes = tuple(sorted(found))
         key = self._shapes[tensor], boxes
-        layout = self._layouts.get(key)
-        if layout is None:
-            layout = self._layouts[key] = Layout(boxes if overlap(boxes) is None else tuple(refine(boxes)))
-        if layout.boxes == boxes:
-            return tuple(Part(box, tuple(found[box])) for box in boxes), layout
+        partition = self._partitions.get(key)
+        if partition is None:
+            partition = self._partitions[key] = Partition(boxes if overlap(boxes) is None else tuple(refine(boxes)))
+        if partition.boxes == boxes:
+            return tuple(Part(box, tuple(found[box])) for box in boxes), partition
         parts = tuple(
             Part(
                 part,
@@ -278,9 +278,9 @@ class _Merger:
                     for source, shard, _ in found[box]
                 ),
             )
-            for part in layout.boxes
+            for part in partition.boxes
         )
-        return parts, layout
+        return parts, partition
 
     def _stored_width(self, table: SourceTable, tensor: int, stored: str) -> int:
         """Bytes of an element where a shard lies; raises unless readers can cast it to the served dtype."""

@@ -23,7 +23,7 @@ class Verdict(NamedTuple):
 
 
 class Distance(IntEnum):
-    """From what reads fastest to what reads slowest."""
+    """Distances, from what reads fastest to what reads slowest."""
 
     SAME_GPU = 0
     NVLINK = 1
@@ -157,6 +157,21 @@ def by_network(source: Host, worker: Host) -> Verdict:
     )
 
 
+def by_collective(source: Host, worker: Host) -> Verdict:
+    """Memory that its owner sends to all who take part: they find each other where one of the owners listens."""
+    where = name_of(source)
+    near = same_host(source, worker) and source.network_namespace == worker.network_namespace
+    if not (near and source.network_namespace) and (not source.address or _is_loopback(source.address)):
+        at = f"at {source.address} only" if source.address else "at no address of its network"
+        return Verdict(
+            False,
+            f"the trainer on host {where} is reached {at}, so nobody on host {name_of(worker)} finds the "
+            "members of its collective; tell the trainer the address at which other hosts reach it (advertise, or "
+            "CKPT_ENGINE_ADVERTISE)",
+        )
+    return Verdict(True, f"it takes part in a collective with the trainer on host {where}", Distance.NETWORK)
+
+
 def _is_loopback(address: str) -> bool:
     """Whether only processes of one network namespace reach it. A name counts as reachable."""
     try:
@@ -195,7 +210,7 @@ def _across_gpus(source: Host, worker: Host) -> Verdict:
 
 
 def _way(gpu: Gpu, reader: Gpu) -> Distance | None:
-    """From `reader` to the memory of `gpu`; None if there is none. Either of them may know."""
+    """The way from `reader` to the memory of `gpu`; None if there is none. Either of them may know."""
     if gpu.uuid == reader.uuid:
         return Distance.SAME_GPU
     told = [each.link for each in reader.reach if each.uuid == gpu.uuid]

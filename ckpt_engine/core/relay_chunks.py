@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ckpt_engine.core.chunks import chunk_bytes, joined
+from ckpt_engine.core.chunk_sizes import chunk_bytes, joined
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.relay_layout import ATOM_BYTES, SlotLayout
 
@@ -64,7 +64,7 @@ def dealt(chunks: Sequence[SlotChunk], shares: Sequence[int]) -> list[list[int]]
 
 
 def filling_key(plan: bytes, root: bytes, chunks: Sequence[SlotChunk]) -> bytes:
-    """By which relays name what they are filled with, 16 bytes: equal only where chunks lie alike."""
+    """The key by which relays name what they are filled with, 16 bytes: equal only where chunks lie alike."""
     found = hashlib.sha256(b"%d %d " % (len(plan), len(root)) + plan + root)
     for chunk in chunks:
         found.update(repr((chunk.cells, chunk.runs)).encode())

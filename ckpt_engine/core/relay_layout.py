@@ -15,8 +15,8 @@ from typing import NamedTuple
 from ckpt_engine.core.boxes import Box
 from ckpt_engine.core.cells import Wanted
 from ckpt_engine.core.dtypes import itemsize
-from ckpt_engine.core.layout import Layout
 from ckpt_engine.core.manifest import blob_digest, canonical
+from ckpt_engine.core.partition import Partition
 from ckpt_engine.core.problems import invalid, precondition, unavailable
 from ckpt_engine.core.sealed_record import Recorded
 from ckpt_engine.v1.weights_pb2 import WorkerNeeds
@@ -98,10 +98,10 @@ def lay_out(recorded: Recorded, readers: Sequence[Wanted], everything: bool = Fa
     for number, wanted in enumerate(distinct):
         for tensor, box in wanted:
             by_tensor[tensor].append((number, box))
-    known: dict[tuple[Layout, tuple[tuple[int, Box], ...], bool], list[Piece]] = {}
-    groups: dict[tuple[int, ...], list[tuple[int, Piece]]] = {}
-    for tensor, (layout, needs) in enumerate(zip(recorded.layouts, by_tensor, strict=True)):
-        key = layout, tuple(needs), everything
+    known: dict[tuple[Partition, tuple[tuple[int, Box], ...], bool], list[_Piece]] = {}
+    groups: dict[tuple[int, ...], list[tuple[int, _Piece]]] = {}
+    for tensor, (partition, needs) in enumerate(zip(recorded.partitions, by_tensor, strict=True)):
+        key = partition, tuple(needs), everything
         if key not in known:
             known[key] = cut_pieces(*key)
         for piece in known[key]:
@@ -122,7 +122,7 @@ def lay_out(recorded: Recorded, readers: Sequence[Wanted], everything: bool = Fa
     return SlotLayout(recorded, tuple(atoms), tuple(laid), total, at)
 
 
-class Piece(NamedTuple):
+class _Piece(NamedTuple):
     """An atom of any tensor that is cut and needed alike. cell: its number in the tensor."""
 
     box: Box
@@ -131,18 +131,18 @@ class Piece(NamedTuple):
     readers: tuple[int, ...]
 
 
-def cut_pieces(layout: Layout, needs: Sequence[tuple[int, Box]], everything: bool) -> list[Piece]:
+def cut_pieces(partition: Partition, needs: Sequence[tuple[int, Box]], everything: bool) -> list[_Piece]:
     """The atoms of a tensor's cells that any reader touches, or of all. needs: pairs of reader and box."""
-    tiling = layout.tiling(frozenset(box for _, box in needs))
+    tiling = partition.tiling(frozenset(box for _, box in needs))
     readers: dict[int, set[int]] = {}
     for number, box in needs:
-        for atom in tiling.cells(box, layout) or ():
+        for atom in tiling.cells(box, partition) or ():
             readers.setdefault(atom, set()).add(number)
     found = []
     for cell, (first, atoms) in enumerate(zip(tiling.first, tiling.parts, strict=False)):
         if everything or any(first + index in readers for index in range(len(atoms))):
             for index, box in enumerate(atoms):
-                found.append(Piece(box, box.volume, cell, tuple(sorted(readers.get(first + index, ())))))
+                found.append(_Piece(box, box.volume, cell, tuple(sorted(readers.get(first + index, ())))))
     return found
 
 

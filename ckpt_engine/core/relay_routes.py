@@ -1,4 +1,5 @@
-"""From whom each relay is filled: from the publication's own sources where it reaches them, else from other relays.
+"""Decides from whom each relay is filled: from the publication's own sources where it reaches them, else from other
+relays.
 
 Decides for each relay that replicas wait for which sources and which relays it reads, and at which stage it can begin:
 a relay is filled once those that it reads hold the version. A relay that no replica waits for is filled too where one
@@ -94,7 +95,7 @@ def relay_routes(
 
 @dataclass
 class _Chosen:
-    """Of a relay that is filled."""
+    """What is chosen for a relay that is filled."""
 
     upstream: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
@@ -193,7 +194,8 @@ class _Routing:
     # -- who reads whom
 
     def _choose_upstream(self) -> dict[str, _Chosen]:
-        """From the last stage to the first, so that a step in between is filled only where somebody reads it."""
+        """Chooses from the last stage to the first, so that a step in between is filled only where somebody reads
+        it."""
         chosen = {name: _Chosen() for name in self._relays if name in self._wanted and name in self._stage}
         load: dict[str, int] = {}
         done: set[str] = set()
@@ -372,7 +374,7 @@ class _Routing:
 
 
 def _preference(transport: str) -> tuple[int, str]:
-    """Of equally near ways the first is taken, by planners and by readers."""
+    """Which way is preferred. Of equally near ways the first is taken, by planners and by readers."""
     kinds = list(transport_kinds())
     return kinds.index(transport) if transport in kinds else len(kinds), transport
 

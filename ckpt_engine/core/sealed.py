@@ -32,13 +32,9 @@ class Sealed:
     values: Words
     known: npt.NDArray[np.bool_]
 
-    def tensor_digests(self) -> list[int]:
-        """One digest a tensor, in the manifest's order. Raises FAILED_PRECONDITION if a cell was not digested."""
-        return list(map(int, self._tensors()))
-
     def root(self) -> bytes:
-        """The root of everything, 32 bytes; see `core.manifest.RootHasher`. Raises FAILED_PRECONDITION as above, and if
-        the sources together do not hold everything."""
+        """The root of everything, 32 bytes; see `core.manifest.RootHasher`. Raises FAILED_PRECONDITION if a cell
+        was not digested, or if the sources together do not hold everything."""
         return self.publication.root_hasher.root(self._tensors().astype("<u8").tobytes())
 
     def _tensors(self) -> Words:
@@ -94,13 +90,8 @@ def check_replicas(plans: Plans, digests: Mapping[int, Digests]) -> Sealed:
     return Sealed(plans.publication, cells, values, holder >= 0)
 
 
-def expected_digests(plans: Plans, key: Hashable, sealed: Sealed) -> Digests:
-    """What a worker must find in each of its needs once it has read them, in their order. Raises as below."""
-    return Digests.FromString(expected_blob(plans, key, sealed))
-
-
 def expected_blob(plans: Plans, key: Hashable, sealed: Sealed) -> bytes:
-    """The same as a blob.
+    """What a worker must find in each of its needs once it has read them, in their order: Digests as a blob.
 
     Raises FAILED_PRECONDITION, naming tensors, if a cell that it needs was not digested.
     """

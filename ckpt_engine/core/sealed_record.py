@@ -17,8 +17,8 @@ import numpy as np
 
 from ckpt_engine.core.boxes import Box, overlap, uncovered, whole
 from ckpt_engine.core.cells import Cells, Indices
-from ckpt_engine.core.layout import Layout
 from ckpt_engine.core.manifest import RootHasher, canonical, manifest_of
+from ckpt_engine.core.partition import Partition
 from ckpt_engine.core.plan import Plans
 from ckpt_engine.core.problems import data_loss, internal, invalid
 from ckpt_engine.core.sealed import Sealed, Words, check_replicas, delimited, packed
@@ -45,15 +45,15 @@ class Cutting:
 
     @cached_property
     def digest(self) -> bytes:
-        """Of manifest and cells."""
+        """The digest of manifest and cells."""
         alike = SealedRecord(manifest=self.record.manifest, cells=self.record.cells)
         return hashlib.sha256(canonical(alike)).digest()
 
     @cached_property
-    def layouts(self) -> tuple[Layout, ...]:
-        """Of each tensor; tensors that are cut alike share one."""
-        known: dict[tuple[Box, ...], Layout] = {}
-        return tuple(known.setdefault(boxes, Layout(boxes)) for boxes in self.boxes)
+    def partitions(self) -> tuple[Partition, ...]:
+        """The partition of each tensor; tensors that are cut alike share one."""
+        known: dict[tuple[Box, ...], Partition] = {}
+        return tuple(known.setdefault(boxes, Partition(boxes)) for boxes in self.boxes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +76,9 @@ class Recorded:
         return self.cut.first
 
     @property
-    def layouts(self) -> tuple[Layout, ...]:
-        """Of each tensor; tensors that are cut alike share one."""
-        return self.cut.layouts
+    def partitions(self) -> tuple[Partition, ...]:
+        """The partition of each tensor; tensors that are cut alike share one."""
+        return self.cut.partitions
 
     @property
     def cutting(self) -> bytes:
@@ -124,11 +124,6 @@ class RecordWriter:
         hasher = self._hasher.copy()
         hasher.update(digests)
         return self._prefix + digests, hasher.digest()
-
-
-def record_of(sealed: Sealed) -> SealedRecord:
-    """What an update's sources sealed. Raises as RecordWriter.write does."""
-    return SealedRecord.FromString(RecordWriter(sealed.cells).write(sealed)[0])
 
 
 def read_record(record: SealedRecord, root: bytes, known: Iterable[Recorded] = ()) -> Recorded:
@@ -276,15 +271,15 @@ def _equal(cells: Cells, recorded: Recorded) -> tuple[Indices, np.typing.NDArray
     equal = np.zeros(len(cells), dtype=np.bool_)
     known: dict[tuple[int, int], tuple[list[int], list[bool]]] = {}
     for tensor, tiling in enumerate(cells.tilings):
-        layout = recorded.layouts[tensor]
-        key = id(tiling), id(layout)
+        partition = recorded.partitions[tensor]
+        key = id(tiling), id(partition)
         if key not in known:
-            hits = [layout.hits(box) for box in tiling.boxes]
+            hits = [partition.hits(box) for box in tiling.boxes]
             if any(len(hit) != 1 for hit in hits):
                 raise internal("the cells of these plans are not cut along the record")
             known[key] = (
                 [hit[0].part for hit in hits],
-                [layout.boxes[hit[0].part] == box for hit, box in zip(hits, tiling.boxes, strict=True)],
+                [partition.boxes[hit[0].part] == box for hit, box in zip(hits, tiling.boxes, strict=True)],
             )
         parts, same = known[key]
         begin, end = cells.first[tensor], cells.first[tensor] + len(parts)

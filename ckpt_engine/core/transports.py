@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
-from ckpt_engine.core.reach import Rule, by_directory, by_file, by_gpu, by_network, by_process
+from ckpt_engine.core.reach import Rule, by_collective, by_directory, by_file, by_gpu, by_network, by_process
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,9 @@ class TransportKind:
     worker would; none: the reader's own `availability`.
     relays_only: it is between relays: no worker, agent or trainer loads either side.
     arena: makes a transport.base.ArenaLender from (ArenaMemory, Network); none: relays do not lend over it.
+    collective: all its readers and sources run one schedule together, so nobody reads over it alone. Its reader makes
+        the Availability of a worker's process, and its lender is made from the address at which other hosts reach
+        this one.
     """
 
     name: str
@@ -65,6 +68,7 @@ class TransportKind:
     on_host: Maker | None = None
     relays_only: bool = False
     arena: Maker | None = None
+    collective: bool = False
 
 
 _OWN = (
@@ -113,6 +117,16 @@ _OWN = (
         relays_only=True,
         arena="ckpt_engine.transport.tcp:TcpArenaLender",
     ),
+    TransportKind(
+        name="nccl",
+        reach=by_collective,
+        reader="ckpt_engine.transport.collective.here:availability",
+        lender="ckpt_engine.transport.collective.lender:CollectiveLender",
+        lends=frozenset({HOST_MEMORY, GPU_MEMORY}),
+        unasked=False,
+        on_host="ckpt_engine.transport.on_host:nccl",
+        collective=True,
+    ),
 )
 
 _registered: dict[str, TransportKind] = {}
@@ -139,12 +153,28 @@ def unregister_transport(name: str) -> None:
 
 
 def worker_kinds() -> Mapping[str, TransportKind]:
-    """Those that workers of engines may read over: all but those between relays."""
+    """The kinds that workers of engines may read over: all but those between relays."""
     return MappingProxyType({name: kind for name, kind in transport_kinds().items() if not kind.relays_only})
 
 
+def is_collective(name: str) -> bool:
+    """Whether all who use a transport run one schedule together; False for one that is not known."""
+    kind = _registered.get(name) or _found().get(name)  # asked for each tensor
+    return kind is not None and kind.collective
+
+
+def reading_kinds() -> list[str]:
+    """The names of those that a worker of an engine, or a relay beside it, reads over by itself."""
+    return [name for name, kind in worker_kinds().items() if not kind.collective]
+
+
+def collective_kinds(memory: str) -> list[TransportKind]:
+    """The collectives in which such memory can be sent."""
+    return [kind for kind in transport_kinds().values() if kind.collective and memory in kind.lends]
+
+
 def arena_kinds() -> list[TransportKind]:
-    """Those over which relays lend their arenas to other relays."""
+    """The kinds over which relays lend their arenas to other relays."""
     return [kind for kind in transport_kinds().values() if kind.arena is not None]
 
 

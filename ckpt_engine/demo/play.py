@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import shutil
 import tempfile
@@ -13,8 +14,8 @@ from typing import Any, Protocol
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.demo.hosts import HostsError, hosts
-from ckpt_engine.demo.places import Wire
 from ckpt_engine.demo.recital import Recital, recite
+from ckpt_engine.demo.sites import Wire
 from ckpt_engine.demo.stage import DemoError, Settings, Stage
 
 LINE_SECONDS = 120.0
@@ -109,6 +110,10 @@ class Show(Protocol):
 
     def act(self, act: Act) -> None: ...
 
+    def kept(self, stage: Stage) -> None:
+        """Everything runs on, for who looks at the page."""
+        ...
+
 
 async def play(settings: Settings, show: Show) -> Outcome:
     """Runs the demo. When it returns, or is cancelled, no process of it runs. No file is left, but for the logs of a
@@ -129,6 +134,8 @@ async def play(settings: Settings, show: Show) -> Outcome:
             return outcome
         try:
             await _play(stage, settings, show, outcome)
+            if settings.page:
+                await _keep(stage, show)
         except (DemoError, HostsError) as error:
             outcome.problem = str(error)
         finally:
@@ -160,7 +167,7 @@ async def _play(stage: Stage, settings: Settings, show: Show, outcome: Outcome) 
     began = time.monotonic()
     loss = math.nan
     while len(outcome.acts) < settings.updates:
-        before = Wire.now(stage.places)
+        before = Wire.now(stage.sites)
         stage.give_turn()
         while "report" not in (line := await stage.line(LINE_SECONDS)):
             if "problem" in line:
@@ -169,10 +176,23 @@ async def _play(stage: Stage, settings: Settings, show: Show, outcome: Outcome) 
             show.state(f"training: step {line['step']}, loss {loss:.3f}")
         if not line["report"]["ok"]:
             raise DemoError(f"the update is not whole:\n{line['table']}")
-        wire = Wire.now(stage.places).since(before)
+        wire = Wire.now(stage.sites).since(before)
         show.state(f"asking {settings.replicas} replicas to go on from the opening words")
         act = Act(line["report"], loss, await recite(settings.engine, stage.gateway, list(stage.replicas)), wire)
         outcome.acts.append(act)
         show.act(act)
         outcome.play_seconds = time.monotonic() - began
-    stage.give_turn()
+    if not settings.page:
+        stage.give_turn()
+
+
+async def _keep(stage: Stage, show: Show) -> None:
+    """Returns when this task is cancelled, which is how the demo ends then. Goes on without processes that have ended:
+    the page has buttons that end replicas."""
+    show.kept(stage)
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        assert task is not None
+        task.uncancel()

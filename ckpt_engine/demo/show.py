@@ -63,6 +63,12 @@ class ConsoleShow:
         self._console.print(
             Text(f"up in {seconds:.1f} s: manager {stage.manager}, gateway {stage.gateway}, {where}\n", style="dim")
         )
+        if stage.page:
+            self._console.print(Text.assemble("the manager's page, from now on: ", (stage.page, "bold"), "\n"))
+
+    def kept(self, stage: Stage) -> None:
+        self.state("kept open for the page")
+        self._console.print(Text.assemble("the manager's page: ", (stage.page, "bold"), "  (Ctrl-C ends the demo)\n"))
 
     def act(self, act: Act) -> None:
         report = act.report

@@ -26,7 +26,8 @@ from ckpt_engine.agent.process import EngineProcess, EngineProcessError
 from ckpt_engine.client import manager_stub, open_channel
 from ckpt_engine.demo import task
 from ckpt_engine.demo.hosts import NetworkHost
-from ckpt_engine.demo.places import Place, places_of
+from ckpt_engine.demo.sites import Site, sites_of
+from ckpt_engine.host.gpus import has_nvidia_driver
 from ckpt_engine.v1 import manager_pb2
 from ckpt_engine.words.directory import default_root
 
@@ -49,7 +50,6 @@ on its PYTHONPATH: a copy of ckpt-engine. `engines/run` sets them."""
 SERVERS = {"sglang": "sglang.launch_server", "vllm": "vllm.entrypoints.openai.api_server"}
 
 
-NVIDIA_DRIVER = Path("/dev/nvidiactl")
 SGLANG_ON_CPU = ("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch")
 
 
@@ -60,7 +60,7 @@ class DemoError(Exception):
 @dataclass(frozen=True)
 class Settings:
     """What the demo runs. hosts: 1: this machine; else so many of its own, trainer and manager on the first one, a
-    replica on each of the others."""
+    replica on each of the others. page: the manager shows a page, and all of it runs on until it is interrupted."""
 
     engine: str = "reference"
     updates: int = 6
@@ -68,6 +68,7 @@ class Settings:
     replicas: int = 2
     trainers: int = 2
     hosts: int = 1
+    page: bool = False
 
     @property
     def start_seconds(self) -> float:
@@ -83,23 +84,23 @@ class Stage:
 
     def __init__(self, settings: Settings, directory: Path, hosts: Sequence[NetworkHost] = ()) -> None:
         self._settings = settings
-        self.places = places_of(hosts, directory)
-        self._home = self.places[0]
+        self.sites = sites_of(hosts, directory)
+        self._home = self.sites[0]
         self._directory = directory
         self._children: dict[str, EngineProcess] = {}
         self._lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._turns: int | None = None
         # Kept until this process ends: a server binds its port only when its engine has been imported.
-        self._ports = [ReservedPort(default_root()) for _ in range(2 + settings.replicas)]
-        manager, gateway, *ports = (port.number for port in self._ports)
+        self._ports = [ReservedPort(default_root()) for _ in range(3 + settings.replicas)]
+        manager, gateway, page, *ports = (port.number for port in self._ports)
         self.manager = f"{self._home.address}:{manager}"
         self.gateway = f"http://127.0.0.1:{gateway}"
-        self._of_replica: dict[str, tuple[Place, int]] = {
-            f"replica-{number}": (self.places[(number + 1) % len(self.places)], port)
-            for number, port in enumerate(ports)
+        self.page = f"http://127.0.0.1:{page}/" if settings.page else ""
+        self._of_replica: dict[str, tuple[Site, int]] = {
+            f"replica-{number}": (self.sites[(number + 1) % len(self.sites)], port) for number, port in enumerate(ports)
         }
-        self.replicas = {name: f"http://{place.address}:{port}" for name, (place, port) in self._of_replica.items()}
+        self.replicas = {name: f"http://{site.address}:{port}" for name, (site, port) in self._of_replica.items()}
 
     async def start(self, on_state: Callable[[str], None]) -> None:
         """Returns when every replica's engine is up and every trainer rank has published.
@@ -118,13 +119,13 @@ class Stage:
         starts = [self._start("manager", self._manager_command())]
         starts += [self._start("gateway", self._gateway_command())]
         starts += [
-            self._start(f"relay-{place.name}", self._relay_command(place), place=place)
-            for place in self.places
-            if place.host is not None
+            self._start(f"relay-{site.name}", self._relay_command(site), site=site)
+            for site in self.sites
+            if site.host is not None
         ]
         starts += [
-            self._start(name, self._replica_command(name, place, port, model), place=place)
-            for name, (place, port) in self._of_replica.items()
+            self._start(name, self._replica_command(name, site, port, model), site=site)
+            for name, (site, port) in self._of_replica.items()
         ]
         starts += [
             self._start(f"trainer-{rank}", self._trainer_command(rank, model), on_line=self._on_trainer_line)
@@ -171,18 +172,19 @@ class Stage:
     def _manager_command(self) -> Sequence[str]:
         ledger = str(self._directory / "ledger.sqlite3")
         beyond = ("--insecure",) if self._home.host is not None else ()
-        return ("-m", "ckpt_engine", "serve", "--listen", self.manager, "--http", "", "--ledger", ledger, *beyond)
+        page = self.page.removeprefix("http://").rstrip("/")
+        return ("-m", "ckpt_engine", "serve", "--listen", self.manager, "--http", page, "--ledger", ledger, *beyond)
 
     def _gateway_command(self) -> Sequence[str]:
         listen = self.gateway.removeprefix("http://")
         return ("-m", "ckpt_engine", "gateway", "--manager", self.manager, "--listen", listen)
 
-    def _relay_command(self, place: Place) -> Sequence[str]:
-        return ("-m", "ckpt_engine", "relay", "--manager", self.manager, *place.relay)
+    def _relay_command(self, site: Site) -> Sequence[str]:
+        return ("-m", "ckpt_engine", "relay", "--manager", self.manager, *site.relay)
 
-    def _replica_command(self, name: str, place: Place, port: int, model: Path) -> Sequence[str]:
+    def _replica_command(self, name: str, site: Site, port: int, model: Path) -> Sequence[str]:
         agent = ("--name", name, "--manager", self.manager, "--engine", self._settings.engine, "--model", str(model))
-        told, listening = place.reached
+        told, listening = site.reached
         more = ("--port", str(port), "--restart", "no", *told)
         return ("-m", "ckpt_engine", "replica", *agent, *more, "--", *self._serving(), *listening)
 
@@ -202,7 +204,7 @@ class Stage:
                 "--grammar-backend",
                 "none",
                 "--disable-cuda-graph",
-                *([] if NVIDIA_DRIVER.exists() else SGLANG_ON_CPU),
+                *([] if has_nvidia_driver() else SGLANG_ON_CPU),
             )
         return (*_server_command(self._settings.engine), *named, *small, *weights)
 
@@ -222,13 +224,13 @@ class Stage:
         self,
         name: str,
         arguments: Sequence[str],
-        place: Place | None = None,
+        site: Site | None = None,
         on_line: Callable[[str], None] | None = None,
     ) -> None:
-        place = self._home if place is None else place
+        site = self._home if site is None else site
         child = EngineProcess(
-            (*place.before, sys.executable, *arguments),
-            {**self._environment(), **place.variables},
+            (*site.before, sys.executable, *arguments),
+            {**self._environment(), **site.variables},
             self._directory / f"{name}.log",
             on_line=on_line,
             grace_seconds=STOP_SECONDS,
@@ -255,12 +257,12 @@ class Stage:
             "VLLM_CONFIG_ROOT": here,
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "SGLANG_USE_CPU_ENGINE": "0" if NVIDIA_DRIVER.exists() else "1",
+            "SGLANG_USE_CPU_ENGINE": "0" if has_nvidia_driver() else "1",
             **dict.fromkeys(bound if self._settings.tensor_parallel > 1 else (), "0|1"),
         }
 
     def _on_trainer_line(self, line: str) -> None:
-        """On the log pump's thread."""
+        """Takes a line of the trainer, on the log pump's thread."""
         if line.startswith(LINE_MARK):
             with suppress(json.JSONDecodeError, RuntimeError):
                 content = json.loads(line.removeprefix(LINE_MARK))
@@ -280,7 +282,7 @@ class Stage:
                     replicas = sum(replica.connected and replica.HasField("engine") for replica in status.replicas)
                     trainers = sum(trainer.published for trainer in status.trainers)
                     relays = sum(holder.connected for holder in status.holders)
-                    wanted = sum(place.host is not None for place in self.places)
+                    wanted = sum(site.host is not None for site in self.sites)
                     present = (replicas, trainers) == (self._settings.replicas, self._settings.trainers)
                     if present and relays == wanted and await self._gateway_runs():
                         return

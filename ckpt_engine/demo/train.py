@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -81,7 +82,9 @@ def train(
 ) -> None:
     """Trains and updates to the end; exits with status 1 after an update that was refused or is not whole."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=world_size)
+    meeting = f"file://{directory}/rendezvous"
+    # The demo decides how long somebody looks at it.
+    dist.init_process_group("gloo", meeting, timedelta(days=7), rank=rank, world_size=world_size)
     lesson = Lesson(model, rank, world_size)
     tell = _Teller(rank, directory)
     with Trainer(manager, rank=rank, world_size=world_size) as trainer:
@@ -102,6 +105,7 @@ def train(
             if not report.ok:
                 sys.exit(1)
         tell.wait_for_turn()
+        dist.barrier()  # which is when all of them leave
     dist.destroy_process_group()
 
 

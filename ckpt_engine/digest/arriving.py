@@ -75,7 +75,7 @@ class Arrival:
         return values
 
     def end(self) -> None:
-        """Nothing more arrives, and nothing is read any more when it returns."""
+        """Ends: nothing more arrives, and nothing is read any more when it returns."""
         self._state[self._ended] = 1
         wait([each for each in self._running if not each.cancel()])
 

@@ -84,7 +84,8 @@ def digest_flat(
     KIND: tl.constexpr,  # noqa: N803
     LANES_OF_ELEMENT: tl.constexpr,  # noqa: N803
 ):
-    """As `digest_tiles`, one program a flat tile: factors are computed, not loaded, since each is needed once."""
+    """Digests as `digest_tiles` does, one program a flat tile: factors are computed, not loaded, since each is needed
+    once."""
     entry = work + tl.program_id(0).to(tl.int64) * 8
     first = origin + tl.load(entry)
     start = tl.load(entry + 3).to(tl.uint64)

@@ -105,7 +105,7 @@ class TileTable:
             self._found += [(place, rows) for rows in self._rows(box)]
 
     def tiles(self) -> Tiles:
-        """Of all boxes that were added; the largest first, flat ones apart."""
+        """The tiles of all boxes that were added; the largest first, flat ones apart."""
         weight = sum(-(-rows.columns // self._block) * rows.rows for _, rows in self._found)
         most = max(min(_ROWS, weight // _TILES_WANTED), _ROWS_LEAST)
         empty = np.empty((0, FIELDS), dtype=np.uint64)
@@ -219,7 +219,7 @@ class TileTable:
         ]
 
     def _planes(self, axes: Sequence[tuple[Axis, int]]) -> Iterator[tuple[int, int]]:
-        """Of each plane, its offset in elements and the product of its factors."""
+        """For each plane, its offset in elements and the product of its factors."""
         for indices in product(*(range(length) for (_, _, length), _ in axes)):
             offset, factor = 0, 1
             for index, ((number, first, _), stride) in zip(indices, axes, strict=True):

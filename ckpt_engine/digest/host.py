@@ -36,7 +36,7 @@ _NUMPY_LANES = 1 << 17  # whose 64-bit products exist at one time
 
 
 def digest_host_boxes(boxes: Sequence[HostBox], seed: int = SEED) -> list[int]:
-    """As `digest_boxes`, of boxes in the host's memory and as they are."""
+    """Digests as `digest_boxes` does, of boxes in the host's memory and as they are."""
     return HostDigests(boxes, seed).run()
 
 
@@ -120,7 +120,7 @@ class HostDigests:
         return [int(each) for each in digests]
 
     def _jobs_now(self) -> Words:
-        """With addresses. Raises FAILED_PRECONDITION."""
+        """The jobs with their addresses. Raises FAILED_PRECONDITION."""
         jobs = self._jobs.copy()
         jobs[:, 0] += _addresses([view for view, _ in self._boxes])[self._of_job]
         jobs[:, 1] += _addresses(self._sources)[self._of_job]

@@ -103,8 +103,8 @@ def prepare_digests(
 def digest_anywhere(
     boxes: Sequence[tuple[torch.Tensor, Sequence[int]]], seed: int = SEED, served: Served = None
 ) -> list[int]:
-    """As `digest_boxes`, for boxes some of which lie on a GPU or are cast. The tables of the last few sets of boxes are
-    kept, by where the boxes lie; they keep no tensor alive."""
+    """Digests as `digest_boxes` does, for boxes some of which lie on a GPU or are cast. The tables of the last few sets
+    of boxes are kept, by where the boxes lie; they keep no tensor alive."""
     checked = _checked(boxes, served)
     digests = [0] * len(checked)
     of_device: dict[torch.device, list[int]] = {}

@@ -237,7 +237,7 @@ def graphics() -> Iterable[Check]:
 
 
 def transports() -> Iterable[Check]:
-    """Every transport, asked to try itself; those that do not exist yet are told as such."""
+    """Every transport, asked to try itself."""
     from ckpt_engine.transport.registry import transport_rows
 
     for row in transport_rows():

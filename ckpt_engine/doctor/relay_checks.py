@@ -11,12 +11,13 @@ from pathlib import Path
 from ckpt_engine.addresses import split_address
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS
+from ckpt_engine.core.sizes import in_words
 from ckpt_engine.core.transports import arena_kinds, made
 from ckpt_engine.host.relay_directory import made_directory, relay_directory
 from ckpt_engine.host.room import memory_room
 from ckpt_engine.relay.alone import TakenError, alone
 from ckpt_engine.relay.arena import Arena, free_huge_pages
-from ckpt_engine.relay.settings import RELAY_INSECURE, RELAY_LISTEN, half_of_the_room, in_words
+from ckpt_engine.relay.settings import RELAY_INSECURE, RELAY_LISTEN, half_of_the_room
 from ckpt_engine.transport.base import Network
 from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.transport.ucx.settings import UCX

@@ -82,7 +82,7 @@ def _devices(interfaces: Path, rdma: Path) -> set[str]:
 
 
 def _variables(there: set[str], environment: Mapping[str, str]) -> Iterator[Row]:
-    """Of UCX itself, which helpers inherit."""
+    """Variables of UCX itself, which helpers inherit."""
     if (chosen := environment.get("UCX_TLS")) is not None:
         begin = {each.strip().split("_")[0] for each in chosen.split(",")}
         ok = chosen.startswith("^") or bool(begin & _BETWEEN_HOSTS)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
+from ckpt_engine.engine.command import command_options, value
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.words.directory import TOKEN_HEADER
 
@@ -81,7 +82,6 @@ class LaunchPlan:
     env: added to the agent's own environment (which the engine inherits); must not contain CKPT_ENGINE_DIRECTORY,
         which the agent sets.
     url: base URL that the engine will answer at, without a trailing slash.
-    health_url: answers 200 once the engine can be asked to do things (the gate may still be closed).
     workers: how many workers the launch arguments ask for.
     sleep_argument: an option without which this engine would sleep and give no memory up; added for replicas that are
         to sleep, unless it is there. Empty: none is needed, or there is no memory here that could be given up.
@@ -89,7 +89,6 @@ class LaunchPlan:
 
     argv: tuple[str, ...]
     url: str
-    health_url: str
     workers: int
     env: Mapping[str, str] = field(default_factory=dict)
     sleep_argument: str = ""
@@ -103,12 +102,7 @@ class LaunchPlan:
     @property
     def listens_at(self) -> str:
         """The host that the engine is told to listen at: every engine that we know has `--host`. Empty: its default."""
-        found = ""
-        for index, argument in enumerate(self.argv):
-            name, equals, value = argument.partition("=")
-            if name == "--host":
-                found = value if equals else "".join(self.argv[index + 1 : index + 2])
-        return found
+        return value(command_options(self.argv), "--host")
 
 
 @dataclass(frozen=True)

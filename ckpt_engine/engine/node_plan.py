@@ -10,7 +10,7 @@ from ckpt_engine.engine.adapter import LaunchPlan, load_adapter
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePart:
     """One part of an engine that spans nodes, for an adapter's `node_plan`.
 
     rank: of the node, 0 leads. address, port: where the engine's own parts meet; port is free on node 0.
@@ -37,8 +37,8 @@ def leave_to_nodes(given: Collection[str]) -> None:
 class NodePlan(Protocol):
     """What an adapter offers as `node_plan` if its engine can span nodes."""
 
-    def __call__(self, arguments: tuple[str, ...], port: int, model: str, place: Place) -> LaunchPlan:
-        """As `launch_plan`, for one node's part. port: of the HTTP server, which only node 0 has; else 0."""
+    def __call__(self, arguments: tuple[str, ...], port: int, model: str, part: NodePart) -> LaunchPlan:
+        """The launch plan of one node's part. port: of the HTTP server, which only node 0 has; else 0."""
         ...
 
 

@@ -32,7 +32,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ckpt_engine.engine.beside import kept_beside
+from ckpt_engine.core.names import full_name
+from ckpt_engine.engine.stray_tensors import stray_tensors_kept
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -144,7 +145,7 @@ class ModuleTarget:
         ]
         memory = [(tensor, tensor.data) for _, tensor in self.named_tensors()]
         try:
-            with kept_beside(self._model):
+            with stray_tensors_kept(self._model):
                 yield
         finally:
             for module, parameters, buffers, non_persistent in modules:
@@ -164,7 +165,7 @@ class ModuleTarget:
         found = {}
         for prefix, module in self._model.named_modules(remove_duplicate=False):
             for name in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = "a buffer that is not persistent"
+                found[full_name(prefix, name)] = "a buffer that is not persistent"
         return found | self._constant
 
     def ignored(self, name: str) -> str | None:

@@ -16,7 +16,8 @@ from ckpt_engine.gateway.writing import Writer
 
 
 class Answering:
-    """Of one request. Run `work` once; what there is so far is in `so_far`, also after it failed or was cancelled."""
+    """Answers one request. Run `work` once; what there is so far is in `so_far`, also after it failed or was
+    cancelled."""
 
     def __init__(self, placing: Placing, dialect: type[Dialect], asked: Asked, wishes: Wishes, writer: Writer) -> None:
         self._placing, self._wishes, self._writer = placing, wishes, writer

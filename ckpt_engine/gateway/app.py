@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.gateway import refusals
@@ -66,13 +66,14 @@ class Gateway:
         self._models: tuple[bytes, str] | None = None
         self._could_serve = time.monotonic()
 
-    def application(self) -> Starlette:
+    def application(self) -> ASGIApp:
         """The ASGI application."""
         posts = [Route(route, _Endpoint(self._post), methods=["POST"]) for route in (*DIALECTS, *PASSED)]
         gets = [
             Route("/v1/models", _Endpoint(self._looked(self._list_models)), methods=["GET"]),
             Route("/livez", _Endpoint(self._alive), methods=["GET"]),
             Route("/readyz", _Endpoint(self._ready), methods=["GET"]),
+            Route("/health", _Endpoint(self._ready), methods=["GET"]),
             Route("/metrics", _Endpoint(self._looked(self._metrics)), methods=["GET"]),
         ]
         routes = [*posts, *gets]
@@ -84,7 +85,17 @@ class Gateway:
             problem = RefusedError(status, refusals.NO_ROUTE, said).problem()
             return JSONResponse(problem, status, getattr(error, "headers", None), PROBLEM.decode())
 
-        return Starlette(routes=routes, exception_handlers={404: missing, 405: missing})
+        others = Starlette(routes=routes, exception_handlers={404: missing, 405: missing})
+        asked = {route.path for route in posts}
+
+        async def application(scope: Scope, receive: Receive, send: Send) -> None:
+            # Starlette wraps `send` three times, which costs for each token.
+            if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in asked:
+                await self._post(scope, receive, send)
+            else:
+                await others(scope, receive, send)
+
+        return application
 
     async def idle(self, seconds: float) -> bool:
         """Waits until no request runs, at most so long. Whether that came true."""
@@ -215,7 +226,7 @@ class Gateway:
             except Exception as error:
                 log.info("no models from %s: %s", member.name, error)
                 continue
-            if answer.status_code == 200:
+            if answer.status == 200:
                 self._models = answer.content, answer.headers.get("content-type", "application/json")
                 break
         if self._models is None:
@@ -267,6 +278,9 @@ class _Endpoint:
 
 async def read_body(receive: Receive, headers: Mapping[str, str], most: int) -> dict[str, Any]:
     """A request's JSON object. Raises RefusedError for what is too large or none, CallerGoneError."""
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        said = f"the body is compressed (content-encoding: {headers['content-encoding']}); send it as it is"
+        raise RefusedError(415, refusals.BAD_REQUEST, said)
     announced = headers.get("content-length", "0")
     size, parts = 0, []
     more = not (announced.isdigit() and int(announced) > most)
@@ -279,7 +293,10 @@ async def read_body(receive: Receive, headers: Mapping[str, str], most: int) -> 
         size += len(parts[-1])
         more = message.get("more_body", False) and size <= most
     if size > most:
-        raise RefusedError(413, refusals.TOO_LARGE, f"a body of {size} bytes or more; {most} are the most")
+        said = f"a body of {size} bytes or more; {most} are the most (--body-bytes)"
+        raise RefusedError(413, refusals.TOO_LARGE, said, {"connection": "close"})  # the rest of it is not read
+    if not size:
+        raise bad_request("there is no body: send a JSON object")
     try:
         body = json.loads(b"".join(parts))
     except (ValueError, RecursionError) as error:

@@ -34,5 +34,5 @@ class Door:
 
     @staticmethod
     def status_of(error: CkptEngineError) -> int:
-        """In HTTP."""
+        """The status in HTTP."""
         return 401 if error.problem.code == weights_pb2.Problem.UNAUTHENTICATED else 403

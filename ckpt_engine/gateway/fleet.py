@@ -226,7 +226,7 @@ class Fleet:
         return []
 
     def why_nobody(self, want: Want, now: float) -> str:
-        """In words, one part a replica."""
+        """Why nobody can serve: in words, one part a replica."""
         if not self.members:
             return "no replica is known" if self.heard else "the manager has not told of any replica yet"
         parts = []

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import random
+import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -44,7 +45,7 @@ class Wishes:
 
 
 class Journey:
-    """Of one sample. Iterate `pieces` once; leave the iteration and the leg is cancelled."""
+    """The legs of one sample. Iterate `pieces` once; leave the iteration and the leg is cancelled."""
 
     def __init__(self, placing: Placing, dialect: Dialect, stitch: Stitch, wishes: Wishes) -> None:
         self._placing, self._dialect, self._stitch, self._wishes = placing, dialect, stitch, wishes
@@ -90,7 +91,7 @@ class Journey:
                 yield Piece()
                 return
             if why:
-                self._suspects.add(member, url, life, silent)
+                self._suspects.add(member, url, life, silent, time.monotonic(), len(self._stitch.tokens))
             await self._may_go_on(member, leg.count, why)
             patience = self._placing.patience(self._wishes.queue_seconds)
 
@@ -107,7 +108,9 @@ class Journey:
             self._metrics.prefilled_again.labels(member.name).inc(len(stitch.single.prompt) + len(stitch.tokens))
         headers = {**self._wishes.headers, "x-request-id": identifier}
         content = json.dumps(body).encode()
-        async with self._placing.upstream.ask(member.told.url, self._dialect.route, content, headers) as stream:
+        async with self._placing.upstream.ask(
+            member.told.url, self._dialect.route, content, headers, self._wishes.resume
+        ) as stream:
             leg = stitch.leg
             admitted = self._placing.fleet.answered(member, stream.admitted)
             leg.held, leg.identify, leg.caches = (admitted, admitted), member.identify, member.caches

@@ -52,7 +52,7 @@ class Metrics:
         )
 
     def exposition(self) -> bytes:
-        """In Prometheus' text format: this process's, or all worker processes' together."""
+        """The metrics in Prometheus' text format: this process's, or all worker processes' together."""
         if TOGETHER not in os.environ:
             return generate_latest(self._registry)
         together = CollectorRegistry()

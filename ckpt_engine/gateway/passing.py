@@ -23,7 +23,7 @@ MOST_IDS = 1 << 20
 
 
 class Passing:
-    """Of one request. Run `work` once."""
+    """Passes one request on. Run `work` once."""
 
     def __init__(self, placing: Placing, route: str, body: Mapping[str, Any], wishes: Wishes, writer: Writer) -> None:
         self._placing, self._route, self._body = placing, route, body
@@ -44,7 +44,7 @@ class Passing:
             with placing.inside(member, False):
                 try:
                     async with placing.upstream.ask(
-                        member.told.url, self._route, content, self._wishes.headers
+                        member.told.url, self._route, content, self._wishes.headers, self._wishes.resume
                     ) as stream:
                         placing.fleet.answered(member, stream.admitted)
                         await self._relay(stream)

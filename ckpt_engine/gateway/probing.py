@@ -6,10 +6,9 @@ import asyncio
 import re
 from collections.abc import Callable, Sequence
 
-import httpx
-
 from ckpt_engine.gateway.fleet import Fleet, Member, State, Told
-from ckpt_engine.gateway.upstream import NOBODY, NotAdmittedError, Upstream
+from ckpt_engine.gateway.http1 import NobodyError, WireError
+from ckpt_engine.gateway.upstream import NotAdmittedError, Upstream
 
 _VLLM_COUNTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
 
@@ -49,13 +48,13 @@ async def _probe(url: str, kinds: dict[str, str], fleet: Fleet, upstream: Upstre
 
 
 async def _kind(url: str, upstream: Upstream) -> str:
-    """Of the engine; empty: it does not say, and any dialect is tried."""
+    """The engine's kind; empty: it does not say, and any dialect is tried."""
     for route, mark, kind in (("/info", '"reference"', "reference"), ("/openapi.json", "/inference/v1", "vllm")):
         try:
             answer = await upstream.get(url, route)
-        except httpx.HTTPError:
+        except WireError:
             continue
-        if answer.status_code == 200 and mark in answer.text:
+        if answer.status == 200 and mark in answer.text:
             return kind
     return ""
 
@@ -63,10 +62,10 @@ async def _kind(url: str, upstream: Upstream) -> str:
 async def _probe_load(member: Member, upstream: Upstream) -> None:
     try:
         found = await _reported(member.told, upstream)
-    except NOBODY:
+    except NobodyError:
         found = None
         member.died()
-    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+    except (WireError, ValueError, KeyError, TypeError):
         found = None
     if found is not None:
         member.answers()
@@ -85,5 +84,5 @@ async def _reported(told: Told, upstream: Upstream) -> int | None:
         return int(sum(map(float, counts))) if counts else None
     if told.engine == "sglang":
         answer = await upstream.get(told.url, "/get_load")
-        return sum(int(each["num_reqs"]) for each in answer.json()) if answer.status_code == 200 else None
+        return sum(int(each["num_reqs"]) for each in answer.json()) if answer.status == 200 else None
     return None

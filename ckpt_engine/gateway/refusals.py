@@ -41,7 +41,7 @@ class RefusedError(Exception):
         self.headers = dict(headers or {})
 
     def problem(self, **more: Any) -> dict[str, Any]:
-        """As RFC 9457 has it, with the reason and whatever else is known."""
+        """A problem as RFC 9457 has it, with the reason and whatever else is known."""
         title = HTTPStatus(self.status).phrase
         return {
             "type": "about:blank",

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from ckpt_engine.addresses import check_reach, split_address
 from ckpt_engine.core.names import check_pool
-from ckpt_engine.core.problems import invalid, unavailable
+from ckpt_engine.core.problems import invalid
 from ckpt_engine.gateway.app import Gateway
 from ckpt_engine.gateway.door import Door
 from ckpt_engine.gateway.fleet import Fleet
@@ -65,22 +65,6 @@ def _check_url(url: str) -> None:
         raise invalid(f"--replica {url!r} is more than where a server's routes begin: write {root}")
 
 
-def listener(settings: Settings) -> socket.socket:
-    """The bound socket. Raises UNAVAILABLE."""
-    host, port = split_address(settings.listen)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        said = f"cannot listen on {settings.listen}: {error.strerror}; name another address (--listen)"
-        raise unavailable(said) from error
-    bound.listen(2048)
-    return bound
-
-
 @contextlib.asynccontextmanager
 async def running_gateway(settings: Settings, name: str = "gateway") -> AsyncIterator[Gateway]:
     """A gateway without its HTTP server: it knows its replicas and can answer requests."""
@@ -97,6 +81,8 @@ async def running_gateway(settings: Settings, name: str = "gateway") -> AsyncIte
         else:
             probing = probe_replicas(settings.replicas, fleet, upstream, settings.probe, placing.changed)
             tasks.append(asyncio.ensure_future(probing))
+        for task in tasks:
+            task.add_done_callback(_notice)
         try:
             yield gateway
         finally:
@@ -105,9 +91,14 @@ async def running_gateway(settings: Settings, name: str = "gateway") -> AsyncIte
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _notice(task: asyncio.Future[None]) -> None:
+    """Notices a task that ended, since none of them ends by itself."""
+    if not task.cancelled():
+        log.critical("a part of this gateway has failed: restart it, and report this", exc_info=task.exception())
+
+
 async def serve(settings: Settings, bound: socket.socket) -> None:
     """Runs until SIGTERM or SIGINT: then no new requests, those that run may end, and what is left is told so."""
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for each request
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

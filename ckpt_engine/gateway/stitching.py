@@ -85,7 +85,7 @@ class Leg:
     text_before: int = 0
 
     def spans(self) -> list[Span]:
-        """Of its tokens."""
+        """Spans of its tokens."""
         return leg_spans(self.offset, self.count, self.labels, self.identify, self.held, self.caches)
 
 

@@ -6,8 +6,8 @@ import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
-import httpx
-
+from ckpt_engine.gateway.connections import MOST_ANSWER_BYTES, Answer, Connections
+from ckpt_engine.gateway.http1 import ConnectError, Connection, NobodyError, SilentError, WireError
 from ckpt_engine.gateway.refusals import ENGINE_REFUSED, RefusedError
 from ckpt_engine.gateway.settings import Settings
 from ckpt_engine.gateway.sse import DONE, Events, EventTooLargeError
@@ -17,7 +17,7 @@ VERSION_HEADER, ROOT_HEADER = "x-ckpt-engine-admitted-version", "x-ckpt-engine-a
 READY_ROUTE = "/ckpt_engine/ready"
 DEAD_WORKER = "dead_worker"
 """The gate's reason when the engine's API process has outlived a worker."""
-NOBODY = (httpx.ConnectError, httpx.ConnectTimeout)
+MOST_REFUSAL_BYTES = 1 << 20
 _BUSY = (429, 503)
 _HEADERS = {"content-type": "application/json", "accept-encoding": "identity"}
 
@@ -39,22 +39,24 @@ class BrokenError(Exception):
 
 
 class Stream:
-    """An answer that has begun. admitted: the version under which it was let in, as its headers say."""
+    """An answer that has begun. admitted: the version under which it was let in, as its headers say. idle: seconds that
+    an engine may be silent."""
 
-    def __init__(self, response: httpx.Response, url: str) -> None:
-        self._response = response
-        self._url = url
-        self.status = response.status_code
-        self.content_type = response.headers.get("content-type", "")
-        version = response.headers.get(VERSION_HEADER, "")
-        self.admitted = Identity(int(version), "", response.headers.get(ROOT_HEADER, "")) if version.isdigit() else None
+    def __init__(self, connection: Connection, url: str, idle: float) -> None:
+        self._connection, self._url, self._idle = connection, url, idle
+        self.status = connection.status
+        self.content_type = connection.headers.get("content-type", "")
+        self.admitted = _held(connection.headers)
 
     async def events(self) -> AsyncGenerator[list[bytes], None]:
         """The data of whole events, those together that came together, without the last one ([DONE]). Raises
         BrokenError if the stream ends before."""
+        if not self.content_type.startswith("text/event-stream"):
+            said = f"answered with {self.content_type or 'nothing'} where a stream of events was asked for"
+            raise BrokenError(f"{self._url} {said}")
         events, over = Events(), False
         try:
-            async for data in self._response.aiter_raw():
+            while data := await self._connection.more(self._idle):
                 told = events.feed(data)
                 if DONE in told:
                     over, told = True, told[: told.index(DONE)]
@@ -62,7 +64,7 @@ class Stream:
                     yield told
             if over:
                 return  # read to its end, so that the connection can be used again
-        except (httpx.HTTPError, httpx.StreamError, EventTooLargeError) as error:
+        except (WireError, EventTooLargeError) as error:
             if over:
                 return
             raise _broken(self._url, error) from error
@@ -71,8 +73,8 @@ class Stream:
     async def whole(self) -> bytes:
         """All of a body. Raises BrokenError."""
         try:
-            return await self._response.aread()
-        except (httpx.HTTPError, httpx.StreamError) as error:
+            return await self._connection.whole(MOST_ANSWER_BYTES, self._idle)
+        except WireError as error:
             raise _broken(self._url, error) from error
 
 
@@ -81,47 +83,46 @@ class Upstream:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        timeout = httpx.Timeout(settings.idle, connect=settings.connect)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=512, keepalive_expiry=4.0)
-        self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
+        self._connections = Connections(settings.connect)
 
     async def __aenter__(self) -> Upstream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
+        self._connections.close()
 
     @contextlib.asynccontextmanager
-    async def ask(self, url: str, route: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[Stream]:
-        """Posts a body; the connection is closed when the block is left, and the engine then drops the request.
+    async def ask(
+        self, url: str, route: str, body: bytes, headers: Mapping[str, str], again: bool = True
+    ) -> AsyncIterator[Stream]:
+        """Posts a body; the connection is closed when the block is left, and the engine then drops the request. again:
+        whether it may be posted twice, where a connection that was kept ends before a byte of the answer.
 
         Raises NotAdmittedError, BrokenError (which also stands for an engine's own failure, 500 and above), and
         RefusedError for a request that no engine would take.
         """
-        where = f"{url}{route}"
-        request = self._client.build_request("POST", where, content=body, headers={**_HEADERS, **headers})
+        idle = self._settings.idle
         try:
-            response = await self._client.send(request, stream=True)
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+            connection = await self._connections.ask("POST", url, route, {**_HEADERS, **headers}, body, idle, again)
+        except ConnectError as error:
             raise _not_admitted(url, error) from error
-        except httpx.HTTPError as error:
+        except WireError as error:
             raise _broken(url, error) from error
         try:
-            await self._check(response, url)
-            yield Stream(response, url)
+            if connection.status >= 400:
+                await self._refuse(connection, url)
+            yield Stream(connection, url, idle)
         finally:
-            await response.aclose()
+            self._connections.done(url, connection)
 
-    async def _check(self, response: httpx.Response, url: str) -> None:
-        if response.status_code < 400:
-            return
+    async def _refuse(self, connection: Connection, url: str) -> None:
         try:
-            said = (await response.aread())[:4096]
-        except httpx.HTTPError:
+            said = await connection.whole(MOST_REFUSAL_BYTES, self._settings.idle)
+        except WireError:
             said = b""
-        words, status = _said(said), response.status_code
+        words, status = _said(said[:4096]), connection.status
         if status in _BUSY:
-            wait = response.headers.get("retry-after", "")
+            wait = connection.headers.get("retry-after", "")
             raise NotAdmittedError(words or f"it answers {status}", float(wait) if wait.isdigit() else 0.0)
         if status >= 500:
             raise BrokenError(f"{url} answered {status}: {words}")
@@ -131,28 +132,32 @@ class Upstream:
         """Whether a replica takes or keeps requests, why it does not, and which version it holds if it serves it.
         Raises NotAdmittedError when nobody answers."""
         try:
-            response = await self._client.get(f"{url}{READY_ROUTE}", timeout=self._settings.probe)
-        except httpx.HTTPError as error:
+            answer = await self.get(url, READY_ROUTE)
+        except WireError as error:
             raise _not_admitted(url, error) from error
-        version = response.headers.get(VERSION_HEADER, "")
-        held = Identity(int(version), "", response.headers.get(ROOT_HEADER, "")) if version.isdigit() else None
         # An engine without our gate has no such route: it is there, and says nothing of its weights.
-        open_ = response.status_code == 200 or response.status_code == 404
-        return open_, "" if open_ else _said(response.content), held
+        open_ = answer.status in (200, 404)
+        return open_, "" if open_ else _said(answer.content), _held(answer.headers)
 
     async def lives(self, url: str) -> bool:
         """Whether anybody takes connections there whose workers live; one that is too busy to answer in time does."""
         try:
-            response = await self._client.get(f"{url}{READY_ROUTE}", timeout=self._settings.probe)
-        except NOBODY:
+            answer = await self.get(url, READY_ROUTE)
+        except NobodyError:
             return False
-        except httpx.HTTPError:
+        except WireError:
             return True
-        return not (response.status_code == 503 and _reason(response.content) == DEAD_WORKER)
+        return not (answer.status == 503 and _reason(answer.content) == DEAD_WORKER)
 
-    async def get(self, url: str, route: str) -> httpx.Response:
-        """A small answer. Raises httpx.HTTPError."""
-        return await self._client.get(f"{url}{route}", timeout=self._settings.probe)
+    async def get(self, url: str, route: str) -> Answer:
+        """A small answer. Raises WireError."""
+        return await self._connections.get(url, route, self._settings.probe)
+
+
+def _held(headers: Mapping[str, str]) -> Identity | None:
+    """The version that a gate names in an answer's headers."""
+    version = headers.get(VERSION_HEADER, "")
+    return Identity(int(version), "", headers.get(ROOT_HEADER, "")) if version.isdecimal() else None
 
 
 def _said(body: bytes) -> str:
@@ -177,12 +182,8 @@ def _reason(body: bytes) -> str:
 
 
 def _broken(url: str, error: Exception) -> BrokenError:
-    return BrokenError(f"{url}: {_words(error)}", isinstance(error, httpx.ReadTimeout))
+    return BrokenError(f"{url}: {error}", isinstance(error, SilentError))
 
 
 def _not_admitted(url: str, error: Exception) -> NotAdmittedError:
-    return NotAdmittedError(f"{url} does not answer: {_words(error)}", nobody=isinstance(error, NOBODY))
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}{f' ({error})' if str(error) else ''}"
+    return NotAdmittedError(f"{url} does not answer: {error}", nobody=isinstance(error, NobodyError))

@@ -10,13 +10,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 
 from ckpt_engine.gateway.metrics import TOGETHER
 from ckpt_engine.gateway.settings import Settings
+from ckpt_engine.host.modules import module_command, module_environment
 
 SETTINGS = "CKPT_ENGINE_GATEWAY_SETTINGS"
 SOCKET = "CKPT_ENGINE_GATEWAY_SOCKET"
@@ -35,7 +35,8 @@ def run_workers(settings: Settings, bound: socket.socket, number: int) -> int:
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: stop.set())
     with tempfile.TemporaryDirectory(prefix="ckpt-engine-gateway-") as directory:
-        environment = {**os.environ, SETTINGS: settings.to_json(), SOCKET: str(bound.fileno()), TOGETHER: directory}
+        told = {SETTINGS: settings.to_json(), SOCKET: str(bound.fileno()), TOGETHER: directory}
+        environment = module_environment(os.environ) | told
         workers = [_start(environment, bound) for _ in range(number)]
         started = [time.monotonic()] * number
         while not stop.wait(LOOK_SECONDS):
@@ -62,7 +63,7 @@ def run_workers(settings: Settings, bound: socket.socket, number: int) -> int:
 
 
 def _start(environment: dict[str, str], bound: socket.socket) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "ckpt_engine.commands.gateway"]
+    command = module_command("ckpt_engine.commands.gateway")
     return subprocess.Popen(command, env=environment, pass_fds=[bound.fileno()], start_new_session=True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Generator, Iterable
 from typing import Any
 
 from starlette.types import Send
@@ -74,8 +74,39 @@ class Writer:
 
     async def _put(self, message: dict[str, Any]) -> None:
         try:
-            async with asyncio.timeout(self._idle):
-                await self._send(message)
+            await within(self._idle, self._send(message))
         except (TimeoutError, OSError) as error:
             raise CallerGoneError("the caller does not read its answer") from error
         self.written = time.monotonic()
+
+
+async def within(seconds: float, awaitable: Awaitable[None]) -> None:
+    """Awaits it for so long at most. Raises TimeoutError. Hardly any piece of an answer has to wait for its caller, and
+    those that do not are spared a timer."""
+    waiting = awaitable.__await__()
+    try:
+        first = next(waiting)
+    except StopIteration:
+        return
+    async with asyncio.timeout(seconds):
+        await _Rest(waiting, first)
+
+
+class _Rest:
+    """What is left to await of something that waits for `first` already."""
+
+    def __init__(self, waiting: Generator[Any, Any, None], first: Any) -> None:
+        self._waiting, self._first = waiting, first
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        awaited = self._first
+        try:
+            while True:
+                try:
+                    sent = yield awaited
+                except BaseException as error:
+                    awaited = self._waiting.throw(error)
+                else:
+                    awaited = self._waiting.send(sent)
+        except StopIteration:
+            return

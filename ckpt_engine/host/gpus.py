@@ -8,10 +8,18 @@ from __future__ import annotations
 
 import sys
 from functools import cache
+from pathlib import Path
 
 from ckpt_engine.cuda.driver import CudaDriverError, driver
 from ckpt_engine.host import nvml
 from ckpt_engine.v1.weights_pb2 import Gpu, GpuReach
+
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
+
+
+def has_nvidia_driver() -> bool:
+    """Whether engines that are started on this host will find NVIDIA's driver."""
+    return NVIDIA_DRIVER.exists()
 
 
 def used_gpus() -> list[Gpu]:

@@ -22,7 +22,7 @@ _Noted = dict[str, tuple[tuple[int, ...], int]]
 
 
 class Constants:
-    """Of one worker's model: what its target declares constant. Used on the engine's thread."""
+    """What the target of one worker's model declares constant. Used on the engine's thread."""
 
     def __init__(self, target: LoadTarget) -> None:
         self._target = target

@@ -2,7 +2,8 @@
 
 `prepare` learns what the model needs of a manifest and touches nothing. `ready` opens, maps and compiles what a plan
 needs, before the engine pauses. `install` follows a plan that is ready. It *brings*: everything that can be checked is
-checked first, then the worker marks itself DIRTY, and bytes are read straight to where they belong. Then it *commits*:
+checked first, then the worker marks itself DIRTY, and bytes are read straight to where they belong; in a collective
+(part.py) it votes between the two. Then it *commits*:
 derived tensors are recomputed, every box is hashed where it lies and compared with what its source sealed, and only
 then is the worker CLEAN.
 
@@ -24,12 +25,13 @@ from google.protobuf.message import DecodeError
 
 from ckpt_engine.core.manifest import blob_digest
 from ckpt_engine.core.names import some
-from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid, precondition
+from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid
 from ckpt_engine.engine.target import LoadTarget, StagedLayer
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.install.constants import Constants
+from ckpt_engine.install.part import InstallPart
 from ckpt_engine.install.plans import ReadyPlan, ReadyPlans
-from ckpt_engine.install.ready import Ready, settle, warm_up
+from ckpt_engine.install.ready import Ready, await_device, warm_up
 from ckpt_engine.install.resolve import bind
 from ckpt_engine.record.loading import load
 from ckpt_engine.record.record import record
@@ -57,6 +59,7 @@ class Installer:
         self._slot = slot
         self._recordings: OrderedDict[bytes, tuple[Recording, object]] = OrderedDict()
         self._plans = ReadyPlans(target, slot.rank, dict(transports), self._recorded)
+        self._part = InstallPart(target)
         self._constants = Constants(target)
         self._fence = weights_pb2.Fence()
         self._filled = weights_pb2.Fence()
@@ -82,18 +85,22 @@ class Installer:
         answer = worker_pb2.WorkerReady(fence=order.fence)
         try:
             self._check_fence(order.fence)
-            self._check_alone(order)
-            plan = self._plans.open(order.plan, order.deadline_seconds)
-            try:
-                if order.asleep:
-                    answer.plans.append(plan.digest)
-                else:
-                    plan.lay_out(self._target)
-            finally:
-                plan.rest()
+            stop_at = time.monotonic() + order.deadline_seconds
+            with self._part.leaving(order):
+                plan = self._plans.open(order.plan, order.deadline_seconds)
+                try:
+                    if not order.asleep:
+                        plan.lay_out(self._target)
+                    self._part.join(order, plan, stop_at - time.monotonic())
+                    if order.asleep:
+                        answer.plans.append(plan.digest)
+                finally:
+                    plan.rest()
         except Exception as error:
             answer.problem.CopyFrom(_problem_of(error, "getting ready"))
+        answer.unopened.extend(self._plans.unopened)
         answer.plans.extend(digest for digest in self._plans.digests if digest not in answer.plans)
+        answer.plans.extend(self._part.communicators)
         return answer
 
     def install(
@@ -105,6 +112,7 @@ class Installer:
         """
         if self._last is not None and self._last.fence == order.fence:
             return self._last
+        came = time.monotonic()
         run = _Run(self, order, on_progress)
         installed = worker_pb2.WorkerInstalled(fence=order.fence, report=run.report)
         try:
@@ -112,8 +120,8 @@ class Installer:
             if order.fence.epoch == self._fence.epoch:
                 raise aborted(f"worker {self._slot.rank} has already seen epoch {order.fence.epoch}")
             self._fence = weights_pb2.Fence(cluster=order.fence.cluster, epoch=order.fence.epoch)
-            self._check_alone(order)
-            run.everything()
+            with self._part.leaving(order):
+                run.everything()
         except Exception as error:
             run.report.problem.CopyFrom(_problem_of(error, "installing"))
         finally:
@@ -121,7 +129,8 @@ class Installer:
                 run.plan.rest()
         installed.report.CopyFrom(run.report)
         if run.plan is not None and not run.report.HasField("problem"):
-            installed.edges.extend(run.plan.edges())
+            installed.edges.extend(run.plan.edges(self._part.memory, self._part.joined(order)))
+        installed.seconds = time.monotonic() - came
         if installed.fence == self._fence:
             self._last = installed
         return installed
@@ -135,21 +144,23 @@ class Installer:
         self.release()
 
     def release(self) -> None:
-        """Lets go of every source's memory. The next install opens it again."""
+        """Lets go of every source's memory, and of the model's. The next install opens it again. A collective that this
+        worker is a member of stays, since the others would not make another one for it alone."""
+        self._part.release()
         self._plans.release()
+
+    def close(self) -> None:
+        """Releases as `release` does, and leaves the collective."""
+        try:
+            self.release()
+        finally:
+            self._part.close()
 
     def _check_fence(self, fence: weights_pb2.Fence) -> None:
         # Of whatever cluster: managers go on above the epochs in the words of workers that they are given.
         highest = max(self._fence.epoch, self._slot.epoch)
         if fence.epoch < highest:
             raise aborted(f"epoch {fence.epoch} was overtaken by {highest} on worker {self._slot.rank}")
-
-    def _check_alone(self, order: worker_pb2.ReadyOrder | worker_pb2.InstallOrder) -> None:
-        if order.HasField("collective"):
-            raise precondition(
-                f"worker {self._slot.rank} is to take part in a collective, which this version of ckpt-engine does not "
-                "do: offer the weights over another transport"
-            )
 
     def _check_fill(self, fence: weights_pb2.Fence) -> None:
         # Fill fences are compared with each other only. Words do not tell them, so another cluster's may be lower.
@@ -218,9 +229,14 @@ class _Run:
         self._total = plan.resolved.bytes
         self._installer._constants.check()
         self._in_time()
+        part = self._installer._part
+        part.vote(self._order, plan, self._in_time, self._stop_at)
         trace("worker.install", "dirty")
         self._slot.dirty(self._order.fence.epoch)
         trace("worker.install", "transfer")
+        started = time.monotonic()
+        part.run(self._order, self._stop_at, self._on_bytes)
+        self.report.transfer_seconds += time.monotonic() - started
         self._write(resident)
         tensors = dict(self._target.named_tensors()) if recording.handovers else {}
         for handover in recording.handovers:
@@ -235,7 +251,7 @@ class _Run:
         trace("worker.install", "install")
         started = time.monotonic()
         self._target.post_load()
-        settle(self._in_time)
+        await_device(self._in_time)
         report.install_seconds += time.monotonic() - started
         self._in_time()
         trace("worker.install", "verify")
@@ -282,7 +298,7 @@ class _Run:
             for layer in layers:
                 names = [name for name in layer.tensors if name in waiting]
                 waiting.difference_update(names)
-                ready = Ready(plan.opened, bind(plan.resolved, names, layer.tensors))
+                ready = Ready(plan.opened, bind(plan.resolved, names, layer.tensors), plan.landed)
                 self._write(ready)
                 self._as_loaded |= self._verify(ready, recording, expected)
                 unfinished.append(layer)
@@ -312,7 +328,7 @@ class _Run:
                 name = recording.manifest.tensors[index].name
                 layout = recording.layouts[handed(name)]
                 tensor = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")  # engines may have set a default
-                ready = Ready(plan.opened, bind(plan.resolved, [handed(name)], {handed(name): tensor}))
+                ready = Ready(plan.opened, bind(plan.resolved, [handed(name)], {handed(name): tensor}), plan.landed)
                 self._write(ready)
                 self._as_loaded |= self._verify(ready, recording, expected)
                 yield name, tensor
@@ -327,7 +343,7 @@ class _Run:
         report, started = self.report, time.monotonic()
         told = report.transfer_seconds + report.verify_seconds + report.install_seconds
         yield
-        settle(self._in_time)
+        await_device(self._in_time)
         told = report.transfer_seconds + report.verify_seconds + report.install_seconds - told
         report.install_seconds += time.monotonic() - started - told
 

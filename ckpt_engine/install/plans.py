@@ -6,25 +6,36 @@ is read is a plan's own matter; when, and what follows, is the installer's. The 
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from google.protobuf.message import DecodeError
 
+from ckpt_engine.core.boxes import Box
 from ckpt_engine.core.manifest import blob_digest
+from ckpt_engine.core.offers import another_way, unopened
 from ckpt_engine.core.problems import invalid, precondition
+from ckpt_engine.core.transports import is_collective
 from ckpt_engine.engine.target import LoadTarget
 from ckpt_engine.install.ready import Ready
 from ckpt_engine.install.resolve import Resolved, bind, resolve
 from ckpt_engine.record.recording import Recording, TensorLayout
+from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.trace import span
-from ckpt_engine.transport.base import Leased, OpenedRegions, Transport
+from ckpt_engine.transport.base import CannotOpenError, Leased, OpenedRegions, Transport
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class ReadyPlan:
-    """What is kept of a plan. resident: of the tensors that stay; `addresses` tells whether they did."""
+    """What is kept of a plan. resident: of the tensors that stay; `addresses` tells whether they did. landed: room for
+    what a collective brings of those that do not, on `device`. unopened: what could not be, so that
+    it is open another way."""
 
     digest: bytes
     resolved: Resolved
@@ -32,6 +43,9 @@ class ReadyPlan:
     staged: frozenset[str]
     resident: Ready | None = None
     addresses: tuple[tuple[int, TensorLayout], ...] = ()
+    landed: dict[tuple[int, Box], torch.Tensor] | None = None
+    unopened: tuple[weights_pb2.Unopened, ...] = ()
+    device: torch.device | None = None
 
     def lay_out(self, target: LoadTarget) -> Ready:
         """The work on tensors that stay, made anew only if one of them moved. Every move is checked here."""
@@ -45,24 +59,54 @@ class ReadyPlan:
                 self.addresses = addresses
         return self.resident
 
-    def edges(self) -> Iterator[manager_pb2.EdgeReport]:
-        """One EdgeReport for each plan edge, with the transport's notes."""
+    def make_room(self, device: torch.device) -> None:
+        """Makes `landed`, on the device that a collective unpacks on, unless it is there. Costs memory only for tensors
+        that engines transform, or whose values their loaders compute on."""
+        if self.landed is not None and self.device == device:
+            return
+        made: dict[tuple[int, Box], torch.Tensor] = {}
+        there = [work for name, work in self.resolved.work.items() if name in self.staged]
+        for work in (*there, *self.resolved.handed.values()):
+            for read in work.reads:
+                if is_collective(read.transport) and (read.tensor, read.box) not in made:
+                    dtype = torch_dtype(read.dtype)
+                    made[read.tensor, read.box] = torch.empty(read.box.shape, dtype=dtype, device=device)
+        self.landed, self.device = made, device
+
+    def arrivals(self, target: LoadTarget) -> list[tuple[int, Box, torch.Tensor]]:
+        """Everything that a collective is to bring, and where to."""
+        landed = [(tensor, box, memory) for (tensor, box), memory in (self.landed or {}).items()]
+        return [*self.lay_out(target).arrivals, *landed]
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of `landed`."""
+        return sum(memory.nbytes for memory in (self.landed or {}).values())
+
+    def edges(self, memory: int = 0, joined: float = 0.0) -> Iterator[manager_pb2.EdgeReport]:
+        """One EdgeReport for each plan edge, with the transport's notes. memory: of a collective's member, bytes.
+        joined: seconds that its engine stood still for it before the pause."""
         notes = self.resident.notes if self.resident is not None else {}
+        buffers = f"{(memory + self.buffers) / (1 << 20):.1f} MiB of buffers, kept on the worker's side"
+        if joined:
+            buffers += f"; the engine computed nothing for {joined:.2f} s while it joined, before the pause"
         for edge in self.resolved.edges:
             told = manager_pb2.EdgeReport()
             told.CopyFrom(edge)
-            told.reason = "; ".join([edge.reason, *notes.get(edge.transport, ())])
+            own = (buffers,) if is_collective(edge.transport) else notes.get(edge.transport, ())
+            told.reason = "; ".join([edge.reason, *own])
             yield told
 
     def rest(self) -> None:
-        """Nothing is read before the next `check`: owners that wait for their readers may write to their memory."""
+        """Rests: nothing is read before the next `check`. Owners that wait for their readers may write to their
+        memory."""
         for regions in self.opened.values():
             if isinstance(regions, Leased):
                 regions.rest()
 
     def close(self) -> None:
         """Lets go of the sources' memory."""
-        self.resident = None
+        self.resident = self.landed = None
         for regions in self.opened.values():
             regions.close()
 
@@ -77,17 +121,19 @@ class ReadyPlans:
         transports: Mapping[str, Transport],
         recorded: Callable[[bytes], Recording | None],
     ) -> None:
-        """recorded: the recording that there is now for a manifest's digest."""
+        """recorded: the recording that there is now for a manifest's digest. unopened: what could not be opened here
+        for the last plan that `open` was given, then or before, whether or not there was another way."""
         self._target = target
         self._rank = rank
         self._transports = transports
         self._recorded = recorded
         self._kept: dict[bytes, ReadyPlan] = {}
         self._served = b""
+        self.unopened: list[weights_pb2.Unopened] = []
 
     @property
     def digests(self) -> list[bytes]:
-        """Of the plans that are kept with everything laid out."""
+        """Digests of the plans that are kept with everything laid out."""
         return [digest for digest, plan in self._kept.items() if plan.resident is not None]
 
     def open(self, plan_bytes: bytes, seconds: float) -> ReadyPlan:
@@ -99,6 +145,7 @@ class ReadyPlans:
         """
         digest = blob_digest(plan_bytes)
         plan = self._kept.get(digest)
+        self.unopened = []
         if plan is None or self._recorded(plan.resolved.recording.manifest_digest) is not plan.resolved.recording:
             plan = self._opened(digest, plan_bytes, seconds)
             before = self._kept.get(digest)
@@ -112,6 +159,7 @@ class ReadyPlans:
             except BaseException:
                 self._kept.pop(digest).close()  # so that the next attempt opens it anew
                 raise
+            self.unopened = list(plan.unopened)  # an answer that told it may have been lost
         for other in [each for each in self._kept if each != digest]:
             still = other == self._served and all(each.offered() for each in self._kept[other].opened.values())
             if not still:
@@ -135,6 +183,23 @@ class ReadyPlans:
         recording = self._recorded(plan.manifest_digest)
         if recording is None:
             raise precondition(f"worker {self._rank} has not prepared the manifest of this plan")
+        stop_at = time.monotonic() + seconds
+        while True:
+            try:
+                ready = self._open_all(digest, plan, recording, stop_at - time.monotonic())
+            except CannotOpenError as refused:
+                why = refused.problem.message
+                self.unopened.append(unopened(self._rank, refused.region, plan, why))
+                other = another_way(plan, refused.region, why)
+                if other is None or time.monotonic() >= stop_at:
+                    raise
+                log.warning("ckpt-engine: worker %d takes another way: %s", self._rank, why)
+                plan = other
+            else:
+                ready.unopened = tuple(self.unopened)
+                return ready
+
+    def _open_all(self, digest: bytes, plan: weights_pb2.WorkerPlan, recording: Recording, seconds: float) -> ReadyPlan:
         resolved = resolve(plan, recording, self._rank)
         fresh = ReadyPlan(digest, resolved, {}, frozenset(self._target.staged()))
         try:

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from ckpt_engine.copy.copying import TensorCopy
+from ckpt_engine.core.boxes import Box
 from ckpt_engine.digest import host as digest_host
 from ckpt_engine.digest.prepared import prepare_digests
-from ckpt_engine.install.resolve import Bound, Target
+from ckpt_engine.install.resolve import Bound, Destination
 from ckpt_engine.record.recording import Recording
 from ckpt_engine.transport.base import OpenedRegions
 
@@ -25,18 +27,29 @@ _CHECKS_AT_ONCE = 256
 
 _POLL_SECONDS = 20e-6
 
+Landed = Mapping[tuple[int, Box], torch.Tensor]
+"""What a collective brings that has no memory in the model before an install: by tensor of the manifest and box."""
+
 _Check = tuple[int, torch.Tensor, tuple[int, ...]]
 
 
 class Ready:
     """Copies, fills and digests of some tensors. Making it checks every move and changes no tensor.
 
-    needs: that are digested. notes: by transport, what is slower than it could be, and why.
+    arrivals: what a collective is to bring here. needs: that are digested. notes: by transport, what is slower than it
+    could be, and why.
     """
 
-    def __init__(self, opened: Mapping[str, OpenedRegions], bound: Bound) -> None:
+    def __init__(self, opened: Mapping[str, OpenedRegions], bound: Bound, landed: Landed | None = None) -> None:
+        """landed: where a collective has brought what belongs here; None: it brings that here itself."""
         copies = {name: opened[name].prepare(moves) for name, moves in bound.moves.items()}
         self._copies = list(copies.values())
+        self.arrivals = bound.arrivals if landed is None else []
+        self._landed = (
+            None
+            if landed is None
+            else TensorCopy([(view, landed[tensor, box]) for tensor, box, view in bound.arrivals])
+        )
         self.notes = {name: copy.notes for name, copy in copies.items() if copy.notes}
         self._zeros = [destination for destination, value in bound.fills if value == 0]
         self._fills = [(destination, value) for destination, value in bound.fills if value != 0]
@@ -50,6 +63,8 @@ class Ready:
         """Writes what is loaded; it has arrived when this returns. Raises what `on_bytes` raises."""
         for copy in self._copies:
             copy.run(on_bytes)
+        if self._landed is not None:
+            self._landed.run()
 
     def fill(self, in_time: Callable[[], None]) -> None:
         """Writes padding."""
@@ -60,7 +75,7 @@ class Ready:
                 torch._foreach_zero_(self._zeros)
             for destination, value in self._fills:
                 destination.fill_(value)
-        settle(in_time)
+        await_device(in_time)
 
     def wrong(self, expected: Sequence[int], in_time: Callable[[], None]) -> list[int]:
         """The needs whose digest differs from what is expected of them, as their bytes are now."""
@@ -72,7 +87,7 @@ class Ready:
         return found
 
 
-def settle(in_time: Callable[[], None]) -> None:
+def await_device(in_time: Callable[[], None]) -> None:
     """Waits until the GPU has done what its current stream was given, so that a stage's time is its own. Waits for no
     other stream, and calls `in_time` meanwhile."""
     if not torch.cuda.is_initialized():
@@ -102,7 +117,10 @@ def warm_up(recording: Recording, tensors: Iterable[tuple[str, torch.Tensor]]) -
                 copy_kernel.warm_up(device, {tensor.dtype for tensor in present.values() if tensor.device == device})
         boxes = [(recording.needs[copy.need].box, copy) for copy in recording.copies if copy.tensor in present]
         prepare_digests(
-            [(Target(copy.offset, box.shape, copy.stride).of(present[copy.tensor]), box.start) for box, copy in boxes]
+            [
+                (Destination(copy.offset, box.shape, copy.stride).of(present[copy.tensor]), box.start)
+                for box, copy in boxes
+            ]
         )
     except Exception:
         log.warning("ckpt-engine: kernels could not be compiled ahead", exc_info=True)

@@ -1,4 +1,4 @@
-"""From a plan and a recording to moves: what is read from where, and to which part of which tensor.
+"""Turns a plan and a recording into moves: what is read from where, and to which part of which tensor.
 
 Checks that a plan fits the recording, piece by piece, and knows no tensor and no memory: `bind` brings in the
 tensors. Both fail without having touched anything.
@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ckpt_engine.core.boxes import Box, contains
+from ckpt_engine.core.boxes import Box, contains, remainder
 from ckpt_engine.core.problems import invalid, precondition
-from ckpt_engine.record.coverage import remainder
+from ckpt_engine.core.transports import is_collective
 from ckpt_engine.record.recording import Copy, Recording, TensorLayout, handed
 from ckpt_engine.transport.base import Move
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Destination:
     """A strided part of a tensor of the model. offset and stride in elements, from the tensor's first element."""
 
     offset: int
@@ -33,14 +33,16 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One piece on its way to one destination."""
+    """One piece on its way to one destination. tensor, box: what it is, of the manifest."""
 
+    tensor: int
+    box: Box
     transport: str
     region: weights_pb2.Region
     offset: int  # bytes
     stride: tuple[int, ...]  # elements
     dtype: str
-    target: Target
+    destination: Destination
     stored: str
 
 
@@ -50,7 +52,7 @@ class Check:
 
     need: int
     start: tuple[int, ...]
-    target: Target
+    destination: Destination
 
 
 @dataclass(slots=True)
@@ -65,12 +67,13 @@ class TensorWork:
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """One plan for one recording. work: by tensor of the model. handed: by what is handed to the engine's loader.
-    regions: by transport, what has to be open. bytes: of all reads."""
+    regions: by transport, what has to be open. collective: whether some of it comes in one. bytes: of all reads."""
 
     recording: Recording
     work: dict[str, TensorWork]
     handed: dict[str, TensorWork]
     regions: dict[str, list[weights_pb2.Region]]
+    collective: bool
     edges: tuple[manager_pb2.EdgeReport, ...]
     bytes: int
 
@@ -84,7 +87,7 @@ def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Re
     for copy in recording.copies:
         copies[copy.need].append(copy)
         box = recording.needs[copy.need].box
-        work[copy.tensor].checks.append(Check(copy.need, box.start, Target(copy.offset, box.shape, copy.stride)))
+        work[copy.tensor].checks.append(Check(copy.need, box.start, Destination(copy.offset, box.shape, copy.stride)))
     for fill in recording.fills:
         place = tuple(map(slice, fill.box.start, fill.box.stop))
         work[fill.tensor].fills.append((place, fill.value))
@@ -105,16 +108,28 @@ def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Re
             offset = copy.offset + sum(
                 (here - first) * step for here, first, step in zip(box.start, need.box.start, copy.stride, strict=True)
             )
-            target = Target(offset, box.shape, copy.stride)
+            destination = Destination(offset, box.shape, copy.stride)
             region = regions[piece.source][piece.region]
             work[copy.tensor].reads.append(
-                Read(transport, region, piece.offset, tuple(piece.stride), spec.dtype, target, piece.stored_dtype)
+                Read(
+                    need.tensor,
+                    box,
+                    transport,
+                    region,
+                    piece.offset,
+                    tuple(piece.stride),
+                    spec.dtype,
+                    destination,
+                    piece.stored_dtype,
+                )
             )
             read[piece.source] += box.volume * recording.layouts[copy.tensor].dtype.itemsize
     _check_served(recording, served, rank)
     opened: dict[str, list[weights_pb2.Region]] = {}
     for source in plan.sources:
-        opened.setdefault(source.transport, []).extend(source.regions)
+        if not is_collective(source.transport):  # of whose memory nothing is opened: its owner sends it
+            opened.setdefault(source.transport, []).extend(source.regions)
+    collective = any(is_collective(source.transport) for source in plan.sources)
     edges = tuple(
         manager_pb2.EdgeReport(
             source=source.source,
@@ -127,14 +142,14 @@ def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Re
         for source, size in zip(plan.sources, read, strict=True)
     )
     names = (handed(recording.manifest.tensors[i].name) for handover in recording.handovers for i in handover.tensors)
-    return Resolved(recording, work, {name: work.pop(name) for name in names}, opened, edges, sum(read))
+    return Resolved(recording, work, {name: work.pop(name) for name in names}, opened, collective, edges, sum(read))
 
 
 def _check_served(recording: Recording, served: list[list[Box]], rank: int) -> None:
     for number, (need, boxes) in enumerate(zip(recording.needs, served, strict=True)):
         if len(boxes) == 1 and boxes[0] == need.box:
             continue
-        if sum(box.volume for box in boxes) != need.box.volume or remainder(need.box, boxes):
+        if sum(box.volume for box in boxes) != need.box.volume or remainder([need.box], boxes):
             raise invalid(
                 f"the plan for worker {rank} does not bring every element of {recording.name(number)} exactly once",
                 [recording.name(number)],
@@ -143,9 +158,11 @@ def _check_served(recording: Recording, served: list[list[Box]], rank: int) -> N
 
 @dataclass(slots=True)
 class Bound:
-    """Work on real tensors. moves: by transport. checks: (need, view in global axis order, start)."""
+    """Work on real tensors. moves: by transport. arrivals: what a collective brings, (tensor of the manifest, box,
+    view). checks: (need, view in global axis order, start)."""
 
     moves: dict[str, list[Move]] = field(default_factory=dict)
+    arrivals: list[tuple[int, Box, torch.Tensor]] = field(default_factory=list)
     fills: list[tuple[torch.Tensor, bool | int | float]] = field(default_factory=list)
     checks: list[tuple[int, torch.Tensor, tuple[int, ...]]] = field(default_factory=list)
 
@@ -170,9 +187,12 @@ def bind(resolved: Resolved, names: Iterable[str], tensors: Mapping[str, torch.T
         tensor = tensor.detach()
         work = resolved.work.get(name) or resolved.handed[name]
         for read in work.reads:
-            view = read.target.of(tensor)
-            move = Move(read.region, read.offset, read.target.shape, read.stride, read.dtype, view, read.stored)
+            view = read.destination.of(tensor)
+            if is_collective(read.transport):
+                bound.arrivals.append((read.tensor, read.box, view))
+                continue
+            move = Move(read.region, read.offset, read.destination.shape, read.stride, read.dtype, view, read.stored)
             bound.moves.setdefault(read.transport, []).append(move)
         bound.fills += ((tensor[place], value) for place, value in work.fills)
-        bound.checks += ((check.need, check.target.of(tensor), check.start) for check in work.checks)
+        bound.checks += ((check.need, check.destination.of(tensor), check.start) for check in work.checks)
     return bound

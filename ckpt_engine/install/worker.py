@@ -110,16 +110,14 @@ class EngineWorker:
         except Exception:
             log.exception("ckpt-engine: worker %d could not let go of what it had mapped", self.slot.rank)
 
-    def release(self) -> None:
-        """Lets go of all memory of sources; the next install opens it again."""
-        self._installer.release()
-
     def close(self) -> None:
         """Ends the worker in an orderly way: it holds no version any more."""
         self.slot.none()
-        self._installer.release()
-        self._channel.close()
-        self._page.close()
+        try:
+            self._installer.close()
+        finally:
+            self._channel.close()
+            self._page.close()
 
     def _ask(self, request: worker_pb2.WorkerRequest) -> worker_pb2.AgentReply:
         return self._channel.ask(request, self._deadlines.worker_ask)

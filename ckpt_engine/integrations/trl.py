@@ -18,6 +18,7 @@ import httpx
 import torch
 from transformers import TrainerCallback
 
+from ckpt_engine import UpdateReport
 from ckpt_engine.integrations.peft import merged
 from ckpt_engine.integrations.updates import Updates
 
@@ -60,7 +61,8 @@ class Rollouts:
     an update included. model: what servers call it; None: the first one that they name.
 
     Each prompt is a request of its own with a seed of its own, so equal prompts get different answers, on every rank.
-    Raises RuntimeError with what the server said if an answer is no answer; no sample is left out.
+    Raises RuntimeError with what the server said if an answer is no answer, and if it is of other weights than those
+    that this trainer brought last, as far as gates and gateways tell; no sample is left out.
     """
 
     def __init__(
@@ -116,13 +118,24 @@ class Rollouts:
             "return_token_ids": True,
             "seed": secrets.randbits(SEED_BITS),
         }
-        response = self._client.post(f"{url}/v1/completions", json=body)
+        served = self._updates.served
+        assert served is not None
+        # A gateway asks no replica that it knows to hold anything else.
+        wanted = {"x-ckpt-engine-lineage": served.lineage, "x-ckpt-engine-min-version": str(served.version)}
+        response = self._client.post(f"{url}/v1/completions", json=body, headers=wanted)
         if response.status_code != 200:
             raise RuntimeError(f"{url}/v1/completions answered {response.status_code}: {response.text[:500]}")
         choice = response.json()["choices"][0]
         tokens, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
         if tokens is None or logprobs is None or len(tokens) != len(logprobs):
             raise RuntimeError(f"{url} answers without token ids or their logprobs: {str(choice)[:500]}")
+        other = _other_weights(response, choice, served)
+        if other:
+            raise RuntimeError(
+                f"{url} answered with {other}, and this trainer brought version {served.version} of {served.lineage} "
+                "last: another run updates these replicas (give each a pool of its own), or min_replicas was enough "
+                "without this one (ask through a gateway, which knows who serves what)"
+            )
         return tokens, logprobs
 
     def _named(self, url: str) -> str:
@@ -137,17 +150,17 @@ class WeightTransfer:
     """A `weight_transfer` of AsyncGRPOTrainer: updates from what its rank 0 gathers, tensor by tensor.
 
     TRL calls it on rank 0 only, so this is one rank of its own, whatever the trainer's world is. Versions count TRL's
-    synchronisations, from 0. At the first one all tensors are held at once, to learn their names and shapes; after it
-    one at a time.
+    synchronisations from 1, as its `model_version` does in a run that is not resumed. At the first one all tensors are
+    held at once, to learn their names and shapes; after it one at a time.
     """
 
     def __init__(self, updates: Updates) -> None:
         self._updates = updates
         self._pairs: Iterable[tuple[str, torch.Tensor]] = ()
-        self._count = itertools.count()
+        self._count = itertools.count(1)
 
     def init_weight_transfer(self) -> None:
-        """Nothing is to be set up before there are tensors."""
+        """Does nothing: nothing is to be set up before there are tensors."""
 
     def pause(self) -> None:
         """Agents pause their engines themselves, once the weights are sealed, and only for the install."""
@@ -170,6 +183,18 @@ class WeightTransfer:
     def destroy(self) -> None:
         """Ends the session."""
         self._updates.close()
+
+
+def _other_weights(response: httpx.Response, choice: dict[str, Any], served: UpdateReport) -> str:
+    """The weights that made an answer, if they are not those; empty: they are, or nobody says which they were."""
+    root, version = (response.headers.get(f"x-ckpt-engine-admitted-{name}", "") for name in ("root", "version"))
+    if root and root != served.root:
+        return f"weights {root[:8]} of version {version}"
+    for span in (choice.get("ckpt_engine") or {}).get("spans", ()):
+        wrong_root = span["root"] and span["root"] != served.root
+        if wrong_root or (span["lineage"] or served.lineage) != served.lineage or span["max_version"] != served.version:
+            return f"version {span['max_version']} of {span['lineage']}"
+    return ""
 
 
 def _publishable(model: Any) -> Any:

@@ -5,11 +5,13 @@ It decides nothing about a framework: each has a module of its own beside this o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 from ckpt_engine import CkptEngineError, Trainer, UpdateReport
 from ckpt_engine.core.problems import error, precondition
+from ckpt_engine.trainer.lineage import fresh_lineage
 from ckpt_engine.v1.weights_pb2 import Problem
 
 
@@ -18,7 +20,9 @@ class Updates:
 
     manager: host:port. replicas: how many must have come up before the first update; it waits `wait` seconds for them.
     dtype: that is served, if another than the weights' (a trainer in mixed precision has float32 weights, engines serve
-    bfloat16). lineage, pool, pause_mode, timeout: as for `Trainer`. min_replicas: so many suffice; None: all that are
+    bfloat16). lineage: None: one of its own for each start of the trainer, so that a run that goes back to a checkpoint
+    may use its numbers again; a name goes on where it ended, and is refused lower numbers. pool, pause_mode, timeout:
+    as for `Trainer`. min_replicas: so many suffice; None: all that are
     registered. on_report: called with each report, on the thread that trains.
     """
 
@@ -42,8 +46,13 @@ class Updates:
         self._pause_mode, self._min_replicas, self._timeout = pause_mode, min_replicas, timeout
         self._on_report = on_report
         self._trainer: Trainer | None = None
-        self.version: int | None = None
-        """What the last report was about; None: there was none."""
+        self.served: UpdateReport | None = None
+        """The last report of a version that is served; None: there was none."""
+
+    @property
+    def version(self) -> int | None:
+        """That the replicas serve."""
+        return None if self.served is None else self.served.version
 
     @property
     def opened(self) -> bool:
@@ -57,7 +66,10 @@ class Updates:
         """
         if self._trainer is not None:
             raise precondition("these updates have been opened already")
-        trainer = Trainer(self._manager, rank=rank, world_size=world_size, lineage=self._lineage, pool=self._pool)
+        lineage = self._lineage
+        if lineage is None:
+            lineage = fresh_lineage(rank, world_size, os.environ)
+        trainer = Trainer(self._manager, rank=rank, world_size=world_size, lineage=lineage, pool=self._pool)
         try:
             trainer.publish(weights, dtype=self._dtype)
             trainer.wait_for_replicas(self._replicas, timeout=self._wait)
@@ -82,7 +94,7 @@ class Updates:
             self._on_report(report)
         if not report.ok:
             raise _not_served(version, report)
-        self.version = version
+        self.served = report
         return report
 
     def close(self) -> None:

@@ -22,8 +22,8 @@ What a shell promises
 A machine that raises all the same has a defect, and gives none of that event's commands (`deciding`). Nobody knows what
 it believes then, so it gets no further event: shell/README.md says what follows, for all machines alike.
 
-What tasks there are, and what each results in, is in tasks.py, and what calls, in calls.py; their names can be taken
-from here too.
+What tasks there are, and what each results in, is in tasks.py and *_tasks.py, and what calls, in calls.py; their
+names can be taken from here too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ from typing import NewType, TypeAlias
 
 from google.protobuf.message import Message as ProtobufMessage
 
+from ckpt_engine.machines.ledger_tasks import CorrectOutcome as CorrectOutcome
+from ckpt_engine.machines.ledger_tasks import FindReport as FindReport
+from ckpt_engine.machines.ledger_tasks import Found as Found
+from ckpt_engine.machines.ledger_tasks import RecordIntent as RecordIntent
+from ckpt_engine.machines.ledger_tasks import RecordOutcome as RecordOutcome
+from ckpt_engine.machines.ledger_tasks import SpendEpoch as SpendEpoch
 from ckpt_engine.machines.relay.tasks import FillingProgress as FillingProgress
+from ckpt_engine.machines.relay.tasks import PassedOn as PassedOn
 from ckpt_engine.machines.relay.tasks import StopFilling as StopFilling
 
 # isort: off
@@ -58,8 +65,6 @@ from ckpt_engine.machines.tasks import (
     DiscardEngine as DiscardEngine,
     EngineTask as EngineTask,
     FetchBlobs as FetchBlobs,
-    FindReport as FindReport,
-    Found as Found,
     HeldOffer as HeldOffer,
     HoldRequests as HoldRequests,
     InstallEngine as InstallEngine,
@@ -74,15 +79,12 @@ from ckpt_engine.machines.tasks import (
     Published as Published,
     PutBlobs as PutBlobs,
     ReadWords as ReadWords,
-    RecordIntent as RecordIntent,
-    RecordOutcome as RecordOutcome,
     ResumeEngine as ResumeEngine,
     SealDirectory as SealDirectory,
     SealResult as SealResult,
     SealSource as SealSource,
     SleepEngine as SleepEngine,
     SourceOffer as SourceOffer,
-    SpendEpoch as SpendEpoch,
     StampEngine as StampEngine,
     Task as Task,
     TrainerTask as TrainerTask,
@@ -372,6 +374,7 @@ TrainerEvent: TypeAlias = (
     | WithdrawTable
     | HoldVersions
     | FillingProgress
+    | PassedOn
 )
 
 

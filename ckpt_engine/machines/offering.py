@@ -85,6 +85,7 @@ class OfferingMachine:
         self._decided = False
         self._epoch = self._seals = 0
         self._sealing = manager_pb2.Seal()
+        self._seal_came = 0.0
         self._sealed: manager_pb2.Sealed | None = None
 
     def handle(self, event: TrainerEvent, now: float) -> list[TrainerCommand]:
@@ -105,7 +106,7 @@ class OfferingMachine:
                 if number == self._puts:
                     self._stored(result, problem, now)
             case Done(("seal", int() as number), result, problem):
-                self._seal_done(number, result, problem)
+                self._seal_done(number, result, problem, now)
             case PublishTable(table):
                 self._offer((OfferedVersion(table),))
             case WithdrawTable():
@@ -189,7 +190,7 @@ class OfferingMachine:
     def _message(self, body: object, now: float) -> None:
         match body:
             case manager_pb2.Welcome():
-                if self._session.welcome(body):
+                if self._session.welcome(body, now):
                     self._undecided()
                     if self._offered is not None and self._held is None:
                         self._put()
@@ -213,6 +214,8 @@ class OfferingMachine:
                     self._waiting.discard(body.table.digest)
                     if not self._waiting:
                         self._decide(PublicationDecided(body.manifest, None))
+            case manager_pb2.Heartbeat():
+                self._session.echoed(body, now)
             case manager_pb2.Seal():
                 self._seal(body)
             case manager_pb2.Release():
@@ -251,11 +254,11 @@ class OfferingMachine:
         self._epoch = seal.fence.epoch
         self._seals += 1
         self._sealed = None
-        self._sealing = seal
+        self._sealing, self._seal_came = seal, self._session.heard_at
         task = SealSource(seal.fence.epoch, seal.version, seal.atoms, seal.keep, bounded(seal.deadline_seconds))
         self._out.append(Run(("seal", self._seals), task))
 
-    def _seal_done(self, number: int, result: object, problem: weights_pb2.Problem | None) -> None:
+    def _seal_done(self, number: int, result: object, problem: weights_pb2.Problem | None, now: float) -> None:
         if number != self._seals:
             return  # overtaken by a later one
         answer = manager_pb2.Sealed(fence=self._sealing.fence, atoms=self._sealing.atoms)
@@ -266,5 +269,8 @@ class OfferingMachine:
             answer.digests.CopyFrom(sealed.digests)
             answer.copy_seconds = sealed.copy_seconds
             answer.digest_seconds = sealed.digest_seconds
+            answer.broken_communicator = sealed.broken
+            answer.digested = sealed.digested
+            answer.span.CopyFrom(self._session.clock.span(self._seal_came, now))
         self._sealed = answer
         self._session.send(answer)

@@ -5,7 +5,7 @@ Their names can be taken from events.py too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -22,7 +22,7 @@ class CollectivePlan:
 
     members: tuple[str | WorkerKey, ...]
     plan: manager_pb2.BlobRef
-    meeting: bytes
+    meeting: bytes = field(repr=False)  # it carries a key
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RunPart:
 
     epoch: int
     sealed: int
-    collective: manager_pb2.Collective
+    collective: manager_pb2.Collective = field(repr=False)
     member: int
     seconds: float
 

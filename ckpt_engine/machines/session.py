@@ -11,6 +11,7 @@ from collections.abc import Callable
 from google.protobuf.message import Message as ProtobufMessage
 
 from ckpt_engine.core.deadlines import Deadlines, bounded
+from ckpt_engine.machines.clock import ManagersClock
 from ckpt_engine.machines.events import (
     CancelTimer,
     ClosePeer,
@@ -61,6 +62,7 @@ class Session:
         self._streams = 0
         self._failures = 0
         self._sequence = 0
+        self._asked = 0.0  # when the last heartbeat was sent, or the first hello of the stream
         self._heard = 0.0
         self._taken_since: float | None = None
         self._lease = deadlines.lease
@@ -70,6 +72,7 @@ class Session:
         self._hello_changed = False
         self.ended = False
         self.cluster = ""
+        self.clock = ManagersClock()
 
     def start(self, now: float) -> None:
         """Connects for the first time."""
@@ -83,7 +86,7 @@ class Session:
         self.peer = Peer(f"manager-{self._streams}")
         self.welcomed = False
         self._hello_changed = False
-        self._heard = now
+        self._heard = self._asked = now
         self._emit(OpenStream(self.peer))
         self._emit(Send(self.peer, self._hello()))
         self._emit(SetTimer(BEAT, self._deadlines.resend))
@@ -93,9 +96,10 @@ class Session:
         if self.peer is not None and self.welcomed:
             self._emit(Send(self.peer, body))
 
-    def beat_now(self) -> None:
+    def beat_now(self, now: float) -> None:
         """Sends a heartbeat out of turn."""
         self._sequence += 1
+        self._asked = now
         self.send(self._beat(self._sequence))
 
     def hello_again(self) -> None:
@@ -114,9 +118,22 @@ class Session:
         self._heard = now
         return True
 
-    def welcome(self, welcome: manager_pb2.Welcome) -> bool:
+    @property
+    def heard_at(self) -> float:
+        """When the last message came, or the stream was opened."""
+        return self._heard
+
+    def echoed(self, beat: manager_pb2.Heartbeat, now: float) -> None:
+        """The manager has answered a heartbeat."""
+        if beat.sequence == self._sequence:
+            self.clock.answered(self._asked, beat.clock, now)
+
+    def welcome(self, welcome: manager_pb2.Welcome, now: float) -> bool:
         """Whether this is the first welcome on this stream."""
         first = not self.welcomed
+        if first:
+            self.clock.forget()
+            self.clock.answered(self._asked, welcome.clock, now)
         self.welcomed = True
         self._taken_since = None
         self._failures = 0
@@ -233,7 +250,7 @@ class Session:
             self._close()
             self.failed(f"nothing was heard from it for {silence:.1f} s", now)
         elif self.welcomed:
-            self.beat_now()
+            self.beat_now(now)
             self._emit(SetTimer(BEAT, self._heartbeat))
         else:
             self._emit(Send(self.peer, self._hello()))

@@ -1,9 +1,9 @@
 """The work that machines ask their shells for, and what it results in.
 
 They are listed by the machine that asks: `ManagerTask`, `AgentTask`, `TrainerTask`, and `RelayTask`, which has a file
-of its own, as have those of collectives. Each says which part of the package does it, and what its `Done` carries. A
-task that fails carries a Problem and no result. `seconds`: how long it may take; a shell answers by then, whatever the
-work does.
+of its own, as have those of collectives and of the ledger. Each says which part of the package does it, and what its
+`Done` carries. A task that fails carries a Problem and no result. `seconds`: how long it may take; a shell answers by
+then, whatever the work does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from ckpt_engine.core.offers import Shut
 from ckpt_engine.core.sleeping import Sleeping
+from ckpt_engine.machines.ledger_tasks import LedgerTask
 from ckpt_engine.machines.part_tasks import CollectivePlan, RunPart, WorkerKey
 from ckpt_engine.machines.relay.tasks import RelayTask
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -53,12 +55,13 @@ class Published:
 
 @dataclass(frozen=True)
 class PlanWorker:
-    """A worker that plans are wanted for."""
+    """A worker that plans are wanted for. shut: what it could not open."""
 
     key: WorkerKey
     needs: manager_pb2.BlobRef
     host: weights_pb2.Host
     transports: tuple[str, ...]
+    shut: tuple[Shut, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -167,60 +170,7 @@ class CombineSeals:
     seconds: float
 
 
-@dataclass(frozen=True)
-class SpendEpoch:
-    """Ledger.spend_epoch: no manager on this ledger uses this epoch again. Result: None, once it is on the disk."""
-
-    epoch: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class RecordIntent:
-    """Ledger.record_intent. Result: None, once it is on the disk.
-
-    selection: the replicas that the version is for, by name, or a pool (versions.everybody). meant: those that this
-    update is for, and none if it brings up a late one.
-    """
-
-    epoch: int
-    identity: weights_pb2.Identity
-    seconds: float
-    selection: tuple[str, ...] = ()
-    meant: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class RecordOutcome:
-    """Ledger.record_outcome. Result: None. Its failure is logged and changes no outcome."""
-
-    report: manager_pb2.UpdateReport
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Found:
-    """What the ledger knows of updates to one version, those of late replicas aside. epoch: of the last one's intent;
-    None: there was none. report: how that one ended; None: the manager ended before it did. last: the versions of the
-    lineage's last updates, newest first."""
-
-    epoch: int | None
-    report: manager_pb2.UpdateReport | None
-    last: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class FindReport:
-    """Ledger.last_update. Result: Found."""
-
-    lineage: str
-    version: int
-    seconds: float
-
-
-ManagerTask: TypeAlias = (
-    MergeTables | JoinSources | CompilePlans | CombineSeals | SpendEpoch | RecordIntent | RecordOutcome | FindReport
-)
+ManagerTask: TypeAlias = MergeTables | JoinSources | CompilePlans | CombineSeals | LedgerTask
 
 # ---------------------------------------------------------------------------------------------- of agents and trainers
 
@@ -243,11 +193,14 @@ class FetchBlobs:
 
 @dataclass(frozen=True)
 class SealResult:
-    """digests: the stored Digests, in the order of the atoms."""
+    """digests: stored, in the order of the atoms. broken: a communicator with which nothing more can be begun.
+    digested: when the digest ended, monotonic seconds; 0: not known."""
 
     digests: manager_pb2.BlobRef
     copy_seconds: float
     digest_seconds: float
+    broken: bytes = b""
+    digested: float = 0.0
 
 
 # -------------------------------------------------------------------------------------------------------- of the agent
@@ -290,10 +243,8 @@ class PauseEngine:
 
 @dataclass(frozen=True)
 class InstallEngine:
-    """adapter.install(epoch, seconds). Result: None.
-
-    Epoch 0 is for nothing but to wait until all workers have come back from earlier calls: they get no order.
-    """
+    """adapter.install(epoch, seconds). Result: None. Epoch 0 is for nothing but to wait until all workers have come
+    back from earlier calls: they get no order."""
 
     epoch: int
     seconds: float

@@ -25,6 +25,11 @@ class Access:
         self._tokens = security.known_tokens()
         self._certificates = security.authority is not None
 
+    @property
+    def asks(self) -> bool:
+        """Whether callers must prove who they are."""
+        return self._tokens is not None or self._certificates
+
     def of_call(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
         """Who makes a gRPC call. Raises UNAUTHENTICATED."""
         if self._tokens is not None or not self._certificates:
@@ -41,8 +46,11 @@ class Access:
         return EVERYBODY if self._tokens is None else self._by_token(_first("authorization", metadata))
 
     def of_request(self, authorization: str) -> Caller:
-        """Who makes an HTTP request. A certificate was already asked for when the connection was made."""
-        return EVERYBODY if self._tokens is None else self._by_token(authorization)
+        """Who makes an HTTP request. A certificate was already asked for when the connection was made; whose it was is
+        not known here, so it grants nothing."""
+        if self._tokens is not None:
+            return self._by_token(authorization)
+        return Caller("who shows a certificate but no token over HTTP") if self._certificates else EVERYBODY
 
     def _by_token(self, authorization: str) -> Caller:
         assert self._tokens is not None

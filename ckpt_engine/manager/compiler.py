@@ -38,6 +38,7 @@ from ckpt_engine.machines.events import (
     WorkerKey,
 )
 from ckpt_engine.manager.blobs import BlobStore, describe
+from ckpt_engine.manager.collective import plan_together
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 KEPT_PUBLICATIONS = 8
@@ -83,7 +84,7 @@ class _Planned:
 
     @cached_property
     def writer(self) -> RecordWriter:
-        """Of the records of this cutting; made at the first seal."""
+        """The writer of this cutting's records; made at the first seal."""
         return RecordWriter(self.plans.cells)
 
 
@@ -191,14 +192,17 @@ class Compiler:
         publication = _publication(task.published)
         recorded = None if task.record is None else self._recorded(task.record, task.root)
         cutting = b"" if recorded is None else recorded.cutting
-        key = (publication.table_digests, cutting, tuple(map(_identity, task.workers)))
+        key = (publication.table_digests, cutting, tuple(map(_identity, task.workers)), task.collective)
         compiled = self._plans.get(key)
-        if compiled is not None and all(map(self._blobs.has, (*compiled.plans.values(), *compiled.atoms.values()))):
+        if compiled is not None and all(map(self._blobs.has, _blobs_of(compiled))):
             if recorded is None:
                 return compiled
             return replace(compiled, handle=_Planned(cast(_Planned, compiled.handle).plans, recorded))
         requests, unfit = self._requests(task)
         plans = _plans_for_all_that_fit(publication, requests, unfit, () if recorded is None else recorded.boxes)
+        taking = [each for each in requests if each.collective and _replica(each) not in unfit]
+        collective, refused = plan_together(self._blobs, plans, taking) if taking else (None, {})
+        unfit |= refused
         stored: dict[int, manager_pb2.BlobRef] = {}
         refs: dict[WorkerKey, manager_pb2.BlobRef] = {}
         planned = [worker for worker in task.workers if worker.key[0] not in unfit]
@@ -217,6 +221,7 @@ class Compiler:
             handle=_Planned(plans, recorded),
             unfit=unfit,
             distances={worker.key: plans.distances[worker.key] for worker in planned},
+            collective=collective,
         )
         self._plans.put(key, compiled)
         return compiled
@@ -236,7 +241,9 @@ class Compiler:
                     raise  # they are not stored here: replicas can store them again
                 unfit.setdefault(worker.key[0], error.problem)
                 continue
-            requests.append(PlanRequest(worker.key, needs[worker.needs.digest], worker.host, worker.transports))
+            within = worker.key[0] in task.collective
+            needed = needs[worker.needs.digest]
+            requests.append(PlanRequest(worker.key, needed, worker.host, worker.transports, within, worker.shut))
         return [request for request in requests if _replica(request) not in unfit], unfit
 
     def combine(self, task: CombineSeals) -> Combined:
@@ -314,7 +321,7 @@ def _parts(publication: Publication) -> frozenset[frozenset[str]]:
 
 
 def _of_holder(offer: HeldOffer, error: CkptEngineError) -> weights_pb2.Problem:
-    """Its problem, for the one who offers."""
+    """A holder's problem, for the one who offers."""
     problem = weights_pb2.Problem()
     problem.CopyFrom(error.problem)
     problem.message = f"what {offer.source} holds is left out: {problem.message}"
@@ -338,5 +345,11 @@ def _publication(published: Published) -> Publication:
     return published.handle
 
 
-def _identity(worker: PlanWorker) -> tuple[WorkerKey, bytes, bytes, tuple[str, ...]]:
-    return worker.key, worker.needs.digest, canonical(worker.host), worker.transports
+def _blobs_of(compiled: Compiled) -> list[manager_pb2.BlobRef]:
+    """What members fetch."""
+    shared = [] if compiled.collective is None else [compiled.collective.plan]
+    return [*compiled.plans.values(), *compiled.atoms.values(), *shared]
+
+
+def _identity(worker: PlanWorker) -> tuple[object, ...]:
+    return worker.key, worker.needs.digest, canonical(worker.host), worker.transports, worker.shut

@@ -17,7 +17,7 @@ from ckpt_engine.manager.errors import refuse
 
 
 class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # cannot be subscripted at run time
-    """Of one service; others (health, reflection) are open to everybody."""
+    """The door of one service; others (health, reflection) are open to everybody."""
 
     def __init__(self, access: Access, service: str) -> None:
         self._access = access

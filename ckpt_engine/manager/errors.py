@@ -8,7 +8,8 @@ import grpc
 import grpc.aio
 
 from ckpt_engine.client import PROBLEM_METADATA_KEY, STATUS_OF_CODE
-from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.enums import enum_word
+from ckpt_engine.core.problems import CkptEngineError, unavailable
 from ckpt_engine.manager.blobs import ResourceExhaustedError
 from ckpt_engine.v1 import weights_pb2
 
@@ -28,6 +29,11 @@ _HTTP_STATUS = {
     weights_pb2.Problem.UNAUTHENTICATED: 401,
     weights_pb2.Problem.PERMISSION_DENIED: 403,
 }
+
+
+def stopping() -> CkptEngineError:
+    """What callers and members hear from a manager that ends."""
+    return unavailable("the manager is stopping: try again when it is back")
 
 
 def grpc_status(problem: weights_pb2.Problem) -> grpc.StatusCode:
@@ -69,7 +75,7 @@ async def refuse(context: grpc.aio.ServicerContext[Any, Any], error: CkptEngineE
 
 def problem_document(problem: weights_pb2.Problem) -> dict[str, Any]:
     """The body of an ``application/problem+json`` answer (RFC 9457); unset fields are left out."""
-    code = weights_pb2.Problem.Code.Name(problem.code)
+    code = enum_word(weights_pb2.Problem.Code, problem.code).upper()
     document: dict[str, Any] = {"title": code.replace("_", " ").capitalize(), "status": http_status(problem)}
     document["detail"] = problem.message
     document["code"] = code

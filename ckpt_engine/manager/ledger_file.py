@@ -10,6 +10,7 @@ import uuid
 from pathlib import Path
 
 from ckpt_engine.core.problems import CkptEngineError, precondition
+from ckpt_engine.host.owned import unwritable
 
 SCHEMA_VERSION = 6
 APPLICATION_ID = 0x636B7074  # "ckpt", so that `file` and we recognise it
@@ -100,4 +101,5 @@ def _cluster_id(wanted: str) -> str:
 
 
 def unusable(path: Path, error: Exception) -> CkptEngineError:
-    return precondition(f"the ledger {path} cannot be used: {error}. Free or repair its disk, or pass another --ledger")
+    advice = unwritable(path.parent, error) or "Free or repair its disk"
+    return precondition(f"the ledger {path} cannot be used: {error}. {advice}, or pass another --ledger")

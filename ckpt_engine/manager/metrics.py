@@ -22,6 +22,7 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ckpt_engine.core.enums import enum_label
 from ckpt_engine.machines.manager.status import REPLICA_STATES, replica_state
 from ckpt_engine.manager.about import software_version
 from ckpt_engine.manager.blobs import BlobStore
@@ -136,10 +137,10 @@ class Metrics:
         self._updates.labels("ok" if report.ok else "partial").inc()
         self._update_seconds.observe(report.seconds)
         for stage in report.stages:
-            self._stage_seconds.labels(manager_pb2.Stage.Name(stage.stage).lower()).observe(stage.seconds)
+            self._stage_seconds.labels(enum_label(manager_pb2.Stage, stage.stage)).observe(stage.seconds)
         self._current.took([each.replica for each in report.replicas if each.outcome == manager_pb2.NEW_SERVING])
         for replica in report.replicas:
-            self._outcomes.labels(manager_pb2.Outcome.Name(replica.outcome).lower()).inc()
+            self._outcomes.labels(enum_label(manager_pb2.Outcome, replica.outcome)).inc()
             if replica.pause_seconds > 0:
                 self._pause_seconds.observe(replica.pause_seconds)
             for edge in replica.edges:
@@ -161,7 +162,7 @@ class Metrics:
 
 def reason_of(problem: weights_pb2.Problem) -> str:
     """The word of a fixed list for a problem."""
-    return weights_pb2.Problem.Code.Name(problem.code).lower()
+    return enum_label(weights_pb2.Problem.Code, problem.code)
 
 
 class _Current(Collector):

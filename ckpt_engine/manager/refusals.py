@@ -23,15 +23,17 @@ class Refusal:
 
 
 class Refusals:
-    """The last ones since the manager started."""
+    """The last ones since the manager started. count: of all of them."""
 
     def __init__(self) -> None:
+        self.count = 0
         self._kept: deque[Refusal] = deque(maxlen=KEPT)
 
     def add(self, refusal: Refusal) -> None:
         """Forgets the oldest one where there are too many."""
         self._kept.append(refusal)
+        self.count += 1
 
     def newest_first(self, limit: int) -> Sequence[Refusal]:
-        """At most so many."""
+        """The latest refusals, at most so many."""
         return [*reversed(self._kept)][:limit]

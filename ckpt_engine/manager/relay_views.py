@@ -42,6 +42,26 @@ class Filled(BaseModel):
         )
 
 
+class RelayReport(BaseModel):
+    """What one relay did in an update."""
+
+    relay: str
+    filled: Filled | None = Field(description="what it brought; null if it did not answer")
+    replicas: list[str] = Field(description="that were to be installed from it")
+    relays: list[str] = Field(description="that were to be filled from it")
+    upstream: list[str] = Field(description="relays that it was to be filled from; none: the trainers' memory")
+
+    @classmethod
+    def of(cls, report: manager_pb2.RelayReport) -> RelayReport:
+        return cls(
+            relay=report.relay,
+            filled=Filled.of(report.filled) if report.HasField("filled") else None,
+            replicas=list(report.replicas),
+            relays=list(report.relays),
+            upstream=list(report.upstream),
+        )
+
+
 class Progress(BaseModel):
     """How far a filling is."""
 
@@ -49,9 +69,18 @@ class Progress(BaseModel):
     bytes_done: int
     bytes_total: int
 
+    @classmethod
+    def of(cls, holder: manager_pb2.HolderStatus) -> Progress | None:
+        """The progress of what a holder is filled with now; None: nothing is."""
+        if not holder.HasField("progress"):
+            return None
+        told = holder.progress
+        return cls(epoch=told.fence.epoch, bytes_done=told.bytes_done, bytes_total=told.bytes_total)
+
 
 class Holder(BaseModel):
-    """Who holds sealed versions and is no trainer rank. memory_bytes: null for one that cannot be filled."""
+    """Who holds sealed versions and is no trainer rank. memory_bytes: null for one that cannot be filled. slow: why it
+    passes nothing on; empty if it is not slow."""
 
     kind: str
     name: str
@@ -63,10 +92,10 @@ class Holder(BaseModel):
     gpu_context_bytes: int
     last_filled: Filled | None
     progress: Progress | None
+    slow: str
 
     @classmethod
     def of(cls, holder: manager_pb2.HolderStatus) -> Holder:
-        progress = holder.progress
         return cls(
             kind=holder.kind,
             name=holder.name,
@@ -77,9 +106,6 @@ class Holder(BaseModel):
             everything=holder.filling.everything,
             gpu_context_bytes=holder.filling.gpu_context_bytes,
             last_filled=Filled.of(holder.last_filled) if holder.HasField("last_filled") else None,
-            progress=Progress(
-                epoch=progress.fence.epoch, bytes_done=progress.bytes_done, bytes_total=progress.bytes_total
-            )
-            if holder.HasField("progress")
-            else None,
+            progress=Progress.of(holder),
+            slow=holder.slow,
         )

@@ -8,37 +8,44 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from ckpt_engine.addresses import MANAGER, check_free, check_reach, is_loopback, join_address, split_address
+from ckpt_engine.addresses import MANAGER, check_free, check_reach, is_loopback, join_address, split_address, with_port
 from ckpt_engine.client import MESSAGE_BYTES
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, unavailable
 from ckpt_engine.grpc_loops import quiet_loop
 from ckpt_engine.http_server import HttpServer
+from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.machine import ManagerMachine
+from ckpt_engine.machines.manager.watching import Watched
 from ckpt_engine.manager.about import software_version
 from ckpt_engine.manager.access import Access
 from ckpt_engine.manager.blobs import MEBIBYTE, BlobStore
+from ckpt_engine.manager.browsers import checked_names, host_of
 from ckpt_engine.manager.compiler import Compiler
 from ckpt_engine.manager.door import Door
+from ckpt_engine.manager.errors import stopping
 from ckpt_engine.manager.http import build_app
 from ckpt_engine.manager.http_access import HttpAccess
+from ckpt_engine.manager.http_operate import OperatorRequest, OperatorResponse
 from ckpt_engine.manager.ledger import Ledger, default_path
 from ckpt_engine.manager.metrics import Metrics
+from ckpt_engine.manager.publishers import Publishers
 from ckpt_engine.manager.refusals import Refusals
-from ckpt_engine.manager.servicer import ManagerServicer, stopping
+from ckpt_engine.manager.servicer import ManagerServicer
 from ckpt_engine.manager.shell import Shell
 from ckpt_engine.manager.tasks import Tasks
+from ckpt_engine.publishing.roots import checked_roots
 from ckpt_engine.security.server import ServerSecurity
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
 
@@ -62,10 +69,13 @@ class ManagerConfig:
     http: host:port of the HTTP side; empty: none.
     ledger: its file; None: ``ledger.default_path()``. cluster: the id of a new one, in place of a ledger that was lost;
         empty: a random id.
-    advertise: the address that members on other hosts are told to use, for people; empty: what is bound.
+    advertise: the address that members on other hosts are told to use, for people; without a port it gets that of
+        listen; empty: what is bound.
+    http_names: further names under which browsers reach the HTTP side, without scheme and port.
     security: how callers prove who they are; without it only this machine is served.
     deadlines: every wait; the defaults are changed by CKPT_ENGINE_DEADLINES.
     max_blob_bytes, max_total_bytes: limits of the content store, for one blob and all of them.
+    directories: below them anybody who may be a trainer can have checkpoints published; none: no directory.
     stop_seconds: how long ``stop`` waits for a running update before it ends it with UNAVAILABLE.
     """
 
@@ -74,10 +84,12 @@ class ManagerConfig:
     ledger: Path | None = None
     cluster: str = ""
     advertise: str = ""
+    http_names: tuple[str, ...] = ()
     security: ServerSecurity = field(default_factory=ServerSecurity)
     deadlines: Deadlines = field(default_factory=lambda: Deadlines.from_environment(os.environ))
     max_blob_bytes: int = 256 * MEBIBYTE
     max_total_bytes: int = 2048 * MEBIBYTE
+    directories: tuple[Path, ...] = ()
     stop_seconds: float = 30.0
 
 
@@ -96,6 +108,7 @@ class ManagerServer:
     def __init__(self, config: ManagerConfig) -> None:
         self.config = config
         self._undo = contextlib.AsyncExitStack()
+        self._stopping = False
 
     async def start(self) -> None:
         """Opens the ledger and both ports. Raises CkptEngineError when one cannot be had; then nothing stays open."""
@@ -123,9 +136,36 @@ class ManagerServer:
         """The updates that were refused lately."""
         return self._shell.refusals
 
+    @property
+    def publishers(self) -> Publishers:
+        """What brings replicas to directories."""
+        return self._publishers
+
     def status(self) -> manager_pb2.GetStatusResponse:
         """What GetStatus answers."""
         return self._shell.status()
+
+    @property
+    def dialled(self) -> str:
+        """Where members on other hosts dial."""
+        bound: str = getattr(self, "address", self.config.listen)
+        return self._advertised(split_address(bound)[1]) or bound
+
+    def _advertised(self, port: int) -> str:
+        """What other hosts are told, empty if nothing was said. Raises INVALID_ARGUMENT."""
+        return with_port(self.config.advertise, port, "--advertise") if self.config.advertise else ""
+
+    def watched(self) -> Watched:
+        """What WatchReplicas tells."""
+        return self._shell.watched()
+
+    async def operate(self, request: OperatorRequest) -> OperatorResponse:
+        """Retries or evicts a replica, as the gRPC calls do. Raises CkptEngineError."""
+        if self._stopping:
+            raise stopping()
+        kind = "retry" if isinstance(request, manager_pb2.RetryReplicaRequest) else "evict"
+        response = await self._shell.answer(kind, lambda call: events.OperatorCall(call, request))
+        return cast(OperatorResponse, response)
 
     async def serve(self, ended: asyncio.Event) -> None:
         """Returns when ``ended`` is set; stop it then. Raises CkptEngineError (INTERNAL) once its state machine has
@@ -146,6 +186,9 @@ class ManagerServer:
         for option, address in {"--listen": config.listen, "--http": config.http}.items():
             if address or option == "--listen":
                 check_reach(split_address(address, option)[0], config.security)
+        self._told = checked_names(config.http_names)
+        if advertised := self._advertised(split_address(config.listen)[1]):
+            self._told.append(host_of(advertised))
         self.ledger = await Ledger.open(config.ledger or default_path(), config.deadlines.ledger_busy, config.cluster)
         self._undo.push_async_callback(self.ledger.close)
         blobs = BlobStore(config.max_blob_bytes, config.max_total_bytes)
@@ -166,24 +209,42 @@ class ManagerServer:
             await self.ledger.identities(),
         )
         self._shell = Shell(machine, tasks, blobs, self.metrics)
+        publishers = Publishers(checked_roots(config.directories), config.deadlines)
+        self._undo.push_async_callback(publishers.stop)
+        self._publishers = publishers
+        servicers = []
+        if publishers.address:
+            own = ManagerServicer(self._shell, blobs, config.deadlines, Access(ServerSecurity()), publishers)
+            await self._start_own(own, publishers.address)
+            servicers.append(own)
         self.http_address = await self._start_http() if config.http else ""
-        self.address = await self._start_grpc(ManagerServicer(self._shell, blobs, config.deadlines, self._access))
+        servicers.append(ManagerServicer(self._shell, blobs, config.deadlines, self._access, publishers))
+        self.address = await self._start_grpc(servicers)
         log.info(
             "manager started grpc=%s http=%s ledger=%s cluster=%s epoch=%d",
-            config.advertise or self.address,
+            self.dialled,
             self.http_address or "none",
             self.ledger.path,
             self.ledger.cluster,
             self.ledger.epoch,
         )
 
-    async def _start_grpc(self, servicer: ManagerServicer) -> str:
+    async def _start_own(self, servicer: ManagerServicer, address: str) -> None:
+        """For processes of its own, which need no proof of who they are: only its user can enter the directory."""
+        server = grpc.aio.server(options=_server_options(self.config.deadlines))
+        manager_pb2_grpc.add_CheckpointEngineManagerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+        server.add_insecure_port(address)
+        await server.start()
+        self._undo.push_async_callback(server.stop, 1.0)
+
+    async def _start_grpc(self, servicers: Sequence[ManagerServicer]) -> str:
+        """servicers: all that shall be stopped; the last one is served here."""
         host, _ = split_address(self.config.listen)
         door = Door(self._access, SERVICE)
         check_free(self.config.listen)
         quiet_loop()
         server = grpc.aio.server(interceptors=(door,), options=_server_options(self.config.deadlines))
-        manager_pb2_grpc.add_CheckpointEngineManagerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+        manager_pb2_grpc.add_CheckpointEngineManagerServicer_to_server(servicers[-1], server)  # type: ignore[no-untyped-call]
         healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the package fills it in at run time
         health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -198,11 +259,14 @@ class ManagerServer:
         await server.start()
         for name in ("", SERVICE):
             await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
-        self._undo.push_async_callback(self._stop_grpc, server, servicer, healthy)
+        self._undo.push_async_callback(self._stop_grpc, server, servicers, healthy)
         return join_address(host, port)
 
-    async def _stop_grpc(self, server: grpc.aio.Server, servicer: ManagerServicer, healthy: Any) -> None:
-        servicer.stop()
+    async def _stop_grpc(self, server: grpc.aio.Server, servicers: Sequence[ManagerServicer], healthy: Any) -> None:
+        self._stopping = True
+        self._publishers.refuse()
+        for servicer in servicers:
+            servicer.stop()
         await healthy.enter_graceful_shutdown()
         if not await self._shell.quiet(self.config.stop_seconds):
             log.warning("an update still ran after %g s: its callers are told UNAVAILABLE", self.config.stop_seconds)
@@ -220,7 +284,7 @@ class ManagerServer:
                 f"cannot listen on {self.config.http} for HTTP: {error.strerror}; end what listens there, or name "
                 "another port (--http; empty: no HTTP)"
             ) from error
-        application = HttpAccess(build_app(self), self._access, is_loopback(host))
+        application = HttpAccess(build_app(self), self._access, is_loopback(host), self._told)
         server = HttpServer(application, self.config.security)
         running = asyncio.ensure_future(server.serve(sockets=[bound]))
 

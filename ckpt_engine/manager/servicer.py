@@ -11,13 +11,14 @@ import grpc.aio
 from google.protobuf.message import Message as ProtobufMessage
 
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.core.problems import CkptEngineError, deadline, internal, invalid, unavailable
+from ckpt_engine.core.problems import CkptEngineError, deadline, invalid
 from ckpt_engine.machines import events
 from ckpt_engine.machines.events import Call, ManagerEvent
 from ckpt_engine.machines.wire import unpack
 from ckpt_engine.manager.access import Access
 from ckpt_engine.manager.blobs import BlobStore, chunks_of, receive
-from ckpt_engine.manager.errors import refuse
+from ckpt_engine.manager.errors import refuse, stopping
+from ckpt_engine.manager.publishers import Publishers, lineage_of
 from ckpt_engine.manager.sessions import carry, first_message, write
 from ckpt_engine.manager.shell import Shell
 from ckpt_engine.manager.watchers import Told
@@ -35,15 +36,18 @@ log = logging.getLogger("ckpt_engine.manager")
 class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
     """Runs on the manager's event loop; each method is one call of one peer."""
 
-    def __init__(self, shell: Shell, blobs: BlobStore, deadlines: Deadlines, access: Access) -> None:
+    def __init__(
+        self, shell: Shell, blobs: BlobStore, deadlines: Deadlines, access: Access, publishers: Publishers
+    ) -> None:
         self._access = access
         self._shell = shell
         self._blobs = blobs
         self._deadlines = deadlines
+        self._publishers = publishers
         self._stopping = False
 
     def stop(self) -> None:
-        """From now on sessions and calls are refused with UNAVAILABLE; what runs goes on."""
+        """Refuses sessions and calls with UNAVAILABLE from now on; what runs goes on."""
         self._stopping = True
 
     # -- sessions
@@ -104,6 +108,18 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
             await refuse(context, error)
         await self._call("update", lambda call: events.UpdateCall(call, request), context)
 
+    async def UpdateFromDirectory(  # noqa: N802
+        self, request: manager_pb2.UpdateFromDirectoryRequest, context: Context
+    ) -> None:
+        caller = await self._admit(context, "trainer")
+        try:
+            caller.require("trainer", lineage_of(request))
+            log.info("update from directory=%r lineage=%r caller=%r", request.directory, request.lineage, caller.who)
+            async for event in self._publishers.update(request):
+                await write(context, event, self._deadlines.write)
+        except CkptEngineError as error:
+            await refuse(context, error)
+
     async def Rollback(self, request: manager_pb2.RollbackRequest, context: Context) -> None:  # noqa: N802
         caller = await self._admit(context, "operator")
         log.info("rollback called lineage=%r version=%d caller=%r", request.lineage, request.version, caller.who)
@@ -151,6 +167,15 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
         await self._known(context)
         return self._shell.status()
 
+    async def LocateVersion(  # noqa: N802
+        self, request: manager_pb2.LocateVersionRequest, context: Context
+    ) -> manager_pb2.LocateVersionResponse:
+        await self._admit(context, *MEMBERS)
+        try:
+            return self._shell.located(request)
+        except CkptEngineError as error:
+            await refuse(context, error)
+
     async def WatchReplicas(self, request: manager_pb2.WatchReplicasRequest, context: Context) -> None:  # noqa: N802
         caller = await self._admit(context)
         try:
@@ -187,16 +212,10 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
 
     async def _answer(self, kind: str, event: Callable[[Call], ManagerEvent], context: Context) -> ProtobufMessage:
         """The one response of the machine to this call, or its problem as the call's status."""
-        call, outbox = self._shell.open_call(kind, event)
         try:
-            response: ProtobufMessage | None = await outbox.take()
-        finally:
-            self._shell.end_call(call)
-        if response is None:
-            await refuse(
-                context, CkptEngineError(outbox.problem or internal("the call ended without an answer").problem)
-            )
-        return response
+            return await self._shell.answer(kind, event)
+        except CkptEngineError as error:
+            await refuse(context, error)
 
     async def _admit(self, context: Context, *roles: str) -> Caller:
         """Lets a caller in that has one of these roles (none named: any grant), while the manager does not stop."""
@@ -267,8 +286,3 @@ def _log_results(done: str, response: ProtobufMessage, caller: Caller) -> None:
             log.warning("replica=%r is not %s problem=%r", result.replica, done, result.problem.message)
         else:
             log.info("replica=%r is %s caller=%r", result.replica, done, caller.who)
-
-
-def stopping() -> CkptEngineError:
-    """What callers and members hear from a manager that ends."""
-    return unavailable("the manager is stopping: try again when it is back")

@@ -14,10 +14,11 @@ from typing import Any, assert_never
 
 from google.protobuf.message import Message as ProtobufMessage
 
-from ckpt_engine.core.problems import unavailable
+from ckpt_engine.core.problems import CkptEngineError, internal, unavailable
 from ckpt_engine.machines import events
 from ckpt_engine.machines.events import Call, ManagerEvent, Peer
 from ckpt_engine.machines.manager.machine import ManagerMachine
+from ckpt_engine.machines.manager.watching import Watched
 from ckpt_engine.machines.wire import pack
 from ckpt_engine.manager.blobs import BlobStore
 from ckpt_engine.manager.metrics import Metrics
@@ -105,6 +106,17 @@ class Shell:
         self.handle(happened)
         return call, outbox
 
+    async def answer(self, kind: str, event: Callable[[Call], ManagerEvent]) -> ProtobufMessage:
+        """The one response of the machine to a call. Raises CkptEngineError with the machine's problem."""
+        call, outbox = self.open_call(kind, event)
+        try:
+            response: ProtobufMessage | None = await outbox.take()
+        finally:
+            self.end_call(call)
+        if response is None:
+            raise CkptEngineError(outbox.problem or internal("the call ended without an answer").problem)
+        return response
+
     def end_call(self, call: Call) -> None:
         """The handler of a call returns; the machine hears of it unless it finished the call itself."""
         outbox = self._calls.pop(call, None)
@@ -120,6 +132,14 @@ class Shell:
     def status(self) -> manager_pb2.GetStatusResponse:
         """What GetStatus answers."""
         return self._machine.status()
+
+    def watched(self) -> Watched:
+        """What WatchReplicas tells."""
+        return self._machine.watched()
+
+    def located(self, request: manager_pb2.LocateVersionRequest) -> manager_pb2.LocateVersionResponse:
+        """What LocateVersion answers. Raises CkptEngineError."""
+        return self._machine.located(request)
 
     async def quiet(self, seconds: float) -> bool:
         """Waits until no call runs any more, at most so long; whether that came true."""
@@ -196,6 +216,7 @@ class Shell:
 
     def _count_refusal(self, commands: Sequence[object]) -> None:
         """Counts a refused update once, however many ranks called it: one event refuses all of them together."""
+        counted: set[str] = set()
         for command in commands:
             if not isinstance(command, events.FinishCall) or not command.problem:
                 continue
@@ -205,13 +226,13 @@ class Shell:
                 log.warning("rollback refused lineage=%r version=%d problem=%r", *asked, problem.message)
                 self.refusals.add(Refusal(*asked, problem))
                 self._metrics.refused(problem)
-            elif (request := self._updates.get(command.call)) is not None:
+            elif (request := self._updates.get(command.call)) is not None and request.lineage not in counted:
+                counted.add(request.lineage)
                 version = request.version if request.HasField("version") else None
                 who = (request.lineage, request.rank)
                 log.warning("update refused lineage=%r rank=%d problem=%r", *who, problem.message)
                 self.refusals.add(Refusal(request.lineage, version, problem))
                 self._metrics.refused(problem)
-                return
 
     def _pin(self) -> None:
         wanted = self._machine.blobs_in_use()

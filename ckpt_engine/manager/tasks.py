@@ -10,6 +10,7 @@ import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
+from ckpt_engine.core.enums import enum_word
 from ckpt_engine.machines import events
 from ckpt_engine.machines.events import Done, Key
 from ckpt_engine.manager.compiler import Compiler
@@ -71,11 +72,23 @@ class Tasks:
                 )
                 for outcome in report.replicas:
                     if outcome.outcome != manager_pb2.NEW_SERVING:
-                        name = manager_pb2.Outcome.Name(outcome.outcome).lower()
+                        name = enum_word(manager_pb2.Outcome, outcome.outcome)
                         problem = outcome.problem.message
                         log.warning("replica not updated name=%s outcome=%s problem=%r", outcome.replica, name, problem)
                 self._metrics.report(report)
                 # It is written also when that is late: the update happened.
+                await asyncio.shield(self._ledger.record_outcome(report))
+            case events.CorrectOutcome(report, replica):
+                (became,) = (each.outcome for each in report.replicas if each.replica == replica)
+                log.info(
+                    "report corrected epoch=%d lineage=%r version=%d replica=%s outcome=%s ok=%s",
+                    report.fence.epoch,
+                    report.identity.lineage,
+                    report.identity.version,
+                    replica,
+                    enum_word(manager_pb2.Outcome, became),
+                    report.ok,
+                )
                 await asyncio.shield(self._ledger.record_outcome(report))
             case _:
                 raise TypeError(f"the manager does not do {type(task).__name__}")

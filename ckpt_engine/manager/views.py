@@ -5,12 +5,13 @@ Digests and boot ids appear as hexadecimal digits, enumerations as lower-case wo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import BaseModel, Field
 
+from ckpt_engine.core.enums import enum_word
 from ckpt_engine.machines.manager.status import replica_state
-from ckpt_engine.manager.ledger import Record
-from ckpt_engine.manager.refusals import Refusal
-from ckpt_engine.report import stage_seconds
+from ckpt_engine.report import gpu_uuid, stage_seconds
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -38,7 +39,7 @@ class Problem(BaseModel):
     @classmethod
     def of(cls, problem: weights_pb2.Problem) -> Problem:
         return cls(
-            code=weights_pb2.Problem.Code.Name(problem.code),
+            code=enum_word(weights_pb2.Problem.Code, problem.code).upper(),
             message=problem.message,
             tensors=list(problem.tensors),
             ranks=list(problem.ranks),
@@ -46,8 +47,20 @@ class Problem(BaseModel):
         )
 
 
+class Gpu(BaseModel):
+    """A GPU that holds weights of a process."""
+
+    uuid: str = Field(description="as nvidia-smi -L names it: GPU-...")
+    name: str
+    pci: str
+
+    @classmethod
+    def of(cls, gpu: weights_pb2.Gpu) -> Gpu:
+        return cls(uuid=gpu_uuid(gpu.uuid), name=gpu.name, pci=gpu.pci)
+
+
 class Worker(BaseModel):
-    """What a worker's state word says."""
+    """What a worker's state word says, and which GPUs it has told."""
 
     rank: int
     pid: int
@@ -56,17 +69,19 @@ class Worker(BaseModel):
     state: str
     epoch: int
     identity: Identity | None
+    gpus: list[Gpu] = Field(description="once its engine's loader was recorded; none: it has weights on no GPU")
 
     @classmethod
-    def of(cls, worker: manager_pb2.WorkerStatus) -> Worker:
+    def of(cls, worker: manager_pb2.WorkerStatus, gpus: Sequence[weights_pb2.Gpu] = ()) -> Worker:
         return cls(
             rank=worker.rank,
             pid=worker.pid,
             node=worker.node,
             boot_id=worker.boot_id.hex(),
-            state=manager_pb2.WorkerState.Name(worker.state).lower(),
+            state=enum_word(manager_pb2.WorkerState, worker.state),
             epoch=worker.epoch,
             identity=Identity.of(worker.identity) if worker.HasField("identity") else None,
+            gpus=[Gpu.of(gpu) for gpu in gpus],
         )
 
 
@@ -119,7 +134,7 @@ class ReplicaOutcome(BaseModel):
         return cls(
             replica=outcome.replica,
             epoch=outcome.fence.epoch,
-            outcome=manager_pb2.Outcome.Name(outcome.outcome).lower(),
+            outcome=enum_word(manager_pb2.Outcome, outcome.outcome),
             problem=_problem(outcome),
             label_problem=outcome.label_problem,
             before=Identity.of(outcome.before) if outcome.HasField("before") else None,
@@ -175,9 +190,11 @@ class Replica(BaseModel):
     workers: list[Worker]
     last_outcome: ReplicaOutcome | None
     unfit: Problem | None = Field(description="why it could not take the version that it was asked to take last")
+    unopened: list[str] = Field(description="what its workers could not open, so that they read it another way")
 
     @classmethod
     def of(cls, replica: manager_pb2.ReplicaStatus) -> Replica:
+        gpus = {each.rank: each.gpus for each in replica.gpus}
         return cls(
             name=replica.name,
             pool=replica.pool,
@@ -185,113 +202,19 @@ class Replica(BaseModel):
             engine=replica.engine.kind,
             engine_version=replica.engine.version,
             url=replica.engine.url,
-            mode=manager_pb2.Mode.Name(replica.mode).lower(),
+            mode=enum_word(manager_pb2.Mode, replica.mode),
             host=replica.host.name,
             closed_reason=replica.closed_reason,
             label_problem=replica.label_problem,
             identity=Identity.of(replica.identity) if replica.HasField("identity") else None,
-            workers=[Worker.of(worker) for worker in replica.workers],
+            workers=[Worker.of(worker, gpus.get(worker.rank, ())) for worker in replica.workers],
             last_outcome=ReplicaOutcome.of(replica.last_outcome) if replica.HasField("last_outcome") else None,
             unfit=Problem.of(replica.unfit) if replica.HasField("unfit") else None,
+            unopened=[
+                f"worker {each.worker_rank} could not open {each.source} over {each.transport}: {each.reason}"
+                for each in replica.unopened
+            ],
         )
-
-
-class Copied(BaseModel):
-    """Tensors that were copied to seal them, for one reason."""
-
-    reason: str = Field(description="the end of a sentence that begins with the tensor")
-    tensors: int = Field(description="of all these ranks together, as are the bytes")
-    bytes: int
-    names: list[str] = Field(description="the first 16 of the first rank")
-    rank: int = Field(description="the first one that has such tensors")
-    ranks: int = Field(description="how many have")
-
-    @classmethod
-    def of(cls, copied: weights_pb2.CopiedTensors) -> Copied:
-        return cls(
-            reason=copied.reason,
-            tensors=copied.tensors,
-            bytes=copied.bytes,
-            names=list(copied.names),
-            rank=copied.rank,
-            ranks=copied.ranks,
-        )
-
-
-class Report(BaseModel):
-    """How an update ended."""
-
-    ok: bool = Field(description="every replica serves the new weights, or as many as the caller named")
-    verified: bool
-    seconds: float
-    bytes: int
-    tensors: int
-    source_copies: int
-    stages: dict[str, float]
-    replicas: list[ReplicaOutcome] = Field(description="all that were registered, or that the caller named")
-    warnings: list[str]
-    copied: list[Copied]
-
-    @classmethod
-    def of(cls, report: manager_pb2.UpdateReport) -> Report:
-        return cls(
-            ok=report.ok,
-            verified=report.verified,
-            seconds=report.seconds,
-            bytes=report.bytes,
-            tensors=report.tensors,
-            source_copies=report.source_copies,
-            stages=stage_seconds(report.stages),
-            replicas=[ReplicaOutcome.of(outcome) for outcome in report.replicas],
-            warnings=list(report.warnings),
-            copied=[Copied.of(copied) for copied in report.copied],
-        )
-
-
-class Update(BaseModel):
-    """An update that reached the point of installing."""
-
-    epoch: int
-    identity: Identity
-    time: float = Field(description="when the intent was stored, Unix seconds")
-    report: Report | None = Field(description="null while it runs, or when the manager ended in the middle")
-
-    @classmethod
-    def of(cls, record: Record) -> Update:
-        return cls(
-            epoch=record.epoch,
-            identity=Identity.of(record.identity),
-            time=record.time,
-            report=None if record.report is None else Report.of(record.report),
-        )
-
-
-class Refused(BaseModel):
-    """An update that was refused before any replica was touched; it has no epoch of its own."""
-
-    lineage: str
-    version: int | None = Field(description="null: the lineage's next one was asked for")
-    time: float = Field(description="when it was refused, Unix seconds")
-    problem: Problem
-
-    @classmethod
-    def of(cls, refusal: Refusal) -> Refused:
-        return cls(
-            lineage=refusal.lineage,
-            version=refusal.version,
-            time=refusal.time,
-            problem=Problem.of(refusal.problem),
-        )
-
-
-class UpdatePage(BaseModel):
-    """Updates, newest first."""
-
-    updates: list[Update]
-    next_before: int | None = Field(description="pass it as `before` to get the next page; null on the last one")
-    refused: list[Refused] = Field(
-        description="the last ones since the manager started, newest first; on the first page only"
-    )
 
 
 class ReplicaList(BaseModel):

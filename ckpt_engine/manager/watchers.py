@@ -1,4 +1,5 @@
-"""Those who watch the replicas: each gets a snapshot, then what changes, gathered for some milliseconds.
+"""Sends news of replicas to those who watch them: each gets a snapshot, then what changes, gathered for some
+milliseconds.
 
 Runs on the manager's event loop thread. What is told is decided in ``machines/manager/watching.py``.
 """

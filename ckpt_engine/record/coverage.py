@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from ckpt_engine.core.boxes import Box, intersect, whole
+from ckpt_engine.core.boxes import Box, intersect, remainder, whole
 from ckpt_engine.core.problems import CkptEngineError, invalid
+from ckpt_engine.core.strides import span
 from ckpt_engine.record.recording import Fill, TensorLayout
 from ckpt_engine.record.views import Block, Digit, Undecodable, View, blocks, view_of
 from ckpt_engine.v1 import weights_pb2
@@ -31,7 +32,7 @@ def storage_key(tensor: torch.Tensor) -> int:
         return -id(tensor)
 
 
-class Place(NamedTuple):
+class StorageSlice(NamedTuple):
     """Where a tensor lies."""
 
     key: int
@@ -39,35 +40,9 @@ class Place(NamedTuple):
     layout: TensorLayout
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Place:
+    def of(cls, tensor: torch.Tensor) -> StorageSlice:
         key = storage_key(tensor)
         return cls(key, int(tensor.storage_offset()) if key > 0 else 0, TensorLayout.of(tensor))
-
-
-def remainder(box: Box, covers: Iterable[Box]) -> list[Box]:
-    """The parts of ``box`` that none of ``covers`` covers, disjoint."""
-    left = [box] if box.volume else []
-    for cover in covers:
-        if not left:
-            break
-        left = [part for each in left for part in _without(each, cover)]
-    return left
-
-
-def _without(box: Box, cover: Box) -> list[Box]:
-    common = intersect(box, cover)
-    if common is None or not common.volume:
-        return [box]
-    parts = []
-    start, stop = list(box.start), list(box.stop)
-    for axis in range(len(start)):
-        if start[axis] < common.start[axis]:
-            parts.append(Box(tuple(start), (*stop[:axis], common.start[axis], *stop[axis + 1 :])))
-            start[axis] = common.start[axis]
-        if common.stop[axis] < stop[axis]:
-            parts.append(Box((*start[:axis], common.stop[axis], *start[axis + 1 :]), tuple(stop)))
-            stop[axis] = common.stop[axis]
-    return parts
 
 
 @dataclass(slots=True)
@@ -98,24 +73,24 @@ class Owners:
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raises INVALID_ARGUMENT if a name occurs twice."""
-        self.places: dict[str, Place] = {}
+        self.slices: dict[str, StorageSlice] = {}
         self.by_name: dict[str, Owner] = {}
         self._by_storage: dict[int, list[Owner]] = {}
         self._alive: list[torch.Tensor] = []  # a storage's key may be used again once it is freed
         groups: dict[int, list[str]] = {}
         for name, tensor in tensors:
-            if name in self.places:
+            if name in self.slices:
                 raise invalid(f"the model names two tensors {name!r}", tensors=[name])
-            self.places[name] = Place.of(tensor)
+            self.slices[name] = StorageSlice.of(tensor)
             self._alive.append(tensor.detach())
-            groups.setdefault(self.places[name].key, []).append(name)
+            groups.setdefault(self.slices[name].key, []).append(name)
         for key, names in groups.items():
             self._by_storage[key] = self._owners(names)
 
     def _owners(self, names: list[str]) -> list[Owner]:
         found: list[Owner] = []
-        for name in sorted(names, key=lambda name: -whole(self.places[name].layout.shape).volume):
-            owner = _owner(name, self.places[name])
+        for name in sorted(names, key=lambda name: -whole(self.slices[name].layout.shape).volume):
+            owner = _owner(name, self.slices[name])
             for other in found if owner.end > owner.offset else []:
                 if other.layout.dtype == owner.layout.dtype and _shows(other, owner):
                     other.aliases.append(name)
@@ -143,7 +118,7 @@ class Owners:
         """
         owners = self._by_storage.get(storage_key(tensor), [])
         view = view_of(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
-        end = _end(tensor.shape, tensor.stride(), view.offset)
+        end = view.offset + span(tensor.shape, tensor.stride())
         problem: Undecodable | None = None
         for owner in reversed(owners[: bisect_right(owners, view.offset, key=lambda owner: owner.offset)]):
             if owner.end >= end and owner.layout.dtype == tensor.dtype:
@@ -156,16 +131,10 @@ class Owners:
         return None
 
 
-def _owner(name: str, place: Place) -> Owner:
+def _owner(name: str, place: StorageSlice) -> Owner:
     shape, stride = place.layout.shape, place.layout.stride
     digits = tuple(map(Digit, shape, stride))
-    return Owner(name, place.layout, place.offset, digits, _end(shape, stride, place.offset))
-
-
-def _end(shape: Sequence[int], stride: Sequence[int], offset: int) -> int:
-    if 0 in shape:
-        return offset
-    return offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return Owner(name, place.layout, place.offset, digits, place.offset + span(shape, stride))
 
 
 def _shows(owner: Owner, other: Owner) -> bool:
@@ -193,8 +162,8 @@ def account(
     for owner in owners.by_name.values():
         names = [owner.name, *owner.aliases]
         everything = whole(owner.layout.shape)
-        unloaded = remainder(everything, [box for box, _ in owner.loaded])
-        left = remainder_of_all(unloaded, [box for box, _ in owner.filled])
+        unloaded = remainder([everything], [box for box, _ in owner.loaded])
+        left = remainder(unloaded, [box for box, _ in owner.filled])
         reason: tuple[weights_pb2.Accounted.Kind, str] | None = None
         for declared, kind in ((derived, _Row.DERIVED), (constant, _Row.CONSTANT)):
             reason = reason or next(((kind, declared[name]) for name in names if name in declared), None)
@@ -213,11 +182,6 @@ def account(
     return rows, fills
 
 
-def remainder_of_all(boxes: Iterable[Box], covers: Sequence[Box]) -> list[Box]:
-    """The parts of disjoint ``boxes`` that none of ``covers`` covers."""
-    return [part for box in boxes for part in remainder(box, covers)]
-
-
 def _fills(owner: Owner, unloaded: list[Box]) -> list[Fill]:
     """What fills leave in the parts that nothing loads: where they overlap, the last one counts."""
     fills = []
@@ -227,7 +191,7 @@ def _fills(owner: Owner, unloaded: list[Box]) -> list[Fill]:
             common = intersect(part, box)
             if common is not None and common.volume:
                 fills.append(Fill(owner.name, common, value))
-        left = remainder_of_all(left, [box])
+        left = remainder(left, [box])
     return fills
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ckpt_engine.core.boxes import remainder
 from ckpt_engine.core.problems import CkptEngineError, internal
 from ckpt_engine.engine.target import LoadTarget, Weights
-from ckpt_engine.record.coverage import Owners, Place, remainder_of_all, storage_key
+from ckpt_engine.record.coverage import Owners, StorageSlice, storage_key
 from ckpt_engine.record.origins import is_composite, written_by
 from ckpt_engine.record.recording import Handover
 from ckpt_engine.record.views import Undecodable
@@ -53,9 +54,9 @@ def load(handover: Handover, target: LoadTarget, weights: Weights, tensors: Mapp
         raise internal(f"the engine's loader stopped after {guarded.last} this time", [guarded.last])
     now = dict(target.named_tensors())
     for name, boxes in handover.owners.items():
-        if name not in now or Place.of(now[name]) != owners.places[name]:
+        if name not in now or StorageSlice.of(now[name]) != owners.slices[name]:
             raise internal(f"the engine's loader replaced the model's tensor {name} this time", [name])
-        left = remainder_of_all(boxes, watch.boxes(name))
+        left = remainder(boxes, watch.boxes(name))
         if left:
             raise internal(f"the engine's loader wrote only a part of the model's tensor {name} this time", [name])
 

@@ -99,7 +99,7 @@ class Origins:
         return clone
 
     def compute(self, tensor: torch.Tensor, computed: Computed) -> None:
-        """From now on the memory of ``tensor`` holds computed values."""
+        """Notes that the memory of ``tensor`` holds computed values from now on."""
         self._by_storage[storage_key(tensor)] = computed
         self._alive.append(tensor)
 

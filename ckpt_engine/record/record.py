@@ -26,12 +26,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ckpt_engine.core.boxes import Box, whole
+from ckpt_engine.core.boxes import Box, remainder, whole
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import CkptEngineError, invalid
 from ckpt_engine.engine.target import LoadTarget
-from ckpt_engine.record.coverage import Owners, Place, account, remainder_of_all
+from ckpt_engine.record.coverage import Owners, StorageSlice, account
 from ckpt_engine.record.handovers import everything, handovers, owner_names, written
 from ckpt_engine.record.origins import NotRecordable
 from ckpt_engine.record.recorder import Recorder
@@ -134,7 +134,7 @@ def _rehearsed(handover: Handover, manifest: weights_pb2.Manifest, target: LoadT
 
 
 def _same_boxes(some: Collection[Box], others: Collection[Box]) -> bool:
-    return not remainder_of_all(some, list(others)) and not remainder_of_all(others, list(some))
+    return not remainder(some, others) and not remainder(others, some)
 
 
 def _recording(manifest: weights_pb2.Manifest, digest: bytes, run: _Run, found: list[Handover]) -> Recording:
@@ -188,12 +188,12 @@ def _loader_failed(recorder: Recorder, error: Exception) -> CkptEngineError:
 def _check_unchanged(owners: Owners, target: LoadTarget) -> None:
     """A loader that assigns (``parameter.data = weight``) would have to be run at every update."""
     now = dict(target.named_tensors())
-    for name, place in owners.places.items():
+    for name, place in owners.slices.items():
         if name not in now:
             raise NotRecordable(f"the loader removed the model's tensor {name}", name)
-        if Place.of(now[name]) != place:
+        if StorageSlice.of(now[name]) != place:
             raise NotRecordable(f"the loader replaced the model's tensor {name} instead of writing to it", name)
-    added = sorted(now.keys() - owners.places.keys())
+    added = sorted(now.keys() - owners.slices.keys())
     if added:
         raise NotRecordable(f"the loader added the tensor {added[0]} to the model", added[0])
 

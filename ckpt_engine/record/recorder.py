@@ -19,9 +19,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ckpt_engine.core.boxes import Box, intersect
+from ckpt_engine.core.boxes import Box, intersect, remainder
 from ckpt_engine.core.problems import CkptEngineError, deadline
-from ckpt_engine.record.coverage import Owner, Owners, remainder_of_all, storage_key
+from ckpt_engine.record.coverage import Owner, Owners, storage_key
 from ckpt_engine.record.origins import Computed, NotRecordable, Origins, is_composite, memoryless, spell, written_by
 from ckpt_engine.record.recording import Copy, NeedBox
 from ckpt_engine.record.views import Undecodable, blocks, copy_of, row_major
@@ -210,7 +210,7 @@ class Recorder(TorchDispatchMode):
                     raise self._unknown_values(tensor, func, ours)
                 owner, boxes = self._find(tensor, "")
                 known = [box for box, _ in (*owner.loaded, *owner.filled)]
-                if remainder_of_all(boxes, known):
+                if remainder(boxes, known):
                     text = f"the loader computes with what the model's tensor {owner.name} held before"
                     raise NotRecordable(f"{text} ({func!s})", self._origins.name(ours[0]) if ours else "")
                 self._mark(owner, seen)

@@ -110,7 +110,7 @@ class Batch:
         return sum(piece.bytes for piece in self.pieces)
 
     def by_source(self) -> Iterator[tuple[str, Cells, Words]]:
-        """Of each source that is read: the cells of its pieces, and their bytes."""
+        """For each source that is read, the cells of its pieces, and their bytes."""
         for source in dict.fromkeys(reading.source for reading in self.readings):
             its = [index for index, reading in enumerate(self.readings) if reading.source == source]
             yield source, self.cells[its], np.array([self.pieces[index].bytes for index in its], dtype=np.uint64)
@@ -176,7 +176,7 @@ class Batch:
             each.drain()
 
     def _by_gpu(self, indices: Sequence[int]) -> dict[int, list[int]]:
-        """Those that a GPU brings into pinned memory."""
+        """The pieces that a GPU brings into pinned memory."""
         found: dict[int, list[int]] = {}
         for index in indices:
             gpu = self.readings[index].gpu
@@ -252,7 +252,8 @@ def _read_back() -> int:
 
 
 def in_batches(pieces: Sequence[tuple[Piece, Reading]]) -> list[Batch]:
-    """In their order; what comes over a network apart from what does not. What comes last from GPUs is small."""
+    """Batches in their order; what comes over a network apart from what does not. What comes last from GPUs is
+    small."""
     parts: list[list[tuple[Piece, Reading]]] = []
     size, most = 0, 0
     left = sum(piece.bytes for piece, _ in pieces)

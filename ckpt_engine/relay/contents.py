@@ -24,7 +24,7 @@ class Contents:
     sealed: Sequence[torch.Tensor]
 
     def table(self, regions: Iterable[OfferedRegion]) -> SourceTable:
-        """With those regions, of all groups, in which something lies."""
+        """A table with the regions, of all groups, in which something lies."""
         found = SourceTable()
         found.CopyFrom(self.listed)
         used = {shard.region for shard in found.shards}

@@ -17,13 +17,14 @@ import selectors
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_engine.core.problems import unavailable
 from ckpt_engine.core.relay_layout import SLOTS, Group
+from ckpt_engine.host.forks import forget_in_children
+from ckpt_engine.host.owned import unwritable
 from ckpt_engine.host.processes import peer_user
 from ckpt_engine.host.relay_directory import directory_identity, made_directory, socket_address
 from ckpt_engine.relay.arena import Arena
@@ -80,13 +81,16 @@ class Door:
             os.rename(starting, self._path)
             self._waker, self._woken = socket.socketpair()
         except OSError as error:
-            raise unavailable(f"no socket for relays can be had at {self._path}: {error}") from error
+            advice = unwritable(folder, error)
+            raise unavailable(
+                f"no socket for relays can be had at {self._path}: {error}{'. ' if advice else ''}{advice}"
+            ) from error
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="ckpt-engine relay door", daemon=True)
-        _doors.add(self)
+        forget_in_children(self)
         self._thread.start()
 
     @property
@@ -271,13 +275,3 @@ def _answers(name: str) -> bool:
         except OSError:
             return True
     return True
-
-
-def _after_fork() -> None:
-    """A child that keeps the sockets open would hide its parent's death from readers."""
-    for door in list(_doors):
-        door.forget()
-
-
-_doors: weakref.WeakSet[Door] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_after_fork)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, invalid
+from ckpt_engine.core.rates import Flow, Rate, rate_of
 from ckpt_engine.core.relay_chunks import chunks_of, dealt, filling_key
 from ckpt_engine.core.relay_layout import SlotLayout
 from ckpt_engine.core.sealed_record import Recorded
@@ -33,6 +34,10 @@ AHEAD = 2
 
 LOOK_SECONDS = 0.2
 """Between two looks whether a filling goes on, while others pass on to it."""
+
+SLOW_SECONDS = 10.0
+"""Once half of the trees are there, a parent is left for an alternate if the rest of its tree would take longer than
+this, and longer than everything has taken by then."""
 
 PassOn = Callable[[bytes, Sequence[Sequence[tuple[int, int]]]], Passing | None]
 """(key, runs of each chunk): the slot's filling begins, for those who wait for it; None: it cannot be passed on."""
@@ -64,17 +69,21 @@ class FanIn:
         key = filling_key(fan_out.plan, recorded.root, self.chunks)
         passing = pass_on(key, [each.runs for each in self.chunks])
         try:
-            found = _Trees(self, fan_out, key, passing, recorded, stop_at).run(cancelled, progress)
+            trees = _Trees(self, fan_out, key, passing, recorded, stop_at)
+            missing, brought, again, faults = trees.run(cancelled, progress)
         except BaseException as error:
             if passing is not None:
                 why = error.problem.message if isinstance(error, CkptEngineError) else "its filling has failed"
                 passing.end(f"it does not hold the version: {why}")
             raise
+        sent = None
         if passing is not None:
             passing.finish()
-        missing, brought, again, faults = found
+            sent = passing.sent
         told = {fault.message: fault for fault in faults}
-        return Filled(missing, brought, again, tuple(told.values())[:NAMED], time.monotonic() - began)
+        return Filled(
+            missing, brought, again, tuple(told.values())[:NAMED], time.monotonic() - began, sent, trees.received
+        )
 
     def direct(self, chunks: Collection[int]) -> Filling:
         """Reads these chunks from those who hold the version, and whatever is in none."""
@@ -103,7 +112,7 @@ class FanIn:
         return [cell for cell, value in sums.items() if value != int(recorded.values[cell])]
 
     def name(self, cell: int) -> str:
-        """Of a cell's tensor."""
+        """The name of a cell's tensor."""
         tensor = int(np.searchsorted(self._layout.recorded.first, cell, side="right")) - 1
         return self._layout.recorded.record.manifest.tensors[tensor].name
 
@@ -135,12 +144,14 @@ class _Trees:
         self._peers = fan_out.peers
         self._changed = threading.Condition()
         self._connections: set[Passed] = set()
+        self._parents: dict[Passed, int] = {}  # those that may be left, and the bytes that are to come from them
         self._stopped = False
         self._taken: set[int] = set()  # chunks that others have passed on, compared
         self._again = 0
         self._done = 0  # bytes that others have passed on
         self._faults: list[Problem] = []
         self._brought: dict[str, int] = {}
+        self._flows: dict[str, list[Flow]] = {}  # by whom it was read
         self._direct: list[int] = []
         self._whole = {cell: number for number, chunk in enumerate(slot.chunks) for cell in chunk.cells}
         self._missing = [len(chunk.cells) for chunk in slot.chunks]
@@ -184,6 +195,7 @@ class _Trees:
                 with self._changed:
                     if self._following:
                         self._changed.wait(LOOK_SECONDS)
+                self._leave_slow(time.monotonic() - began)
                 told(0, 0)
         finally:
             self._stop()
@@ -199,15 +211,40 @@ class _Trees:
         missing = sorted((one for each in filled for one in each.missing), key=lambda one: one.cell)
         return tuple(missing), self._brought, self._again, self._faults
 
+    def _leave_slow(self, seconds: float) -> None:
+        """Parents that send so slowly that the filling would take twice as long. Alternates are left by no means but
+        the connection's: where they are slow, too, those who hold the version must not be read by all."""
+        with self._changed:
+            if 2 * self._following > len(self._threads) + 1:
+                return
+            for connection, left in list(self._parents.items()):
+                if (coming := connection.at_most()) is None:
+                    continue
+                there, rate = coming
+                more = (left - there) / rate
+                if more > max(SLOW_SECONDS, seconds):
+                    del self._parents[connection]
+                    connection.leave(
+                        f"{connection.owner} sends {rate / 1e6:.2g} MB/s at most, and would take {more:.0f} s more, "
+                        f"where others took {seconds:.1f} s in all: it is left for another"
+                    )
+
+    @property
+    def received(self) -> Rate | None:
+        """How fast others have passed on to it. Of one alone nobody can tell which of the two is slow."""
+        with self._changed:  # a thread that connected late may still leave
+            flows = [each for each in self._flows.values() if each]  # others were dialled, and have sent nothing
+        return rate_of(flows) if len(flows) > 1 else None
+
     def _give_up(self, chunks: Collection[int]) -> None:
-        """Of these, what has not come by now will not: others who have lost the same source must not wait for us."""
+        """Gives up what of these has not come by now: others who have lost the same source must not wait for us."""
         if self._passing is not None:
             for number in chunks:
                 if self._missing[number]:
                     self._passing.never(number)
 
     def _stop(self) -> None:
-        """Nothing can land in the slot once it returns. A thread that connects still lands nothing any more."""
+        """Stops: nothing can land in the slot once it returns. A thread that connects still lands nothing any more."""
         with self._changed:
             self._stopped = True
             for connection in self._connections:
@@ -232,12 +269,12 @@ class _Trees:
         """Reads a tree's chunks from the first who passes them on, and what he does not from the next. What is not
         taken in the end is read by way of the tables."""
         problem: Problem | None = None
-        for each in ask:
+        for place, each in enumerate(ask):
             if not chunks or self._stopped:
                 break
             peer = self._peers[each]
             try:
-                self._read(peer.relay, peer.region, chunks)
+                self._read(peer.relay, peer.region, chunks, not place)
             except CkptEngineError as error:
                 problem = error.problem
             except Exception as error:  # a bug costs this parent, and neither the chunks nor the filling
@@ -249,26 +286,32 @@ class _Trees:
             self._following -= 1
             self._changed.notify_all()
 
-    def _read(self, owner: str, region: Region, chunks: deque[int]) -> None:
+    def _read(self, owner: str, region: Region, chunks: deque[int], parent: bool) -> None:
         connection = Passed(region, owner, self._key, self._stop_at)
         try:
             with self._changed:
                 if self._stopped:
                     return
                 self._connections.add(connection)
-            asked = 0
+            asked, left = 0, sum(self._slot.chunks[number].bytes for number in chunks)
             while chunks:
                 while asked < min(AHEAD, len(chunks)):
                     connection.ask(chunks[asked])
                     asked += 1
                 number = chunks[0]
+                if parent:
+                    with self._changed:
+                        self._parents[connection] = left
                 connection.receive(number, self._slot.landing(number), self._moved)
                 self._take(owner, number)
                 chunks.popleft()
+                left -= self._slot.chunks[number].bytes
                 asked -= 1
         finally:
             with self._changed:
+                self._flows.setdefault(owner, []).extend(connection.flows)
                 self._connections.discard(connection)
+                self._parents.pop(connection, None)
                 self._changed.notify_all()
             connection.close()
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline
+from ckpt_engine.core.rates import Rate
 from ckpt_engine.core.relay_layout import SlotLayout
 from ckpt_engine.core.sealed_record import Recorded
 from ckpt_engine.digest.arriving import ArrivingDigests
@@ -51,16 +52,19 @@ class Missing:
 class Filled:
     """What `run` brought. missing: cells, sorted. brought: bytes that arrived as they were sealed, by source id, each
     once however often it was read. again: cells read more than once.
-    faults: of sources, also where another one served instead; at most 16."""
+    faults: of sources, also where another one served instead; at most 16. sent, received: how fast it was passed on,
+    and came from others that were filled along with it, if that was and can be told."""
 
     missing: tuple[Missing, ...]
     brought: Mapping[str, int]
     again: int
     faults: tuple[Problem, ...]
     seconds: float
+    sent: Rate | None = None
+    received: Rate | None = None
 
     def after(self, first: Filled) -> Filled:
-        """Of both, the first of which left out what this one was to bring."""
+        """The result of both, the first of which left out what this one was to bring."""
         sources = {*first.brought, *self.brought}
         brought = {source: first.brought.get(source, 0) + self.brought.get(source, 0) for source in sources}
         return Filled(self.missing, brought, first.again + self.again, self.faults, first.seconds + self.seconds)
@@ -296,5 +300,5 @@ class _Arrivals:
             self._arrived(whole)
 
     def rest(self, missing: Collection[int]) -> None:
-        """Nothing is brought any more."""
+        """Rests: nothing is brought any more."""
         self._arrived(sorted(self._cells.difference(missing)))

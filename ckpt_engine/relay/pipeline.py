@@ -157,7 +157,7 @@ class _Line:
         return None
 
     def digest(self, batch: Batch, brought_first: Future[Problem | None] | None) -> Words | Problem:
-        """Of a batch that is brought before it is digested, or else along with it."""
+        """Digests a batch after it was brought, or else along with that."""
         problem = self._lost(batch.readings) if brought_first is None else brought_first.result()
         if problem is not None:
             return problem

@@ -7,6 +7,7 @@ the other; digests for workers who need finer pieces on another, so that nobody 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -14,13 +15,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ckpt_engine.core.problems import CkptEngineError, deadline
+from ckpt_engine.core.rates import Rate
 from ckpt_engine.core.relay_layout import SLOTS
+from ckpt_engine.core.sizes import in_words
 from ckpt_engine.digest.host import warm_up
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.host.relay_directory import made_directory, relay_directory
 from ckpt_engine.host.room import memory_room
 from ckpt_engine.machines.events import (
     FillingProgress,
+    PassedOn,
     PublicationDecided,
     SealSource,
     SessionEnded,
@@ -34,7 +38,7 @@ from ckpt_engine.relay import narration
 from ckpt_engine.relay.alone import alone
 from ckpt_engine.relay.fill import Progress
 from ckpt_engine.relay.metrics import RelayState, of_relay
-from ckpt_engine.relay.settings import RelaySettings, in_words
+from ckpt_engine.relay.settings import RelaySettings
 from ckpt_engine.relay.slots import Slots
 from ckpt_engine.relay.work import RelayWork
 from ckpt_engine.scraping import scraped_at
@@ -96,7 +100,7 @@ class _Relay:
     def __init__(self, settings: RelaySettings, slots: Slots, reads: Sequence[str], state: RelayState) -> None:
         self._settings = settings
         self._slots = slots
-        self._work = RelayWork(slots, self._fetch)
+        self._work = RelayWork(slots, self._fetch, self._passed_on)
         self._loop = asyncio.get_running_loop()
         self._worker = ThreadPoolExecutor(1, "ckpt-engine fill")
         self._digester = ThreadPoolExecutor(1, "ckpt-engine digest")
@@ -213,6 +217,11 @@ class _Relay:
         found = dict(zip((ref.digest for ref in new), blobs, strict=True))
         self._blobs = {digest: found[digest] if digest in found else self._blobs[digest] for digest in wanted}
         return [self._blobs[ref.digest] for ref in refs]
+
+    def _passed_on(self, command: manager_pb2.FillRelay, rate: Rate) -> None:
+        """Hands over from the thread of a reader, whom nobody may keep from ending once the loop has."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._session.feed, PassedOn(command.fence, command.attempt, rate))
 
     def _progress(self, task: Task) -> Progress:
         told = time.monotonic()

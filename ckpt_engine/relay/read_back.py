@@ -33,7 +33,8 @@ class Digests(Protocol):
 
 
 def digests_by_gpu(boxes: Boxes, gpu: int, stage_bytes: int) -> Digests:
-    """Of pinned memory, by a GPU, which takes `stage_bytes` of its memory for that; by processors if it cannot."""
+    """Digests of pinned memory by a GPU, which takes `stage_bytes` of its memory for that; by processors if it
+    cannot."""
     try:
         return _ReadBack(boxes, gpu, stage_bytes)
     except Exception as error:  # no compiler, no memory: processors do it, slower and not wrong

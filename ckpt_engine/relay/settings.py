@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 from dataclasses import dataclass, field
 
@@ -12,6 +11,7 @@ from ckpt_engine.connection import checked_address
 from ckpt_engine.core.deadlines import LONGEST_SECONDS, Deadlines
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS
+from ckpt_engine.core.sizes import in_words
 from ckpt_engine.host.room import memory_room, memory_total
 from ckpt_engine.transport.base import Network
 
@@ -19,10 +19,6 @@ RELAY_LISTEN, RELAY_INSECURE = "CKPT_ENGINE_RELAY_LISTEN", "CKPT_ENGINE_RELAY_IN
 
 LISTEN = "127.0.0.1:0"
 """Where a relay listens that was told nothing: other hosts do not reach it."""
-
-UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-UNITS |= {"TB": 10**12, "B": 1}
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]+)")
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ class RelaySettings:
 
     @property
     def called(self) -> str:
-        """Its name."""
+        """The relay's name."""
         return self.name or socket.gethostname()
 
     def network(self) -> Network:
@@ -107,25 +103,6 @@ def _towards(manager: str) -> str:
         ) from error
 
 
-def bytes_of(text: str) -> int:
-    """The bytes that a size such as "200GiB" names. Raises INVALID_ARGUMENT, with what can be written."""
-    found = _SIZE.fullmatch(text.strip())
-    unit = next((size for name, size in UNITS.items() if found and name.lower() == found[2].lower()), 0)
-    if not found or not unit:
-        raise invalid(
-            f"--memory {text!r} is no amount of memory: write a number and a unit, such as 200GiB, 512MiB or 1.5TB"
-        )
-    return int(float(found[1]) * unit)
-
-
 def half_of_the_room() -> int:
     """The memory of a relay that was told none: half of what this host and this process's cgroup have left."""
     return memory_room() // 2
-
-
-def in_words(count: int) -> str:
-    """Bytes as people write memory: "200 GiB"."""
-    for name in ("TiB", "GiB", "MiB"):
-        if count >= UNITS[name]:
-            return f"{count / UNITS[name]:.4g} {name}"
-    return f"{count} bytes"

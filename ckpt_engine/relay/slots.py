@@ -1,8 +1,8 @@
 """What a relay holds: two slots of one arena, filled, lent and taken back. Decides nothing about when.
 
 The machine (`machines/relay/machine.py`) says which slot is filled with what. Whatever goes wrong in a filling leaves
-the other slot, and every replica, as they were. One filling at a time; `count`, `fill`
-and `withdraw` block the calling thread, all else is quick.
+the other slot, and every replica, as they were. One filling at a time; `count`, `fill` and `let_go` block the calling
+thread, all else is quick.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.problems import aborted, deadline, precondition
+from ckpt_engine.core.rates import Rate
 from ckpt_engine.core.relay_layout import SLOTS, SlotLayout, lay_out, wanted_of
 from ckpt_engine.core.sealed_record import Recorded, read_record
 from ckpt_engine.cuda.driver import CudaDriverError
@@ -53,7 +54,8 @@ CLOSE_SECONDS = 10.0
 class Wish:
     """A version to bring. record: hashes to identity.root, or it is refused. tables: of those who hold it, in the order
     in which equally near ones are asked. needs: of the workers of this host. everything: hold all of it. fan_out: who
-    is filled with the same at the same time, if anybody is."""
+    is filled with the same at the same time, if anybody is. passed: told, on any thread, how fast it was passed on to
+    them, whenever nobody asks for more of it."""
 
     identity: Identity
     record: SealedRecord
@@ -61,6 +63,7 @@ class Wish:
     needs: Sequence[WorkerNeeds] = ()
     everything: bool = False
     fan_out: FanOut | None = None
+    passed: Callable[[Rate], None] = lambda rate: None
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Held:
 
     @property
     def cells(self) -> frozenset[int]:
-        """Those that it has, of the record."""
+        """The cells of the record that it has."""
         return frozenset(atom.cell for atom in self.layout.atoms) - {each.cell for each in self.filled.missing}
 
     def digest(self, atoms: Atoms) -> list[int]:
@@ -155,7 +158,7 @@ class Slots:
 
     @property
     def host(self) -> Host:
-        """As its tables have it."""
+        """The host as its tables have it."""
         return self._host
 
     @property
@@ -170,7 +173,7 @@ class Slots:
 
     @property
     def pages(self) -> str:
-        """Of which size its pages are, for people."""
+        """The size of its pages, for people."""
         return self._arena.pages
 
     @property
@@ -318,7 +321,7 @@ class Slots:
             filled = ready.filling.run(ready.recorded, stop_at, cancelled, progress)
         else:
             ready.fan_in = ready.fan_in or FanIn(layout, ready.memory, ready.sources)
-            pass_on = partial(self._ways.pass_on, slot)
+            pass_on = partial(self._ways.pass_on, slot, passed=wish.passed)
             filled = ready.fan_in.run(wish.fan_out, pass_on, ready.recorded, stop_at, cancelled, progress)
         if filled.faults:  # a source may be reached in another way by the next time
             self._forget(slot)
@@ -340,15 +343,6 @@ class Slots:
             if before is None:
                 self._ways.lend(slot)
         return held
-
-    def withdraw(self, slot: int) -> int:
-        """Forgets what is in a slot once its readers are done, or were overruled; returns how many were. Its memory
-        stays the relay's."""
-        self.stop()  # a filling that nobody waits for any more must not lend it afterwards
-        self._held[slot] = None
-        overruled = self._ways.retire(slot)
-        self._forget(slot)
-        return overruled
 
     def let_go(self, tables: Collection[bytes], seconds: float) -> None:
         """Unmaps what the tables with these digests offer, once no filling goes on; what the slots hold stays. The next

@@ -40,7 +40,7 @@ class Reading:
     gpu: int | None = None  # the ordinal of the GPU that reads it, if it lies on one
 
     def offset(self, box: Box) -> int:
-        """Of a box's first element, bytes from the start of the region."""
+        """Offset of a box's first element, bytes from the start of the region."""
         width = itemsize(self.placed.stored or self.dtype)
         inside = (here - first for here, first in zip(box.start, self.first, strict=True))
         return self.placed.offset + width * int(sum(map(mul, inside, self.placed.stride)))
@@ -103,7 +103,7 @@ class Sources:
     def holders(self, tensor: int, box: Box) -> Iterator[tuple[Box, tuple[Reading, ...]]]:
         """Disjoint parts of a box, with those within reach that hold each, the nearest first."""
         publication = self._publication
-        for hit in publication.layouts[tensor].hits(box):
+        for hit in publication.partitions[tensor].hits(box):
             found = [self._reading(tensor, holder) for holder in publication.parts[tensor][hit.part].holders]
             near = sorted((each for each in found if each is not None), key=lambda each: each.nearness)
             yield hit.box, tuple(near)

@@ -1,4 +1,4 @@
-"""In which ways the slots of an arena are lent: to processes of the host, and to relays of others. Any thread.
+"""The ways in which the slots of an arena are lent: to processes of the host, and to relays of others. Any thread.
 
 Decides nothing about when. A way that cannot be offered is left out, and costs that way only.
 """
@@ -6,10 +6,11 @@ Decides nothing about when. A way that cannot be offered is left out, and costs 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from ckpt_engine.core.offers import region_offered
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.rates import Rate
 from ckpt_engine.core.relay_layout import Group
 from ckpt_engine.core.transports import arena_kinds, made
 from ckpt_engine.relay.arena import Arena
@@ -50,7 +51,7 @@ class Ways:
 
     @property
     def directory(self) -> str:
-        """As the host's facts have it."""
+        """The directory, as the host's facts have it."""
         return self._door.directory
 
     @property
@@ -63,10 +64,16 @@ class Ways:
         """Where other relays ask for what is being filled; None: they cannot."""
         return next((each.passes_on for each in self._lenders if isinstance(each, PassesOn)), None)
 
-    def pass_on(self, slot: int, key: bytes, chunks: Sequence[Sequence[tuple[int, int]]]) -> Passing | None:
+    def pass_on(
+        self,
+        slot: int,
+        key: bytes,
+        chunks: Sequence[Sequence[tuple[int, int]]],
+        passed: Callable[[Rate], None] = lambda rate: None,
+    ) -> Passing | None:
         """Lends a slot while it is being filled; None if that is not possible. See PassesOn."""
         found = next((each for each in self._lenders if isinstance(each, PassesOn)), None)
-        return None if found is None else found.pass_on(slot, key, chunks)
+        return None if found is None else found.pass_on(slot, key, chunks, passed)
 
     def regions(self, slot: int, groups: Sequence[Group]) -> list[OfferedRegion]:
         """A region for each group, in every way in which it can be lent now."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import invalid
+from ckpt_engine.core.rates import Rate
 from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, LetGoOf, RelayTask, SlotFilled
 from ckpt_engine.relay.fill import NAMED, Progress
 from ckpt_engine.relay.slots import Held, Slots, Wish
+from ckpt_engine.v1 import manager_pb2
 from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled
 from ckpt_engine.v1.weights_pb2 import SealedRecord, SourceTable, WorkerNeeds
 
@@ -22,11 +25,15 @@ Fetch = Callable[[Sequence[BlobRef], float], Sequence[bytes]]
 
 
 class RelayWork:
-    """Does one task at a time. fetch: gets blobs from the manager."""
+    """Does one task at a time. fetch: gets blobs from the manager. passed: told, on any thread, how fast what a command
+    brought was passed on, whenever nobody asks for more of it."""
 
-    def __init__(self, slots: Slots, fetch: Fetch) -> None:
+    def __init__(
+        self, slots: Slots, fetch: Fetch, passed: Callable[[FillRelay, Rate], None] = lambda command, rate: None
+    ) -> None:
         self._slots = slots
         self._fetch = fetch
+        self._passed = passed
         self._fetched: tuple[FillRelay, Wish] | None = None
 
     def perform(self, task: RelayTask, progress: Progress = lambda done, total: None) -> object:
@@ -59,6 +66,7 @@ class RelayWork:
                 [_read(WorkerNeeds, each) for each in needs],
                 command.everything,
                 command.fan_out if command.HasField("fan_out") else None,
+                partial(self._passed, command),
             )
             self._fetched = command, wish
         return self._fetched[1]
@@ -77,7 +85,13 @@ def told(held: Held) -> RelayFilled:
         overruled=held.overruled,
         wait_seconds=held.waited,
         fill_seconds=filled.seconds,
+        sent=_rate(filled.sent),
+        received=_rate(filled.received),
     )
+
+
+def _rate(rate: Rate | None) -> manager_pb2.Rate | None:
+    return None if rate is None else manager_pb2.Rate(bytes_per_second=rate.per_second, seconds=rate.seconds)
 
 
 def _read(kind: type[MessageT], data: bytes) -> MessageT:

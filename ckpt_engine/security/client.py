@@ -26,7 +26,7 @@ TOKEN_FILE, SERVER_NAME = "CKPT_ENGINE_TOKEN_FILE", "CKPT_ENGINE_SERVER_NAME"
 
 @dataclass(frozen=True)
 class ClientSecurity:
-    """None of it set: plain connections, which a manager accepts on loopback only."""
+    """What a client connects with. None of it set: plain connections, which a manager accepts on loopback only."""
 
     authority: bytes = b""
     certificate: bytes = b""

@@ -38,7 +38,7 @@ class Grant:
 
     @classmethod
     def parse(cls, text: str) -> Grant:
-        """From "replica/rollout-*" or "operator". Raises INVALID_ARGUMENT."""
+        """A grant from "replica/rollout-*" or "operator". Raises INVALID_ARGUMENT."""
         role, separator, pattern = text.partition("/")
         if (role in NAMED and pattern) or (role in UNNAMED and not separator):
             return cls(role, pattern)
@@ -70,11 +70,15 @@ class Caller:
 
     def require_any(self, *roles: str) -> None:
         """Raises PERMISSION_DENIED unless it has a grant of one of these roles, under whatever name."""
-        if not self.everything and not any(grant.role in roles for grant in self.grants):
+        if not self.may_any(*roles):
             raise forbidden(
                 f"{self.who} may not act as {' or '.join(roles)}: {self._may()}; grants are in the file that --tokens "
                 "of the manager names, or in the certificate's common name"
             )
+
+    def may_any(self, *roles: str) -> bool:
+        """Whether it has a grant of one of these roles, under whatever name."""
+        return self.everything or any(grant.role in roles for grant in self.grants)
 
     def _may(self) -> str:
         return f"it is granted {', '.join(str(grant) for grant in self.grants) or 'nothing'}"
@@ -97,7 +101,7 @@ class Tokens:
 
     @classmethod
     def parse(cls, text: str) -> Tokens:
-        """From lines of grants (with commas between them) and the SHA-256 of the token in hexadecimal:
+        """Grants from lines of grants (with commas between them) and the SHA-256 of the token in hexadecimal:
 
             replica/rollout-*,viewer   9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
 

@@ -33,7 +33,7 @@ class Loop:
     """Runs `machine`, the machine of `who` ("manager"), for as long as it does not raise.
 
     perform: carries out a command that is neither a timer nor a task. It queues and does not wait.
-    run: carries out a task: one Done, in time; see tasks.py.
+    run: carries out a task: one Done, in time; see tasks.py. None: the machine has no tasks.
     failed: told once, after the machine or what its commands led to has raised: the event, and the problem (INTERNAL).
     handled: told after the commands of an event were carried out; none: nobody.
     """
@@ -43,7 +43,7 @@ class Loop:
         who: str,
         machine: Machine,
         perform: Callable[[Any], None],
-        run: Callable[[Key, Task], Awaitable[Done]],
+        run: Callable[[Key, Task], Awaitable[Done]] | None,
         failed: Callable[[object, weights_pb2.Problem], None],
         handled: Callable[[object, Sequence[Any]], None] | None = None,
     ) -> None:
@@ -123,6 +123,7 @@ class Loop:
                 self._perform(command)
 
     async def _finish(self, key: Key, task: Task) -> None:
+        assert self._run is not None
         self.feed(await self._run(key, task))
 
     def _fire(self, key: Key) -> None:

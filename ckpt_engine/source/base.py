@@ -44,7 +44,8 @@ class Source(Protocol):
         ...
 
     def withdraw(self, seconds: float) -> None:
-        """As `close`, but only once no reader maps GPU memory of it any more, so that freeing that memory frees it.
+        """Closes as `close` does, but only once no reader maps GPU memory of it any more, so that freeing that memory
+        frees it.
 
         Readers are asked to let go and do so at once, unless they are in the middle of an update. Raises
         DEADLINE_EXCEEDED if some have not within `seconds`; new ones are refused by then, and it may be called again.

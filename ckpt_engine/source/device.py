@@ -68,7 +68,7 @@ class DeviceOffer:
             if not tensor.numel() and self._next > self._first:
                 self.offered[index] = Offered(self._first, 0, tensor.detach(), live and not copied[index])
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits until the GPUs have done what was asked of them: what they compute may be written by another stream."""
         for device in self._devices:
             torch.cuda.synchronize(device)

@@ -119,7 +119,7 @@ class DirectorySource:
         return digest_atoms(self._table, self._sealed, atoms)
 
     def withdraw(self, seconds: float) -> None:
-        """As `close`, once no reader keeps what was lent; nobody does of files."""
+        """Closes as `close` does, once no reader keeps what was lent; nobody does of files."""
         self._lent.withdraw(seconds)
         self.close()
 

@@ -1,33 +1,64 @@
 """What one source lends, over every transport that takes such memory. It knows no transport by name.
 
-The transports are those of core/transports.py: the one that the user asked for, or all that lend unasked. The thread
-that owns the weights.
+The transports are those of core/transports.py: the one that the user asked for, or all that lend unasked. Memory of a
+GPU that others read is besides offered for collectives, if CKPT_ENGINE_COLLECTIVE is 1 and other hosts reach this one:
+they may have no other way. Not in a cluster that encrypts, since collectives do not: there `transport="nccl"` has to be
+asked for. The thread that owns the weights.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 
 from ckpt_engine.core.offers import region_offered
-from ckpt_engine.core.problems import CkptEngineError, error, unavailable
-from ckpt_engine.core.transports import TransportKind, lending, made
+from ckpt_engine.core.problems import CkptEngineError, error, invalid, unavailable
+from ckpt_engine.core.transports import GPU_MEMORY, TransportKind, collective_kinds, lending, made
+from ckpt_engine.security.client import AUTHORITY
 from ckpt_engine.transport.base import Lender, Memory
-from ckpt_engine.v1.weights_pb2 import OfferedRegion, Problem
+from ckpt_engine.v1.weights_pb2 import OfferedRegion, Problem, Region
+
+log = logging.getLogger(__name__)
+
+COLLECTIVE = "CKPT_ENGINE_COLLECTIVE"
+"""Environment variable: 1: memory of GPUs is offered for collectives besides."""
+
+
+def encrypts() -> bool:
+    """Whether this process belongs to a cluster that encrypts what it sends."""
+    return bool(os.environ.get(AUTHORITY))
+
+
+def offers_collectives() -> bool:
+    """Whether memory of GPUs is offered for collectives that nobody asked for by name. Raises INVALID_ARGUMENT for a
+    value that says neither."""
+    said = os.environ.get(COLLECTIVE, "")
+    if said not in ("", "0", "1"):
+        raise invalid(
+            f"{COLLECTIVE} is {said!r}: set it to 1 to offer weights on GPUs for collectives besides, or leave it out"
+        )
+    return said == "1" and not encrypts()
 
 
 class Lending:
     """The regions of one source. reasons: why some memory could not be lent in some way."""
 
-    def __init__(self, asked: str | None = None) -> None:
-        """asked: the transport that the user named; None: all that need not be named."""
+    def __init__(self, asked: str | None = None, advertise: str = "") -> None:
+        """asked: the transport that the user named; None: all that need not be named. advertise: the address at which
+        other hosts reach this one, if there is one. Raises INVALID_ARGUMENT as `offers_collectives`."""
         self._asked = asked
+        self._advertise = advertise
+        self._collectives = asked is None and bool(advertise) and offers_collectives()
         self._lenders: dict[str, Lender] = {}
+        self._unmade: dict[str, Problem] = {}
+        self._said: set[str] = set()
         self._regions: dict[int, OfferedRegion] = {}
         self.reasons: list[str] = []
 
     @property
     def regions(self) -> list[OfferedRegion]:
-        """Those that are offered, by id."""
+        """The regions that are offered, by id."""
         return [self._regions[id] for id in sorted(self._regions)]
 
     def takes(self, kind: str) -> bool:
@@ -45,22 +76,19 @@ class Lending:
                 if refused.problem.code != Problem.UNAVAILABLE:
                     raise
                 self._say(refused.problem.message)
+        if ways and self._collectives and memory.kind == GPU_MEMORY:
+            ways += self._for_collectives(id, memory)
         if ways:
             self._regions[id] = region_offered(ways)
         return bool(ways)
 
     def must_offer(self, id: int, memory: Memory) -> None:
-        """As `offer`. Raises UNAVAILABLE, with the reasons, if there is no way."""
+        """Offers as `offer` does. Raises UNAVAILABLE, with the reasons, if there is no way."""
         if not self.offer(id, memory):
             asked = f"transport={self._asked!r}" if self._asked else "any transport"
             raise unavailable(
                 f"{memory.kind} cannot be lent over {asked}: {'; '.join(self.reasons) or 'none takes it'}"
             )
-
-    @property
-    def readers(self) -> int:
-        """Those who keep memory from being freed now."""
-        return sum(lender.readers for lender in self._lenders.values())
 
     def unchanged(self) -> bool:
         """Whether all that is offered is still there and the same."""
@@ -84,11 +112,31 @@ class Lending:
         for lender in self._lenders.values():
             lender.close()
 
+    def _for_collectives(self, id: int, memory: Memory) -> list[Region]:
+        """Ways that nobody asked for: what hinders them hinders nothing else."""
+        found = []
+        for kind in collective_kinds(memory.kind):
+            try:
+                found.append(self._lender(kind).offer(id, memory))
+            except CkptEngineError as refused:
+                if refused.problem.message not in self._said:
+                    self._said.add(refused.problem.message)
+                    log.info("ckpt-engine: not offered over %s: %s", kind.name, refused.problem.message)
+        return found
+
     def _lender(self, kind: TransportKind) -> Lender:
+        """Made for the first region. One that could not be made is not tried again, since that may take seconds."""
         found = self._lenders.get(kind.name)
         if found is None:
+            if (problem := self._unmade.get(kind.name)) is not None:
+                raise CkptEngineError(problem)
             assert kind.lender is not None, kind.name
-            found = self._lenders[kind.name] = made(kind.lender)
+            given = (self._advertise,) if kind.collective else ()
+            try:
+                found = self._lenders[kind.name] = made(kind.lender, *given)
+            except CkptEngineError as refused:
+                self._unmade[kind.name] = refused.problem
+                raise
         return found
 
     def _say(self, reason: str) -> None:

@@ -85,7 +85,7 @@ class MemorySource:
         self._sealed: list[torch.Tensor] = [torch.empty(0)] * len(boxes)
         self._offsets = [0] * len(boxes)
         self._places = [_HOST_REGION] * len(boxes)
-        self._lending = Lending(wish.transport)
+        self._lending = Lending(wish.transport, host.address)
         self._device: DeviceOffer | None = None
         self._host: HostOffer | None = None
         try:
@@ -102,11 +102,6 @@ class MemorySource:
     def table(self) -> SourceTable:
         """What it offers."""
         return self._table
-
-    @property
-    def readers(self) -> int:
-        """Processes that map its GPU memory now."""
-        return self._lending.readers
 
     def check(self) -> None:
         """Raises FAILED_PRECONDITION if the tensors are not where, or as, they were published."""
@@ -127,7 +122,7 @@ class MemorySource:
         self._has_seal, self._copied_from = False, []
         began = time.perf_counter()
         if self._device is not None:
-            self._device.settle()
+            self._device.synchronize()
         self._copied_from = self._copy(boxes)
         self._has_seal = True
         return time.perf_counter() - began if any(self._copied) else 0.0
@@ -174,7 +169,8 @@ class MemorySource:
         return prepared.run()
 
     def withdraw(self, seconds: float) -> None:
-        """As `close`, once no reader maps GPU memory. Raises DEADLINE_EXCEEDED, and has not closed, if some do."""
+        """Closes as `close` does, once no reader maps GPU memory. Raises DEADLINE_EXCEEDED, and has not closed, if some
+        do."""
         self._has_seal = False
         self._lending.withdraw(seconds)
         self.close()

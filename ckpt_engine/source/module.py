@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ckpt_engine.core.names import full_name
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.source.found import Finder
 from ckpt_engine.source.held import Held, held, is_sharded
@@ -75,7 +76,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+                yield full_name(prefix, name), buffer
 
 
 def _reshard(module: nn.Module) -> None:

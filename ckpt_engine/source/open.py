@@ -67,7 +67,8 @@ def open_source(
     be mapped are copied at each seal: on the GPU if half of its free memory has room for that, else to shared memory.
     `transport` forces one way for all: "cuda_ipc" refuses what cannot be lent on its GPU, "shared_memory" copies what
     does not lie there already, and so does any other that lends memory of the host (core/transports.py); then a
-    checkpoint directory is copied too.
+    checkpoint directory is copied too. "nccl" is for collectives: memory stays where it lies, on one device, and its
+    owner sends it; nobody reads it by itself.
 
     A callable is for tensors that do not exist between updates: gathered, merged or renamed ones. Each is copied before
     the next one is asked for, into memory of the source, which holds one copy of what this rank yields; see

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ckpt_engine.core.strides import span
 from ckpt_engine.transport.shared_memory import lies_in_arena
 
 SHARED = "is in memory that torch shares between processes (share_memory)"
@@ -27,7 +28,7 @@ ALIASED = (
 
 
 def why_not(boxes: Sequence[Sequence[torch.Tensor]]) -> list[str]:
-    """Of each box, why its memory cannot move; empty if it can. boxes: all tensor objects of each that can be moved.
+    """For each box, why its memory cannot move; empty if it can. boxes: all tensor objects of each that can be moved.
 
     Collects garbage if something seems to use their memory besides: what only waits to be freed is in nobody's way.
     """
@@ -39,8 +40,8 @@ def why_not(boxes: Sequence[Sequence[torch.Tensor]]) -> list[str]:
 
 
 def by_storage(tensors: Sequence[torch.Tensor], of: Sequence[torch.Tensor] | None = None) -> list[list[torch.Tensor]]:
-    """Those of `of` (None: of these) that lie in the storages of these tensors, one list a storage, each object once.
-    Empty ones are left out."""
+    """The tensors of `of` (None: of these) that lie in the storages of these tensors, one list a storage, each object
+    once. Empty ones are left out."""
     found: dict[int, dict[int, torch.Tensor]] = {storage_key(tensor): {} for tensor in tensors if tensor.numel()}
     for tensor in tensors if of is None else of:
         if tensor.numel() and tensor.device.type == "cpu" and (key := storage_key(tensor)) in found:
@@ -70,8 +71,8 @@ def move(tensors: Sequence[torch.Tensor], home: torch.Tensor) -> None:
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     """The bytes of its storage from a tensor's first element to behind its last."""
     start = int(tensor.storage_offset())
-    span = 1 + sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return start * tensor.element_size(), (start + span) * tensor.element_size()
+    stop = start + span(tensor.shape, tensor.stride())
+    return start * tensor.element_size(), stop * tensor.element_size()
 
 
 def _why_not(boxes: Sequence[Sequence[torch.Tensor]]) -> list[str]:

@@ -48,10 +48,10 @@ class RenewedSource(MemorySource):
         )
 
     def check(self) -> None:
-        """Nothing can be told before the walk."""
+        """Checks nothing: nothing can be told before the walk."""
 
     def close(self) -> None:
-        """As MemorySource, and forgets the callable."""
+        """Closes as MemorySource does, and forgets the callable."""
         super().close()
         self._walk = list
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -100,11 +100,12 @@ def read_header(path: Path) -> FileHeader:
     return FileHeader(path, 8 + length, data_size, tuple(tensor for tensor, _, _ in entries))
 
 
-def read_directory(path: Path) -> list[FileHeader]:
+def read_directory(path: Path, check: Callable[[Path], object] | None = None) -> list[FileHeader]:
     """The headers of a checkpoint: the files that the index names, else model.safetensors, else every *.safetensors.
 
     `path` may also be one file. Raises NOT_FOUND if there is none; INVALID_ARGUMENT if a file is wrong, if one that the
-    index names is not in the directory or lacks a tensor, or if two files hold tensors of one name.
+    index names is not in the directory or lacks a tensor, or if two files hold tensors of one name. check: called with
+    each file of weights before any of them is opened; what it raises is raised.
     """
     if path.is_file():
         return [read_header(path)]
@@ -120,6 +121,9 @@ def read_directory(path: Path) -> list[FileHeader]:
         files = sorted(path.glob("*.safetensors"))
     if not files:
         raise not_found(f"{path} holds no safetensors files")
+    if check is not None:
+        for file in files:
+            check(file)
     headers = [read_header(file) for file in files]
     homes: dict[str, str] = {}
     for header in headers:

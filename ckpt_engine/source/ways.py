@@ -53,7 +53,7 @@ def may_share(box: Held, wish: Wish) -> bool:
 
 
 def copy_reasons(boxes: Sequence[Held], served: Sequence[torch.dtype], wish: Wish, keep: str) -> list[str]:
-    """Of each box, why it is copied at each seal; empty if it is not.
+    """For each box, why it is copied at each seal; empty if it is not.
 
     keep: why CPU memory is not to be moved although it could be, if the wish does not say; empty: it is to be.
     Raises INVALID_ARGUMENT for a wish that cannot be fulfilled.

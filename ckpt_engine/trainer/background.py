@@ -13,21 +13,25 @@ import threading
 import time
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from ckpt_engine.core.deadlines import NOTICE_SECONDS, Deadlines
-from ckpt_engine.core.problems import CkptEngineError, deadline, precondition, unavailable
+from ckpt_engine.core.problems import CkptEngineError, deadline, internal, precondition, unavailable
 from ckpt_engine.machines.events import (
     PublicationDecided,
     PublishTable,
     Released,
+    RunPart,
     SealSource,
     SessionEnded,
     SessionOpened,
+    Task,
     WithdrawTable,
 )
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.trainer.call import Progress, UpdateCall
+from ckpt_engine.trainer.part import RankPart
 from ckpt_engine.trainer.sealer import Sealer
 from ckpt_engine.trainer.session import Notice, OfferingSession, Sealing
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -38,6 +42,9 @@ T = TypeVar("T")
 
 OTHERS_ASK_SECONDS = 30.0
 """After so long ranks other than 0 ask what an update waits for that has not begun."""
+
+_TELL_SECONDS = 8.0
+"""What is left of a collective's time to stop, and to tell the others and the manager why."""
 
 
 class Background:
@@ -55,6 +62,9 @@ class Background:
         self._keeper = ThreadPoolExecutor(1, thread_name_prefix="ckpt-engine keep")
         self._session: OfferingSession | None = None
         self._call: UpdateCall | None = None
+        self._part = RankPart()
+        self._broken = b""  # as RankPart.broken said when this rank sealed last
+        self._manifest: manager_pb2.BlobRef | None = None
         self._closing = False
         # Guarded by the condition: what the machine said last.
         self._changed = threading.Condition()
@@ -70,7 +80,13 @@ class Background:
         self._wait(self._begin(), self._deadlines.stop)
 
     def stop(self, reason: str) -> None:
-        """Says goodbye and ends the thread. May be repeated."""
+        """Says goodbye, gives up what collectives have taken and ends the thread. May be repeated."""
+        try:
+            self._part.close()
+        finally:
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
         if not self._thread.is_alive():
             return
         self._closing = True
@@ -85,13 +101,17 @@ class Background:
             self._thread.join(self._deadlines.stop)
 
     def publish(self, table: bytes) -> None:
-        """Publishes a table, now or once the manager is there."""
+        """Publishes a table, now or once the manager is there. A collective of what was published before is given
+        up."""
         self.require_running()
+        self._part.close()
         self._wait(self._tell(PublishTable(table)), self._deadlines.stop)
 
     def withdraw(self) -> None:
-        """Tells the manager that nothing is published any more, now or once it is there."""
+        """Tells the manager that nothing is published any more, now or once it is there. A collective of it is given
+        up."""
         self.require_running()
+        self._part.close()
         self._wait(self._tell(WithdrawTable()), self._deadlines.stop)
 
     def await_published(self, connect_seconds: float, gather_seconds: float, settle_seconds: float) -> None:
@@ -144,7 +164,7 @@ class Background:
         asking = asyncio.run_coroutine_threadsafe(self._tell_what_it_waits_for(call), self._loop)
         try:
             calling.add_done_callback(call.ended)
-            return call.serve(lambda task, atoms: self._sealer.seal(atoms, task.keep), on_progress, seconds)
+            return call.serve(on_progress, seconds)
         finally:
             self._call = None
             calling.cancel()
@@ -191,7 +211,13 @@ class Background:
 
     async def _begin(self) -> None:
         self._session = OfferingSession(
-            self._address, self._machine, self._seal, self._notified, self._deadlines.goodbye
+            self._address,
+            self._machine,
+            self._seal,
+            self._notified,
+            self._deadlines.goodbye,
+            self._take_part,
+            broken=lambda: self._broken,
         )
         self._session.start()
 
@@ -216,11 +242,43 @@ class Background:
 
     async def _seal(self, task: SealSource, atoms: weights_pb2.Atoms) -> Sealing:
         if task.keep:
+            self._broken = b""
             return await self._loop.run_in_executor(self._keeper, self._sealer.seal, atoms, True)
         call = self._call
         if call is None:
             raise precondition("this rank does not wait in update_weights, so its weights may be changing")
-        return await call.seal(task, atoms)
+        call.sealed = task.epoch
+
+        def seal() -> Sealing:
+            self._broken = self._part.broken()
+            return self._sealer.seal(atoms, False)
+
+        return await call.have("sealing", seal)
+
+    async def _take_part(self, task: Task) -> object:
+        """A collective: nothing else is asked of a trainer rank."""
+        assert isinstance(task, RunPart), task
+        # Some seconds before the task does, so that the answer says who was to blame.
+        seconds = task.seconds - min(_TELL_SECONDS, task.seconds / 4)
+        stop_at = time.monotonic() + seconds
+        call, meeting = self._call, None
+        try:
+            meeting = self._part.begin(task)
+            if call is None or call.sealed != task.sealed:
+                raise precondition("this rank is not in the call of update_weights in which it sealed")
+            assert self._session is not None
+            if self._manifest is None:
+                raise precondition("this rank does not know the manifest of what it published")
+            refs = [task.collective.plan, self._manifest]
+            plan, manifest = await self._session.fetch(refs, min(seconds, self._deadlines.blobs))
+            held = partial(self._sealer.held, weights_pb2.Manifest.FromString(manifest))
+            take = partial(self._part.take, task, plan, held, meeting, min(stop_at, call.end))
+            return await call.have("sending in a collective", take)
+        except Exception as error:
+            if not isinstance(error, CkptEngineError):
+                logger.exception("a part in a collective failed in a way that nobody foresaw")
+                error = internal(f"{type(error).__name__}: {error}")
+            return await self._loop.run_in_executor(None, self._part.refuse, task, error, meeting)
 
     def _notified(self, said: Notice) -> None:
         with self._changed:
@@ -239,6 +297,7 @@ class Background:
                         )
                     self._open, self._lost, self._final, self._decision = False, problem, final, None
                 case PublicationDecided():
+                    self._manifest = said.manifest or self._manifest
                     self._decision, self._decided_at = said, time.monotonic()
                 case Released(epoch):
                     logger.debug("epoch %d is released", epoch)

@@ -1,31 +1,33 @@
 """One `update_weights` in flight: what the background thread has for the trainer's own thread, and how that serves it.
 
-The trainer's thread waits in `serve`. The background thread puts seal work, events and the end of the call into it.
+The trainer's thread waits in `serve`. The background thread puts work, events and the end of the call into it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, internal
-from ckpt_engine.machines.events import SealSource
-from ckpt_engine.trainer.session import Sealing
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1 import manager_pb2
+
+T = TypeVar("T")
 
 Progress = Callable[[manager_pb2.UpdateProgress], None]
 
 
 @dataclass(frozen=True)
-class _SealWork:
-    task: SealSource
-    atoms: weights_pb2.Atoms
-    answer: Future[Sealing]
+class _Work(Generic[T]):
+    doing: str
+    do: Callable[[], T]
+    answer: Future[T]
 
 
 @dataclass(frozen=True)
@@ -37,22 +39,27 @@ class UpdateCall:
     """Made by the trainer's thread before the call starts; `close` when it has left `serve`, however it left."""
 
     def __init__(self) -> None:
-        self._items: queue.SimpleQueue[_SealWork | manager_pb2.UpdateEvent | _Ended] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[_Work[Any] | manager_pb2.UpdateEvent | _Ended] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         self.heard = False
         """Whether the manager has said or asked anything, so that the update has begun."""
+        self.sealed = 0
+        """The fill epoch in which this call has sealed last."""
+        self.end = math.inf
+        """Monotonic seconds until which the trainer's thread waits."""
 
     # --------------------------------------------------------------------------------- background thread
 
-    async def seal(self, task: SealSource, atoms: weights_pb2.Atoms) -> Sealing:
-        """Has the trainer's thread seal. Raises CkptEngineError: what sealing raised, or ABORTED if it left."""
-        answer: Future[Sealing] = Future()
+    async def have(self, doing: str, do: Callable[[], T]) -> T:
+        """Has the trainer's thread do something; doing: what that is, for messages. Raises CkptEngineError: what it
+        raised, or ABORTED if the thread left."""
+        answer: Future[T] = Future()
         self.heard = True
         with self._lock:
             if self._closed:
                 raise left()
-            self._items.put(_SealWork(task, atoms, answer))
+            self._items.put(_Work(doing, do, answer))
         return await asyncio.wrap_future(answer)
 
     def event(self, event: manager_pb2.UpdateEvent) -> None:
@@ -66,26 +73,21 @@ class UpdateCall:
 
     # ---------------------------------------------------------------------------------- trainer's thread
 
-    def serve(
-        self,
-        seal: Callable[[SealSource, weights_pb2.Atoms], Sealing],
-        on_progress: Progress | None,
-        seconds: float,
-    ) -> manager_pb2.UpdateReport:
+    def serve(self, on_progress: Progress | None, seconds: float) -> manager_pb2.UpdateReport:
         """Does what the call asks of this thread until the report is there. Raises CkptEngineError, or what
         `on_progress` raises; KeyboardInterrupt gets out at once."""
         report: manager_pb2.UpdateReport | None = None
-        end = time.monotonic() + seconds
+        self.end = time.monotonic() + seconds
         while True:
             try:
-                item = self._items.get(timeout=max(0.0, end - time.monotonic()))
+                item = self._items.get(timeout=max(0.0, self.end - time.monotonic()))
             except queue.Empty:
                 raise deadline(
                     f"no report came within {seconds:.0f} s, although the manager should end by then"
                 ) from None
             match item:
-                case _SealWork():
-                    _seal(item, seal)
+                case _Work():
+                    _do(item)
                 case manager_pb2.UpdateEvent():
                     if item.HasField("report"):
                         report = item.report
@@ -101,7 +103,7 @@ class UpdateCall:
                     return report
 
     def close(self) -> None:
-        """Refuses what still waits to be sealed. May be repeated."""
+        """Refuses what still waits to be done. May be repeated."""
         with self._lock:
             self._closed = True
         while True:
@@ -109,7 +111,7 @@ class UpdateCall:
                 item = self._items.get_nowait()
             except queue.Empty:
                 return
-            if isinstance(item, _SealWork) and item.answer.set_running_or_notify_cancel():
+            if isinstance(item, _Work) and item.answer.set_running_or_notify_cancel():
                 item.answer.set_exception(left())
 
 
@@ -118,18 +120,18 @@ def left() -> CkptEngineError:
     return aborted("the trainer rank has left update_weights (an interrupt, an error or its timeout)")
 
 
-def _seal(work: _SealWork, seal: Callable[[SealSource, weights_pb2.Atoms], Sealing]) -> None:
+def _do(work: _Work[T]) -> None:
     if not work.answer.set_running_or_notify_cancel():
         return  # it was given up while it waited
     try:
-        sealed = seal(work.task, work.atoms)
+        done = work.do()
     except CkptEngineError as error:
         work.answer.set_exception(error)
     except Exception as error:
         # The manager is told, and the call then ends with this very problem.
-        work.answer.set_exception(internal(f"sealing failed: {type(error).__name__}: {error}"))
+        work.answer.set_exception(internal(f"{work.doing} failed: {type(error).__name__}: {error}"))
     except BaseException:
         work.answer.set_exception(left())
         raise
     else:
-        work.answer.set_result(sealed)
+        work.answer.set_result(done)

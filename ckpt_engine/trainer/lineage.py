@@ -38,6 +38,20 @@ def resolve_lineage(lineage: str | None, rank: int, world_size: int, environment
     return lineage
 
 
+def fresh_lineage(rank: int, world_size: int, environment: Mapping[str, str]) -> str | None:
+    """A name that no start before this one had: the elastic run's id (or "run") and a random ending, rank 0's.
+
+    None: CKPT_ENGINE_LINEAGE names the lineage, or several ranks have no default group of torch.distributed to agree
+    in; then `resolve_lineage` decides, or says what is missing.
+    """
+    if environment.get(ENVIRONMENT):
+        return None
+    fresh = f"{_elastic(environment) or 'run'}-{secrets.token_hex(4)}"
+    if world_size == 1:
+        return fresh
+    return _broadcast(fresh, rank, world_size) if _have_group(world_size) else None
+
+
 def _elastic(environment: Mapping[str, str]) -> str | None:
     name = environment.get("TORCHELASTIC_RUN_ID", "none")
     if name == "none":
@@ -50,7 +64,7 @@ def _broadcast(fresh: str, rank: int, world_size: int) -> str:
     import torch
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size):
+    if not _have_group(world_size):
         raise invalid(
             f"{world_size} ranks must name one lineage: pass the same lineage= to each Trainer, set {ENVIRONMENT} for "
             f"all of them, or initialise torch.distributed with {world_size} ranks first",
@@ -65,3 +79,9 @@ def _broadcast(fresh: str, rank: int, world_size: int) -> str:
         name.copy_(torch.tensor(list(fresh.encode()), dtype=torch.uint8))
     dist.broadcast(name, src=0)
     return bytes(name.tolist()).decode()
+
+
+def _have_group(world_size: int) -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size

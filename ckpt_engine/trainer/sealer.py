@@ -13,7 +13,9 @@ from ckpt_engine.core.transports import GPU_MEMORY, memory_of
 from ckpt_engine.digest.host import warm_up
 from ckpt_engine.source.base import Source
 from ckpt_engine.source.finite import not_finite
+from ckpt_engine.trainer.part import held_of
 from ckpt_engine.trainer.session import Sealing
+from ckpt_engine.transport.collective.seat import Held
 from ckpt_engine.v1 import weights_pb2
 
 
@@ -68,6 +70,14 @@ class Sealer:
             started = time.perf_counter()
             values = self._source.digest(atoms)
             return weights_pb2.Digests(values=values), copy_seconds, time.perf_counter() - started
+
+    def held(self, manifest: weights_pb2.Manifest) -> Held:
+        """What is sealed, by the numbers of a manifest, for a collective. Raises FAILED_PRECONDITION if nothing is
+        published, INVALID_ARGUMENT if that is not what the manifest is of."""
+        with self._lock:
+            if self._source is None:
+                raise precondition("nothing is published")
+            return held_of(manifest, self._source.table(), list(self._source.tensors()))
 
     def withdraw(self, seconds: float) -> None:
         """Takes the source back once no reader maps its GPU memory; see Source.withdraw, which says what it raises. One

@@ -8,6 +8,7 @@ made the session.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -66,7 +67,8 @@ class OfferingSession:
 
     seal: performs a SealSource on whichever thread it belongs; awaited on the loop; raises CkptEngineError.
     notify: is told SessionOpened, SessionEnded, and whatever other command is no message, on the loop.
-    further: performs tasks that only this kind of member has; awaited as `seal`. who: what the log calls it.
+    further: performs tasks that only this kind of member has; awaited as `seal`. who: what the log calls it. broken:
+    asked after each seal: a SealResult's.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class OfferingSession:
         goodbye_seconds: float,
         further: Callable[[Task], Awaitable[object]] | None = None,
         who: str = "trainer",
+        broken: Callable[[], bytes] = bytes,
     ) -> None:
         """goodbye_seconds: how long a stream may take to end once everything on it was sent."""
         self._goodbye_seconds = goodbye_seconds
@@ -88,6 +91,7 @@ class OfferingSession:
         self._loop = Loop(who, machine, self._perform, self._run, self._failed)
         self._seal = seal
         self._further = further
+        self._broken = broken
         self._seal_epoch = 0
         self._notify = notify
         self._streams: dict[Peer, MemberStream] = {}
@@ -222,10 +226,8 @@ class OfferingSession:
         if isinstance(task, PutBlobs):
             return tuple(await asyncio.gather(*(put_blob(self._stub, blob, task.seconds) for blob in task.blobs)))
         if not isinstance(task, SealSource):
-            if self._further is None:  # a collective: nothing else is asked of a trainer rank
-                raise precondition(
-                    "this trainer rank is to take part in a collective, which this version of ckpt-engine does not do"
-                )
+            if self._further is None:
+                raise precondition(f"nobody has told this {self._who} how to do {type(task).__name__}")
             return await self._further(task)
         self._seal_epoch = task.epoch
         atoms = await self._atoms(task)
@@ -233,8 +235,9 @@ class OfferingSession:
             # Its atoms came late; sealing anew would change what the later update's readers read.
             raise aborted(f"sealing for epoch {task.epoch} was overtaken by epoch {self._seal_epoch}")
         digests, copy_seconds, digest_seconds = await self._seal(task, atoms)
+        digested = time.monotonic()
         ref = await put_blob(self._stub, digests.SerializeToString(deterministic=True), task.seconds, ask=False)
-        return SealResult(ref, copy_seconds, digest_seconds)
+        return SealResult(ref, copy_seconds, digest_seconds, self._broken(), digested)
 
     async def fetch(self, refs: Sequence[manager_pb2.BlobRef], seconds: float) -> list[bytes]:
         """Blobs that the manager has, in order. Raises CkptEngineError."""

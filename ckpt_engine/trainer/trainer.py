@@ -123,8 +123,10 @@ class Trainer:
         holds. dtype: served, if another than the weights'. snapshot: True copies the weights at each update, so that
         replicas that join late can be served between updates; False refuses what needs a copy. transport: what all
         of them are offered over, "cuda_ipc", "shared_memory" or another that lends memory; none: where they lie if that
-        works. check_finite: each update reads all weights once more and is refused, naming tensor and rank, if they
-        hold NaN or infinity. The table in `source.open.open_source` says what each kind of weights does by default.
+        works. "nccl": this rank takes part in a collective with the replicas' workers, inside `update_weights`, over
+        NCCL between GPUs and over Gloo between CPUs (docs/collective.md). check_finite: each update reads all weights
+        once more and is refused, naming tensor and rank, if they hold NaN or infinity. The table in
+        `source.open.open_source` says what each kind of weights does by default.
 
         A module's weights on a CPU move into shared memory, where the optimizer goes on stepping them; those whose
         memory something else uses, too (a flat buffer, `share_memory`, a kept `.data`), stay where they are and are

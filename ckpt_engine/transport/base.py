@@ -20,18 +20,20 @@ here). A *mapped* one (`Transport`) makes the owner's memory readable here, and 
 Steps 1 to 3 leave the engine's weights as they are, so a failure there needs no repair; 1 and 2 are done before the
 engine pauses. Errors are CkptEngineError: UNAVAILABLE (the source is gone; another may serve), DATA_LOSS (what lies
 there is not what was published), INVALID_ARGUMENT (a move does not fit its region or its destination),
-DEADLINE_EXCEEDED. They name the source (`source_of`).
+DEADLINE_EXCEEDED. They name the source (`source_of`). What is there and cannot be opened here is a CannotOpenError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from ckpt_engine.copy.prepared import PreparedCopy
+from ckpt_engine.core.problems import CkptEngineError, unavailable
+from ckpt_engine.core.rates import Rate
 from ckpt_engine.core.transports import FILES, GPU_MEMORY, HOST_MEMORY
 from ckpt_engine.core.transports import Availability as Availability
 from ckpt_engine.v1.weights_pb2 import Region
@@ -41,6 +43,16 @@ if TYPE_CHECKING:
 
 OPEN_SECONDS = 60.0
 """How long opening may take, if nobody says."""
+
+
+class CannotOpenError(CkptEngineError):
+    """Raised by `open` and `connect` for a region that is offered, and that this process cannot open: it may not, or
+    its system refuses. UNAVAILABLE. The same region is then opened another way, if there is one. An owner that has gone
+    is no case of it."""
+
+    def __init__(self, message: str, region: Region) -> None:
+        super().__init__(unavailable(message).problem)
+        self.region = region
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +120,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """As in Region.transport."""
+        """The transport's name, as in Region.transport."""
         ...
 
     def availability(self) -> Availability:
@@ -167,7 +179,7 @@ class LeasedLink(Protocol):
         ...
 
     def rest(self) -> None:
-        """Nothing is read before the next `hold`. Never raises."""
+        """Rests: nothing is read before the next `hold`. Never raises."""
         ...
 
 
@@ -177,7 +189,7 @@ class Fetcher(Protocol):
 
     @property
     def name(self) -> str:
-        """As in Region.transport."""
+        """The transport's name, as in Region.transport."""
         ...
 
     def availability(self) -> Availability:
@@ -236,17 +248,13 @@ class Lender(Protocol):
         """
         ...
 
-    @property
-    def readers(self) -> int:
-        """Readers that keep the owner from freeing what was offered. 0 where nobody does."""
-        ...
-
     def unchanged(self) -> bool:
         """Whether what was offered is still there and the same. Cheap: looks at no element."""
         ...
 
     def withdraw(self, seconds: float) -> None:
-        """Takes all offers back: new readers are refused, and it returns once `readers` is 0. May be repeated.
+        """Takes all offers back: new readers are refused, and it returns once none keeps the owner from freeing memory.
+        May be repeated.
 
         Raises DEADLINE_EXCEEDED if some have not let go within `seconds`.
         """
@@ -306,8 +314,8 @@ class ArenaLender(Protocol):
         ...
 
     def retire(self, slot: int) -> int:
-        """As `refuse`, and waits for those who hold the slot, each for as long as it may keep it. Returns how many were
-        overruled: nothing of the slot is sent to them any more."""
+        """Refuses as `refuse` does, and waits for those who hold the slot, each for as long as it may keep it. Returns
+        how many were overruled: nothing of the slot is sent to them any more."""
         ...
 
     def close(self) -> None:
@@ -317,6 +325,11 @@ class ArenaLender(Protocol):
 
 class Passing(Protocol):
     """A filling that others wait for. Any thread."""
+
+    @property
+    def sent(self) -> Rate | None:
+        """How fast it was passed on by now; None if that cannot be told."""
+        ...
 
     def verified(self, chunk: int) -> None:
         """A chunk lies in the slot as it was sealed, and is not written to any more: it may be read from now on."""
@@ -348,9 +361,16 @@ class PassesOn(Protocol):
         """Where other relays ask for what is being filled, whatever that is."""
         ...
 
-    def pass_on(self, slot: int, key: bytes, chunks: Sequence[Sequence[tuple[int, int]]]) -> Passing:
+    def pass_on(
+        self,
+        slot: int,
+        key: bytes,
+        chunks: Sequence[Sequence[tuple[int, int]]],
+        passed: Callable[[Rate], None],
+    ) -> Passing:
         """The filling of a slot, which nobody reads, begins. key: 16 bytes by which readers name it. chunks: of each
-        its runs, (offset in the slot, length), in the order in which they are sent."""
+        its runs, (offset in the slot, length), in the order in which they are sent. passed: told, on any thread, how
+        fast it was passed on, whenever the last of its readers has left."""
         ...
 
 

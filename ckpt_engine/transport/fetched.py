@@ -21,10 +21,12 @@ from ckpt_engine.copy.copying import TensorCopy
 from ckpt_engine.copy.prepared import PreparedCopy
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.problems import CkptEngineError, data_loss, deadline, error, invalid, unavailable
+from ckpt_engine.core.strides import span
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import (
     OPEN_SECONDS,
     Availability,
+    CannotOpenError,
     Fetcher,
     LeasedLink,
     Link,
@@ -62,7 +64,7 @@ class FetchedTransport:
 
     @property
     def name(self) -> str:
-        """As in Region.transport."""
+        """The transport's name, as in Region.transport."""
         return self._fetcher.name
 
     def availability(self) -> Availability:
@@ -161,7 +163,7 @@ class FetchedRegions:
         self._regions = {}
 
     def sever(self) -> None:
-        """As `close`, until the next `check`."""
+        """Closes as `close` does, until the next `check`."""
         links, self._links = self._links, {}
         for link in links.values():
             link.sever()
@@ -196,7 +198,7 @@ class _Piece(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Of staging memory."""
+        """Bytes of staging memory."""
         return self.length * prod(extent for extent, _ in self.outer)
 
     def runs(self, local: int) -> Iterator[Run]:
@@ -318,6 +320,8 @@ class Naming:
 
     def __exit__(self, _: object, raised: BaseException | None, __: object) -> None:
         name = source_of(self._region)
+        if isinstance(raised, CannotOpenError) and name not in raised.problem.message:
+            raise CannotOpenError(f"{name}: {raised.problem.message}", raised.region) from raised
         if isinstance(raised, CkptEngineError) and name not in raised.problem.message:
             raise error(raised.problem.code, f"{name}: {raised.problem.message}") from raised
 
@@ -338,31 +342,32 @@ def _cut(
     axes = sorted((axis for axis, extent in enumerate(shape) if extent > 1), key=lambda axis: -stride[axis])
     inner = _in_one_run(shape, stride, axes, dtype.itemsize)
     outer = axes[: len(axes) - inner]
-    span = 1 + sum((shape[axis] - 1) * stride[axis] for axis in axes[len(axes) - inner :])
-    if span * dtype.itemsize * prod(shape[axis] for axis in outer) > SLOT_BYTES:
+    in_run = axes[len(axes) - inner :]
+    length = span([shape[axis] for axis in in_run], [stride[axis] for axis in in_run])
+    if length * dtype.itemsize * prod(shape[axis] for axis in outer) > SLOT_BYTES:
         middle = shape[axes[0]] // 2
         low, high = destination.split([middle, shape[axes[0]] - middle], axes[0])
         yield from _cut(region, low, dtype, offset, stride)
         yield from _cut(region, high, dtype, offset + middle * stride[axes[0]] * dtype.itemsize, stride)
         return
     staged = list(stride)
-    step = span
+    step = length
     for axis in reversed(outer):
         staged[axis] = step
         step *= shape[axis]
     counted = tuple((shape[axis], stride[axis]) for axis in outer)
-    yield _Piece(region, destination, dtype, offset, span * dtype.itemsize, counted, tuple(staged))
+    yield _Piece(region, destination, dtype, offset, length * dtype.itemsize, counted, tuple(staged))
 
 
 def _in_one_run(shape: Sequence[int], stride: Sequence[int], axes: Sequence[int], width: int) -> int:
     """How many of the fastest axes one run covers: those that lie densely, and, where runs would be short, also some
     whose gaps are read along."""
-    span = useful = 1
+    run = useful = 1
     for number, axis in enumerate(reversed(axes)):
-        wider = span + (shape[axis] - 1) * stride[axis]
+        wider = run + (shape[axis] - 1) * stride[axis]
         more = useful * shape[axis]
-        worth = span * width < RUN_BYTES and wider <= _WASTE * more
+        worth = run * width < RUN_BYTES and wider <= _WASTE * more
         if wider > more and not worth:
             return number
-        span, useful = wider, more
+        run, useful = wider, more
     return len(axes)

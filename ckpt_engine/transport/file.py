@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from ckpt_engine.core.problems import CkptEngineError, data_loss, invalid, unavailable
 from ckpt_engine.transport import on_host
-from ckpt_engine.transport.base import OPEN_SECONDS, Availability, FileMemory, Memory
+from ckpt_engine.transport.base import OPEN_SECONDS, Availability, CannotOpenError, FileMemory, Memory
 from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.mapped import MappedRegions, Mapping
 from ckpt_engine.v1.weights_pb2 import FileLocator, Region
@@ -54,11 +54,6 @@ class FileLender:
         self._check = self._check.of([region])
         return region
 
-    @property
-    def readers(self) -> int:
-        """None keeps anything from being freed."""
-        return 0
-
     def unchanged(self) -> bool:
         """Whether every file is as it was when it was offered."""
         try:
@@ -68,7 +63,7 @@ class FileLender:
         return True
 
     def withdraw(self, seconds: float) -> None:
-        """Nothing to wait for. Who can read the files can go on doing so."""
+        """Returns at once. Who can read the files can go on doing so."""
         self.close()
 
     def close(self) -> None:
@@ -85,13 +80,13 @@ class FileTransport:
         self._mappings: weakref.WeakValueDictionary[bytes, Mapping] = weakref.WeakValueDictionary()
 
     def availability(self) -> Availability:
-        """As for every process of the host."""
+        """Whether it works, for every process of the host alike."""
         return on_host.file()
 
     def open(self, regions: Sequence[Region], seconds: float = OPEN_SECONDS) -> MappedRegions:
         """Maps the regions, those already mapped once more at no cost.
 
-        Raises UNAVAILABLE if a file cannot be read, DATA_LOSS if it is not the one that was published.
+        Raises CannotOpenError if a file cannot be read, DATA_LOSS if it is not the one that was published.
         """
         opened: dict[bytes, Mapping] = {}
         for region in regions:
@@ -137,7 +132,7 @@ def _map(region: Region) -> Mapping:
     try:
         descriptor = os.open(locator.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise _unreadable(locator.path, error) from error
+        raise CannotOpenError(_unreadable(locator.path, error).problem.message, region) from error
     try:
         _same(os.fstat(descriptor), locator.path, locator.modified_nanoseconds, locator.file_size)
         if locator.offset + region.size > locator.file_size:
@@ -147,7 +142,7 @@ def _map(region: Region) -> Mapping:
             )
         return Mapping(descriptor, region.size, locator.offset)
     except OSError as error:
-        raise unavailable(f"cannot map {locator.path}: {error}") from error
+        raise CannotOpenError(f"cannot map {locator.path}: {error}", region) from error
     finally:
         os.close(descriptor)
 

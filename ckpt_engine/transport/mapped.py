@@ -17,6 +17,7 @@ import torch
 from ckpt_engine.copy.copying import TensorCopy
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.problems import invalid
+from ckpt_engine.core.strides import span
 from ckpt_engine.cuda.driver import CudaDriverError, driver
 from ckpt_engine.cuda.pinning import pin
 from ckpt_engine.torch_dtypes import torch_dtype
@@ -50,12 +51,12 @@ class Mapping:
     def view(self, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str) -> torch.Tensor:
         """The elements at `offset` bytes as a tensor without a copy. Raises INVALID_ARGUMENT if they do not fit."""
         width = itemsize(dtype)
-        span = span_of(self.size, offset, shape, stride, width)
-        if not span:
+        length = span_of(self.size, offset, shape, stride, width)
+        if not length:
             return torch.empty(tuple(shape), dtype=torch_dtype(dtype))
         start = self._skipped + offset
         if start % width:
-            return self._tensor(torch_dtype(dtype), span, start).as_strided(tuple(shape), tuple(stride))
+            return self._tensor(torch_dtype(dtype), length, start).as_strided(tuple(shape), tuple(stride))
         base = self._bases.get(torch_dtype(dtype))
         if base is None:
             base = self._tensor(torch_dtype(dtype), len(self._memory) // width, 0)
@@ -141,15 +142,13 @@ def span_of(size: int, offset: int, shape: Sequence[int], stride: Sequence[int],
     """
     if len(shape) != len(stride) or offset < 0 or min((*shape, *stride), default=0) < 0:
         raise invalid(f"a view at {offset} bytes with shape {list(shape)} and stride {list(stride)} makes no sense")
-    if 0 in shape:
-        return 0
-    span = 1 + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
-    if offset + span * width > size:
+    length = span(shape, stride)
+    if length and offset + length * width > size:
         raise invalid(
-            f"a view of {span} x {width} bytes at {offset} reaches beyond the region of {size} bytes; "
+            f"a view of {length} x {width} bytes at {offset} reaches beyond the region of {size} bytes; "
             "the plan was made for another region"
         )
-    return span
+    return length
 
 
 def check_destination(move: Move) -> None:

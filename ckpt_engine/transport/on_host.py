@@ -96,6 +96,13 @@ def cuda_ipc() -> Availability:
     return Availability(not problem, problem or "an NVIDIA driver is installed")
 
 
+def nccl() -> Availability:
+    """Always: a worker without Gloo, or with an NCCL that is too old, says so when it is made ready for one."""
+    driver = library_problem()
+    gpus = f"not between GPUs: {driver}" if driver else "between GPUs over NCCL"
+    return Availability(True, f"between CPUs over Gloo; {gpus}")
+
+
 def _on_host(kind: TransportKind) -> Availability:
     if kind.on_host is None:
         reader = loaded(kind, kind.reader)

@@ -27,6 +27,7 @@ import torch
 
 from ckpt_engine.copy.copying import TensorCopy
 from ckpt_engine.core.problems import data_loss, invalid, unavailable
+from ckpt_engine.host.forks import forget_in_children
 from ckpt_engine.host.processes import is_ours, peer_user
 from ckpt_engine.host.relay_directory import (
     DIRECTORY,
@@ -35,7 +36,7 @@ from ckpt_engine.host.relay_directory import (
     socket_address,
 )
 from ckpt_engine.transport import on_host
-from ckpt_engine.transport.base import Availability, Move
+from ckpt_engine.transport.base import Availability, CannotOpenError, Move
 from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.mapped import MappedRegions, Mapping
 from ckpt_engine.v1.relay_pb2 import RelayMemoryLocator
@@ -66,7 +67,7 @@ _KEPT = 64
 class _Arena:
     """A lease on one arena of one relay, and what is mapped of it. Any thread."""
 
-    def __init__(self, locator: RelayMemoryLocator, seconds: float) -> None:
+    def __init__(self, region: Region, locator: RelayMemoryLocator, seconds: float) -> None:
         self._seconds = seconds  # for each answer
         self._arena = locator.arena
         self._lock = threading.Lock()
@@ -74,8 +75,8 @@ class _Arena:
         self._held: dict[int, int] = {}  # slots to how many opened regions hold them
         self.ended = False
         self.mappings: OrderedDict[tuple[int, int], Mapping] = OrderedDict()
-        self._connection = _connect(locator, seconds)
-        _leases.add(self)
+        self._connection = _connect(region, locator, seconds)
+        forget_in_children(self)
         threading.Thread(target=self._listen, name="ckpt-engine relay lease", daemon=True).start()
         try:
             answer, descriptors = self._ask(OPEN, 0)
@@ -171,25 +172,14 @@ class _Arena:
         self._answers.put(None)
 
 
-_leases: weakref.WeakSet[_Arena] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """A child that keeps a connection open would hide its parent's death from the relay."""
-    for lease in list(_leases):
-        lease.forget()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def _connect(locator: RelayMemoryLocator, seconds: float) -> socket.socket:
+def _connect(region: Region, locator: RelayMemoryLocator, seconds: float) -> socket.socket:
     where = relay_directory() / locator.socket
     if not locator.socket or "/" in locator.socket or "\0" in locator.socket:
         raise invalid(f"the locator of a relay names no socket: {locator.socket!r}")
     if not locator.directory or locator.directory != directory_identity():
-        raise unavailable(
-            f"{relay_directory()} is not the directory of that relay; give relay and worker the same one ({DIRECTORY})"
+        raise CannotOpenError(
+            f"{relay_directory()} is not the directory of that relay; give relay and worker the same one ({DIRECTORY})",
+            region,
         )
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     connection.settimeout(seconds)
@@ -198,8 +188,12 @@ def _connect(locator: RelayMemoryLocator, seconds: float) -> socket.socket:
             connection.connect(address)
         user = peer_user(connection)
         if not is_ours(user):
-            raise unavailable(f"{where} is served by user {user}, not by this user or root: it is not believed")
+            said = f"{where} is served by user {user}, not by this user or root: it is not believed"
+            raise CannotOpenError(said, region)
         connection.settimeout(None)
+    except PermissionError as error:
+        connection.close()
+        raise CannotOpenError(f"the relay at {where} cannot be asked for its memory: {error}", region) from error
     except OSError as error:
         connection.close()
         raise unavailable(f"no relay lends its memory at {where}: {error}") from error
@@ -222,7 +216,7 @@ class RelayRegions:
         self._holding: set[int] = set()  # of `_slots`
 
     def prepare(self, moves: Sequence[Move]) -> TensorCopy:
-        """As other mapped memory."""
+        """Prepares copies as other mapped memory does."""
         return self._mapped.prepare(moves)
 
     def view(
@@ -271,14 +265,14 @@ class RelayMemoryTransport:
         """Maps the regions, those already mapped once more at no cost, and holds their slots. seconds: at most
         ASK_SECONDS for each relay.
 
-        Raises UNAVAILABLE if a relay is gone, does not lend a slot now, or is another user's; DATA_LOSS if its memory
-        is not what it told.
+        Raises UNAVAILABLE if a relay is gone, does not lend a slot now, CannotOpenError if it is another user's;
+        DATA_LOSS if its memory is not what it told.
         """
         opened: dict[bytes, Mapping] = {}
         slots: dict[tuple[bytes, int], tuple[_Arena, int]] = {}
         for region in regions:
             locator = locator_of(region, NAME, RelayMemoryLocator)
-            arena = self._arena(locator, min(seconds, ASK_SECONDS))
+            arena = self._arena(region, locator, min(seconds, ASK_SECONDS))
             opened[region.locator] = arena.mapping(locator.offset, region.size)
             slots[locator.arena, locator.slot] = arena, locator.slot
         found = RelayRegions(MappedRegions(opened, lambda: None, lambda: True, pins=True), list(slots.values()))
@@ -289,8 +283,8 @@ class RelayMemoryTransport:
             raise
         return found
 
-    def _arena(self, locator: RelayMemoryLocator, seconds: float) -> _Arena:
+    def _arena(self, region: Region, locator: RelayMemoryLocator, seconds: float) -> _Arena:
         self._arenas = {name: arena for name, arena in self._arenas.items() if not arena.ended}
         if locator.arena not in self._arenas:
-            self._arenas[locator.arena] = _Arena(locator, seconds)
+            self._arenas[locator.arena] = _Arena(region, locator, seconds)
         return self._arenas[locator.arena]

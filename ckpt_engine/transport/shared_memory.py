@@ -23,8 +23,9 @@ from functools import cache, partial
 import torch
 
 from ckpt_engine.core.problems import CkptEngineError, data_loss, invalid, unavailable
+from ckpt_engine.core.strides import span
 from ckpt_engine.host.room import memory_room
-from ckpt_engine.transport.base import OPEN_SECONDS, Availability, HostMemory, Memory
+from ckpt_engine.transport.base import OPEN_SECONDS, Availability, CannotOpenError, HostMemory, Memory
 from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.mapped import MappedRegions, Mapping
 from ckpt_engine.v1.weights_pb2 import Region, SharedMemoryLocator
@@ -131,10 +132,10 @@ class SharedArena:
             return torch.empty_strided(tuple(shape), steps, dtype=dtype)
         if self._memory is None:
             raise invalid("this shared memory was closed")
-        span = 1 + sum((extent - 1) * step for extent, step in zip(shape, steps, strict=True))
-        if offset < 0 or offset % dtype.itemsize or offset + span * dtype.itemsize > self.size:
-            raise invalid(f"a tensor of {span} x {dtype.itemsize} bytes cannot lie at {offset} in {self.size} bytes")
-        return torch.frombuffer(self._memory, dtype=dtype, count=span, offset=offset).as_strided(tuple(shape), steps)
+        length = span(shape, steps)
+        if offset < 0 or offset % dtype.itemsize or offset + length * dtype.itemsize > self.size:
+            raise invalid(f"a tensor of {length} x {dtype.itemsize} bytes cannot lie at {offset} in {self.size} bytes")
+        return torch.frombuffer(self._memory, dtype=dtype, count=length, offset=offset).as_strided(tuple(shape), steps)
 
     def region(self, id: int) -> Region:
         """The region that lets others open this memory while this process lives and `close` was not called."""
@@ -168,11 +169,6 @@ class SharedMemoryLender:
             raise unavailable(f"shared memory that was closed cannot be offered: {error}") from error
         self._descriptors.append(descriptor)
         return _region(id, descriptor, memory.bytes.numel())
-
-    @property
-    def readers(self) -> int:
-        """None keeps memory from being freed: the kernel does that when the last one is gone."""
-        return 0
 
     def unchanged(self) -> bool:
         """Always: the files are this process's own, and cannot change their size."""
@@ -214,7 +210,8 @@ class SharedMemoryTransport:
     def open(self, regions: Sequence[Region], seconds: float = OPEN_SECONDS) -> MappedRegions:
         """Maps the regions, those already mapped once more at no cost.
 
-        Raises UNAVAILABLE if an owner is gone or may not be read, DATA_LOSS if its memory is not what it published.
+        Raises UNAVAILABLE if an owner is gone, CannotOpenError if it may not be read, DATA_LOSS if its memory is not
+        what it published.
         """
         opened: dict[bytes, Mapping] = {}
         for region in regions:
@@ -262,15 +259,16 @@ def _map(region: Region) -> Mapping:
             f"the owner of shared memory region {region.id} is gone or closed it: no {path}; publish again"
         ) from error
     except OSError as error:
-        raise unavailable(
+        raise CannotOpenError(
             f"shared memory region {region.id} cannot be opened at {path}: {error}; reader and owner must be processes "
-            "of one user in one pid namespace"
+            "of one user in one pid namespace",
+            region,
         ) from error
     try:
         _same(os.fstat(descriptor), locator, region, path)
         return Mapping(descriptor, region.size)
     except OSError as error:
-        raise unavailable(f"shared memory region {region.id} cannot be mapped: {error}") from error
+        raise CannotOpenError(f"shared memory region {region.id} cannot be mapped: {error}", region) from error
     finally:
         os.close(descriptor)
 

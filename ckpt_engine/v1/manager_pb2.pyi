@@ -253,20 +253,38 @@ class Seal(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., version: _Optional[int] = ..., atoms: _Optional[_Union[BlobRef, _Mapping]] = ..., keep: bool = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
 
 class Sealed(_message.Message):
-    __slots__ = ("fence", "atoms", "digests", "copy_seconds", "digest_seconds", "problem")
+    __slots__ = ("fence", "atoms", "digests", "copy_seconds", "digest_seconds", "problem", "broken_communicator", "span", "digested")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     ATOMS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     COPY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    BROKEN_COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
+    SPAN_FIELD_NUMBER: _ClassVar[int]
+    DIGESTED_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     atoms: BlobRef
     digests: BlobRef
     copy_seconds: float
     digest_seconds: float
     problem: _weights_pb2.Problem
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., atoms: _Optional[_Union[BlobRef, _Mapping]] = ..., digests: _Optional[_Union[BlobRef, _Mapping]] = ..., copy_seconds: _Optional[float] = ..., digest_seconds: _Optional[float] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
+    broken_communicator: bytes
+    span: Span
+    digested: float
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., atoms: _Optional[_Union[BlobRef, _Mapping]] = ..., digests: _Optional[_Union[BlobRef, _Mapping]] = ..., copy_seconds: _Optional[float] = ..., digest_seconds: _Optional[float] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., broken_communicator: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., digested: _Optional[float] = ...) -> None: ...
+
+class Span(_message.Message):
+    __slots__ = ("begin", "seconds", "ahead", "error")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    begin: float
+    seconds: float
+    ahead: float
+    error: float
+    def __init__(self, begin: _Optional[float] = ..., seconds: _Optional[float] = ..., ahead: _Optional[float] = ..., error: _Optional[float] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("fence",)
@@ -275,14 +293,16 @@ class Release(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("fence", "lease_seconds", "heartbeat_seconds")
+    __slots__ = ("fence", "lease_seconds", "heartbeat_seconds", "clock")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     lease_seconds: float
     heartbeat_seconds: float
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., heartbeat_seconds: _Optional[float] = ...) -> None: ...
+    clock: float
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., heartbeat_seconds: _Optional[float] = ..., clock: _Optional[float] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("problem",)
@@ -291,10 +311,12 @@ class Refused(_message.Message):
     def __init__(self, problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("sequence",)
+    __slots__ = ("sequence", "clock")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     sequence: int
-    def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+    clock: float
+    def __init__(self, sequence: _Optional[int] = ..., clock: _Optional[float] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ("reason",)
@@ -349,20 +371,22 @@ class Filling(_message.Message):
     def __init__(self, memory_bytes: _Optional[int] = ..., everything: bool = ..., gpu_context_bytes: _Optional[int] = ..., reads: _Optional[_Iterable[str]] = ..., lends: _Optional[_Iterable[str]] = ..., passes_on: _Optional[_Union[_weights_pb2.Region, _Mapping]] = ...) -> None: ...
 
 class HolderMessage(_message.Message):
-    __slots__ = ("hello", "sealed", "heartbeat", "goodbye", "filled", "progress")
+    __slots__ = ("hello", "sealed", "heartbeat", "goodbye", "filled", "progress", "passed_on")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SEALED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
     FILLED_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    PASSED_ON_FIELD_NUMBER: _ClassVar[int]
     hello: HolderHello
     sealed: Sealed
     heartbeat: Heartbeat
     goodbye: Goodbye
     filled: RelayFilled
     progress: RelayProgress
-    def __init__(self, hello: _Optional[_Union[HolderHello, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., filled: _Optional[_Union[RelayFilled, _Mapping]] = ..., progress: _Optional[_Union[RelayProgress, _Mapping]] = ...) -> None: ...
+    passed_on: RelayPassedOn
+    def __init__(self, hello: _Optional[_Union[HolderHello, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., filled: _Optional[_Union[RelayFilled, _Mapping]] = ..., progress: _Optional[_Union[RelayProgress, _Mapping]] = ..., passed_on: _Optional[_Union[RelayPassedOn, _Mapping]] = ...) -> None: ...
 
 class HolderCommand(_message.Message):
     __slots__ = ("welcome", "refused", "publication_accepted", "seal", "release", "heartbeat", "fill", "let_go")
@@ -627,16 +651,18 @@ class SleepWakeDone(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("fence", "stage", "bytes_done", "bytes_total")
+    __slots__ = ("fence", "stage", "bytes_done", "bytes_total", "goes_back")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
     BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    GOES_BACK_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     stage: Stage
     bytes_done: int
     bytes_total: int
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., stage: _Optional[_Union[Stage, str]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ...) -> None: ...
+    goes_back: bool
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., stage: _Optional[_Union[Stage, str]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ..., goes_back: bool = ...) -> None: ...
 
 class StageSeconds(_message.Message):
     __slots__ = ("stage", "seconds")
@@ -663,7 +689,7 @@ class EdgeReport(_message.Message):
     def __init__(self, source_rank: _Optional[int] = ..., worker_rank: _Optional[int] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ..., bytes: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("rank", "bytes", "tensors", "verified", "verified_as_loaded", "copies", "transfer_seconds", "install_seconds", "verify_seconds", "problem", "by_loader")
+    __slots__ = ("rank", "bytes", "tensors", "verified", "verified_as_loaded", "copies", "transfer_seconds", "install_seconds", "verify_seconds", "problem", "by_loader", "span")
     RANK_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -675,6 +701,7 @@ class WorkerReport(_message.Message):
     VERIFY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     BY_LOADER_FIELD_NUMBER: _ClassVar[int]
+    SPAN_FIELD_NUMBER: _ClassVar[int]
     rank: int
     bytes: int
     tensors: int
@@ -686,10 +713,19 @@ class WorkerReport(_message.Message):
     verify_seconds: float
     problem: _weights_pb2.Problem
     by_loader: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, rank: _Optional[int] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., verified: _Optional[int] = ..., verified_as_loaded: _Optional[int] = ..., copies: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., install_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., by_loader: _Optional[_Iterable[str]] = ...) -> None: ...
+    span: Span
+    def __init__(self, rank: _Optional[int] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., verified: _Optional[int] = ..., verified_as_loaded: _Optional[int] = ..., copies: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., install_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., by_loader: _Optional[_Iterable[str]] = ..., span: _Optional[_Union[Span, _Mapping]] = ...) -> None: ...
+
+class StageEntered(_message.Message):
+    __slots__ = ("stage", "after")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    stage: Stage
+    after: float
+    def __init__(self, stage: _Optional[_Union[Stage, str]] = ..., after: _Optional[float] = ...) -> None: ...
 
 class ReplicaOutcome(_message.Message):
-    __slots__ = ("replica", "fence", "outcome", "problem", "before", "after", "bytes", "edges", "stages", "pause_seconds", "sync_seconds", "workers", "label_problem")
+    __slots__ = ("replica", "fence", "outcome", "problem", "before", "after", "bytes", "edges", "stages", "pause_seconds", "sync_seconds", "workers", "label_problem", "unopened", "span", "entered", "pause_after")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
@@ -703,6 +739,10 @@ class ReplicaOutcome(_message.Message):
     SYNC_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     LABEL_PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    UNOPENED_FIELD_NUMBER: _ClassVar[int]
+    SPAN_FIELD_NUMBER: _ClassVar[int]
+    ENTERED_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_AFTER_FIELD_NUMBER: _ClassVar[int]
     replica: str
     fence: _weights_pb2.Fence
     outcome: Outcome
@@ -716,7 +756,11 @@ class ReplicaOutcome(_message.Message):
     sync_seconds: float
     workers: _containers.RepeatedCompositeFieldContainer[WorkerReport]
     label_problem: str
-    def __init__(self, replica: _Optional[str] = ..., fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., before: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., after: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., bytes: _Optional[int] = ..., edges: _Optional[_Iterable[_Union[EdgeReport, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., pause_seconds: _Optional[float] = ..., sync_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., label_problem: _Optional[str] = ...) -> None: ...
+    unopened: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Unopened]
+    span: Span
+    entered: _containers.RepeatedCompositeFieldContainer[StageEntered]
+    pause_after: float
+    def __init__(self, replica: _Optional[str] = ..., fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., before: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., after: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., bytes: _Optional[int] = ..., edges: _Optional[_Iterable[_Union[EdgeReport, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., pause_seconds: _Optional[float] = ..., sync_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., label_problem: _Optional[str] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., entered: _Optional[_Iterable[_Union[StageEntered, _Mapping]]] = ..., pause_after: _Optional[float] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
     __slots__ = ("lineage", "rank", "session_id", "version", "pause_mode", "timeout_seconds", "min_replicas", "replicas", "prefetch", "until", "pool")
@@ -743,6 +787,32 @@ class UpdateWeightsRequest(_message.Message):
     until: Until
     pool: str
     def __init__(self, lineage: _Optional[str] = ..., rank: _Optional[int] = ..., session_id: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., timeout_seconds: _Optional[float] = ..., min_replicas: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ..., prefetch: _Optional[_Union[Prefetch, str]] = ..., until: _Optional[_Union[Until, str]] = ..., pool: _Optional[str] = ...) -> None: ...
+
+class UpdateFromDirectoryRequest(_message.Message):
+    __slots__ = ("directory", "lineage", "version", "pause_mode", "timeout_seconds", "min_replicas", "replicas", "prefetch", "until", "pool", "check_finite")
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    CHECK_FINITE_FIELD_NUMBER: _ClassVar[int]
+    directory: str
+    lineage: str
+    version: int
+    pause_mode: PauseMode
+    timeout_seconds: float
+    min_replicas: int
+    replicas: _containers.RepeatedScalarFieldContainer[str]
+    prefetch: Prefetch
+    until: Until
+    pool: str
+    check_finite: bool
+    def __init__(self, directory: _Optional[str] = ..., lineage: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., timeout_seconds: _Optional[float] = ..., min_replicas: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ..., prefetch: _Optional[_Union[Prefetch, str]] = ..., until: _Optional[_Union[Until, str]] = ..., pool: _Optional[str] = ..., check_finite: bool = ...) -> None: ...
 
 class RollbackRequest(_message.Message):
     __slots__ = ("lineage", "version", "pause_mode", "timeout_seconds", "replicas", "pool")
@@ -809,7 +879,7 @@ class UpdateProgress(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., stage: _Optional[_Union[Stage, str]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class UpdateReport(_message.Message):
-    __slots__ = ("fence", "identity", "ok", "replicas", "seconds", "stages", "bytes", "tensors", "source_copies", "verified", "warnings", "copied", "relays", "prefetch", "held", "collective")
+    __slots__ = ("fence", "identity", "ok", "replicas", "seconds", "stages", "bytes", "tensors", "source_copies", "verified", "warnings", "copied", "relays", "prefetch", "held", "collective", "timeline")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     OK_FIELD_NUMBER: _ClassVar[int]
@@ -826,6 +896,7 @@ class UpdateReport(_message.Message):
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     identity: _weights_pb2.Identity
     ok: bool
@@ -842,7 +913,42 @@ class UpdateReport(_message.Message):
     prefetch: str
     held: bool
     collective: str
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., ok: bool = ..., replicas: _Optional[_Iterable[_Union[ReplicaOutcome, _Mapping]]] = ..., seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., source_copies: _Optional[int] = ..., verified: bool = ..., warnings: _Optional[_Iterable[str]] = ..., copied: _Optional[_Iterable[_Union[_weights_pb2.CopiedTensors, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[RelayReport, _Mapping]]] = ..., prefetch: _Optional[str] = ..., held: bool = ..., collective: _Optional[str] = ...) -> None: ...
+    timeline: Timeline
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., ok: bool = ..., replicas: _Optional[_Iterable[_Union[ReplicaOutcome, _Mapping]]] = ..., seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., source_copies: _Optional[int] = ..., verified: bool = ..., warnings: _Optional[_Iterable[str]] = ..., copied: _Optional[_Iterable[_Union[_weights_pb2.CopiedTensors, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[RelayReport, _Mapping]]] = ..., prefetch: _Optional[str] = ..., held: bool = ..., collective: _Optional[str] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ...) -> None: ...
+
+class Timeline(_message.Message):
+    __slots__ = ("began", "phases", "sources")
+    class Phase(_message.Message):
+        __slots__ = ("name", "after")
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        AFTER_FIELD_NUMBER: _ClassVar[int]
+        name: str
+        after: float
+        def __init__(self, name: _Optional[str] = ..., after: _Optional[float] = ...) -> None: ...
+    class Source(_message.Message):
+        __slots__ = ("source", "copy_seconds", "digest_seconds", "span", "digested", "host", "gpu")
+        SOURCE_FIELD_NUMBER: _ClassVar[int]
+        COPY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+        DIGEST_SECONDS_FIELD_NUMBER: _ClassVar[int]
+        SPAN_FIELD_NUMBER: _ClassVar[int]
+        DIGESTED_FIELD_NUMBER: _ClassVar[int]
+        HOST_FIELD_NUMBER: _ClassVar[int]
+        GPU_FIELD_NUMBER: _ClassVar[int]
+        source: str
+        copy_seconds: float
+        digest_seconds: float
+        span: Span
+        digested: float
+        host: str
+        gpu: bool
+        def __init__(self, source: _Optional[str] = ..., copy_seconds: _Optional[float] = ..., digest_seconds: _Optional[float] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., digested: _Optional[float] = ..., host: _Optional[str] = ..., gpu: bool = ...) -> None: ...
+    BEGAN_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    began: float
+    phases: _containers.RepeatedCompositeFieldContainer[Timeline.Phase]
+    sources: _containers.RepeatedCompositeFieldContainer[Timeline.Source]
+    def __init__(self, began: _Optional[float] = ..., phases: _Optional[_Iterable[_Union[Timeline.Phase, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[Timeline.Source, _Mapping]]] = ...) -> None: ...
 
 class SleepRequest(_message.Message):
     __slots__ = ("replicas", "level", "timeout_seconds", "pool")
@@ -935,23 +1041,33 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TrainerStatus(_message.Message):
-    __slots__ = ("lineage", "rank", "world_size", "connected", "published", "description")
+    __slots__ = ("lineage", "rank", "world_size", "connected", "published", "description", "gpus")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
     lineage: str
     rank: int
     world_size: int
     connected: bool
     published: bool
     description: str
-    def __init__(self, lineage: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., connected: bool = ..., published: bool = ..., description: _Optional[str] = ...) -> None: ...
+    gpus: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Gpu]
+    def __init__(self, lineage: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., connected: bool = ..., published: bool = ..., description: _Optional[str] = ..., gpus: _Optional[_Iterable[_Union[_weights_pb2.Gpu, _Mapping]]] = ...) -> None: ...
+
+class WorkerGpus(_message.Message):
+    __slots__ = ("rank", "gpus")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    gpus: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Gpu]
+    def __init__(self, rank: _Optional[int] = ..., gpus: _Optional[_Iterable[_Union[_weights_pb2.Gpu, _Mapping]]] = ...) -> None: ...
 
 class HolderStatus(_message.Message):
-    __slots__ = ("kind", "name", "connected", "held", "description", "filling", "last_filled", "progress")
+    __slots__ = ("kind", "name", "connected", "held", "description", "filling", "last_filled", "progress", "slow")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
@@ -960,6 +1076,7 @@ class HolderStatus(_message.Message):
     FILLING_FIELD_NUMBER: _ClassVar[int]
     LAST_FILLED_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    SLOW_FIELD_NUMBER: _ClassVar[int]
     kind: str
     name: str
     connected: bool
@@ -968,10 +1085,11 @@ class HolderStatus(_message.Message):
     filling: Filling
     last_filled: RelayFilled
     progress: RelayProgress
-    def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., connected: bool = ..., held: _Optional[_Iterable[_Union[_weights_pb2.Identity, _Mapping]]] = ..., description: _Optional[str] = ..., filling: _Optional[_Union[Filling, _Mapping]] = ..., last_filled: _Optional[_Union[RelayFilled, _Mapping]] = ..., progress: _Optional[_Union[RelayProgress, _Mapping]] = ...) -> None: ...
+    slow: str
+    def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., connected: bool = ..., held: _Optional[_Iterable[_Union[_weights_pb2.Identity, _Mapping]]] = ..., description: _Optional[str] = ..., filling: _Optional[_Union[Filling, _Mapping]] = ..., last_filled: _Optional[_Union[RelayFilled, _Mapping]] = ..., progress: _Optional[_Union[RelayProgress, _Mapping]] = ..., slow: _Optional[str] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
-    __slots__ = ("name", "engine", "mode", "connected", "serving", "asleep", "closed_reason", "workers", "identity", "last_outcome", "host", "unfit", "label_problem", "pool")
+    __slots__ = ("name", "engine", "mode", "connected", "serving", "asleep", "closed_reason", "workers", "identity", "last_outcome", "host", "unfit", "label_problem", "pool", "gpus", "unopened")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
@@ -986,6 +1104,8 @@ class ReplicaStatus(_message.Message):
     UNFIT_FIELD_NUMBER: _ClassVar[int]
     LABEL_PROBLEM_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
+    UNOPENED_FIELD_NUMBER: _ClassVar[int]
     name: str
     engine: Engine
     mode: Mode
@@ -1000,7 +1120,27 @@ class ReplicaStatus(_message.Message):
     unfit: _weights_pb2.Problem
     label_problem: str
     pool: str
-    def __init__(self, name: _Optional[str] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., connected: bool = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., unfit: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., label_problem: _Optional[str] = ..., pool: _Optional[str] = ...) -> None: ...
+    gpus: _containers.RepeatedCompositeFieldContainer[WorkerGpus]
+    unopened: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Unopened]
+    def __init__(self, name: _Optional[str] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., connected: bool = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., unfit: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., label_problem: _Optional[str] = ..., pool: _Optional[str] = ..., gpus: _Optional[_Iterable[_Union[WorkerGpus, _Mapping]]] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ...) -> None: ...
+
+class LocateVersionRequest(_message.Message):
+    __slots__ = ("lineage", "version")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    lineage: str
+    version: int
+    def __init__(self, lineage: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+
+class LocateVersionResponse(_message.Message):
+    __slots__ = ("identity", "record", "tables")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    identity: _weights_pb2.Identity
+    record: BlobRef
+    tables: _containers.RepeatedCompositeFieldContainer[BlobRef]
+    def __init__(self, identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., record: _Optional[_Union[BlobRef, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ...) -> None: ...
 
 class Holding(_message.Message):
     __slots__ = ("owner", "bytes")
@@ -1011,7 +1151,7 @@ class Holding(_message.Message):
     def __init__(self, owner: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("fence", "phase", "latest", "trainers", "replicas", "software_version", "holdings", "warnings", "holders")
+    __slots__ = ("fence", "phase", "latest", "trainers", "replicas", "software_version", "holdings", "warnings", "holders", "waiting_for")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     LATEST_FIELD_NUMBER: _ClassVar[int]
@@ -1021,6 +1161,7 @@ class GetStatusResponse(_message.Message):
     HOLDINGS_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     phase: str
     latest: _weights_pb2.Identity
@@ -1030,7 +1171,8 @@ class GetStatusResponse(_message.Message):
     holdings: _containers.RepeatedCompositeFieldContainer[Holding]
     warnings: _containers.RepeatedScalarFieldContainer[str]
     holders: _containers.RepeatedCompositeFieldContainer[HolderStatus]
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., phase: _Optional[str] = ..., latest: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., software_version: _Optional[str] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., holders: _Optional[_Iterable[_Union[HolderStatus, _Mapping]]] = ...) -> None: ...
+    waiting_for: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., phase: _Optional[str] = ..., latest: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., software_version: _Optional[str] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., holders: _Optional[_Iterable[_Union[HolderStatus, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WatchReplicasRequest(_message.Message):
     __slots__ = ("watcher",)
@@ -1135,7 +1277,7 @@ class FanOut(_message.Message):
     def __init__(self, plan: _Optional[bytes] = ..., peers: _Optional[_Iterable[_Union[FanOut.Peer, _Mapping]]] = ..., trees: _Optional[_Iterable[_Union[FanOut.Tree, _Mapping]]] = ...) -> None: ...
 
 class RelayFilled(_message.Message):
-    __slots__ = ("fence", "identity", "problem", "bytes", "missing", "missing_cells", "faults", "brought", "again", "overruled", "wait_seconds", "fill_seconds", "table", "attempt")
+    __slots__ = ("fence", "identity", "problem", "bytes", "missing", "missing_cells", "faults", "brought", "again", "overruled", "wait_seconds", "fill_seconds", "table", "attempt", "sent", "received", "span")
     class Brought(_message.Message):
         __slots__ = ("source", "bytes")
         SOURCE_FIELD_NUMBER: _ClassVar[int]
@@ -1157,6 +1299,9 @@ class RelayFilled(_message.Message):
     FILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SENT_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    SPAN_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     identity: _weights_pb2.Identity
     problem: _weights_pb2.Problem
@@ -1171,7 +1316,28 @@ class RelayFilled(_message.Message):
     fill_seconds: float
     table: bytes
     attempt: int
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., bytes: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., missing_cells: _Optional[int] = ..., faults: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., brought: _Optional[_Iterable[_Union[RelayFilled.Brought, _Mapping]]] = ..., again: _Optional[int] = ..., overruled: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., fill_seconds: _Optional[float] = ..., table: _Optional[bytes] = ..., attempt: _Optional[int] = ...) -> None: ...
+    sent: Rate
+    received: Rate
+    span: Span
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., bytes: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., missing_cells: _Optional[int] = ..., faults: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., brought: _Optional[_Iterable[_Union[RelayFilled.Brought, _Mapping]]] = ..., again: _Optional[int] = ..., overruled: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., fill_seconds: _Optional[float] = ..., table: _Optional[bytes] = ..., attempt: _Optional[int] = ..., sent: _Optional[_Union[Rate, _Mapping]] = ..., received: _Optional[_Union[Rate, _Mapping]] = ..., span: _Optional[_Union[Span, _Mapping]] = ...) -> None: ...
+
+class Rate(_message.Message):
+    __slots__ = ("bytes_per_second", "seconds")
+    BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    bytes_per_second: float
+    seconds: float
+    def __init__(self, bytes_per_second: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class RelayPassedOn(_message.Message):
+    __slots__ = ("fence", "attempt", "sent")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SENT_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    attempt: int
+    sent: Rate
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., attempt: _Optional[int] = ..., sent: _Optional[_Union[Rate, _Mapping]] = ...) -> None: ...
 
 class RelayProgress(_message.Message):
     __slots__ = ("fence", "bytes_done", "bytes_total")

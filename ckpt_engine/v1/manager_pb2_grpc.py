@@ -54,6 +54,11 @@ class CheckpointEngineManagerStub(object):
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateEvent.FromString,
                 _registered_method=True)
+        self.UpdateFromDirectory = channel.unary_stream(
+                '/ckpt_engine.v1.CheckpointEngineManager/UpdateFromDirectory',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateFromDirectoryRequest.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateEvent.FromString,
+                _registered_method=True)
         self.Rollback = channel.unary_stream(
                 '/ckpt_engine.v1.CheckpointEngineManager/Rollback',
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.RollbackRequest.SerializeToString,
@@ -83,6 +88,11 @@ class CheckpointEngineManagerStub(object):
                 '/ckpt_engine.v1.CheckpointEngineManager/WatchReplicas',
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.WatchReplicasRequest.SerializeToString,
                 response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.WatchReplicasResponse.FromString,
+                _registered_method=True)
+        self.LocateVersion = channel.unary_unary(
+                '/ckpt_engine.v1.CheckpointEngineManager/LocateVersion',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.LocateVersionRequest.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.LocateVersionResponse.FromString,
                 _registered_method=True)
         self.RetryReplica = channel.unary_unary(
                 '/ckpt_engine.v1.CheckpointEngineManager/RetryReplica',
@@ -149,6 +159,14 @@ class CheckpointEngineManagerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateFromDirectory(self, request, context):
+        """Brings replicas to the checkpoint in a directory that this manager may publish from; no trainer is needed. Events and
+        statuses as of UpdateWeights. Repeated for files that are unchanged, it is one update. It goes on if the caller leaves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Rollback(self, request, context):
         """Brings replicas back to a version that relays still hold. Events and statuses as of UpdateWeights.
         """
@@ -185,6 +203,14 @@ class CheckpointEngineManagerServicer(object):
     def WatchReplicas(self, request, context):
         """Who serves what where, for gateways: first all replicas, then what changes. UNAVAILABLE: the watcher did not read,
         or too many watch; dial again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LocateVersion(self, request, context):
+        """Where a version can be read now, by the rules by which late replicas are brought up. Nothing is reserved: what is
+        read must be compared with the record. NOT_FOUND: nobody holds it; the message says what is held.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -251,6 +277,11 @@ def add_CheckpointEngineManagerServicer_to_server(servicer, server):
                     request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateEvent.SerializeToString,
             ),
+            'UpdateFromDirectory': grpc.unary_stream_rpc_method_handler(
+                    servicer.UpdateFromDirectory,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateFromDirectoryRequest.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateEvent.SerializeToString,
+            ),
             'Rollback': grpc.unary_stream_rpc_method_handler(
                     servicer.Rollback,
                     request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.RollbackRequest.FromString,
@@ -280,6 +311,11 @@ def add_CheckpointEngineManagerServicer_to_server(servicer, server):
                     servicer.WatchReplicas,
                     request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.WatchReplicasRequest.FromString,
                     response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.WatchReplicasResponse.SerializeToString,
+            ),
+            'LocateVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.LocateVersion,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.LocateVersionRequest.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.LocateVersionResponse.SerializeToString,
             ),
             'RetryReplica': grpc.unary_unary_rpc_method_handler(
                     servicer.RetryReplica,
@@ -419,6 +455,33 @@ class CheckpointEngineManager(object):
             target,
             '/ckpt_engine.v1.CheckpointEngineManager/UpdateWeights',
             ckpt__engine_dot_v1_dot_manager__pb2.UpdateWeightsRequest.SerializeToString,
+            ckpt__engine_dot_v1_dot_manager__pb2.UpdateEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateFromDirectory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ckpt_engine.v1.CheckpointEngineManager/UpdateFromDirectory',
+            ckpt__engine_dot_v1_dot_manager__pb2.UpdateFromDirectoryRequest.SerializeToString,
             ckpt__engine_dot_v1_dot_manager__pb2.UpdateEvent.FromString,
             options,
             channel_credentials,
@@ -582,6 +645,33 @@ class CheckpointEngineManager(object):
             '/ckpt_engine.v1.CheckpointEngineManager/WatchReplicas',
             ckpt__engine_dot_v1_dot_manager__pb2.WatchReplicasRequest.SerializeToString,
             ckpt__engine_dot_v1_dot_manager__pb2.WatchReplicasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LocateVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckpt_engine.v1.CheckpointEngineManager/LocateVersion',
+            ckpt__engine_dot_v1_dot_manager__pb2.LocateVersionRequest.SerializeToString,
+            ckpt__engine_dot_v1_dot_manager__pb2.LocateVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,

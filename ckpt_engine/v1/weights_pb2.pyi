@@ -220,6 +220,26 @@ class CudaIpcLocator(_message.Message):
     lease: str
     def __init__(self, kind: _Optional[_Union[CudaIpcLocator.Kind, str]] = ..., parts: _Optional[_Iterable[_Union[CudaIpcLocator.Part, _Mapping]]] = ..., pointer: _Optional[int] = ..., gpu_uuid: _Optional[bytes] = ..., pid: _Optional[int] = ..., started: _Optional[int] = ..., lease: _Optional[str] = ...) -> None: ...
 
+class NcclLocator(_message.Message):
+    __slots__ = ("host", "port", "gpu")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    port: int
+    gpu: bytes
+    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., gpu: _Optional[bytes] = ...) -> None: ...
+
+class CollectiveMeeting(_message.Message):
+    __slots__ = ("host", "port", "key")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    port: int
+    key: bytes
+    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., key: _Optional[bytes] = ...) -> None: ...
+
 class Shard(_message.Message):
     __slots__ = ("tensor", "start", "stop", "region", "offset", "stride", "stored_dtype", "encoding", "unchanged_since")
     TENSOR_FIELD_NUMBER: _ClassVar[int]
@@ -349,20 +369,48 @@ class Piece(_message.Message):
     def __init__(self, need: _Optional[int] = ..., source: _Optional[int] = ..., region: _Optional[int] = ..., offset: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ..., stride: _Optional[_Iterable[int]] = ..., stored_dtype: _Optional[str] = ...) -> None: ...
 
 class PlanSource(_message.Message):
-    __slots__ = ("rank", "host", "transport", "reason", "regions", "source")
+    __slots__ = ("rank", "host", "transport", "reason", "regions", "source", "others")
     RANK_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     host: Host
     transport: str
     reason: str
     regions: _containers.RepeatedCompositeFieldContainer[Region]
     source: str
-    def __init__(self, rank: _Optional[int] = ..., host: _Optional[_Union[Host, _Mapping]] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., source: _Optional[str] = ...) -> None: ...
+    others: _containers.RepeatedCompositeFieldContainer[OtherWay]
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[_Union[Host, _Mapping]] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., source: _Optional[str] = ..., others: _Optional[_Iterable[_Union[OtherWay, _Mapping]]] = ...) -> None: ...
+
+class OtherWay(_message.Message):
+    __slots__ = ("transport", "reason", "regions")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    reason: str
+    regions: _containers.RepeatedCompositeFieldContainer[Region]
+    def __init__(self, transport: _Optional[str] = ..., reason: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ...) -> None: ...
+
+class Unopened(_message.Message):
+    __slots__ = ("worker_rank", "transport", "source", "locator", "reason", "boot_id")
+    WORKER_RANK_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    LOCATOR_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_rank: int
+    transport: str
+    source: str
+    locator: bytes
+    reason: str
+    boot_id: bytes
+    def __init__(self, worker_rank: _Optional[int] = ..., transport: _Optional[str] = ..., source: _Optional[str] = ..., locator: _Optional[bytes] = ..., reason: _Optional[str] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
 
 class WorkerPlan(_message.Message):
     __slots__ = ("manifest_digest", "needs_digest", "sources", "pieces", "bytes")

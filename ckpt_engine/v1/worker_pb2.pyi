@@ -107,14 +107,16 @@ class CollectiveOrder(_message.Message):
     def __init__(self, members: _Optional[_Iterable[str]] = ..., member: _Optional[int] = ..., plan: _Optional[bytes] = ..., meeting: _Optional[bytes] = ..., communicator: _Optional[bytes] = ..., arm_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerReady(_message.Message):
-    __slots__ = ("fence", "plans", "problem")
+    __slots__ = ("fence", "plans", "problem", "unopened")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     PLANS_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    UNOPENED_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     plans: _containers.RepeatedScalarFieldContainer[bytes]
     problem: _weights_pb2.Problem
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., plans: _Optional[_Iterable[bytes]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
+    unopened: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Unopened]
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., plans: _Optional[_Iterable[bytes]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ...) -> None: ...
 
 class InstallOrder(_message.Message):
     __slots__ = ("fence", "identity", "plan", "expected", "deadline_seconds", "collective")
@@ -145,14 +147,16 @@ class WorkerProgress(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., stage: _Optional[_Union[_manager_pb2.Stage, str]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ...) -> None: ...
 
 class WorkerInstalled(_message.Message):
-    __slots__ = ("fence", "report", "edges")
+    __slots__ = ("fence", "report", "edges", "seconds")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     EDGES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     report: _manager_pb2.WorkerReport
     edges: _containers.RepeatedCompositeFieldContainer[_manager_pb2.EdgeReport]
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., report: _Optional[_Union[_manager_pb2.WorkerReport, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[_manager_pb2.EdgeReport, _Mapping]]] = ...) -> None: ...
+    seconds: float
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., report: _Optional[_Union[_manager_pb2.WorkerReport, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[_manager_pb2.EdgeReport, _Mapping]]] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
     __slots__ = ("session_id", "sequence", "node_rank", "nodes", "kind", "transports", "leader_session", "generation", "running", "reason", "workers", "looked", "request")

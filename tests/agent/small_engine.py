@@ -114,7 +114,7 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
         raise ValueError("the port is the agent's to choose")
     url = f"http://127.0.0.1:{port}/"
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    return LaunchPlan((sys.executable, __file__, "--port", str(port), *arguments), url, url + "health", 1, environment)
+    return LaunchPlan((sys.executable, __file__, "--port", str(port), *arguments), url, 1, environment)
 
 
 def availability() -> AdapterAvailability:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from ckpt_engine.agent import ports
+from ckpt_engine.agent.channel import AgentChannel
 from ckpt_engine.agent.engine import EngineFailedError, checked_advertise, told_url
 from ckpt_engine.agent.launched import LaunchedEngine, LaunchSettings, Restart
 from ckpt_engine.agent.logs import KEPT, new_log
@@ -90,6 +91,26 @@ async def test_a_launched_engine_becomes_ready_and_goes_with_its_directory(
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert sorted(os.listdir(root)) == ["logs", "ports"]
+
+
+async def test_a_closing_that_raises_leaves_the_others_their_turn(
+    launch: Launch, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault is faked: a channel that closes, and then says that it could not."""
+    real = AgentChannel.close
+
+    async def refuses(channel: AgentChannel) -> None:
+        await real(channel)
+        raise OSError("not closed")
+
+    host = launch()
+    await host.open()
+    with monkeypatch.context() as faked:
+        faked.setattr(AgentChannel, "close", refuses)
+        with pytest.raises(OSError, match="not closed"):
+            await host.close()
+    assert host.page is None
+    assert set(os.listdir(root)) <= {"logs", "ports"}, "its directory is gone"
 
 
 async def test_a_killed_engine_is_started_again_on_a_new_page(launch: Launch, events: Events, root: Path) -> None:

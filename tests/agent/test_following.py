@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,11 @@ from ckpt_engine.agent import following
 from ckpt_engine.agent.following import FollowingAgent
 from ckpt_engine.agent.link import LeaderLink
 from ckpt_engine.agent.nodes import NodeSettings
+from ckpt_engine.agent.process import EngineProcess
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.engine.adapter import LaunchPlan
-from ckpt_engine.engine.node_plan import Place
+from ckpt_engine.engine.node_plan import NodePart
 from ckpt_engine.install.channel import WorkerChannel
 from ckpt_engine.v1 import worker_pb2
 from ckpt_engine.words.directory import EngineDirectory
@@ -62,12 +64,18 @@ class Leader:
                 await self._heard.wait()
 
 
-@pytest.fixture
-async def leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Leader]:
-    """Of a follower whose part of the engine runs, in generation 1."""
+@dataclass
+class Pair:
+    """A leader, and a follower whose part of the engine runs, in generation 1."""
 
-    def plan(arguments: object, port: int, model: str, place: Place) -> LaunchPlan:
-        return LaunchPlan(("sleep", "60"), "", "", 1)
+    leader: Leader
+    stop: asyncio.Event
+    running: asyncio.Task[None]
+
+
+async def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    def plan(arguments: object, port: int, model: str, part: NodePart) -> LaunchPlan:
+        return LaunchPlan(("sleep", "60"), "", 1)
 
     monkeypatch.setattr(following, "node_plan_of", lambda kind: plan)
     settings = NodeSettings(2, 1, f"127.0.0.1:{free_port()}")
@@ -79,15 +87,27 @@ async def leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     await leader.until("running", False)
     leader.command()
     await leader.until("running", True)
-    yield leader
-    stop.set()
-    await running
-    leader.link.close()
+    return Pair(leader, stop, running)
+
+
+@pytest.fixture
+async def leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Leader]:
+    """Of a follower whose part of the engine runs, in generation 1."""
+    pair = await begun(tmp_path, monkeypatch)
+    yield pair.leader
+    pair.stop.set()
+    await pair.running
+    pair.leader.link.close()
+
+
+def directories(root: Path) -> list[Path]:
+    """Those of agents."""
+    return [each for each in root.iterdir() if (each / "token").exists()]
 
 
 def channel_below(root: Path) -> WorkerChannel:
     """A worker's, to the one agent whose directory lies there."""
-    (path,) = [each for each in root.iterdir() if (each / "token").exists()]
+    (path,) = directories(root)
     return WorkerChannel(EngineDirectory(path).endpoint, 1, BOOT)
 
 
@@ -120,3 +140,27 @@ async def test_what_is_said_of_the_part_that_runs_is_obeyed(leader: Leader, tmp_
     await leader.until("looked", 7)
     assert (await asked).HasField("install")
     channel.close()
+
+
+async def test_a_part_that_cannot_be_stopped_ends_the_agent_which_closes_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault is faked: a process of our own may always be signalled."""
+    pair = await begun(tmp_path, monkeypatch)
+    real, processes = EngineProcess.stop, set[EngineProcess]()
+
+    async def refuses(process: EngineProcess) -> None:
+        processes.add(process)
+        raise PermissionError(1, "not ours")
+
+    monkeypatch.setattr(EngineProcess, "stop", refuses)
+    try:
+        pair.leader.command(run=False)
+        with pytest.raises(PermissionError, match="not ours"):
+            await asyncio.wait_for(pair.running, SECONDS)
+        assert not directories(tmp_path), "the directory is closed all the same"
+    finally:
+        pair.stop.set()
+        for process in processes:
+            await real(process)
+        pair.leader.link.close()

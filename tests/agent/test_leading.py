@@ -254,6 +254,24 @@ async def test_nodes_that_do_not_come_are_named(tmp_path: Path) -> None:
         await leader.followers.close()
 
 
+async def test_nothing_begins_when_nobody_waits_for_it_any_more(tmp_path: Path) -> None:
+    """An agent that is told to stop while it waits for its nodes starts no engine on them."""
+    settings = NodeSettings(2, 0, f"127.0.0.1:{free_port()}")
+    leader = Leader(tmp_path, settings, Deadlines().changed("heartbeat=0.1 lease=60 engine_grace=0.2"))
+    leader.followers.open()
+    gathering = asyncio.ensure_future(leader.followers.gather(leader.page, tmp_path, SECONDS))
+    await asyncio.sleep(0)
+    gathering.cancel()
+    await asyncio.gather(gathering, return_exceptions=True)
+    follower = Follower(settings)
+    try:
+        await follower.until(lambda _: len(follower.commands) >= 3)
+        assert not any(command.run for command in follower.commands)
+    finally:
+        follower.link.close()
+        await leader.followers.close()
+
+
 async def test_who_has_another_token_is_not_heard(start: Start, tmp_path: Path) -> None:
     leader, _ = await start()
     other = tmp_path / "other"
@@ -296,3 +314,24 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
         NodeSettings(2, 0, "127.0.0.1:1", short).keys()
     with pytest.raises(CkptEngineError, match="cannot be read"):
         NodeSettings(2, 0, "127.0.0.1:1", tmp_path / "none").keys()
+
+
+async def test_two_who_ask_for_the_same_share_the_answer(start: Start) -> None:
+    leader, follower = await start()
+    async with asyncio.timeout(SECONDS):
+        ending = [asyncio.ensure_future(leader.followers.end()) for _ in range(2)]
+        await follower.until(lambda command: not command.run, running=False)
+        await asyncio.gather(*ending)
+
+
+async def test_nobody_waits_for_an_agent_that_has_closed(start: Start) -> None:
+    """Also who asks after it has."""
+    leader, follower = await start()
+    waiting = asyncio.ensure_future(leader.followers.look(SECONDS))
+    await asyncio.sleep(0)
+    follower.tell(running=False)
+    await leader.followers.close()
+    async with asyncio.timeout(SECONDS):
+        await asyncio.wait([waiting])
+        with pytest.raises(CkptEngineError, match="asks its engine's other nodes nothing more"):
+            await leader.followers.look(0.1)

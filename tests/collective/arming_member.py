@@ -18,8 +18,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt_engine.core.arming import Answer
+from ckpt_engine.core.collective_plan import KEY_BYTES
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.transport.collective.meeting import KEY_BYTES, Attendance, Meeting
+from ckpt_engine.transport.collective.door import Door
+from ckpt_engine.transport.collective.meeting import Attendance
 from ckpt_engine.transport.collective.on_host import HostMember
 from ckpt_engine.transport.collective.voting import wait_for_go
 from tests.collective.collective_case import DTYPES, Memory, make_case
@@ -54,9 +56,10 @@ def main() -> None:
     case = make_case(name)
     names = [each.name for each in case.members]
     if number == 0:
-        meeting = Meeting(KEY, silence=5.0)
-        say(address=meeting.address)
-    host, port = json.loads(sys.stdin.readline()) if number else meeting.address
+        door = Door()
+        meeting = door.meeting(b"", KEY)
+        say(address=door.address)
+    host, port = json.loads(sys.stdin.readline()) if number else door.address
     attendance = Struck((host, port), KEY, names[number], names[0], LIMIT)
     memory = Memory(case, number)
     step = "setup"
@@ -96,7 +99,7 @@ def main() -> None:
         say(**{step: error.problem.message}, seconds=time.monotonic() - began)
     if number == 0:
         sys.stdin.readline()  # the meeting stays until all have ended
-        meeting.close()
+        door.close()
 
 
 if __name__ == "__main__":

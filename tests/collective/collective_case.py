@@ -19,11 +19,12 @@ from ckpt_engine.core.collective_buckets import wants_of
 from ckpt_engine.core.collective_plan import collective_plan, read_collective_plan
 from ckpt_engine.core.plan import PlanRequest, compile_plans
 from ckpt_engine.core.publication import merge_tables
-from ckpt_engine.core.sealed import check_replicas, expected_digests
+from ckpt_engine.core.sealed import check_replicas
 from ckpt_engine.digest.prepared import prepare_digests
 from ckpt_engine.transport.collective.part import Places, held_boxes
 from tests.core.core_plans import Weights, some_weights
 from tests.core.core_tables import digests, everything, part, request, rows, table
+from tests.sealing import expected_digests
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (256, 512), "b": (512, 128), "norm": (512,), "odd": (2, 77, 3), "z": (0, 4)}
 TRANSPORT = "file"

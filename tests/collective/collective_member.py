@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 
+from ckpt_engine.core.collective_plan import KEY_BYTES
 from ckpt_engine.core.problems import CkptEngineError, internal
-from ckpt_engine.transport.collective.meeting import KEY_BYTES, Attendance, Meeting
+from ckpt_engine.transport.collective.door import Door
+from ckpt_engine.transport.collective.meeting import Attendance
 from ckpt_engine.transport.collective.on_gpu import GpuMember
 from ckpt_engine.transport.collective.on_host import HostMember
 from ckpt_engine.v1.weights_pb2 import Problem
@@ -38,9 +40,10 @@ def main() -> None:
     number = int(member)
     case = make_case(name)
     if number == 0:
-        meeting = Meeting(KEY, silence=float(silence))
-        say(address=meeting.address)
-    host, port = json.loads(sys.stdin.readline()) if number else meeting.address
+        door = Door()
+        door.meeting(b"", KEY, float(silence))
+        say(address=door.address)
+    host, port = json.loads(sys.stdin.readline()) if number else door.address
     attendance = Attendance((host, port), KEY, case.members[number].name, case.members[0].name, LIMIT)
     device = kind if kind == "cpu" else f"{kind}:{number}"
     memory = Memory(case, number, device)
@@ -76,7 +79,7 @@ def main() -> None:
         say(code=code, message=error.problem.message, seconds=time.monotonic() - began)
     if number == 0:
         sys.stdin.readline()  # the meeting stays until all have ended
-        meeting.close()
+        door.close()
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.core.collective_plan import KEY_BYTES
 from ckpt_engine.core.problems import CkptEngineError, internal
-from ckpt_engine.transport.collective.meeting import KEY_BYTES, Attendance, Meeting
+from ckpt_engine.transport.collective.door import Door
+from ckpt_engine.transport.collective.meeting import Attendance
 from ckpt_engine.transport.collective.on_host import HostMember
 from tests.collective.collective_case import DTYPES, Memory, make_case
 from tests.collective.collective_processes import LIMIT, processes
@@ -24,10 +26,11 @@ class Threads:
 
     def __init__(self, name: str) -> None:
         self.case = make_case(name)
-        self.meeting = Meeting(KEY, silence=LIMIT)
+        self.door = Door()
+        self.door.meeting(b"", KEY, silence=LIMIT)
         self.numbers = range(len(self.case.members))
         names = [each.name for each in self.case.members]
-        self.attending = [Attendance(self.meeting.address, KEY, name, names[0], LIMIT) for name in names]
+        self.attending = [Attendance(self.door.address, KEY, name, names[0], LIMIT) for name in names]
         self.memory = [Memory(self.case, number) for number in self.numbers]
         self.members: list[HostMember] = []
         made: dict[int, HostMember] = {}
@@ -63,7 +66,7 @@ class Threads:
             member.close()
         for each in self.attending:
             each.close()
-        self.meeting.close()
+        self.door.close()
 
 
 @contextmanager
@@ -121,21 +124,23 @@ def test_a_member_that_does_not_begin_is_named_when_the_time_of_others_is_over()
 
 def test_who_did_not_come_is_named() -> None:
     case = make_case("one")
-    meeting = Meeting(KEY)
+    door = Door()
+    door.meeting(b"", KEY)
     names = [each.name for each in case.members]
-    attending = [Attendance(meeting.address, KEY, name, names[0], LIMIT) for name in names[:2]]
+    attending = [Attendance(door.address, KEY, name, names[0], LIMIT) for name in names[:2]]
     try:
         with pytest.raises(CkptEngineError, match="not made in time: worker 1, worker 2 did not come"):
             HostMember(case.schedule, 0, attending[0], Memory(case, 0).places, DTYPES, "127.0.0.1", 0.2)
     finally:
         for each in attending:
             each.close()
-        meeting.close()
+        door.close()
 
 
 def test_who_is_silent_while_others_are_heard_ends_it_and_a_lead_that_was_away_blames_nobody() -> None:
-    meeting = Meeting(KEY, silence=0.4)
-    one, other = (Attendance(meeting.address, KEY, name, "rank 0", LIMIT) for name in ("worker 1", "worker 2"))
+    door = Door()
+    door.meeting(b"", KEY, silence=0.4)
+    one, other = (Attendance(door.address, KEY, name, "rank 0", LIMIT) for name in ("worker 1", "worker 2"))
     try:
         for each in (one, other):
             assert each.hear(running=True) == ""
@@ -146,22 +151,23 @@ def test_who_is_silent_while_others_are_heard_ends_it_and_a_lead_that_was_away_b
     finally:
         for each in (one, other):
             each.close()
-        meeting.close()
+        door.close()
 
 
 def test_a_meeting_wants_its_key_and_hears_of_lost_connections() -> None:
-    meeting = Meeting(KEY)
+    door = Door()
+    door.meeting(b"", KEY)
     try:
         with pytest.raises(CkptEngineError, match="rank 0, which keeps the collective's meeting, is gone"):
-            Attendance(meeting.address, b"another key", "worker 9", "rank 0", LIMIT)
-        one, other = (Attendance(meeting.address, KEY, name, "rank 0", LIMIT) for name in ("worker 1", "worker 2"))
+            Attendance(door.address, b"another key", "worker 9", "rank 0", LIMIT)
+        one, other = (Attendance(door.address, KEY, name, "rank 0", LIMIT) for name in ("worker 1", "worker 2"))
         one.set("word", b"said")
         assert (other.get("word"), other.get("other"), other.there()) == (b"said", None, ["worker 1", "worker 2"])
         one._socket.close()
         wait_for(lambda: other.hear(running=False) == "worker 1 lost its connection")
         assert other.end("something else") == "worker 1 lost its connection"
     finally:
-        meeting.close()
+        door.close()
     with pytest.raises(CkptEngineError, match="rank 0, which keeps the collective's meeting, is gone"):
         other.hear(running=False)
 
@@ -198,12 +204,14 @@ def test_a_worker_that_ends_in_the_middle_is_named_by_all_others(victim: int, fa
 
 
 @pytest.mark.slow
-@pytest.mark.hours
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_the_lead_that_ends_in_the_middle_is_named_by_all_others(fault: str) -> None:
+    """By all that were not done: the lead may be, and what it had sent passes on without it."""
     with processes("split", 2, {0: fault}) as all_of_it:
         said = all_of_it.said(but=[0])
-        for number in said:
-            last = said[number][-1]
-            assert "code" in last, said
-            assert "rank 0" in last["message"], (number, said)
+        ended = [lines[-1] for lines in said.values() if "code" in lines[-1]]
+        assert ended, said
+        for number, lines in said.items():
+            last = lines[-1]
+            assert ("code" in last and "rank 0" in last["message"]) or last.get("version") == 2, (number, said)
+            assert not last.get("wrong"), (number, said)

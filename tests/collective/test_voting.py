@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
+from ckpt_engine.core.arming import Answer
+from ckpt_engine.core.collective_plan import KEY_BYTES
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.transport.collective.meeting import KEY_BYTES, Attendance, Meeting
-from ckpt_engine.transport.collective.voting import wait_for_go
+from ckpt_engine.transport.collective.door import Door
+from ckpt_engine.transport.collective.meeting import Attendance
+from ckpt_engine.transport.collective.voting import ASK_SECONDS, wait_for_go
 
 KEY = bytes(KEY_BYTES)
 LIMIT = 60.0
@@ -20,8 +25,9 @@ class Votes:
     """Members that vote, each in a thread of its own."""
 
     def __init__(self) -> None:
-        self.meeting = Meeting(KEY)
-        self.attending = {name: Attendance(self.meeting.address, KEY, name, NAMES[0], LIMIT) for name in NAMES}
+        self.door = Door()
+        self.meeting = self.door.meeting(b"", KEY)
+        self.attending = {name: Attendance(self.door.address, KEY, name, NAMES[0], LIMIT) for name in NAMES}
         self.said: dict[str, str] = {}
         self._threads: list[threading.Thread] = []
 
@@ -61,7 +67,7 @@ def votes() -> Iterator[Votes]:
         made.ended()
         for each in made.attending.values():
             each.close()
-        made.meeting.close()
+        made.door.close()
 
 
 def test_all_begin_when_all_have_voted_epoch_after_epoch(votes: Votes) -> None:
@@ -109,7 +115,9 @@ def test_a_lead_that_is_gone_lets_all_go_back(votes: Votes) -> None:
     votes.voted(*NAMES[1:])
     votes.meeting.close()
     for each in votes.ended().values():
-        assert "rank 0, which keeps the collective's meeting, is gone" in each
+        assert "is gone" in each or "the lead has ended the meeting" in each, (
+            "it may hear that before its connection ends"
+        )
 
 
 def test_a_member_of_an_epoch_that_is_over_is_told_so(votes: Votes) -> None:
@@ -117,3 +125,82 @@ def test_a_member_of_an_epoch_that_is_over_is_told_so(votes: Votes) -> None:
     votes.meeting.open_ballot(8, NAMES)
     votes.vote(NAMES[:1], 6)
     assert votes.ended() == {"rank 0": "the collective does not begin: epoch 6 was overtaken by 8"}
+
+
+def test_who_runs_hears_that_a_member_will_not_which_has_not_begun_to_run(votes: Votes) -> None:
+    """It may have failed, or be stopped, between *go* and its first exchange, for which the others wait."""
+    votes.meeting.open_ballot(7, NAMES)
+    votes.vote(NAMES)
+    assert votes.ended() == dict.fromkeys(NAMES, "go")
+    assert votes.attending["worker 1"].hear(running=True) == ""
+    votes.attending["worker 2"].ballot(7, "leave", why="lost its mind")
+    assert votes.attending["worker 1"].hear(running=True) == "worker 2 lost its mind"
+    assert votes.meeting.blamed(7) == ("worker 2",)
+
+
+def go(votes: Votes) -> None:
+    votes.meeting.open_ballot(7, NAMES)
+    votes.vote(NAMES)
+    assert votes.ended() == dict.fromkeys(NAMES, "go")
+
+
+def dies(votes: Votes, name: str) -> None:
+    """Its connection ends, and the meeting has noticed."""
+    votes.attending[name]._socket.close()
+    while len(votes.meeting._connections) == len(NAMES):
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_who_is_done_and_dies_ends_nothing_but_what_comes_later(is_done: bool, votes: Votes) -> None:
+    go(votes)
+    for name in NAMES:
+        assert votes.attending[name].hear(running=True) == ""
+    if is_done:
+        votes.attending["worker 2"].hear(running=False)
+        votes.attending["worker 2"].ballot(7, "done")
+    dies(votes, "worker 2")
+    why = "worker 2 lost its connection"
+    assert votes.attending["worker 1"].hear(running=True) == ("" if is_done else why)
+    assert votes.attending["worker 1"].broken() == why
+    assert votes.meeting.blamed(7) == (() if is_done else ("worker 2",))
+    for name in NAMES[:2]:
+        votes.attending[name].ballot(7, "done")
+    assert votes.meeting.failed(7) == ("" if is_done else why)
+    votes.meeting.open_ballot(8, NAMES)
+    votes.vote(NAMES[:2], 8)
+    assert set(votes.ended().values()) == {f"the collective does not begin: {why}"}
+    assert votes.meeting.blamed(8) == ("worker 2",)
+
+
+def test_a_member_that_has_left_in_good_order_begins_nothing_more(votes: Votes) -> None:
+    go(votes)
+    assert votes.attending["worker 1"].broken() == ""
+    votes.attending["worker 2"].close()
+    assert votes.attending["worker 1"].broken() == "worker 2 has left"
+    votes.meeting.open_ballot(8, NAMES)
+    assert votes.meeting.blamed(8) == ("worker 2",)
+
+
+def test_who_gives_up_asks_no_more_often_than_before(votes: Votes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ballot is never opened."""
+    asked = 0
+    ballot = Attendance.ballot
+
+    def counted(*given: Any, **more: Any) -> Answer:
+        nonlocal asked
+        asked += 1
+        return ballot(*given, **more)
+
+    monkeypatch.setattr(Attendance, "ballot", counted)
+    with pytest.raises(CkptEngineError, match="nothing was heard of a decision"):
+        wait_for_go(votes.attending["worker 1"], 7, 0.01, 0.4)
+    assert asked <= 0.4 / ASK_SECONDS
+
+
+def test_a_question_that_fails_lets_go_of_the_connection(votes: Votes) -> None:
+    votes.meeting.close()
+    with pytest.raises(CkptEngineError, match="is gone"):
+        votes.attending["worker 1"].hear(running=False)
+    assert votes.attending["worker 1"]._socket.fileno() == -1
+    votes.attending["worker 1"].close()

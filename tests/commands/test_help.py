@@ -12,9 +12,12 @@ from click.testing import Result
 
 from ckpt_engine.cli import COMMANDS
 from ckpt_engine.commands import choices
+from ckpt_engine.core.dtypes import ITEMSIZES
+from ckpt_engine.core.prediction import MEMORIES
 from ckpt_engine.core.sleeping import TAGS
 from ckpt_engine.core.transports import worker_kinds
 from ckpt_engine.engine.adapter import ADAPTERS
+from ckpt_engine.planning.places import LINKS
 from ckpt_engine.trainer.request import PAUSE_MODES, PREFETCH, UNTIL
 from ckpt_engine.v1 import manager_pb2
 
@@ -79,6 +82,9 @@ def test_choices_are_those_that_there_are(run: Run) -> None:
     assert {each.value for each in choices.Prefetch} == set(PREFETCH)
     assert {each.value for each in choices.Until} == set(UNTIL)
     assert {each.value for each in choices.Tag} == set(TAGS)
+    assert {each.value for each in choices.TrainerMemory} == set(MEMORIES)
+    assert {each.value for each in choices.GpuLink} == set(LINKS)
+    assert {each.value for each in choices.Dtype} <= set(ITEMSIZES)
     shown = run("replica", "-h").stdout
     for kind in (choices.Engine, choices.Mode):
         assert "|".join(each.value for each in kind) in shown

@@ -135,7 +135,7 @@ def test_a_name_that_nobody_has(run: Run, manager: str) -> None:
         ),
         (["demo", "--engine", "tgi"], "'tgi' is not one of 'reference', 'sglang', 'vllm'"),
         (["engines", "tgi"], "'tgi' is not one of"),
-        (["update"], "Missing option '--checkpoint'"),
+        (["update"], "--checkpoint or --from-directory: name one of them"),
         (["servee"], "No such command 'servee'"),
     ],
 )
@@ -266,6 +266,7 @@ def test_the_status_fits_into_eighty_columns() -> None:
                 connected=True,
                 held=[identity],
                 progress=manager_pb2.RelayProgress(bytes_done=1, bytes_total=3),
+                slow="sent 3 MB/s",
             )
         ],
     )
@@ -274,6 +275,7 @@ def test_the_status_fits_into_eighty_columns() -> None:
     text = console.export_text()
     for row in ("rollout-node-17-gpu-3", "1234 of grpo-qwen3-8b", "15 of 16", "filling, 33 %"):
         assert row in text, text
+    assert "relay rollout-node-17 passes nothing on to others: it sent 3 MB/s" in text
     assert " host " in text
     assert "publishes" not in text
 
@@ -320,7 +322,7 @@ def test_every_variable_of_a_command_is_documented() -> None:
     names = {name for path in sources for name in re.findall(r'"(CKPT_ENGINE_[A-Z_]+)"', path.read_text())}
     serve = (root / "ckpt_engine/commands/serve.py").read_text()
     names |= {f"CKPT_ENGINE_SERVE_{name}" for name in re.findall(r'_option\("([A-Z_]+)"', serve)}
-    assert len([name for name in names if "_SERVE_" in name]) == 10
+    assert len([name for name in names if "_SERVE_" in name]) == 11
     assert sorted(name for name in names if name not in page) == []
 
 
@@ -329,7 +331,7 @@ def test_the_base_leaves_out_what_is_large() -> None:
     base = {re.split(r"[<>=\[]", name)[0] for name in project["dependencies"]}
     assert not base & {"torch", "numba", "transformers"}
     extras_there = project["optional-dependencies"]
-    assert set(extras_there) == {"trainer", "relay", "relay-ucx", "demo", "vllm", "sglang", "trl", "dev"}
+    assert set(extras_there) == {"trainer", "relay", "relay-ucx", "demo", "vllm", "sglang", "trl", "verl", "dev"}
     for extra in set(extras_there) - {"dev"}:
         assert not [each for each in extras_there[extra] if "<" in each or "==" in each], "users choose versions"
 

@@ -129,6 +129,7 @@ def test_a_connection_that_ends_before_its_vote_or_after_all_is_over() -> None:
     made.vote(A, 10.0, 0.0)
     made.lost(A)
     assert made.word is Word.NO
+    assert gone(A).behind == (B, C)
     over = gone(A, B, C)
     over.lost(B)
     over.look(100.0)
@@ -215,6 +216,33 @@ def test_a_member_waits_for_longer_than_its_vote_holds() -> None:
     assert one.step(10.8) is Step.GO, "it is too late to go back"
 
 
+@pytest.mark.parametrize("answered", [False, True], ids=["nothing was heard", "its vote is there"])
+def test_a_member_that_does_not_hear_the_lead_goes_back_before_its_part_must_be_over(answered: bool) -> None:
+    """Its engine is paused meanwhile, and whoever paused it waits for no longer than that."""
+    one = Participant(30.0, silence=5.0, end=4.0, now=0.0)
+    if answered:
+        one.took(Answer(Word.UNDECIDED, 500.0), 0.1)
+        assert one.until == pytest.approx(501.9)
+        one.took(Answer(Word.UNDECIDED, 500.2, voted=True), 0.2)
+    assert one.step(1.9) is not Step.BACK
+    assert one.step(2.3) is Step.GIVE_UP
+    one.took(None, 2.4, Step.GIVE_UP)
+    assert one.step(3.2) is Step.BACK
+
+
+def test_a_member_that_was_stopped_for_long_asks_before_it_goes_back() -> None:
+    one = member()
+    one.took(Answer(Word.UNDECIDED, 500.0), 1.0)
+    one.took(None, 60.0, Step.VOTE)
+    assert one.step(60.0) is Step.GIVE_UP
+    one.took(Answer(Word.GO, 560.0, voted=True), 59.0, Step.GIVE_UP)
+    assert one.step(59.0) is Step.GO
+    silent = member()
+    assert silent.step(60.0) is Step.GIVE_UP
+    silent.took(NOT_OPEN, 60.1, Step.GIVE_UP)
+    assert silent.step(60.1) is Step.BACK
+
+
 def test_a_member_that_is_told_no_or_nothing_goes_back() -> None:
     one = member()
     one.took(Answer(Word.NO, 500.0, why="rank 1 failed"), 1.0)
@@ -222,6 +250,8 @@ def test_a_member_that_is_told_no_or_nothing_goes_back() -> None:
     deaf = member()
     assert deaf.step(9.9) is Step.ASK
     assert deaf.step(10.0) is Step.GIVE_UP
+    deaf.took(None, 11.0, Step.GIVE_UP)
+    assert deaf.step(11.9) is Step.GIVE_UP
     assert deaf.step(12.0) is Step.BACK
     assert "nothing was heard" in deaf.why
 
@@ -265,6 +295,7 @@ def test_nobody_goes_back_from_a_go_that_it_could_have_heard(seed: int) -> None:
                     back.add(name)
                     continue
                 if dice.random() < loss:
+                    parts[name].took(None, now * rate[name], step)
                     continue
                 until = parts[name].until
                 arrives = now + dice.uniform(0.0, slow)
@@ -277,8 +308,8 @@ def test_nobody_goes_back_from_a_go_that_it_could_have_heard(seed: int) -> None:
                     case _:
                         answer = made.ask(name, arrives)
                 words.add(made.word)
-                if dice.random() >= loss:
-                    parts[name].took(answer, (arrives + dice.uniform(0.0, slow)) * rate[name])
+                lost = dice.random() < loss
+                parts[name].took(None if lost else answer, (arrives + dice.uniform(0.0, slow)) * rate[name], step)
         assert len(words - {Word.UNDECIDED}) <= 1
         if not loss:
             assert not (back and made.word is Word.GO), (seed, made)

@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_engine.core.boxes import Box, contains, intersect, overlap, refine, remove, tile, uncovered, whole
+from ckpt_engine.core.boxes import Box, contains, intersect, overlap, refine, remainder, remove, tile, uncovered, whole
 
 Points = set[tuple[int, ...]]
 
@@ -65,6 +65,15 @@ def test_uncovered_finds_what_no_box_covers(drawn: tuple[Box, list[Box]]) -> Non
     if found is not None:
         assert found.volume
         assert points(found) <= missing
+
+
+@given(boxes_in_one_tensor(most=6))
+def test_a_remainder_is_what_no_cover_covers_each_element_once(drawn: tuple[Box, list[Box]]) -> None:
+    boxes, covers = refine([drawn[0], *drawn[1][::2]]), drawn[1][1::2]
+    left = remainder(boxes, covers)
+    assert points(*left) == points(*boxes) - points(*covers)
+    assert sum(box.volume for box in left) == len(points(*left))
+    assert all(box.volume for box in left)
 
 
 @given(boxes_in_one_tensor(most=7))

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from ckpt_engine.core.boxes import Box, whole
-from ckpt_engine.core.manifest import root
 from ckpt_engine.core.plan import compile_plans
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.publication import join_sources, merge_tables
-from ckpt_engine.core.sealed import check_replicas, expected_digests
+from ckpt_engine.core.sealed import check_replicas
 from ckpt_engine.digest.boxes import digest_box
 from ckpt_engine.v1.weights_pb2 import SourceTable
 from tests.core.core_plans import Weights, carry_out, memory, some_weights
 from tests.core.core_tables import Held, digests, everything, part, request, table
+from tests.sealing import expected_digests, root
 
 
 def holding(name: str, weights: Weights, held: Held) -> SourceTable:

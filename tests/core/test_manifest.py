@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from ckpt_engine.core.boxes import Box, whole
-from ckpt_engine.core.manifest import RootHasher, blob_digest, canonical, manifest_of, root
+from ckpt_engine.core.manifest import RootHasher, blob_digest, canonical, manifest_of
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.publication import merge_tables
 from ckpt_engine.v1.weights_pb2 import Manifest, Problem, SourceTable, TensorSpec
 from tests.core.core_tables import everything, rows, table
+from tests.sealing import root
 
 WEIGHTS = {
     "a.weight": torch.zeros(8, 6, dtype=torch.bfloat16),
@@ -47,7 +48,7 @@ def test_replicas_scalars_and_empty_tensors() -> None:
 def test_tensors_that_are_split_alike_share_their_geometry() -> None:
     weights = {f"layer.{index}": torch.zeros(8, 6) for index in range(20)}
     merged = merge_tables([table(rank, weights, rows(weights, rank, 2)) for rank in range(2)])
-    assert len({id(layout) for layout in merged.layouts}) == 1
+    assert len({id(partition) for partition in merged.partitions}) == 1
 
 
 def edited(edit: Callable[[SourceTable], object]) -> list[SourceTable]:

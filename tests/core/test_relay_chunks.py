@@ -5,8 +5,11 @@ from __future__ import annotations
 from graphlib import TopologicalSorter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckpt_engine.core import relay_chunks
+from ckpt_engine.core.chunk_sizes import LEAST_BYTES, joined
 from ckpt_engine.core.fan_out_orders import SHARES, fan_out_orders
 from ckpt_engine.core.relay_chunks import SlotChunk, dealt
 from ckpt_engine.v1.manager_pb2 import FanOut
@@ -15,6 +18,20 @@ from ckpt_engine.v1.weights_pb2 import Region
 
 def orders(count: int, about: bytes = b"1") -> dict[str, FanOut]:
     return fan_out_orders({f"relay {each}": Region(locator=b"%d" % each) for each in range(count)}, about)
+
+
+@given(st.lists(st.integers(1, LEAST_BYTES), max_size=40), st.sampled_from([LEAST_BYTES, 2 * LEAST_BYTES]))
+def test_runs_cover_all_and_none_is_twice_as_large_as_it_should_be(sizes: list[int], least: int) -> None:
+    runs = joined(sizes, least)
+    assert [at for first, last in runs for at in range(first, last)] == list(range(len(sizes)))
+    assert all(first < last and sum(sizes[first:last]) <= 2 * least for first, last in runs)
+    assert all(sum(sizes[first:last]) >= min(least, sum(sizes)) for first, last in runs[:-1])
+
+
+def test_a_small_rest_travels_with_the_chunk_before_it() -> None:
+    mebibyte = 1 << 20
+    assert joined([2 * mebibyte] * 3, LEAST_BYTES) == [(0, 3)]
+    assert joined([2 * mebibyte] * 4, LEAST_BYTES) == [(0, 2), (2, 4)]
 
 
 @pytest.mark.parametrize("count", [2, 3, 8, 12, 40])

@@ -14,19 +14,13 @@ from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.plan import Plans, compile_plans
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.publication import join_sources, merge_tables
-from ckpt_engine.core.sealed import check_replicas, expected_digests, packed
-from ckpt_engine.core.sealed_record import (
-    Recorded,
-    RecordWriter,
-    finer_atoms,
-    read_record,
-    record_of,
-    seal_from_record,
-)
+from ckpt_engine.core.sealed import check_replicas, packed
+from ckpt_engine.core.sealed_record import Recorded, RecordWriter, finer_atoms, read_record, seal_from_record
 from ckpt_engine.digest.boxes import digest_box
 from ckpt_engine.v1.weights_pb2 import Digests, Problem, SealedRecord
 from tests.core.core_plans import Weights, some_weights
 from tests.core.core_tables import digests, everything, request, rows, table
+from tests.sealing import expected_digests, record_of
 
 SHAPES = {"a": (8, 6), "b": (4, 2), "c": (0, 3), "d": ()}
 

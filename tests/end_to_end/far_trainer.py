@@ -1,6 +1,7 @@
 """A trainer on a host of its own, driven by one JSON line at a time; run as a script with the manager's address.
 
-Answers {"train": [folder, seed], "shape": sizes} (weights of a tiny model, as after a step), {"update": wishes},
+Answers {"train": [folder, seed], "shape": sizes, "publish": wishes, "advertise": address} (weights of a tiny model, as
+after a step; the last at the first one only), {"update": wishes},
 {"spoil": true} (all weights are NaN), {"status": true}, {"members": true} (the manager's whole answer, in hexadecimal
 digits), {"close": true}: it ends, and its memory with it.
 """
@@ -28,7 +29,8 @@ def _members(address: str) -> Any:
         return stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
 
 
-def _status(address: str) -> dict[str, Any]:
+def status_of(address: str) -> dict[str, Any]:
+    """What relays hold, and who serves what at which URL."""
     answer = _members(address)
     return {
         "relays": {each.name: [held.version for held in each.held] for each in answer.holders if each.connected},
@@ -44,6 +46,9 @@ def _told(report: Any) -> dict[str, Any]:
     return {
         "held": report.held,
         "outcomes": {each.name: each.outcome for each in report.replicas},
+        "problems": {each.name: str(each.problem) for each in report.replicas if each.problem is not None},
+        "collective": report.collective,
+        "transports": {each.name: [use.transport for use in each.transports] for each in report.replicas},
         "prefetch": report.prefetch,
         "relays": {
             each.relay: {
@@ -67,10 +72,10 @@ def _main(address: str) -> None:
         try:
             if "train" in question:
                 folder, seed = question["train"]
-                trainer = trainer or Trainer(address, lineage="far")
+                trainer = trainer or Trainer(address, lineage="far", advertise=question.get("advertise"))
                 shape = {"vocabulary": PADDED_VOCABULARY, **question.get("shape", {})}
                 model = make_tiny_qwen3(Path(folder), seed, weights=False, **shape)
-                trainer.publish(model)
+                trainer.publish(model, **question.get("publish", {}))
             elif "update" in question:
                 assert trainer is not None
                 answer = _told(trainer.update_weights(**question["update"]))
@@ -79,7 +84,7 @@ def _main(address: str) -> None:
                     for parameter in model.parameters():
                         parameter.fill_(float("nan"))
             elif "status" in question:
-                answer = _status(address)
+                answer = status_of(address)
             elif "members" in question:
                 answer = _members(address).SerializeToString().hex()
             elif trainer is not None:

@@ -19,13 +19,13 @@ from ckpt_engine.agent.nodes import NodeSettings
 from ckpt_engine.cli import app_for
 from ckpt_engine.commands.replica import EVICTED
 from ckpt_engine.engine.adapter import load_adapter
-from ckpt_engine.engine.node_plan import Place, node_plan_of
+from ckpt_engine.engine.node_plan import NodePart, node_plan_of
 from ckpt_engine.words.gate import READY_ROUTE
 from tests.cluster import Cluster, generate, running_cluster
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 UNITS = sorted((EXAMPLES / "systemd").glob("*.service"))
-MANIFESTS = sorted((EXAMPLES / "kubernetes").glob("*.yaml"))
+MANIFESTS = sorted((EXAMPLES / "kubernetes").rglob("*.yaml"))
 
 
 def parsed(command: Sequence[str]) -> dict[str, Any]:
@@ -42,8 +42,8 @@ def parsed(command: Sequence[str]) -> dict[str, Any]:
         if nodes.nodes == 1:
             plan = load_adapter(found["engine"]).launch_plan(arguments, found["port"] or 1, model)
         else:
-            place = Place(nodes.nodes, nodes.rank, nodes.host, 1)
-            plan = node_plan_of(found["engine"])(arguments, found["port"] or 1, model, place)
+            part = NodePart(nodes.nodes, nodes.rank, nodes.host, 1)
+            plan = node_plan_of(found["engine"])(arguments, found["port"] or 1, model, part)
         assert plan.url.startswith("http://127.0.0.1:")
     return found
 
@@ -138,11 +138,15 @@ def test_systemd_takes_the_units(unit: Path, tmp_path: Path) -> None:
 def containers() -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
     for path in MANIFESTS:
         for document in yaml.safe_load_all(path.read_text()):
+            if document["kind"] in ("Kustomization", "Component"):
+                continue  # tests/images/test_kustomizations.py
             assert document["apiVersion"]
             assert document["metadata"]["name"]
             pod = document.get("spec", {}).get("template", {}).get("spec")
             if pod is not None:
-                assert document["spec"]["selector"]["matchLabels"] == document["spec"]["template"]["metadata"]["labels"]
+                if document["kind"] != "Job":  # whose selector the cluster makes
+                    labels = document["spec"]["template"]["metadata"]["labels"]
+                    assert document["spec"]["selector"]["matchLabels"] == labels
                 for container in pod["containers"]:
                     yield f"{path.stem}-{container['name']}", container, pod
 
@@ -167,7 +171,7 @@ def test_manifests_run_command_lines_that_we_take(container: Mapping[str, Any], 
     ports = {port["containerPort"] for port in container.get("ports", ())}
     for probe in (container[name]["httpGet"] for name in ("readinessProbe", "livenessProbe") if name in container):
         assert probe["port"] in ports
-        assert probe["path"] in ("/healthz", READY_ROUTE)
+        assert probe["path"] in ("/healthz", "/livez", "/readyz", "/metrics", READY_ROUTE)
         assert any(word.endswith(f":{probe['port']}") or word == f"--port={probe['port']}" for word in command)
     volumes = {volume["name"] for volume in pod["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} <= volumes

@@ -1,4 +1,5 @@
-"""A trainer and three hosts with replicas: each byte leaves the trainer's host once, also where a relay is killed."""
+"""A trainer and three hosts with replicas: each byte leaves the trainer's host once, also where a relay is killed; and
+who is slow passes nothing on by and by."""
 
 from __future__ import annotations
 
@@ -93,12 +94,42 @@ def test_three_hosts_cost_the_trainers_interface_one_model(world: Wide) -> None:
     _kill_in_the_middle(world, relays[1], names, report["relays"])
 
 
+def test_whose_interface_is_slow_passes_nothing_on_in_a_later_plan(world: Wide) -> None:
+    for host in (0, *FAR):
+        world.relay(host)
+    names = {f"far{host}": host for host in FAR}
+    for name, host in names.items():
+        world.replica(name, host)
+    eventually("the replicas register", 180.0, lambda: world.status()["replicas"].keys() >= names.keys())
+    _limit(world.hosts[1], "32mbit")
+    for version in (1, 2, 3):
+        size = world.train(version)
+        before = [host.sent() for host in world.hosts]
+        report = world.trainer.ask(update={"version": version})
+        sent = [host.sent() - first for host, first in zip(world.hosts, before, strict=True)]
+        assert report["outcomes"] == dict.fromkeys(names, "new_serving"), report
+        assert sent[0] < 1.1 * size, f"{sent[0] / size:.3f} models, and {report['relays']}"
+        sources = [set(report["relays"][f"relay r{host}"]["brought"]) for host in FAR]
+        slow = "relay r1" not in set().union(*sources)
+        assert slow == (version == 3), report
+        assert ("but passes nothing on: it sent" in report["prefetch"]) == slow, report["prefetch"]
+        if slow:
+            assert sent[1] < 0.1 * size
+            assert "relay r0" not in sources[0], "it reads from those who pass on"
+    world.generates(3, names)
+
+
+def _limit(host: NetworkHost, rate: str) -> None:
+    """What it sends goes no faster."""
+    limit = ("rate", rate, "burst", "256kb", "latency", "400ms")
+    ip("netns", "exec", host.namespace, "tc", "qdisc", "add", "dev", host.device, "root", "tbf", *limit)
+
+
 def _kill_in_the_middle(world: Wide, relay: Any, names: dict[str, int], whole: dict[str, Any]) -> None:
     """What the relay passes on goes slowly, so that there is a middle. whole: who read what when nobody was killed."""
     lost = world.hosts[1]
     size = world.train(3)
-    limit = ("rate", "24mbit", "burst", "256kb", "latency", "400ms")
-    ip("netns", "exec", lost.namespace, "tc", "qdisc", "add", "dev", lost.device, "root", "tbf", *limit)
+    _limit(lost, "24mbit")
     found: list[Any] = []
     before = lost.sent()
     updating = threading.Thread(target=lambda: found.append(world.trainer.ask(update={"version": 3})), daemon=True)

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from ckpt_engine.core.deadlines import ENVIRONMENT as DEADLINES
-from tests.cluster import eventually
 from tests.end_to_end.conftest import PADDED_VOCABULARY
 from tests.end_to_end.test_several_hosts import TOKENS, World
 from tests.network.hosts import hosts
@@ -69,7 +68,7 @@ def test_the_relay_of_each_node_brings_what_its_worker_needs(world: World, tmp_p
     for host in range(3):
         world.relay(host)
     start(world, tmp_path, bare_model)
-    eventually("the server registers", 180.0, lambda: "wide" in world.status()["replicas"])
+    world.registers("wide")
     for version in (1, 2):
         model = make_tiny_qwen3(tmp_path / "expected", version, vocabulary=PADDED_VOCABULARY, weights=False)
         prompt = decisive_prompts(model, 1, TOKENS)[0]

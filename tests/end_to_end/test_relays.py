@@ -20,6 +20,8 @@ import torch
 
 from ckpt_engine import Trainer, UpdateReport
 from ckpt_engine.host.relay_directory import DIRECTORY
+from ckpt_engine.planning.asked import Asked, question_of
+from ckpt_engine.planning.update import planned
 from ckpt_engine.trace import ENVIRONMENT as TRACE
 from tests.cluster import Cluster, Relay, Replica, eventually, generate, outcomes, running_cluster
 from tests.end_to_end.conftest import PADDED_VOCABULARY
@@ -121,6 +123,9 @@ def test_four_replicas_read_one_union_after_the_trainer_changed_its_weights(worl
         (relay,) = held.message.relays
         assert relay.filled.bytes == bytes_of(model), "each byte once, whoever needs it"
         assert {each.source: each.bytes for each in relay.filled.brought} == {"rank 0": bytes_of(model)}
+        asked = Asked(tmp_path / "1", replicas=4, engine="reference", cpu=True, trainer_memory="host", until="held")
+        (foretold,) = planned(question_of(asked)).relays.filled.values()
+        assert {each.source: each.bytes for each in foretold.reads} == {"rank 0": relay.filled.bytes}
         for replica in world.cluster.replicas:
             replica.serving(1)
             assert generate(replica, prompt, TOKENS) == tokens

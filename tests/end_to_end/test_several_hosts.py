@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,17 @@ TOKENS = 8
 class World:
     """Three hosts on a switch; the manager and the trainer are on the first."""
 
+    TRAINER = "tests.end_to_end.far_trainer"
+
     def __init__(self, path: Path, model: Path, found: list[NetworkHost], stack: ExitStack) -> None:
         self.path, self._model, self.hosts, self._stack = path, model, found, stack
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.inside = [self._keeper(host) for host in found]
         self.address = f"{found[0].address}:50051"
         ledger = str(path / "ledger.sqlite3")
         self.start("manager", 0, "serve", "--listen", self.address, "--http", "", "--insecure", "--ledger", ledger)
         before = self.inside[0]
-        trainer = LineProcess("tests.end_to_end.far_trainer", self.address, before=before, OMP_NUM_THREADS="1")
+        trainer = LineProcess(self.TRAINER, self.address, before=before, OMP_NUM_THREADS="1")
         self.trainer = stack.enter_context(trainer)
         eventually("the manager answers", 120.0, lambda: "problem" not in self.status())
 
@@ -52,7 +55,7 @@ class World:
         first = eventually("the host's first process", 30.0, started)
         return ["nsenter", "--target", str(first), "--net", "--pid", "--mount", "--", "env", "-C", str(ROOT)]
 
-    def start(self, name: str, host: int, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
+    def start(self, name: str, host: int, *arguments: str, **environment: str) -> None:
         """A process of the command line on one of the hosts; it ends with the test."""
         environment = {DIRECTORY: str(self.relays(host)), "OMP_NUM_THREADS": "1", **environment}
         command = [f"{name}={value}" for name, value in environment.items()]
@@ -61,7 +64,7 @@ class World:
             process = subprocess.Popen([*self.inside[host], *command], stdout=log, stderr=subprocess.STDOUT)
         self._stack.callback(process.wait, 30)
         self._stack.callback(process.kill)
-        return process
+        self._processes[name] = process
 
     def relays(self, host: int) -> Path:
         """Where relays of a host have their sockets."""
@@ -87,16 +90,29 @@ class World:
         found: dict[str, Any] = self.trainer.ask(status=True)
         return found
 
+    def registers(self, name: str) -> None:
+        self._eventually(f"{name} registers", 400.0, lambda: name in self.status()["replicas"])
+
     def serves(self, name: str, version: int) -> None:
         def look() -> bool:
             replica = self.status()["replicas"].get(name)
             return bool(replica) and replica["version"] == version
 
+        self._eventually(f"{name} serves version {version}", 120.0, look)
+
+    def _eventually(self, what: str, seconds: float, look: Callable[[], bool]) -> None:
+        """Waits until it looks so; what the processes told is in the error, and one that has ended ends the wait."""
+
+        def found() -> bool:
+            ended = [name for name, process in self._processes.items() if process.poll() is not None]
+            assert not ended, f"ended: {ended}"
+            return look()
+
         try:
-            eventually(f"{name} serves version {version}", 120.0, look)
+            eventually(what, seconds, found)
         except AssertionError as error:
             logs = {log.name: log.read_text(errors="replace")[-2000:] for log in self.path.glob("*.log")}
-            raise AssertionError(f"{error}: {self.status()} {logs}") from None
+            raise AssertionError(f"{what}: {error}: {self.status()} {logs}") from None
 
     def tokens(self, name: str, host: int, prompt: list[int]) -> list[int]:
         """What an engine generates, asked on its own host."""
@@ -117,7 +133,7 @@ def test_weights_reach_replicas_of_other_hosts_by_way_of_relays(world: World, tm
     world.relay(0)
     world.relay(1)
     world.replica("far", 1)
-    eventually("the replica registers", 180.0, lambda: "far" in world.status()["replicas"])
+    world.registers("far")
     for version in (1, 2):
         model = make_tiny_qwen3(tmp_path / "expected", version, vocabulary=PADDED_VOCABULARY, weights=False)
         prompt = decisive_prompts(model, 1, TOKENS)[0]

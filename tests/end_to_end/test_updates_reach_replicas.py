@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from ckpt_engine import CkptEngineError, Trainer
+from ckpt_engine.cli import app_for
+from ckpt_engine.planning.asked import Asked, question_of
+from ckpt_engine.planning.update import planned
 from tests.cluster import Cluster, corrupt_after_sealing, generate, outcomes
 from tests.end_to_end.conftest import PADDED_VOCABULARY
+from tests.timeline.trace_format import read
 from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
 
 TOKENS = 32
@@ -67,6 +73,43 @@ def test_different_updates_in_a_row(cluster: Cluster, tmp_path: Path, updates: i
             assert_serves(cluster, model)
 
 
+def test_edges_are_those_that_a_plan_foretold(cluster: Cluster, tmp_path: Path) -> None:
+    """`ckpt-engine plan` from the config alone, and what the agents' reports say: each edge, byte by byte."""
+    model = model_of(tmp_path, 98)
+    with Trainer(cluster.address, lineage="foretold") as trainer:
+        trainer.publish(model)
+        report = trainer.update_weights(version=1)
+    assert report.ok, report
+    for replica, workers in zip(sorted(report.replicas, key=lambda each: each.name), (1, 2), strict=True):
+        foretold = planned(
+            question_of(Asked(tmp_path / "98", engine="reference", tp=workers, cpu=True, trainer_memory="host"))
+        )
+        found = [(edge.source, edge.worker_rank, edge.transport, edge.bytes) for edge in replica.message.edges]
+        edges = [(line.edge.source, line.worker, line.choice.transport, line.edge.bytes) for line in foretold.installs]
+        assert sorted(found) == sorted(edges)
+
+
+def test_an_update_can_be_looked_at_as_a_timeline(cluster: Cluster, tmp_path: Path) -> None:
+    """Its bytes are those of the report, and every member was asked and has answered in the time that is shown."""
+    with Trainer(cluster.address, lineage="looked-at") as trainer:
+        trainer.publish(model_of(tmp_path, 3))
+        report = trainer.update_weights(version=70)
+        words = ["trace", "70", "-o", str(tmp_path / "trace.json"), "--manager", cluster.address]
+        written = CliRunner().invoke(app_for(words), words, catch_exceptions=False)
+    assert written.exit_code == 0, written.output
+    file = read((tmp_path / "trace.json").read_text())
+    assert sum(said["bytes"] for _, _, said in file.flows) == report.bytes
+    told = [(to.process, to.thread, to.name) for _, to, _ in file.flows]
+    assert sorted(told) == [
+        ("replica one", "worker 0", "transfer"),
+        ("replica two", "worker 0", "transfer"),
+        ("replica two", "worker 1", "transfer"),
+    ]
+    assert {left.process for left, _, _ in file.flows} == {"trainer rank 0"}
+    assert all("round trips" in label for label in file.labels.values()), file.labels
+    assert "memory of host" in written.output
+
+
 @pytest.mark.slow
 @SEVERAL
 def test_updates_from_two_ranks_that_shard_with_fsdp2(cluster: Cluster, tmp_path: Path, updates: int) -> None:
@@ -94,6 +137,27 @@ def test_updates_from_two_ranks_that_shard_with_fsdp2(cluster: Cluster, tmp_path
     finally:
         for process in ranks:
             process.kill()
+
+
+def test_two_ranks_bring_weights_by_a_collective(cluster: Cluster, tmp_path: Path) -> None:
+    """Over Gloo, since all are on CPUs: each rank holds every other tensor, and every worker gets what it needs."""
+    model = model_of(tmp_path, 30)
+    whole = named_weights(model)
+    lineage, reports = "together", list[Any]()
+
+    def train(rank: int) -> None:
+        with Trainer(cluster.address, rank=rank, world_size=2, lineage=lineage) as trainer:
+            trainer.publish(dict(whole[rank::2]), transport="nccl")
+            reports.extend(trainer.update_weights() for _ in range(2))
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(train, range(2)))
+    for report in reports:
+        assert outcomes(report) == {"one": "new_serving", "two": "new_serving"}, report
+        assert report.verified
+        assert report.collective == "one and two are updated by a collective: the trainer publishes for it alone"
+        assert {use.transport for replica in report.replicas for use in replica.transports} == {"nccl"}
+    assert_serves(cluster, model)
 
 
 def test_a_checkpoint_directory_by_the_command_line(cluster: Cluster, tmp_path: Path) -> None:

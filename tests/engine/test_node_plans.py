@@ -7,24 +7,24 @@ import sys
 import pytest
 
 from ckpt_engine.engine import adapter
-from ckpt_engine.engine.node_plan import Place, node_plan_of
+from ckpt_engine.engine.node_plan import NodePart, node_plan_of
 from ckpt_engine_adapters.reference import driver as reference
 from ckpt_engine_adapters.reference.server import parse
 from ckpt_engine_adapters.sglang import driver as sglang
 from ckpt_engine_adapters.vllm import driver as vllm
-from ckpt_engine_adapters.vllm.command import command_options
+from ckpt_engine_adapters.vllm.command import options_of
 
-FIRST, SECOND = Place(2, 0, "10.0.0.1", 7200), Place(2, 1, "10.0.0.1", 7200)
+FIRST, SECOND = NodePart(2, 0, "10.0.0.1", 7200), NodePart(2, 1, "10.0.0.1", 7200)
 
 
 def test_vllm_gets_the_options_of_its_node_and_the_headless_form_elsewhere() -> None:
     arguments = ("--tensor-parallel-size", "16", "--max-model-len", "4096")
     leads, follows = (vllm.node_plan(arguments, 8000, "model", place) for place in (FIRST, SECOND))
     for rank, plan in enumerate((leads, follows)):
-        options = command_options(plan.argv)
-        assert (options["--nnodes"], options["--node-rank"]) == ("2", str(rank))
-        assert (options["--master-addr"], options["--master-port"]) == ("10.0.0.1", "7200")
-        assert (options["--max-model-len"], options["--weight-transfer-config"]) == ("4096", vllm.TRANSFER)
+        options = options_of(plan.argv)
+        assert (options["--nnodes"], options["--node-rank"]) == (("2",), (str(rank),))
+        assert (options["--master-addr"], options["--master-port"]) == (("10.0.0.1",), ("7200",))
+        assert (options["--max-model-len"], options["--weight-transfer-config"]) == (("4096",), (vllm.TRANSFER,))
         assert (plan.workers, plan.env[vllm.WORKERS_VARIABLE]) == (16, "16")
     assert leads.argv[:3] == (sys.executable, "-m", vllm.MODULE)
     assert follows.argv[:3] == (sys.executable, "-m", vllm.HEADLESS)
@@ -40,7 +40,9 @@ def test_vllm_gets_the_options_of_its_node_and_the_headless_form_elsewhere() -> 
         (("--tensor-parallel-size", "3"), "3 workers cannot be shared by 2 nodes"),
         (("--tensor-parallel-size", "2", "--data-parallel-hybrid-lb"), "only node 0 may have an API server"),
         (("--data-parallel-size", "2", "--data-parallel-rank=1"), "only node 0 may have an API server"),
+        (("-dp", "2", "-dpn", "1"), "--data-parallel-rank: on several --nodes only node 0 may have an API server"),
         (("--tensor-parallel-size", "2", "--nnodes", "2"), "leave --nnodes out"),
+        (("-tp", "2", "-n", "2"), "leave --nnodes out"),
     ],
 )
 def test_what_vllm_could_not_do_or_our_gate_not_see_is_refused(arguments: tuple[str, ...], message: str) -> None:
@@ -71,7 +73,7 @@ def test_the_reference_engines_parts_are_commands_that_its_server_understands(
         plan = reference.node_plan(("--tensor-parallel", "4"), 8000, str(model), place)
         options = parse(list(plan.argv[3:]))
         assert (options.nnodes, options.node_rank, options.master_addr) == (2, place.rank, "10.0.0.1")
-    with pytest.raises(ValueError, match="--tensor-parallel 1 cannot be shared by 2 nodes"):
+    with pytest.raises(ValueError, match="1 workers cannot be shared by 2 nodes"):
         reference.node_plan((), 8000, str(model), FIRST)
 
 

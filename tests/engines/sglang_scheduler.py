@@ -75,9 +75,9 @@ def play(model: nn.Module, config: Any, folder: Path) -> dict[str, Any]:
 
 
 def order(action: str) -> Any:
-    from ckpt_engine_adapters.sglang.order import Action, Order, encode
+    from ckpt_engine_adapters.sglang.instruction import Action, Instruction, encode
 
-    return encode(Order(Action(action)))
+    return encode(Instruction(Action(action)))
 
 
 def nonsense(model: nn.Module) -> str:

@@ -12,8 +12,8 @@ from torch import nn
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine_adapters.sglang.beside import Computed, made_while_loading
 from ckpt_engine_adapters.sglang.forms import materialized, note_forms, noted_forms, same_form
+from ckpt_engine_adapters.sglang.instruction import TENSOR, Action, Instruction, decode, encode
 from ckpt_engine_adapters.sglang.live import LiveLayer
-from ckpt_engine_adapters.sglang.order import TENSOR, Action, Order, decode, encode
 from ckpt_engine_adapters.sglang.ranks import worker_rank
 from ckpt_engine_adapters.sglang.refusals import refusals
 
@@ -22,8 +22,10 @@ def text_of(order: str) -> list[tuple[str, torch.Tensor]]:
     return [(TENSOR, torch.tensor(list(order.encode()), dtype=torch.uint8))]
 
 
-@pytest.mark.parametrize("order", [Order(Action.PREPARE), Order(Action.INSTALL, 2**63 - 1), Order(Action.DISCARD)])
-def test_an_order_arrives_as_it_was_sent(order: Order) -> None:
+@pytest.mark.parametrize(
+    "order", [Instruction(Action.PREPARE), Instruction(Action.INSTALL, 2**63 - 1), Instruction(Action.DISCARD)]
+)
+def test_an_order_arrives_as_it_was_sent(order: Instruction) -> None:
     assert decode(encode(order)) == order
 
 
@@ -32,7 +34,7 @@ def test_an_order_arrives_as_it_was_sent(order: Order) -> None:
     [
         [],
         [("model.embed_tokens.weight", torch.zeros(3, dtype=torch.uint8))],
-        [*encode(Order(Action.PREPARE)), *encode(Order(Action.PREPARE))],
+        [*encode(Instruction(Action.PREPARE)), *encode(Instruction(Action.PREPARE))],
         [(TENSOR, torch.zeros(3))],
         [(TENSOR, torch.zeros(2000, dtype=torch.uint8))],
         text_of(""),

@@ -15,6 +15,7 @@ import torch
 from ckpt_engine import CkptEngineError, Trainer
 from ckpt_engine_adapters.sglang.gate import MEMORY, RELEASE_ROUTE, RESUME_ROUTE, STATE_ROUTE, SglangGate
 from tests.cluster import Cluster, Replica, corrupt_after_sealing, outcomes, running_cluster
+from tests.conformance.weights import load
 from tests.engines.serving import check_routes, check_under_load, model_of, publish, token_of
 from tests.engines.sglang_server import (
     assert_closed,
@@ -71,12 +72,6 @@ class Control:
 @pytest.fixture
 def control(replica: Replica) -> Control:
     return Control(replica)
-
-
-def load(live: Any, model: Any) -> None:
-    with torch.no_grad():
-        for mine, theirs in zip(live.parameters(), model.parameters(), strict=True):
-            mine.copy_(theirs)
 
 
 class LongRequest(threading.Thread):

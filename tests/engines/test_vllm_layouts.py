@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from ckpt_engine import CkptEngineError, Trainer
+from ckpt_engine.planning.asked import Asked, question_of
+from ckpt_engine.planning.update import planned
 from tests.cluster import running_cluster
 from tests.engines.test_vllm_models import build, qwen3_mixture
 from tests.engines.vllm_server import TOKENS, assert_closed, complete, needs_vllm, start_vllm, tokens
@@ -26,6 +28,14 @@ LAYOUTS: dict[str, tuple[list[str], int, str]] = {
     "experts": (["--enable-expert-parallel"], 2, "model.layers.1.mlp.experts.9.up_proj.weight"),
 }
 """Arguments, tensor parallel size, and a tensor of a stage or expert that no worker has."""
+
+
+def foretold(config: Path, layout: str) -> list[int]:
+    """What `ckpt-engine plan` says that each worker reads, by a rule for names instead of vLLM's loader."""
+    parallel = {"pp": 2} if layout == "pipeline" else {"tp": 2, "ep": 2}
+    answer = planned(question_of(Asked(config, "files", engine="vllm", cpu=True, **parallel)))
+    assert not answer.impossible
+    return [line.edge.bytes for line in sorted(answer.installs, key=lambda line: line.worker)]
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
@@ -50,6 +60,7 @@ def test_two_workers_share_a_mixture_of_experts(tmp_path: Path, layout: str) -> 
                 total = sum(tensor.nbytes for tensor in weights.values())
                 assert [worker.rank for worker in workers] == [0, 1]
                 assert all(worker.bytes < 0.8 * total for worker in workers), "its own stage or experts only"
+                assert [worker.bytes for worker in workers] == foretold(tmp_path / "bare", layout)
                 if layout == "experts":
                     continue  # vLLM 0.32's kernel for experts on a CPU knows no expert map, and dies of a request
                 prompt = decisive_prompts(model, 1, TOKENS)[0]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ckpt_engine.engine.attributes import LARGEST_BYTES, Attributes
+from ckpt_engine.host import gpus
 from ckpt_engine_adapters.vllm import driver
 from ckpt_engine_adapters.vllm.sleeping import guard_sleep
 
@@ -73,7 +74,7 @@ def test_a_worker_says_that_it_holds_nothing_before_it_discards(monkeypatch: pyt
 def test_a_server_that_is_to_sleep_gets_the_option_for_it_where_there_is_a_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(driver, "NVIDIA_DRIVER", tmp_path / "none")
+    monkeypatch.setattr(gpus, "NVIDIA_DRIVER", tmp_path / "none")
     assert driver.launch_plan(["--max-model-len", "8"], 1, "model").sleep_argument == ""
-    monkeypatch.setattr(driver, "NVIDIA_DRIVER", tmp_path)
+    monkeypatch.setattr(gpus, "NVIDIA_DRIVER", tmp_path)
     assert driver.launch_plan(["--max-model-len", "8"], 1, "model").sleep_argument == "--enable-sleep-mode"

@@ -91,5 +91,7 @@ def _upstream(world: FarWorld, cell: FarCell, undo: ExitStack) -> None:
         return
     world.kill(UP, VICTIM)
     if cell.fault == "restart":
+        # The next one holds nothing when it comes, but an update that goes on may have it filled at once.
+        world.until("the relay is known to be gone", REACH_SECONDS, lambda: UP not in world.relays())
         world.restart_up()
-        world.until("the next relay holds nothing", REACH_SECONDS, lambda: world.relays().get(UP) == [])
+        world.until("the next relay is there", REACH_SECONDS, lambda: UP in world.relays())

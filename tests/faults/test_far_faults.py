@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 
 SAMPLE = (
     FarCell(UPSTREAM, "kill", "fill"),
+    FarCell(UPSTREAM, "restart", "count"),
     FarCell(UPSTREAM, "stop", "fill"),
     FarCell(LINK, "reset", "fill"),
     FarCell(LINK, "cut", "fill"),

@@ -1,4 +1,4 @@
-"""A trainer for fault injection: python trainer_process.py MANAGER LINEAGE WEIGHTS [snapshot] [RANK/WORLD].
+"""A trainer for fault injection: python trainer_process.py MANAGER LINEAGE WEIGHTS [snapshot] [nccl] [RANK/WORLD].
 
 WEIGHTS has a directory for each seed with model.safetensors. Each line of input is JSON: {"version", "seed",
 "timeout", "prefetch", "until"}: the parameters, which lie in shared memory, take that seed's values in place, and the
@@ -58,7 +58,8 @@ def main() -> None:
     ranks = next((option for option in sys.argv[4:] if "/" in option), "0/1")
     rank, world_size = (int(number) for number in ranks.split("/"))
     with Trainer(address, rank, world_size, lineage) as trainer:
-        trainer.publish(model, snapshot=True if "snapshot" in sys.argv[4:] else None)
+        transport = "nccl" if "nccl" in sys.argv[4:] else None
+        trainer.publish(model, snapshot=True if "snapshot" in sys.argv[4:] else None, transport=transport)
         print(json.dumps({"published": True}), flush=True)
         for line in sys.stdin:
             asked = json.loads(line)

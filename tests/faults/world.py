@@ -72,7 +72,7 @@ class Rollout:
 
 class World:
     """Use as a context manager. replicas: name to number of workers. attached: engines run beside their agents.
-    relayed: with a relay for all of them."""
+    relayed: with a relay for all of them. together: all updates go by a collective."""
 
     def __init__(
         self,
@@ -87,9 +87,11 @@ class World:
         probe_pause: float = PAUSE_SECONDS,
         attached: bool = False,
         relayed: bool = False,
+        together: bool = False,
     ) -> None:
         self.path, self._model, self._weights, self._expected = path, model, weights, expected
-        self._options = ("snapshot",) if snapshot else ()
+        self._options = (*(("snapshot",) if snapshot else ()), *(("nccl",) if together else ()))
+        self._together = together
         self._lineages = itertools.count(1)
         self.version = 0
         self.violations: list[str] = []
@@ -340,6 +342,8 @@ class World:
             return f"the next update failed: {answer}; {self.describe()}"
         if self.by_relay and answer["ways"] != ["relay_memory"]:
             return f"the next update did not go by way of the relay: {answer}; {self.describe()}"
+        if self._together and answer["ways"] != ["nccl"]:
+            return f"the next update did not go by the collective: {answer}; {self.describe()}"
         now = time.monotonic()
         for rollout in self.replicas.values():
             if not rollout.prober.answered(version, now, 120):

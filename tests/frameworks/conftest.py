@@ -18,8 +18,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker("framework")
-            if "CKPT_ENGINE_TRL_PYTHON" not in os.environ:
-                item.add_marker(pytest.mark.skip(reason="CKPT_ENGINE_TRL_PYTHON names no Python that has TRL"))
+            needs = "verl" if item.path.stem.startswith("test_verl") else "TRL"
+            variable = f"CKPT_ENGINE_{needs.upper()}_PYTHON"
+            if variable not in os.environ:
+                item.add_marker(pytest.mark.skip(reason=f"{variable} names no Python that has {needs}"))
 
 
 @pytest.fixture(scope="module")

@@ -7,27 +7,19 @@ trainer's own forward gives the same tokens; and one at the end.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import AutoModelForCausalLM, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from ckpt_engine.integrations.trl import Rollouts
 from ckpt_engine.integrations.updates import Updates
-
-MARK = "ckpt-engine: "
-
-
-def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Every word is a number, and that is its token."""
-    words = {str(number): number for number in range(vocabulary - 2)}
-    made = Tokenizer(models.WordLevel({**words, "[UNK]": vocabulary - 2, "[PAD]": vocabulary - 1}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", pad_token="[PAD]", eos_token="[PAD]")
+from tests.frameworks.trl_runs import MARK
+from tests.frameworks.words import tokenizer
 
 
 class Judged(Rollouts):
@@ -56,7 +48,8 @@ class Judged(Rollouts):
 
 
 def say(**content: Any) -> None:
-    print(MARK + json.dumps(content), flush=True)
+    # In one piece, since the ranks share what they write to.
+    os.write(sys.stdout.fileno(), f"\n{MARK}{json.dumps(content)}\n".encode())
 
 
 def many_even(completion_ids: list[list[int]], **_: Any) -> list[float]:

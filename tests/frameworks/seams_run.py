@@ -6,14 +6,18 @@ AsyncGRPOTrainer itself wants a vLLM in its own environment, so its calls are ma
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtocol
+from trl.trainer.grpo_trainer import RolloutFunc
 
 from ckpt_engine.integrations.trl import UpdateCallback, WeightTransfer
 from ckpt_engine.integrations.updates import Updates
@@ -51,6 +55,22 @@ def callback(manager: str, model: Any, output: str) -> list[int]:
     return versions
 
 
+def missing() -> list[str]:
+    """What Rollouts and UpdateCallback use of TRL and transformers, and is not there under its name."""
+    config = {field.name for field in dataclasses.fields(GRPOConfig)}
+    sampling = ("max_completion_length", "temperature", "top_p", "top_k", "repetition_penalty", "min_p")
+    found = [f"GRPOConfig.{name}" for name in sampling if name not in config]
+    if "rollout_func" not in inspect.signature(GRPOTrainer).parameters:
+        found.append("GRPOTrainer(rollout_func=)")
+    for name in ("on_train_begin", "on_step_end", "on_train_end"):
+        wanted = list(inspect.signature(getattr(TrainerCallback, name, int)).parameters)[:4]
+        if wanted != list(inspect.signature(getattr(UpdateCallback, name)).parameters)[:4]:
+            found.append(f"TrainerCallback.{name}{tuple(wanted)}")
+    if Callable[[list[str], "GRPOTrainer"], dict[str, Any]] != RolloutFunc:
+        found.append(f"RolloutFunc is {RolloutFunc}")
+    return found
+
+
 def main(manager: str, model: str, output: str) -> None:
     live: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     wanted = {
@@ -59,7 +79,7 @@ def main(manager: str, model: str, output: str) -> None:
         if not name.startswith("_")
     }
     have = {name: list(inspect.signature(getattr(WeightTransfer, name)).parameters) for name in wanted}
-    said = {"wanted": wanted, "have": have}
+    said = {"wanted": wanted, "have": have, "missing": missing()}
     say(**said, transfer=transfer(manager, live), callback=callback(manager, live, output))
 
 

@@ -2,48 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cluster import Cluster
+from tests.frameworks.trl_runs import CLOSE, say
+from tests.gateway.gateways import running_gateway
 
-MARK = "ckpt-engine: "
 STEPS = 5
-CLOSE = 1e-4
-"""Nats: float32 logits that another program computes."""
+TWO_RANKS = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0")
 
 
 def run(cluster: Cluster, path: Path, *launcher: str, adapters: str = "none") -> list[dict[str, Any]]:
     """What the ranks of a run with GRPOTrainer say."""
     urls = [replica.url for replica in cluster.replicas]
     return say(cluster, path, *launcher, "-m", "tests.frameworks.grpo_run", then=(str(STEPS), adapters, *urls))
-
-
-def say(cluster: Cluster, path: Path, *arguments: str, then: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """What a program says that TRL's Python runs: after `arguments`, manager, model, `path` and what comes `then`."""
-    command = [
-        os.environ["CKPT_ENGINE_TRL_PYTHON"],
-        *arguments,
-        cluster.address,
-        str(cluster.path / "model"),
-        str(path),
-    ]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{os.environ['CKPT_ENGINE_OVERLAY']}:{Path(__file__).parents[2]}",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-    }
-    ended = subprocess.run([*command, *then], env=environment, capture_output=True, text=True, timeout=600, cwd=path)
-    assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-6000:]}"
-    return [json.loads(line.partition(MARK)[2]) for line in ended.stdout.splitlines() if MARK in line]
 
 
 @pytest.mark.parametrize("adapters", ["none", "peft"])
@@ -61,8 +38,7 @@ def test_grpo_trains_with_replicas_tokens(replicas: Cluster, tmp_path: Path, ada
 
 def test_two_ranks(replicas: Cluster, tmp_path: Path) -> None:
     """Each asks for its own prompts, and the samples differ by rank."""
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
-    said = run(replicas, tmp_path, *launcher, "--rdzv-endpoint=127.0.0.1:0")
+    said = run(replicas, tmp_path, *TWO_RANKS)
     ranks = {rank: [each for each in said if each.get("rank") == rank] for rank in (0, 1)}
     for rollouts in ranks.values():
         assert [each["version"] for each in rollouts] == list(range(STEPS))
@@ -71,8 +47,43 @@ def test_two_ranks(replicas: Cluster, tmp_path: Path) -> None:
 
 
 def test_the_other_seams(replicas: Cluster, tmp_path: Path) -> None:
-    """A weight_transfer has what TRL calls; it and the callback update as they are called."""
+    """What is used of TRL is there by its name, and a weight_transfer has what TRL calls; it and the callback update as
+    they are called."""
     (said,) = say(replicas, tmp_path, "-m", "tests.frameworks.seams_run")
+    assert said["missing"] == []
     assert said["have"] == said["wanted"]
-    assert said["transfer"] == [0, 1, 2]
+    assert said["transfer"] == [1, 2, 3]
     assert said["callback"] == [0, 2, 4]
+
+
+@pytest.mark.skipif(
+    "CKPT_ENGINE_VLLM_PYTHON" not in os.environ, reason="CKPT_ENGINE_VLLM_PYTHON names no Python that has vLLM"
+)
+def test_async_grpo_with_its_own_worker(replicas: Cluster, tmp_path: Path) -> None:
+    """TRL's trainer, queue and worker; its requests go to the gateway while versions change."""
+    packages = subprocess.run(
+        [os.environ["CKPT_ENGINE_VLLM_PYTHON"], "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    with running_gateway(tmp_path / "gateway.log", "--manager", replicas.address) as gateway:
+        (said,) = say(replicas, tmp_path, "-m", "tests.frameworks.async_run", then=(str(STEPS), packages, gateway.url))
+    assert said["updates"] == list(range(1, STEPS + 2)), "the weights that it begins with, and those of every step"
+    assert said["model_version"] == STEPS + 1, "TRL's number is ours"
+    assert all(said["ok"])
+    assert abs(said["ratios"][0] - 1) < CLOSE, "all samples of the first step are of the weights that are trained"
+    assert said["divergences"][0] < CLOSE
+    assert len(said["ratios"]) == STEPS
+
+
+def test_shards_and_exported_names_of_two_ranks(replicas: Cluster, tmp_path: Path) -> None:
+    """FSDP2's shards are published as they lie; what Megatron's bridge would export is gathered as it is walked, and a
+    walk that raises midway changes nothing that is served."""
+    urls = [replica.url for replica in replicas.replicas]
+    (said,) = say(replicas, tmp_path, *TWO_RANKS, "-m", "tests.frameworks.ranks_run", then=urls)
+    assert said["versions"] == [0, 1, 2, 0, 1]
+    assert len(said["lineages"]) == 2, "each start has its own"
+    assert said["copies"] == [1, 1, 1], "each byte has one rank that holds it"
+    assert "the bridge has no mapping" in said["raised"]
+    assert max(said[name] for name in ("sharded", "exported", "after", "again")) < CLOSE

@@ -12,6 +12,8 @@ from ckpt_engine.agent.following import FollowingAgent
 from ckpt_engine.agent.leading import Followers
 from ckpt_engine.agent.nodes import NodeSettings
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.machines.events import Message
+from ckpt_engine.machines.nodes.events import LEADER, EndPart, PartEnded, PartStarted, StartPart
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from ckpt_engine.words.state import EnginePage, verdict
 
@@ -67,11 +69,12 @@ def leader() -> Iterator[Callable[[bytes], None]]:
         page.claim(0, 2).clean(1, IDENTITY)
         settings = NodeSettings(2, 0, "127.0.0.1:1")
         followers = Followers(settings, "small", (), _acknowledge, lambda line: None, Deadlines())
-        followers._session = b"l" * 16  # as the seeds name it
+        followers._machine._session = b"l" * 16  # as the seeds name it
 
         async def hear(data: bytes) -> None:
             followers._heard(b"peer", worker_pb2.NodeMessage.FromString(data))
             await asyncio.sleep(0)
+            assert followers._loop.problem is None, "its machine raised"
 
         async def begin() -> None:
             await hear(node_message().SerializeToString())
@@ -102,4 +105,10 @@ def follower() -> Iterator[Callable[[bytes], None]]:
     settings = NodeSettings(2, 1, "127.0.0.1:1")
     options = ("--tensor-parallel", "2")
     agent = FollowingAgent(settings, "reference", options, "model", (), Deadlines(), lambda line: None)
-    yield lambda data: agent._heard(worker_pb2.NodeCommand.FromString(data))
+
+    def take(data: bytes) -> None:
+        for command in agent._machine.handle(Message(LEADER, worker_pb2.NodeCommand.FromString(data)), 0.0):
+            if isinstance(command, StartPart | EndPart):
+                agent._machine.handle(PartStarted() if isinstance(command, StartPart) else PartEnded(), 0.0)
+
+    yield take

@@ -15,7 +15,7 @@ import torch
 
 from ckpt_engine.addresses import split_address
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.core.manifest import canonical, root
+from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.sealed_record import read_record
 from ckpt_engine.engine.target import ModuleTarget
@@ -41,6 +41,7 @@ from ckpt_engine.words.routes import route_of
 from ckpt_engine.words.state import EnginePage, verdict
 from ckpt_engine_adapters.reference.gate import ReferenceGate
 from tests.fuzz.seeds import HOST, TwoTensors, needs_seed, prepare_order, sealed_record, table
+from tests.sealing import root
 
 
 @contextlib.contextmanager

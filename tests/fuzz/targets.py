@@ -17,6 +17,7 @@ from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.fuzz.machines import agent, manager, relay, trainer, worker_requests
+from tests.fuzz.meetings import ANSWERS, HELLOS, QUESTIONS, answers, hellos, questions
 from tests.fuzz.mutation import mutated
 from tests.fuzz.nodes import MESSAGES, NODE_COMMANDS, follower, leader
 from tests.fuzz.readers import (
@@ -116,6 +117,9 @@ TARGETS = [
         manager_pb2.WaitForUpdateRequest,
         20,
     ),
+    Target("members' hellos", HELLOS, hellos),
+    Target("members' questions", QUESTIONS, questions),
+    Target("a lead's answers", ANSWERS, answers, weight=0.5),
     Target("agent commands", serialised(COMMANDS), agent, manager_pb2.ReplicaCommand, 20),
     Target("worker requests", serialised(REQUESTS), worker_requests, worker_pb2.WorkerRequest, 20),
     Target(

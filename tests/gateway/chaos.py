@@ -153,8 +153,8 @@ class Streams:
 class Killer(threading.Thread):
     """Kills one replica's engine every so often, by SIGKILL; its agent starts it anew.
 
-    On a machine so slow that requests last longer than that, it waits for those of the last kill: one that was inside
-    two engines that died is rightly given up.
+    Where requests last longer than that, it waits for those of the last kill (one that was inside two engines that died
+    is rightly given up), and makes up for it later.
     """
 
     def __init__(self, cluster: Cluster, streams: Streams, seconds: float) -> None:
@@ -165,13 +165,12 @@ class Killer(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        wait, last = self._seconds, 0.0
+        wait, last, due = self._seconds, 0.0, time.monotonic() + self._seconds
         for victim in self._in_turn():
             while self._ended.wait(wait) or not self._streams.all_begun_after(last):
                 if self._ended.is_set():
                     return
                 wait = 0.1
-            wait = self._seconds
             status = victim.status
             others = [each.status for each in self._cluster.replicas if each is not victim]
             well = sum(bool(each and each.serving) for each in others)
@@ -180,7 +179,8 @@ class Killer(threading.Thread):
                 continue
             try:
                 psutil.Process(psutil.Process(status.workers[0].pid).ppid()).kill()
-                self.kills, last = self.kills + 1, time.monotonic()
+                self.kills, last, due = self.kills + 1, time.monotonic(), due + self._seconds
+                wait = max(0.1, due - last)
             except psutil.NoSuchProcess:
                 continue
 

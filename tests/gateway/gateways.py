@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -18,10 +19,12 @@ from tests.ports import free_port
 
 
 class GatewayProcess:
-    """`ckpt-engine gateway`. Use `running_gateway`. It is ready however long replicas take to start."""
+    """`ckpt-engine gateway`. Use `running_gateway`. It is ready however long replicas take to start. verify: whom a
+    caller over TLS trusts."""
 
     def __init__(self, log: Path, *options: str) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
+        self.verify: ssl.SSLContext | bool = True
         self.log = log
         self._output = log.open("ab")
         command = [sys.executable, "-m", "ckpt_engine", "gateway", "--listen", self.url.removeprefix("http://")]
@@ -34,7 +37,7 @@ class GatewayProcess:
         def look() -> bool:
             assert self.process.poll() is None, self.tail()
             with contextlib.suppress(httpx.HTTPError):
-                return httpx.get(f"{self.url}/readyz", timeout=5).status_code == 200
+                return httpx.get(f"{self.url}/readyz", timeout=5, verify=self.verify).status_code == 200
             return False
 
         eventually("the gateway is ready", seconds, look)
@@ -42,7 +45,7 @@ class GatewayProcess:
 
     def post(self, route: str, body: dict[str, Any], timeout: float = 120.0, **headers: str) -> httpx.Response:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return httpx.post(f"{self.url}{route}", json=body, timeout=timeout, headers=named)
+        return httpx.post(f"{self.url}{route}", json=body, timeout=timeout, headers=named, verify=self.verify)
 
     def tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])

@@ -11,6 +11,7 @@ import itertools
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -35,11 +36,12 @@ Behaviour = Callable[[int, dict[str, Any]], "AsyncIterator[bytes] | Response"]
 
 
 class Engine:
-    """One misbehaving engine. asked: bodies of its requests. inside: how many are open. looked: called when somebody
-    asks whether it is ready."""
+    """One misbehaving engine. tls: the files of its certificate and key; none: it is asked in the clear. asked: bodies
+    of its requests. inside: how many are open. looked: called when somebody asks whether it is ready."""
 
-    def __init__(self, behave: Behaviour) -> None:
+    def __init__(self, behave: Behaviour, tls: tuple[Path, Path] | None = None) -> None:
         self.behave = behave
+        self._tls = tls
         self.looked: Callable[[], None] = lambda: None
         self.server: uvicorn.Server
         self.stack: contextlib.AsyncExitStack
@@ -71,11 +73,19 @@ class Engine:
         """Where; on the port of last time if there was one. Nobody else takes it while this one is away."""
         self.port = self.port or free_port()
         bound = socket.create_server(("127.0.0.1", self.port))
-        config = uvicorn.Config(self.app(), log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+        certificate, key = self._tls or (None, None)
+        config = uvicorn.Config(
+            self.app(),
+            log_level="critical",
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
+        )
         self.server, self.stack = uvicorn.Server(config), stack
         self.server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
         stack.push_async_callback(_end, self.server, asyncio.ensure_future(self.server.serve(sockets=[bound])))
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self._tls else ''}://127.0.0.1:{self.port}"
 
     def die(self) -> None:
         """Soon nobody listens there."""

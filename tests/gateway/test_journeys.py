@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, Response
 
+from ckpt_engine.addresses import listening
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.gateway.server import check, listener
+from ckpt_engine.gateway.server import check
 from ckpt_engine.gateway.settings import Settings
 from ckpt_engine.security.grants import digest_of
 from ckpt_engine.security.server import ServerSecurity
@@ -32,6 +33,15 @@ async def test_a_stream_that_ends_without_its_end_goes_on() -> None:
     assert [len(body["prompt"]) for body in engine.asked] == [3, 6, 9, 12]
     assert [body["max_tokens"] for body in engine.asked] == [12, 9, 6, 3]
     assert len({body["request_id"] for body in engine.asked}) == 4
+
+
+async def test_what_is_no_stream_of_events_is_named() -> None:
+    """Whatever listens at an address that was mistaken."""
+    engine = Engine(lambda *_: Response("<html>", media_type="text/html"))
+    async with asking(engine, dry=0) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.json()["reason"]) == (502, "no_progress")
+    assert "answered with text/html" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("breaks", [False, True])
@@ -252,4 +262,4 @@ def test_a_port_that_is_taken_is_named_with_what_to_do() -> None:
         taken.listen()
         at = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(CkptEngineError, match=f"cannot listen on {at}.*--listen"):
-            listener(Settings(listen=at))
+            listening(at)

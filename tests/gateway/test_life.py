@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.gateway import server
 from ckpt_engine.gateway.choice import key_of
 from ckpt_engine.gateway.fleet import Fleet, State, Told, Want
 from ckpt_engine.gateway.metrics import Metrics
@@ -22,11 +23,13 @@ async def test_it_is_not_ready_when_nobody_could_serve_for_too_long_and_while_it
     engine = Engine(lambda _number, body: told(body))
     async with asking(engine, unready_after=0.2) as client:
         assert (await client.get("/readyz")).status_code == 200
+        assert (await client.get("/health")).status_code == 200
         engine.die()
         await until(lambda: bool(engine.gateway.why_not_ready()))
         answer = await client.get("/readyz")
         assert (answer.status_code, answer.json()["reason"]) == (503, "not_ready")
         assert "nobody could serve" in answer.json()["detail"]
+        assert (await client.get("/health")).status_code == 503
         assert (await client.get("/livez")).status_code == 200
     again = Engine(lambda _number, body: told(body))
     async with asking(again) as client:
@@ -91,3 +94,15 @@ async def test_prefills_of_resumed_requests_are_bounded_at_each_replica() -> Non
                 await place(True)
             begun()  # its first token has come
             assert await place(True) is member
+
+
+async def test_a_part_that_fails_is_not_silent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*_: object) -> None:
+        raise KeyError("what nobody thought of")
+
+    monkeypatch.setattr(server, "probe_loads", fail)
+    async with server.running_gateway(Settings(replicas=("http://127.0.0.1:1",))):
+        await until(lambda: "a part of this gateway has failed" in caplog.text)
+    assert "what nobody thought of" in caplog.text

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from ckpt_engine.gateway import fleet
+from ckpt_engine.gateway.poison import Suspects
+from ckpt_engine.gateway.settings import Settings
+from ckpt_engine.gateway.upstream import Upstream
 from tests.gateway.misbehaving import BODY, WHOLE, Behaviour, Engine, asking, told
 
 
@@ -93,6 +96,39 @@ async def test_a_prompt_after_which_engines_fall_silent_is_given_up() -> None:
         answer = await client.post("/v1/completions", json=BODY)
     assert (answer.status_code, answer.json()["reason"]) == (502, "poisoned")
     assert sum(len(engine.asked) for engine in engines) == 2
+
+
+class Dead(Upstream):
+    """Nobody lives there any more. A fake: what is asked is which of many engines are asked after, and when."""
+
+    async def lives(self, url: str) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds", "count"),
+    [(0, 0.0, 2), (511, 1e9, 2), (1 << 20, 59.0, 2), (512, 60.0, 1)],
+    ids=["at once", "few tokens", "soon", "long after"],
+)
+async def test_a_request_that_went_on_for_long_is_cleared_of_an_engine_s_death(
+    tokens: int, seconds: float, count: int
+) -> None:
+    """Engines die for other reasons as well, one after the other where they are restarted in turn."""
+    first, second = (fleet.Member(fleet.Told(name, "http://x", "", fleet.State.SERVING)) for name in "ab")
+    suspects = Suspects(Dead(Settings()), 2, 0.0)
+    suspects.add(first, "http://x", 0, False, 1000.0, 10)
+    assert await suspects.dead() == 1
+    suspects.add(second, "http://x", 0, False, 1000.0 + seconds, 10 + tokens)
+    assert await suspects.dead() == count
+
+
+async def test_an_engine_that_breaks_a_request_off_again_is_a_suspect_anew() -> None:
+    member, other = (fleet.Member(fleet.Told(name, "http://x", "", fleet.State.SERVING)) for name in "ab")
+    suspects = Suspects(Dead(Settings()), 2, 0.0)
+    suspects.add(member, "http://x", 0, True, 0.0, 0)
+    suspects.add(member, "http://x", 0, True, 59.0, 600)
+    suspects.add(other, "http://x", 0, True, 61.0, 601)
+    assert await suspects.dead() == 2
 
 
 @pytest.mark.slow

@@ -1,7 +1,4 @@
-"""A real vLLM server on a GPU as a replica: small models, started in parallel, each with a manager of its own.
-
-An update goes to all replicas of a manager, and models differ here, so that each model has one.
-"""
+"""A real vLLM server on a GPU, as a replica and without us."""
 
 from __future__ import annotations
 
@@ -16,23 +13,15 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
-from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
-from tests.cluster import Cluster, Replica, eventually, running_cluster
+from tests.cluster import Cluster, Replica, eventually
 from tests.engines.vllm_server import OVERLAY, PYTHON
+from tests.gpu import exact
 from tests.ports import free_port
 
 KV_BYTES = 2 << 30
 
-ENVIRONMENT = {
-    "PYTHONPATH": OVERLAY,
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "4",  # the small models of CPU tests want one
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    # A program that uses NVLink multicast can put a shared host's GPUs out of service.
-    "NCCL_NVLS_ENABLE": "0",
-}
+ENVIRONMENT = {**exact.ENVIRONMENT, "PYTHONPATH": OVERLAY, "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 needs_gpu_vllm = [
     pytest.mark.gpu,
@@ -108,37 +97,3 @@ def wait_for_plain(server: Any, seconds: float = 240.0) -> None:
         return False
 
     eventually(f"vLLM answers at {server.url}", seconds, up)
-
-
-class Fleet:
-    """Servers that were started together; a test that asks for one waits for that one only."""
-
-    def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
-        self.path, self._stack = path, stack
-        self._clusters: dict[str, Cluster] = {}
-
-    def start(self, name: str, model: Path, *arguments: str, options: Sequence[str] = ()) -> None:
-        cluster = self._stack.enter_context(running_cluster(self.path / name))
-        self._clusters[name] = cluster
-        start_gpu_vllm(cluster, name, model, *arguments, options=options)
-
-    def ready(self, name: str, seconds: float = 240.0) -> tuple[Cluster, Replica]:
-        """Fails with what the server printed."""
-        cluster = self._clusters[name]
-        return cluster, cluster.replicas[0].registered(seconds)
-
-
-def sleep(cluster: Cluster, level: int, seconds: float = 60.0) -> None:
-    """All replicas of the cluster; AssertionError with what a replica says against it."""
-    stub = manager_pb2_grpc.CheckpointEngineManagerStub(cluster.channel)
-    response = stub.Sleep(manager_pb2.SleepRequest(level=level, timeout_seconds=seconds), timeout=seconds + 10)
-    assert response.results
-    for result in response.results:
-        assert not result.HasField("problem"), f"{result.replica}: {result.problem.message}"
-
-
-def free_bytes() -> int:
-    """As the driver counts them (cuMemGetInfo), after this process has given back what it does not use."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]

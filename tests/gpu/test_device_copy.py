@@ -46,12 +46,12 @@ def strided(dtype: torch.dtype, shape: list[int], chance: random.Random, device:
     return raw, raw.view(dtype).as_strided(shape, strides, first)
 
 
-def pairs_of(seed: int, place: str, count: int, largest: int) -> list[tuple[torch.Tensor, ...]]:
+def pairs_of(seed: int, side: str, count: int, largest: int) -> list[tuple[torch.Tensor, ...]]:
     """(destination's raw memory, what it must become, destination, source)."""
     chance = random.Random(seed)
     torch.manual_seed(seed)
     made = []
-    where = {"same": "cuda:0", "peer": "cuda:1"}.get(place, place)
+    where = {"same": "cuda:0", "peer": "cuda:1"}.get(side, side)
     for _ in range(count):
         shape = [chance.randint(1, largest) for _ in range(chance.randint(0, 3))]
         dtypes = chance.choice(CASTS) if chance.random() < 0.3 else (chance.choice(DTYPES),) * 2
@@ -64,20 +64,20 @@ def pairs_of(seed: int, place: str, count: int, largest: int) -> list[tuple[torc
     return made
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("side", PLACES)
 @pytest.mark.parametrize("kernel", ["triton", "torch"])
-def test_every_bit_arrives_and_nothing_else_changes(place: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if place == "peer" and torch.cuda.device_count() < 2:
+def test_every_bit_arrives_and_nothing_else_changes(side: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if side == "peer" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     if kernel == "torch":
         monkeypatch.setattr(copy_kernel, "_MISSING", "left out by this test")
     # So that small tensors, too, go to the copy engines, in several segments.
-    monkeypatch.setitem(device_work.ENGINE_BYTES, device_work.Place.PEER, 4096)
-    monkeypatch.setitem(device_work.ENGINE_BYTES, device_work.Place.HOST, 4096)
-    for large in device_work.Place:
+    monkeypatch.setitem(device_work.ENGINE_BYTES, device_work.Side.PEER, 4096)
+    monkeypatch.setitem(device_work.ENGINE_BYTES, device_work.Side.HOST, 4096)
+    for large in device_work.Side:
         monkeypatch.setitem(device_work.SEGMENT_BYTES, large, 64 << 10)
     for seed, count, largest in ((1, 60, 7), (2, 40, 40), (3, 12, 120)):
-        made = pairs_of(seed, place, count, largest)
+        made = pairs_of(seed, side, count, largest)
         copy = DeviceCopy([(destination, source) for _, _, destination, source in made])
         torch.cuda.synchronize()
         told: list[int] = []
@@ -88,11 +88,11 @@ def test_every_bit_arrives_and_nothing_else_changes(place: str, kernel: str, mon
             assert torch.equal(raw, wanted), (destination.shape, destination.stride(), source.stride(), source.dtype)
 
 
-@pytest.mark.parametrize("place", ["same", "pinned", "pageable"])
-def test_new_values_at_each_run(place: str) -> None:
+@pytest.mark.parametrize("side", ["same", "pinned", "pageable"])
+def test_new_values_at_each_run(side: str) -> None:
     """What is prepared once brings what the sources hold now, and the current stream's work comes first."""
-    sources = [torch.empty(3_000_000, dtype=torch.bfloat16, device="cuda" if place == "same" else "cpu") for _ in "ab"]
-    if place == "pinned":
+    sources = [torch.empty(3_000_000, dtype=torch.bfloat16, device="cuda" if side == "same" else "cpu") for _ in "ab"]
+    if side == "pinned":
         sources = [source.pin_memory() for source in sources]
     destinations = [torch.empty(source.shape, dtype=source.dtype, device="cuda") for source in sources]
     copy = TensorCopy(zip(destinations, sources, strict=True))
@@ -135,11 +135,11 @@ def test_nothing_is_compiled_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(len(cache[0]) for cache in kernel.device_caches.values()) == before
 
 
-@pytest.mark.parametrize("place", ["same", "pageable"])
-def test_a_deadline_stops_it(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for each in device_work.Place:
+@pytest.mark.parametrize("side", ["same", "pageable"])
+def test_a_deadline_stops_it(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for each in device_work.Side:
         monkeypatch.setitem(device_work.SEGMENT_BYTES, each, 1 << 20)
-    source = torch.ones(200 << 20, dtype=torch.uint8, device="cuda" if place == "same" else "cpu")
+    source = torch.ones(200 << 20, dtype=torch.uint8, device="cuda" if side == "same" else "cpu")
     destination = torch.zeros(source.shape, dtype=torch.uint8, device="cuda")
     copy = DeviceCopy([(destination, source)])
     done = 0

@@ -15,7 +15,6 @@ from ckpt_engine.core.manifest import blob_digest, canonical, manifest_of
 from ckpt_engine.core.plan import PlanRequest, compile_plans
 from ckpt_engine.core.publication import join_sources
 from ckpt_engine.core.sealed import check_replicas
-from ckpt_engine.core.sealed_record import record_of
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.relay import batches
@@ -25,6 +24,7 @@ from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.v1.weights_pb2 import Digests, Identity, Need, SourceTable, WorkerNeeds
 from tests.cluster import generate, running_cluster
 from tests.gpu.cuda_peer import SHAPES, Peer, _hash, many_shapes
+from tests.sealing import record_of
 from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, reference_tokens
 
 pytestmark = pytest.mark.timeout(240)

@@ -184,6 +184,6 @@ def test_an_order_of_a_collective_is_refused_before_a_weight_is_touched(
     answer = worker.installer.ready(
         worker_pb2.ReadyOrder(fence=order.fence, plan=order.plan, deadline_seconds=60.0, collective=order.collective)
     )
-    assert "is to take part in a collective" in answer.problem.message
-    assert "is to take part in a collective" in worker.installer.install(order).report.problem.message
+    assert "0 slots are too few" in answer.problem.message
+    assert "was not made ready for this collective" in worker.installer.install(order).report.problem.message
     assert worker.page.read()[0] == word

@@ -11,12 +11,13 @@ import torch
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.plan import PlanRequest, compile_plans
 from ckpt_engine.core.publication import merge_tables
-from ckpt_engine.core.sealed import check_replicas, expected_digests
+from ckpt_engine.core.sealed import check_replicas
 from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.install.install_models import TensorParallel, assert_same, state
 from tests.install.install_world import Checkpoint, OneWorker
 from tests.install.published import sealed, tables
+from tests.sealing import expected_digests
 
 
 @pytest.mark.parametrize("widened", [False, True], ids=["as served", "stored wider"])

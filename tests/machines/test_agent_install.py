@@ -178,3 +178,20 @@ def test_workers_are_looked_at_once_more_before_a_replica_is_said_to_serve_on() 
     outcome = install.agent.machine.replica.last_outcome
     assert outcome is not None
     assert outcome.outcome == manager_pb2.QUARANTINED
+
+
+def test_an_install_that_is_abandoned_while_workers_get_ready_waits_for_none_of_them() -> None:
+    """One that is stopped answers after its SIGCONT: that is heard and changes nothing."""
+    install = Install()
+    asked = install.until(events.PrepareEngine, 0.0)
+    fence = weights_pb2.Fence(cluster=CLUSTER, epoch=EPOCH)
+    abandoned = events.Message(install.agent.peer, manager_pb2.Abandon(fence=fence, reason="an update came"))
+    (look,) = (run for run in install.agent.tell(abandoned, 1.0) if isinstance(run, events.Run))
+    install.agent.tell(events.Done(look.key, WORDS), 1.0)
+    assert install.outcome().outcome == manager_pb2.OLD_SERVING
+    assert "an update came" in install.outcome().problem.message
+    assert "no such order now" in install.asks(2.0, want_prepare=worker_pb2.WantOrder()).refused.message
+    before = len(install.agent.commands)
+    install.agent.tell(events.Done(asked.key, None), 3.0)
+    later = install.agent.commands[before:]
+    assert not [each for each in later if isinstance(each, events.Run)], later

@@ -8,7 +8,7 @@ from ckpt_engine.core.relay_routes import Route
 from ckpt_engine.machines.events import Peer
 from ckpt_engine.machines.manager.fan_out import Together, filled_together
 from ckpt_engine.machines.manager.filling import Filling
-from ckpt_engine.machines.manager.members import Holder
+from ckpt_engine.machines.manager.members import Holder, Members
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 FENCE = weights_pb2.Fence(cluster="cluster", epoch=7)
@@ -69,6 +69,74 @@ def test_who_reads_over_another_network_says_so() -> None:
     found = together(A, B, routes={"relay a": ucx, "relay b": ucx})
     assert not found.orders
     assert found.why["relay b"] == "who reads over ucx passes nothing on meanwhile"
+
+
+def slowed(name: str, fillings: int = 2) -> Holder:
+    """One that has sent a tenth of what the others do in its last fillings."""
+    found = relay(name)
+    for epoch in range(1, fillings + 1):
+        found.words.note(filled(epoch, 1e8))
+        # In the middle of it little was known.
+        found.words.note(manager_pb2.RelayPassedOn(fence=fence(epoch), sent=rate(1e7)))
+    return found
+
+
+def usual(name: str) -> Holder:
+    found = relay(name)
+    found.words.note(filled(1, 1e8))
+    return found
+
+
+def filled(epoch: int, sent: float) -> manager_pb2.RelayFilled:
+    return manager_pb2.RelayFilled(fence=fence(epoch), sent=rate(sent))
+
+
+def fence(epoch: int) -> weights_pb2.Fence:
+    return weights_pb2.Fence(cluster="cluster", epoch=epoch)
+
+
+def rate(per_second: float) -> manager_pb2.Rate:
+    return manager_pb2.Rate(bytes_per_second=per_second, seconds=2.0)
+
+
+def asked(found: Together) -> set[str]:
+    """Who passes on to anybody."""
+    return {order.peers[each].relay for order in found.orders.values() for tree in order.trees for each in tree.ask}
+
+
+def test_who_has_been_slow_passes_nothing_on_and_it_is_said() -> None:
+    others = [usual("a"), usual("b"), usual("c")]
+    assert asked(together(*others, slowed("d", 1))) == {"relay a", "relay b", "relay c", "relay d"}
+    found = together(*others, slowed("d"))
+    assert asked(found) == {"relay a", "relay b", "relay c"}
+    assert all(tree.ask for tree in found.orders["relay d"].trees), "it reads nobody who holds the version"
+    assert found.why["relay d"] == (
+        "it is filled along with 3 others, and reads relay a, relay b, relay c meanwhile, but passes nothing on: it "
+        "sent 10 MB/s at most in each of the last 2 fillings in which that was measured, and relays usually do 100 MB/s"
+    )
+    assert "passes nothing on" not in found.why["relay a"]
+
+
+def test_a_rate_that_cannot_be_counts_for_nothing() -> None:
+    found = relay("a")
+    for epoch, wrong in enumerate((0.0, -1.0, float("inf"), float("nan"))):
+        found.words.note(filled(epoch, wrong))
+    assert not found.words.measured.sent
+
+
+def test_another_process_under_a_name_is_not_slow() -> None:
+    members = Members("cluster")
+
+    def hello(session: str) -> Holder:
+        told = manager_pb2.HolderHello(kind="relay", name="d", session_id=session, filling=manager_pb2.Filling())
+        found, _ = members.hello(Peer(session), told, 0.0)
+        members.lose(Peer(session))
+        assert isinstance(found, Holder)
+        return found
+
+    hello("1").words = slowed("d").words
+    assert hello("1").words.measured.sent
+    assert not hello("2").words.measured.sent
 
 
 def test_a_relay_that_started_again_is_another_one() -> None:

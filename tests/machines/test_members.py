@@ -76,3 +76,17 @@ def test_a_replica_without_a_name_is_refused() -> None:
         members.replica_hello(FIRST, manager_pb2.ReplicaHello(session_id="session", host=HOST), 0.0)
     assert not members.replicas
     assert not members.by_peer
+
+
+def test_a_hello_tells_what_could_not_be_opened_if_the_outcome_was_lost_and_only_then() -> None:
+    members, hello = Members("cluster"), replica_hello()
+    hello.workers.add(rank=0, boot_id=b"process")
+    members.replica_hello(FIRST, hello, 0.0)
+    hello.last_outcome.fence.epoch = 7
+    hello.last_outcome.unopened.add(transport="file", locator=b"there", reason="no", boot_id=b"process")
+    hello.last_outcome.unopened.add(transport="file", locator=b"there", reason="no", boot_id=b"one before it")
+    replica, _ = members.replica_hello(SECOND, hello, 1.0)
+    assert [each.boot_id for each in replica.shut.told(replica.boot_ids())] == [b"process"]
+    assert replica.shut.forget()
+    replica, _ = members.replica_hello(FIRST, hello, 2.0)
+    assert replica.shut.of(b"process") == (), "it is to be tried again, and has told nothing new"

@@ -8,10 +8,10 @@ from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.machines.events import Peer, Published
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.filling import Filling
-from ckpt_engine.machines.manager.order import Order
+from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.prefetch import Prefetch
+from ckpt_engine.machines.manager.recipients import Recipients, with_words
 from ckpt_engine.machines.manager.state import State
-from ckpt_engine.machines.manager.targets import Targets, with_words
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 IDENTITY = weights_pb2.Identity(lineage="run", version=1, root=b"root")
@@ -26,9 +26,9 @@ class Update:
         self.state = State.from_ledger("cluster", 0, (), Deadlines())
         self.state.spent = 2
         published = Published(manager_pb2.BlobRef(digest=b"manifest"), (), 1, 1)
-        order = Order("run", 1, published, ("r",), {}, manager_pb2.PAUSE_MODE_UNSPECIFIED, None, None, 60.0)
+        order = Goal("run", 1, published, ("r",), {}, manager_pb2.PAUSE_MODE_UNSPECIFIED, None, None, 60.0)
         self.course = Course(self.state, order)
-        self.prefetch = Prefetch(self.course, Targets(self.state, order, self.course.fence), IDENTITY, RECORD)
+        self.prefetch = Prefetch(self.course, Recipients(self.state, order, self.course.fence), IDENTITY, RECORD)
         command = manager_pb2.FillRelay(fence=self.course.fence, identity=IDENTITY)
         self.prefetch._fillings["relay a"] = Filling("relay a", ("r",), command=command)
 

@@ -8,6 +8,7 @@ import pytest
 from google.protobuf.message import Message as ProtobufMessage
 
 from ckpt_engine.core.manifest import blob_digest
+from ckpt_engine.machines.clock import ManagersClock
 from ckpt_engine.machines.events import Done, Run
 from ckpt_engine.machines.relay.machine import HeldVersion, RelayCommand, RelayFilling, StopFilling
 from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, SlotFilled
@@ -42,7 +43,7 @@ class Relay:
     def __init__(self) -> None:
         self.said: list[RelayCommand | ProtobufMessage | tuple[int, ...]] = []
         self.running: dict[tuple[str | int, ...], Run] = {}
-        self.machine = RelayFilling(self._emit, self.said.append, self._hold)
+        self.machine = RelayFilling(self._emit, self.said.append, self._hold, ManagersClock())
 
     def _emit(self, command: RelayCommand) -> None:
         self.said.append(command)

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from google.protobuf.message import Message as ProtobufMessage
 
+from ckpt_engine.core.rates import Rate
 from ckpt_engine.machines import events
 from ckpt_engine.machines.relay.member import RelayMachine
-from ckpt_engine.machines.relay.tasks import CountSlot, FillingProgress, FillSlot, LetGoOf, SlotFilled, StopFilling
+from ckpt_engine.machines.relay.tasks import (
+    CountSlot,
+    FillingProgress,
+    FillSlot,
+    LetGoOf,
+    PassedOn,
+    SlotFilled,
+    StopFilling,
+)
+from ckpt_engine.v1 import manager_pb2
 from ckpt_engine.v1.manager_pb2 import (
     BlobRef,
     Filling,
@@ -216,6 +226,19 @@ def test_progress_is_told_of_the_filling_that_goes_on() -> None:
     relay.feed(FillingProgress(fence(1), 4, 7))
     assert relay.story == told, "it was overtaken"
     assert any(isinstance(each, StopFilling) for each in relay.commands)
+
+
+def test_how_fast_something_was_passed_on_is_told_also_once_another_filling_goes_on() -> None:
+    relay = Relay().welcome()
+    relay.bring(1, 1)
+    relay.tell(fill(2, 2))
+    relay.feed(PassedOn(fence(1), 3, Rate(5.0, 2.0)))
+    sent = manager_pb2.Rate(bytes_per_second=5.0, seconds=2.0)
+    assert relay.said[-1] == manager_pb2.RelayPassedOn(fence=fence(1), attempt=3, sent=sent)
+    relay.feed(events.PeerLost(relay.peer, "reset"))
+    told = list(relay.said)
+    relay.feed(PassedOn(fence(1), 3, Rate(5.0, 2.0)))
+    assert relay.said == told, "nobody would hear it"
 
 
 def test_stopping_ends_the_filling_and_says_goodbye() -> None:

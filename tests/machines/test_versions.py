@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.machines.events import Published
-from ckpt_engine.machines.manager.order import Order
+from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.versions import EVERYBODY, Intended, Meant, Versions, everybody
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -31,7 +31,7 @@ class Manager:
         selection = frozenset() if late else frozenset(names or (EVERYBODY,))
         before = what if late else None
         mode = manager_pb2.KEEP
-        order = Order(what.lineage, what.version, PUBLISHED, (), {}, mode, None, selection, end=0.0, late=before)
+        order = Goal(what.lineage, what.version, PUBLISHED, (), {}, mode, None, selection, end=0.0, late=before)
         intent = self.versions.intent(self.epoch, what, order, 1.0)
         self.intents[what.lineage] = Intended(self.epoch, what, intent.selection)
         self.meant |= dict.fromkeys(intent.meant, (self.epoch, what.lineage))

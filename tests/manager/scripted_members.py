@@ -24,7 +24,7 @@ from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
 WAIT = 60.0
 """Seconds that any expected message may take."""
 
-HOST = weights_pb2.Host(boot_id="boot", pid_namespace="pid", name="here")
+HOST = weights_pb2.Host(boot_id="boot", pid_namespace="pid", name="here", network_namespace="network")
 
 
 @contextlib.asynccontextmanager
@@ -240,6 +240,7 @@ class ScriptedReplica:
         self.stub = stub
         self.name = name
         self.session_id = str(uuid.uuid4())
+        self.transports = ["shared_memory"]
         self.engine = manager_pb2.Engine(kind="scripted", version="1", url="http://127.0.0.1:1")
         self.workers = [
             manager_pb2.WorkerStatus(rank=rank, boot_id=uuid.uuid4().bytes, pid=1000 + rank, state=manager_pb2.NONE)
@@ -257,7 +258,7 @@ class ScriptedReplica:
             mode=manager_pb2.STANDALONE,
             host=HOST,
             workers=self.workers,
-            transports=["shared_memory"],
+            transports=self.transports,
             **fields,
         )
 
@@ -323,7 +324,9 @@ class ScriptedReplica:
             worker.identity.CopyFrom(order.identity)
             outcome.workers.add(rank=worker.rank, bytes=plan.bytes, tensors=needs, verified=needs, copies=1)
             outcome.bytes += plan.bytes
-            outcome.edges.add(worker_rank=worker.rank, transport=plan.sources[0].transport, bytes=plan.bytes)
+            first = plan.sources[0]
+            edge = {"source": first.source, "transport": first.transport, "reason": first.reason}
+            outcome.edges.add(worker_rank=worker.rank, bytes=plan.bytes, **edge)
         await self.beat()
         await self.stream.send(outcome=outcome)
         await self.stream.until(manager_pb2.OutcomeReceived)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scripted_members import HOST, ScriptedTrainer, some_weights
 
-from ckpt_engine.core.manifest import canonical, root
+from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.reach import Distance
 from ckpt_engine.digest.boxes import digest_boxes
@@ -25,6 +25,7 @@ from ckpt_engine.manager import compiler as compiler_module
 from ckpt_engine.manager.blobs import BlobStore
 from ckpt_engine.manager.compiler import Compiler
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.sealing import root
 
 SECONDS = 60.0
 

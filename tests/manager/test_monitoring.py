@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import urllib.request
 from pathlib import Path
 
+import pytest
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ckpt_engine.agent.metrics import AgentState, of_agent
+from ckpt_engine.machines import events
 from ckpt_engine.manager.blobs import MEBIBYTE, BlobStore
+from ckpt_engine.manager.compiler import Compiler
+from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.metrics import REASONS, Metrics
+from ckpt_engine.manager.tasks import Tasks
 from ckpt_engine.relay.metrics import RelayState, of_relay
 from ckpt_engine.scraping import registry_of, scraped_at
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -152,6 +158,34 @@ def test_refusals_gathering_and_sealing_are_counted() -> None:
     assert shown["ckpt_engine_seal_seconds_count", ("digest",)] == 1
     assert ("ckpt_engine_since_success_seconds", ()) not in shown, "the report was not ok"
     assert shown["process_resident_memory_bytes", ()] > 0
+
+
+async def test_a_report_that_is_corrected_has_not_ended_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is written, and the update that runs meanwhile is counted as before."""
+    manager, ledger = Manager(), await Ledger.open(tmp_path / "ledger")
+    tasks = Tasks(ledger, Compiler(BlobStore(MEBIBYTE, MEBIBYTE)), manager.metrics)
+    caplog.set_level(logging.INFO, "ckpt_engine.manager")
+    report = manager_pb2.UpdateReport(fence=weights_pb2.Fence(epoch=3), identity=identity(7), seconds=1.0)
+    report.replicas.add(replica="a", outcome=manager_pb2.QUARANTINED)
+    report.replicas.add(replica="b", outcome=manager_pb2.OLD_SERVING)
+    try:
+        await ledger.record_intent(3, identity(7), meant=["a", "b"])
+        assert (await tasks.run(("report",), events.RecordOutcome(report, 60.0))).problem is None
+        manager.metrics.called("run")
+        before = {name: value for name, value in manager.samples().items() if name[0].startswith("ckpt_engine_")}
+        caplog.clear()
+        report.replicas[0].outcome = manager_pb2.NEW_SERVING
+        assert (await tasks.run(("correct",), events.CorrectOutcome(report, "a", 60.0))).problem is None
+        after = {name: value for name, value in manager.samples().items() if name[0].startswith("ckpt_engine_")}
+        assert after == before
+        assert manager.metrics._calls
+        assert [record.getMessage() for record in caplog.records] == [
+            "report corrected epoch=3 lineage='run' version=7 replica=a outcome=new_serving ok=False"
+        ]
+        assert (await ledger.last_update("run", 7)).report == report
+    finally:
+        tasks.close()
+        await ledger.close()
 
 
 def test_gates_are_counted_for_the_agent(tmp_path: Path) -> None:

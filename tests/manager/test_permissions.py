@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,7 +14,12 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.agent.channel import AgentChannel
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.host.owned import unwritable
+from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.manager.ledger import Ledger
+from ckpt_engine.relay.arena import Arena
+from ckpt_engine.relay.door import Door
 from ckpt_engine.transport.shared_memory import SharedArena
 from ckpt_engine.v1 import weights_pb2, worker_pb2
 from ckpt_engine.words.directory import EngineDirectory
@@ -73,6 +80,28 @@ async def test_the_ledger_is_its_owners(folder: Path) -> None:
             assert as_a_stranger((folder / name).read_bytes) == "PermissionError", name
     finally:
         await ledger.close()
+
+
+def test_who_lacks_a_directory_is_told_whose_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A volume or a directory of the host that belongs to root, in a container that does not run as root."""
+    said = f"{folder} belongs to user 0 with mode 755, and this process is user {STRANGER}: give it the directory"
+    monkeypatch.setenv(DIRECTORY, str(folder))
+
+    def ledger() -> None:
+        with pytest.raises(CkptEngineError, match=re.escape(said)):
+            asyncio.run(Ledger.open(folder / "ledger.sqlite"))
+
+    arena = Arena(8 << 20)
+
+    def door() -> None:
+        with pytest.raises(CkptEngineError, match=re.escape(said)):
+            Door(arena, 1.0)
+
+    assert as_a_stranger(ledger) == "done"
+    assert as_a_stranger(door) == "done"
+    error = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    assert unwritable(folder, error) == f"{folder} is read-only here: mount a volume that can be written to there"
+    assert unwritable(folder, OSError(errno.ENOSPC, "full")) == ""
 
 
 async def test_an_engines_directory_is_its_owners(folder: Path) -> None:

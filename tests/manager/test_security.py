@@ -168,6 +168,7 @@ async def test_each_call_needs_its_grant(asking: ManagerServer, keys: Keys) -> N
             stub.GetBlob(manager_pb2.BlobRef(), timeout=60).read(),
             stub.UpdateWeights(manager_pb2.UpdateWeightsRequest(lineage="run-1"), timeout=60).read(),
             stub.Rollback(manager_pb2.RollbackRequest(version=1), timeout=60).read(),
+            stub.LocateVersion(manager_pb2.LocateVersionRequest(), timeout=60),
         ]
         for call in calls:
             assert name(await refused(call)) == "PERMISSION_DENIED", call

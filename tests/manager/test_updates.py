@@ -9,11 +9,11 @@ import pytest
 import torch
 from scripted_members import ScriptedReplica, ScriptedTrainer, get, problem_of, some_weights, true
 
-from ckpt_engine.core.manifest import root
 from ckpt_engine.digest.boxes import digest_box
 from ckpt_engine.manager.service import ManagerServer
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
+from tests.sealing import root
 
 Code = weights_pb2.Problem.Code
 

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -16,14 +16,18 @@ import torch
 from ckpt_engine.core import relay_chunks
 from ckpt_engine.core.fan_out_orders import fan_out_orders
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.rates import Rate
 from ckpt_engine.core.sealed_record import Recorded
 from ckpt_engine.relay import batches as relay_batches
+from ckpt_engine.relay import fan_in, work
 from ckpt_engine.relay.slots import Held, Wish
-from ckpt_engine.transport.tcp import TcpArenaLender, asking, connection, passer, passing, wire
+from ckpt_engine.transport.tcp import TcpArenaLender, asking, connection, passer, passing, sending, sockets, wire
 from ckpt_engine.transport.tcp.lendings import Lendings
+from ckpt_engine.v1 import manager_pb2
 from ckpt_engine.v1.manager_pb2 import FanOut
 from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import Region, SourceTable
+from tests.cluster import eventually
 from tests.install.install_world import Checkpoint
 from tests.network.test_tcp import assert_same, relay
 from tests.relay.relay_world import seal, tables, wish
@@ -63,8 +67,15 @@ class World:
     def _wish(self, version: int, sources: Sequence[SourceTable]) -> Wish:
         return wish(self.recorded, version, sources, everything=True)
 
-    def fill(self, name: str, told: FanOut, slot: int = 0, seconds: float = 60.0) -> Future[Held]:
-        wanted = replace(self._wish(1, [self.table]), fan_out=told)
+    def fill(
+        self,
+        name: str,
+        told: FanOut,
+        slot: int = 0,
+        seconds: float = 60.0,
+        passed: Callable[[Rate], None] = lambda rate: None,
+    ) -> Future[Held]:
+        wanted = replace(self._wish(1, [self.table]), fan_out=told, passed=passed)
 
         def fill() -> Held:
             self.threads[name] = threading.get_ident()
@@ -150,8 +161,10 @@ def test_who_is_gone_is_done_without(world: World) -> None:
 def test_who_never_begins_is_waited_for_and_not_for_ever(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "STUCK_SECONDS", 0.1)
     monkeypatch.setattr(passer, "PULSE_SECONDS", 0.02)
+    monkeypatch.setattr(fan_in, "rate_of", lambda flows: Rate(2.0, float(len(flows))))
     for found in others_find_all(world, world.orders()):
         assert any("relay a has not got chunk" in each.message for each in found.filled.faults)
+        assert found.filled.received is None, "one other has sent something, and nobody can tell who of two is slow"
 
 
 def test_what_a_relay_cannot_bring_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,31 +191,70 @@ def test_who_says_nothing_at_all_is_given_up(world: World, monkeypatch: pytest.M
         assert any("relay a said nothing for 0.2 s while chunk" in each.message for each in found.filled.faults)
 
 
-@pytest.mark.slow
-@pytest.mark.hours
+def test_a_parent_that_would_take_twice_as_long_as_all_others_is_left(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `a` passes on begins, and does not get on."""
+    monkeypatch.setattr(fan_in, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(asking, "SILENCE_SECONDS", 3600.0)
+    go_on = threading.Event()
+    sends, slow = sending.Sender.send, world.relays["a"]._arena.lendable().descriptor
+
+    def stalling(self: sending.Sender, slot: int, runs: Sequence[tuple[int, int]]) -> None:
+        if self._descriptor == slow:
+            sockets.send(self._connection, wire.frame(wire.DATA, sum(length for _, length in runs)))
+            go_on.wait(60)
+        sends(self, slot, runs)
+
+    monkeypatch.setattr(sending.Sender, "send", stalling)
+    try:
+        orders = world.orders()
+        held = {name: world.fill(name, orders[name], seconds=3600.0) for name in NAMES}
+        found = {name: future.result(60) for name, future in held.items()}
+    finally:
+        go_on.set()
+    for each in found.values():
+        assert each.filled.missing == ()
+        assert_same(each, world.weights)
+    for name in ("b", "c"):
+        left = [fault.message for fault in found[name].filled.faults if "it is left for another" in fault.message]
+        assert len(left) == 1, found[name].filled.faults
+        assert left[0].startswith("relay a sends ")
+
+
 def test_who_cannot_be_dialled_costs_one_filling_its_patience(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As behind a firewall that drops: nothing is refused, nothing is heard."""
-    monkeypatch.setattr(connection, "ASK_SECONDS", 0.2)
+    """As behind a firewall that drops: nothing is refused, nothing is heard. Patience is short for that one alone."""
+    original = connection.connected
+    dialled: list[set[str]] = []  # in vain, by filling
+
+    def connected(locator: TcpLocator, owner: str, stop_at: float) -> socket.socket:
+        if list(locator.addresses) != [dropped]:
+            return original(locator, owner, stop_at)
+        dialled[-1].add(owner)
+        return original(locator, owner, time.monotonic() + 0.2)
+
+    monkeypatch.setattr(connection, "connected", connected)
     with contextlib.ExitStack() as stack:
         hole = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        dropped = f"127.0.0.1:{hole.getsockname()[1]}"
         for _ in range(4):  # nobody accepts them, and then nobody is let in
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(hole.getsockname())
-        told = []
         for attempt in range(2):
+            dialled.append(set())
             orders = world.orders(b"%d" % attempt)
             for order in orders.values():
                 for peer in order.peers:
                     locator = TcpLocator.FromString(peer.region.locator)
-                    locator.addresses[:] = [f"127.0.0.1:{hole.getsockname()[1]}"]
+                    locator.addresses[:] = [dropped]
                     peer.region.locator = locator.SerializeToString(deterministic=True)
             found = world.fill("b", orders["b"]).result(60)
             assert found.filled.missing == ()
             assert_same(found, world.weights)
-            told.append(" ".join(each.message for each in found.filled.faults))
-    assert "not asked again" not in told[0]
-    assert told[1].count("is not asked again before 300 s are over") == 2
+            told = " ".join(each.message for each in found.filled.faults)
+    assert dialled == [{"relay a", "relay c"}, set()]
+    assert told.count("is not asked again before 300 s are over") == 2
 
 
 def test_a_plan_that_nobody_can_follow_is_refused(world: World) -> None:
@@ -293,11 +345,66 @@ def test_who_reads_a_chunk_is_waited_for_and_overruled() -> None:
     filling = lendings.pass_on(0, b"k" * 16, [[(0, 10)]])
     filling.verified(0)
     reader = object()
-    assert lendings.chunk(b"k" * 16, 0, reader, 0.0) == (0, [(0, 10)])
+    found = lendings.chunk(b"k" * 16, 0, reader, 0.0)
+    assert isinstance(found, tuple)
+    assert found[:2] == (0, [(0, 10)])
     assert lendings.passes(0, b"k" * 16)
     assert lendings.retire(0) == 1
     assert not lendings.passes(0, b"k" * 16)
     assert lendings.chunk(b"k" * 16, 0, reader, 0.0) == 0, "nobody passes that on"
+
+
+def test_what_is_sent_and_received_counts_from_when_it_was_there(world: World) -> None:
+    slots = world.relays["a"]
+    region = slots.passes_on
+    assert region is not None
+    key, size = b"k" * 16, 12 << 20
+    slots._arena.reserve(0, size, "a test")
+    told: list[Rate] = []
+    left = threading.Event()
+
+    def passed(rate: Rate) -> None:
+        told.append(rate)
+        left.set()
+
+    filling = slots._ways.pass_on(0, key, [[(0, size)], [(0, 1)]], passed)
+    assert filling is not None
+    assert filling.sent is None
+    connection = asking.Passed(region, "relay a", key, time.monotonic() + 60)
+    found = memoryview(bytearray(size))
+    with ThreadPoolExecutor(1) as threads:
+        connection.ask(0)
+        reading = threads.submit(lambda: connection.receive(0, [found], lambda: None))
+        time.sleep(0.05)
+        began = time.monotonic()
+        filling.verified(0)
+        reading.result(60)
+    connection.close()
+    assert left.wait(60), "whoever passes on is told that nobody asks for more"
+    (flow,) = connection.flows
+    assert began <= flow.start < flow.stop
+    assert 0 < flow.bytes <= size
+    assert isinstance(filling, passing.Passing)
+    ((flow,),) = filling._flows.values()
+    assert began <= flow.start < flow.stop
+    assert told == [Rate(flow.bytes / (flow.stop - flow.start), flow.stop - flow.start)]
+    assert told == [filling.sent]
+
+
+def test_a_relay_says_how_fast_it_passed_on_and_got_what_others_passed_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rates of so few bytes say nothing, so those are taken that each connection would have measured."""
+    monkeypatch.setattr(passing, "rate_of", lambda flows: Rate(1.0, float(len(flows))))
+    monkeypatch.setattr(fan_in, "rate_of", lambda flows: Rate(2.0, float(len(flows))))
+    told: dict[str, list[Rate]] = {name: [] for name in NAMES}
+    orders = world.orders()
+    held = {name: world.fill(name, orders[name], passed=told[name].append) for name in NAMES}
+    for future in held.values():
+        said = work.told(future.result(60))
+        assert said.received == manager_pb2.Rate(bytes_per_second=2.0, seconds=2.0), "from two others"
+        assert said.HasField("sent")
+    eventually("all readers have left", 60.0, lambda: all(Rate(1.0, 2.0) in rates for rates in told.values()))
 
 
 def test_only_who_shows_the_token_asks_and_for_nothing_else(world: World) -> None:

@@ -27,6 +27,7 @@ from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import Problem, Region, SourceTable
 from tests.install.install_models import TensorParallel
 from tests.install.install_world import Checkpoint
+from tests.network.lanes import lanes
 from tests.relay.relay_world import Replica, seal, tables, wish
 from tests.relay.test_relay_install import assert_installed
 
@@ -241,7 +242,7 @@ def test_a_filling_that_is_overtaken_leaves_nothing_that_could_still_land(
     assert asked.wait(30)
     far.stop()
     filling.join(30)
-    alive = [lane for lane in connection._lanes if lane._thread.is_alive()]
+    alive = [lane for lane in lanes() if lane._thread.is_alive()]
     silent.set()
     assert not alive
     assert [error.problem.code for error in over] == [Problem.ABORTED]
@@ -285,7 +286,7 @@ def test_a_slot_is_filled_again_once_its_readers_are_done(lent: tuple[Slots, Reg
     link, _ = link_to(region)
     link.hold(10.0)
     assert waiting(owner) == 1
-    gone = threading.Thread(target=owner.withdraw, args=(0,))
+    gone = threading.Thread(target=owner._ways.retire, args=(0,))
     gone.start()
     other, _ = link_to(region)
     with pytest.raises(CkptEngineError, match="another version is brought into it"):
@@ -304,7 +305,7 @@ def test_a_reader_that_was_overruled_is_told_so_and_reads_nothing_more() -> None
         region = region_of(filled(owner, 0, seal(checkpoint, []), tables(checkpoint)).table)
         link, landing = link_to(region)
         link.hold(10.0)
-        assert owner.withdraw(0) == 1
+        assert owner._ways.retire(0) == 1
         ticket = link.read([Run(0, 0, 4096)])
         with pytest.raises(CkptEngineError, match="has been given up: another one is brought") as caught:
             eventually(lambda: ticket.poll() == 4096)
@@ -448,7 +449,7 @@ def test_a_severed_link_has_returned_only_when_nothing_can_land(
     severing.join(30)
     assert not severing.is_alive()
     as_it_was = landing.clone()
-    assert not [lane for lane in connection._lanes if lane._thread.is_alive()]
+    assert not [lane for lane in lanes() if lane._thread.is_alive()]
     assert torch.equal(landing, as_it_was)
 
 

@@ -15,10 +15,11 @@ import trustme
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY
 from ckpt_engine.transport.base import Network
-from ckpt_engine.transport.tcp import TcpFetcher, asking, connection
+from ckpt_engine.transport.tcp import TcpFetcher, asking
 from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import Region, SourceTable
 from tests.install.install_world import Checkpoint
+from tests.network.lanes import lanes
 from tests.network.test_tcp import assert_same, filled, odd, region_of, relay
 from tests.relay.relay_world import seal, tables
 
@@ -69,7 +70,7 @@ def test_weights_arrive_encrypted_bit_for_bit(lent: tuple[Checkpoint, SourceTabl
         held = filled(far, 0, recorded, [table])
         assert (held.filled.missing, held.filled.faults) == ((), ())
         assert_same(held, checkpoint.weights)
-        assert all(isinstance(lane._socket, ssl.SSLSocket) for lane in connection._lanes if lane._thread.is_alive())
+        assert all(isinstance(lane._socket, ssl.SSLSocket) for lane in lanes() if lane._thread.is_alive())
 
 
 def test_what_is_passed_on_is_encrypted_and_wants_a_certificate(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def engine(model: Path, log_path: Path, *arguments: str) -> Iterator[EngineProce
         )
     running = EngineProcess(process, plan.url, directory, log_path)
     try:
-        _wait_healthy(running, plan.health_url)
+        _wait_healthy(running, f"{plan.url}/health")
         yield running
         if process.poll() is None:
             workers = running.worker_pids()

@@ -345,7 +345,7 @@ async def test_an_install_that_outlives_its_call_never_hides_behind_the_old_vers
 ) -> None:
     old, new = versions
     async with serving(one_worker, old) as (agent, client):
-        running = await begin(client, old)
+        running = await begin(client, old, 2 * LONG)
         await agent.adapter.pause(KEEP, CALL_SECONDS)
         with pytest.raises(EngineCallError) as caught:
             await agent.install(new.model, new.number, late_seconds=0.6)

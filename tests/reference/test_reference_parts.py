@@ -76,7 +76,7 @@ def test_a_stop_token_ends_a_request() -> None:
 def test_the_launch_plan_is_a_command_line_that_the_server_understands(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     plan = launch_plan(["--tensor-parallel=2", "--dtype", "float32"], 4321, str(tmp_path))
-    assert (plan.workers, plan.url, plan.health_url) == (2, "http://127.0.0.1:4321", "http://127.0.0.1:4321/health")
+    assert (plan.workers, plan.url) == (2, "http://127.0.0.1:4321")
     options = parse(list(plan.argv[3:]))
     assert (options.port, options.tensor_parallel, options.dtype, options.model) == (4321, 2, "float32", tmp_path)
     assert load_adapter("reference").launch_plan([], 1, "dir").workers == 1

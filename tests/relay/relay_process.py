@@ -1,6 +1,6 @@
 """A real relay's memory in a process of its own, driven by one JSON line at a time.
 
-Run as a script it answers {"fill": [slot, wish, seconds]}, {"withdraw": slot}, {"readers": true}, {"reserved": true},
+Run as a script it answers {"fill": [slot, wish, seconds]}, {"retire": slot}, {"readers": true}, {"reserved": true},
 {"pages": true}, {"flat": true} (descriptors and threads) and {"close": true}; a wish is its messages, in hex. It ends
 when its input does.
 """
@@ -118,8 +118,8 @@ def _main(name: str, memory: str, grace: str, users: str, address: str) -> None:
         try:
             if "fill" in question:
                 answer = _fill(slots, *question["fill"])
-            elif "withdraw" in question:
-                answer = slots.withdraw(question["withdraw"])
+            elif "retire" in question:
+                answer = slots._ways.retire(question["retire"])
             elif "readers" in question:
                 answer = slots.readers
             elif "reserved" in question:

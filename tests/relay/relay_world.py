@@ -8,8 +8,8 @@ from pathlib import Path
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.plan import PlanRequest, compile_plans
 from ckpt_engine.core.publication import join_sources, merge_tables
-from ckpt_engine.core.sealed import check_replicas, expected_digests
-from ckpt_engine.core.sealed_record import Recorded, finer_atoms, read_record, record_of, seal_from_record
+from ckpt_engine.core.sealed import check_replicas
+from ckpt_engine.core.sealed_record import Recorded, finer_atoms, read_record, seal_from_record
 from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.install.installer import Installer
@@ -20,6 +20,7 @@ from ckpt_engine.v1.worker_pb2 import InstallOrder, WorkerInstalled
 from tests.install.install_models import TensorParallel
 from tests.install.install_world import Checkpoint, OneWorker
 from tests.install.published import sealed, tables
+from tests.sealing import expected_digests, record_of
 
 RELAYS = ["relay_memory"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.host.relay_directory import DIRECTORY, directory_identity
+from ckpt_engine.host.relay_directory import DIRECTORY, directory_identity, socket_address
 from ckpt_engine.relay import door as relay_door
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.door import Door
@@ -94,9 +94,9 @@ def test_a_reader_that_rests_holds_nothing_and_may_ask_again(trainer: Trainer) -
         assert reader.ask(rest=True) is None
         assert trainer.fill(relay)["overruled"] == 0
         assert reader.ask(check=True) is None
-        assert relay.ask(withdraw=1) == 0, "the other slot"
+        assert relay.ask(retire=1) == 0, "the other slot"
         assert reader.ask(rest=True) is None
-        assert relay.ask(withdraw=0) == 0
+        assert relay.ask(retire=0) == 0
         assert "another version is brought into it" in reader.ask(check=True)
 
 
@@ -104,7 +104,7 @@ def test_a_slot_is_not_filled_before_its_readers_have_read_it(trainer: Trainer) 
     with RelayProcess(grace=3600.0) as relay, ReaderProcess() as reader:
         table = trainer.table(relay)
         assert reader.open(table) is None
-        relay.send(withdraw=0)
+        relay.send(retire=0)
         other = RelayMemoryTransport()
 
         def retired() -> bool:
@@ -215,10 +215,11 @@ def small() -> Arena:
     return Arena(8 << 20)
 
 
-def connected(door: Door, relay_directory: Path) -> socket.socket:
+def connected(door: Door) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(WAIT_SECONDS)
-    connection.connect(str(relay_directory / door.socket))
+    with socket_address(door.socket) as address:  # the path itself may be longer than the kernel allows
+        connection.connect(address)
     return connection
 
 
@@ -229,12 +230,12 @@ def test_whoever_asks_nonsense_or_nothing_is_sent_away(
     door = Door(small, 1.0)
     try:
         for question in (b"", b"\1", b"x" * 4096, None):
-            with connected(door, relay_directory) as connection:
+            with connected(door) as connection:
                 if question is not None:
                     connection.send(question)
                 assert connection.recv(1) == b""
         for question in (QUESTION.pack(9, 0, small.id), QUESTION.pack(2, 77, small.id), QUESTION.pack(1, 0, bytes(16))):
-            with connected(door, relay_directory) as connection:
+            with connected(door) as connection:
                 connection.send(question)
                 assert connection.recv(1024)[:1] == b"\0"
         assert door.readers == 0
@@ -245,7 +246,7 @@ def test_whoever_asks_nonsense_or_nothing_is_sent_away(
 def test_a_reader_that_never_listens_is_dropped_and_the_others_are_served(small: Arena, relay_directory: Path) -> None:
     door = Door(small, 1.0)
     try:
-        with connected(door, relay_directory) as deaf, connected(door, relay_directory) as other:
+        with connected(door) as deaf, connected(door) as other:
             deaf.settimeout(0.2)
             with contextlib.suppress(OSError):  # the relay has hung up
                 for _ in range(100_000):
@@ -263,10 +264,10 @@ def test_more_readers_than_there_is_room_for_are_sent_away(
     monkeypatch.setattr(relay_door, "MOST_READERS", 1)
     door = Door(small, 1.0)
     try:
-        with connected(door, relay_directory) as first:
+        with connected(door) as first:
             first.send(QUESTION.pack(1, 0, small.id))
             assert first.recv(16) == b"\1"
-            with connected(door, relay_directory) as second:
+            with connected(door) as second:
                 assert second.recv(64) == b"\x001 readers have it already"
                 assert second.recv(16) == b""
     finally:

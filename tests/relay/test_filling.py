@@ -194,7 +194,7 @@ def test_a_relay_fills_itself_from_another_one(slots: Slots) -> None:
     held = slots.fill(1, all_of(recorded, [table]), 60.0)
     assert held.filled.brought == {"relay first": held.layout.bytes}
     assert_holds(held, checkpoint)
-    assert first.withdraw(0) == 0, "who has filled himself holds nothing any more"
+    assert first._ways.retire(0) == 0, "who has filled himself holds nothing any more"
     first.close()
 
 
@@ -422,12 +422,9 @@ def test_pieces_finer_than_the_record_are_digested_where_they_lie(slots: Slots) 
     assert held.digest(finer) == [digest_box(part, (3, 8))]
 
 
-def test_what_is_withdrawn_is_lent_to_nobody(slots: Slots) -> None:
+def test_a_relay_that_is_stopped_brings_nothing_more(slots: Slots) -> None:
     checkpoint, recorded = checkpoint_of()
-    held = slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
-    assert slots.withdraw(0) == 0
-    with pytest.raises(CkptEngineError, match="another version is brought into it, or none is in it"):
-        RelayMemoryTransport().open(regions_of(held.table))
+    slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
     slots.close()
     with pytest.raises(CkptEngineError, match="being stopped"):
         slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)

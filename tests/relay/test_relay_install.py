@@ -61,7 +61,7 @@ def test_workers_install_what_the_trainer_has_since_overwritten(
         assert filled["missing"] == []
         poison(checkpoint)
         assert_installed(replica, replica.install(filled["table"], recorded, 1), recorded, checkpoint)
-        assert relay.ask(withdraw=0) == 0, "a worker whose install is over holds nothing"
+        assert relay.ask(retire=0) == 0, "a worker whose install is over holds nothing"
 
 
 def test_four_replicas_read_one_union_which_left_the_trainer_once(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.sizes import bytes_of, in_words
 from ckpt_engine.host.room import memory_room, memory_total
-from ckpt_engine.relay.settings import RelaySettings, bytes_of, half_of_the_room, in_words
+from ckpt_engine.relay.settings import RelaySettings, half_of_the_room
 
 MANAGER = "127.0.0.1:50051"
 

@@ -13,6 +13,7 @@ from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.problems import CkptEngineError, not_found
 from ckpt_engine.core.sealed_record import Recorded, read_record
 from ckpt_engine.host.facts import this_host
+from ckpt_engine.machines.clock import ManagersClock
 from ckpt_engine.machines.events import Done, Run
 from ckpt_engine.machines.relay.machine import HeldVersion, RelayCommand, RelayFilling
 from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot
@@ -39,7 +40,7 @@ class Relay:
         self.answers: list[object] = []
         self.held: tuple[HeldVersion, ...] = ()
         self._todo: list[Run] = []
-        self._machine = RelayFilling(self._emit, self.answers.append, self._hold)
+        self._machine = RelayFilling(self._emit, self.answers.append, self._hold, ManagersClock())
 
     def _emit(self, command: RelayCommand) -> None:
         if isinstance(command, Run):

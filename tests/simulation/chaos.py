@@ -12,6 +12,7 @@ from ckpt_engine.machines import events
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.ledgers import LedgerFaults
 from tests.simulation.members import AgentShell, MemberShell
+from tests.simulation.nodes import Site
 from tests.simulation.shell import Shell
 from tests.simulation.world import Steps
 
@@ -99,8 +100,12 @@ class Chaos:
             ]
             if self.scenario.relays:
                 actions += [self.relay_restarts, self.relay_restarts]
+            if self.scenario.slant.pools:
+                actions.append(self.replica_moves)
             if self.scenario.slant.far:
                 actions += [self.relay_restarts, self.network_is_cut, self.network_is_cut]
+            if self.scenario.slant.nodes:
+                actions += [self.follower_restarts, self.follower_stops, self.follower_is_cut_off] * 2
             if self.scenario.ledger_faults or self.scenario.slant.often:
                 actions += LedgerFaults(self.scenario).actions()
         often = [action for action in actions if action.__name__ in self.scenario.slant.often]
@@ -202,12 +207,20 @@ class Chaos:
             tags = self.world.random.choice(((), (), ("weights",), ("kv_cache",)))
             what = f"wakes {tags or 'all'} of" if wake else f"puts to sleep (level {level})"
             self.world.note(f"somebody {what} {agent.name}")
-            manager.sleep_or_wake(wake, [agent.name], level, tags)
+            manager.sleep_or_wake(wake, [agent.name], level, tags, pool=agent.pool)
 
     def agent_restarts(self) -> None:
         agent = self._some_agent()
         if agent is not None and agent.name not in self.scenario.restarting:
             self.scenario.restart_agent(agent, self.world.between(0.1, 3.0))
+
+    def replica_moves(self) -> None:
+        """Its agent is started again with another pool."""
+        agent = self._some_agent()
+        if agent is not None and agent.name not in self.scenario.restarting:
+            pool = next(pool for pool in self.scenario.pools if pool != agent.pool)
+            self.world.note(f"{agent.name} goes into pool {pool!r}")
+            self.scenario.restart_agent(agent, self.world.between(0.05, 1.0), pool)
 
     def second_agent(self) -> None:
         """Somebody starts another agent for an engine that has one."""
@@ -215,6 +228,33 @@ class Chaos:
         if agent is not None and agent.engine is not None and agent.engine.alive:
             self.world.note(f"a second agent is started for {agent.name}")
             self.scenario.start_second_agent(agent)
+
+    # -- the other nodes of a replica
+
+    def follower_restarts(self) -> None:
+        site, node = self._some_follower()
+        if site is not None:
+            self.world.note(f"{site.followers[node].name} is killed")
+            site.restart_follower(node, self.world.between(0.1, 6.0))
+
+    def follower_stops(self) -> None:
+        site, node = self._some_follower()
+        if site is not None:
+            seconds = self.world.random.choice((0.5, 3.0, 9.0))
+            self.world.note(f"{site.followers[node].name} is stopped for {seconds} s")
+            site.followers[node].stop_for(seconds)
+
+    def follower_is_cut_off(self) -> None:
+        site, node = self._some_follower()
+        if site is not None:
+            seconds = self.world.random.choice((0.5, 3.0, 9.0))
+            self.world.note(f"{site.followers[node].name} does not reach its leader for {seconds} s")
+            site.cut_off(node, seconds)
+
+    def _some_follower(self) -> tuple[Site | None, int]:
+        sites = list(self.scenario.sites.values())
+        site = self.world.random.choice(sites) if sites else None
+        return site, 0 if site is None else self.world.random.choice(sorted(site.followers))
 
     # -- trainers and the manager
 
@@ -228,7 +268,7 @@ class Chaos:
     def group_begins(self) -> None:
         """A new run, or the last one goes on: perhaps from an older checkpoint, perhaps with another world size."""
         alive = [group for group in self.scenario.groups if not group.gone]
-        if len(alive) < 2:
+        if len(alive) < 1 + len(self.scenario.pools):
             old = self.scenario.groups[-1]
             again = old.lineage if old.gone and self.world.chance(0.5) else None
             older = self.world.random.randint(0, old.step) if again is not None and self.world.chance(0.5) else None
@@ -301,15 +341,15 @@ class Chaos:
         lineage = identity.lineage if self.world.chance(0.8) else ""
         names = [name for name in self.scenario.agents if self.world.chance(0.5)] if self.world.chance(0.2) else []
         self.world.note(f"somebody goes back to version {identity.version} of {identity.lineage}: {names or 'all'}")
-        self.world.spawn(self._go_back(identity.version, lineage, names))
+        self.world.spawn(self._go_back(identity.version, lineage, names, self.scenario.some_pool()))
 
-    def _go_back(self, version: int, lineage: str, names: list[str]) -> Steps:
+    def _go_back(self, version: int, lineage: str, names: list[str], pool: str) -> Steps:
         for _ in range(30):
             yield self.world.between(0.2, 1.5)
             manager = self.scenario.cluster.manager
             if manager is None or not manager.alive:
                 continue
-            call, over = manager.roll_back(version, lineage, replicas=names, timeout_seconds=12.0)
+            call, over = manager.roll_back(version, lineage, replicas=names, timeout_seconds=12.0, pool=pool)
             if self.world.chance(0.1):
                 self.world.after(self.world.between(0.0, 2.0), lambda m=manager, c=call: m.cancel_call(c))
             answer = yield self.world.first_of(over, 14.0)

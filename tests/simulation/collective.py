@@ -54,6 +54,7 @@ class Collectives:
         self.world = world
         self.booths: dict[str, Booth] = {}
         self.communicators: dict[bytes, Communicator] = {}
+        self.broken = b""  # what ranks say of it when they seal
         self.words: dict[int, Word] = {}
         self.parts: list[Part] = []
         self.voted: set[tuple[int, str]] = set()
@@ -219,15 +220,14 @@ class Part:
 
     def arm(self, patience: float) -> Steps:
         """Votes; whether to go."""
-        patience = min(patience, (self.end - self.world.now) / 2)
         self.participant = part = Participant(patience, SILENCE, self.clock() + self.end - self.world.now, self.clock())
         while True:
             yield from self._awake()
             step = part.step(self.clock())
-            if step is Step.BACK:
-                self._goes_back()
+            if step is Step.BACK or step is Step.STOP:  # before it has begun: nothing was written
+                self._goes_back(step)
                 return False
-            if step is Step.GO or step is Step.STOP:
+            if step is Step.GO:
                 self.running = True
                 self.world.spawn(self._watch(part))
                 return True
@@ -235,16 +235,16 @@ class Part:
             answer = yield from self.tell(verb, *([part.until] if step is Step.VOTE else []))
             yield from self._awake()
             self.troubled |= answer is None
-            if answer is not None:
-                part.took(answer, self.clock())
-            if part.step(self.clock()) not in (Step.GO, Step.BACK):
+            part.took(answer, self.clock(), step)
+            if part.step(self.clock()) in (Step.ASK, Step.GIVE_UP):
                 yield self.world.between(0.0, POLL)
 
-    def _goes_back(self) -> None:
+    def _goes_back(self, step: Step) -> None:
         self.collectives.back += 1
-        if not self.troubled:
-            self.collectives.left.add((self.epoch, self.name))
-        if self.collectives.words.get(self.epoch) is Word.GO and not self.troubled:
+        if self.troubled or step is Step.STOP:
+            return
+        self.collectives.left.add((self.epoch, self.name))
+        if self.collectives.words.get(self.epoch) is Word.GO:
             raise BrokenPromiseError(f"{self.name} goes back from epoch {self.epoch}, of which go is written")
 
     def _watch(self, part: Participant) -> Steps:
@@ -262,12 +262,12 @@ class Part:
                 return
 
     def ended(self, problem: weights_pb2.Problem | None) -> Steps:
-        """Tells the lead, and stops asking."""
+        """Tells the lead, and stops asking. Who is done needs the lead no longer: it tries until it is to stop."""
         try:
             if problem is not None:
                 yield from self.tell("leave", f"failed: {problem.message}")
                 return
-            while self.world.now < self.end and self.alive():
+            while self.world.now < self.end and self.alive() and not self.stop.ready:
                 if (yield from self.tell("done")) is not None:
                     self.collectives.ended_well += 1
                     return

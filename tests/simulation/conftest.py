@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from tests.simulation.hosts import simulated_collectives
 from tests.simulation.story import Story
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _collectives() -> Iterator[None]:
-    """Other tests of this process must not find the simulation's transport."""
-    with simulated_collectives():
-        yield
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,7 +22,7 @@ from ckpt_engine.words import state
 from ckpt_engine.words.holding import Decision, Kind, decide
 from ckpt_engine.words.state import WorkerWord
 from tests.simulation.collective import Communicator
-from tests.simulation.hosts import HOST, WORKERS_READ, ways
+from tests.simulation.hosts import HOST, WORKERS_READ, locator_of, ways
 from tests.simulation.parts import worker_joins, worker_part
 from tests.simulation.shell import Faults
 from tests.simulation.weights import SLICES, SourceGoneError, Truth
@@ -54,6 +55,7 @@ class Worker:
     ready: frozenset[bytes] = frozenset()  # digests of the plans that it has ready
     communicator: tuple[bytes, Communicator] | None = None
     frozen: bool = False  # its process is stopped
+    asked: int = 0
 
     def word(self) -> WorkerWord:
         """Its state word, as it stays in the page when the worker dies."""
@@ -93,6 +95,7 @@ class Engine:
         self.inside = self.discarded = False  # requests that may be there; weights that are not
         self.alive = True
         self.in_order = world.chance(0.5)
+        self._shut: dict[tuple[bytes, bytes], bool] = {}
         self._judged: tuple[object, events.Words] | None = None
         self._last = Signal()
         self._last.set()
@@ -119,18 +122,38 @@ class Engine:
         if not self.alive:
             return events.Words((), False, "the engine is dead", None)
         own = self.mark.own_weights
-        key = [own, *((worker.alive, worker.state, worker.epoch, id(worker.identity)) for worker in self.workers)]
+        key = [own, *self.page_key()]
         if self._judged is None or self._judged[0] != key:
-            words = [worker.word() for worker in self.workers]
+            words = self.page()
             judged = state.verdict(words, own)
             statuses = tuple(word.status() for word in words)
             self._judged = key, events.Words(statuses, judged.open, judged.reason, judged.identity)
         return self._judged[1]
 
+    def page(self) -> list[WorkerWord]:
+        """What stands in the page that the gate reads."""
+        return [worker.word() for worker in self.workers]
+
+    def page_key(self) -> list[object]:
+        """Differs when the page does."""
+        return [(worker.alive, worker.state, worker.epoch, id(worker.identity)) for worker in self.workers]
+
+    def held(self) -> events.Words:
+        """What its workers hold."""
+        return self.words()
+
+    def page_is_right(self, whole: bool) -> bool:
+        """Whether the page may say what it says. whole: whether all workers live and hold one version."""
+        return self.words().open == whole
+
+    def agent_of(self, worker: Worker) -> Agent | None:
+        """Whom a worker asks."""
+        return self.agent
+
     def gate(self) -> Decision:
         """What the gate does with a request now; the rule is that of words/holding.py."""
         mark = state.EngineMark(self.mark.own_weights, self.mark.sleeping)
-        return decide([worker.word() for worker in self.workers], mark, self.hold, self.world.now)
+        return decide(self.page(), mark, self.hold, self.world.now)
 
     @property
     def computing(self) -> weights_pb2.Identity | None:
@@ -225,13 +248,15 @@ class Engine:
 
     def _ask(self, worker: Worker, request: worker_pb2.WorkerRequest, patience: float) -> Steps:
         """Asks until there is an answer, or for so many seconds."""
-        request.rank, request.boot_id = worker.rank, worker.boot_id
+        worker.asked += 1
+        request.rank, request.boot_id, request.sequence = worker.rank, worker.boot_id, worker.asked
         end = self.world.now + patience
         while self.world.now < end:
             answered = Signal()
-            if self.agent is not None and not self.world.chance(self.faults.loss):
-                agent, copy = self.agent, worker_pb2.WorkerRequest.FromString(request.SerializeToString())
-                self.world.after(self.world.between(0.0001, 0.002), lambda: agent.worker_asks(copy, answered))  # noqa: B023
+            agent = self.agent_of(worker)
+            if agent is not None and not self.world.chance(self.faults.loss):
+                copy = worker_pb2.WorkerRequest.FromString(request.SerializeToString())
+                self.world.after(self.world.between(0.0001, 0.002), lambda: agent.worker_asks(copy, answered))  # type: ignore[union-attr]  # noqa: B023
             reply = yield self.world.first_of(answered, 0.5)
             if reply is not None:
                 return reply
@@ -261,6 +286,9 @@ class Engine:
         ready = worker_pb2.WorkerReady(fence=order.fence)
         if self.world.chance(self.faults.worker_early):
             ready.problem.CopyFrom(unavailable("the simulator made this worker fail to get ready").problem)
+        elif not order.HasField("collective") and (refused := self._unopened(worker, json.loads(order.plan))):
+            ready.unopened.extend(refused)
+            ready.problem.CopyFrom(unavailable(refused[0].reason).problem)
         else:
             worker.ready = frozenset({*sorted(worker.ready)[:1], hashlib.sha256(order.plan).digest()})
         try:
@@ -271,6 +299,26 @@ class Engine:
         made = [] if worker.communicator is None else [worker.communicator[0]]
         ready.plans.extend([*sorted(worker.ready), *made])
         yield from self._ask(worker, _request(ready=ready), 3.0)
+
+    def _unopened(self, worker: Worker, plan: Mapping[str, str]) -> list[weights_pb2.Unopened]:
+        """The sources of a plan that the system does not let a worker open, which its manager cannot know."""
+        found = []
+        for digest in [bytes.fromhex(each) for each in sorted(set(plan.values()))]:
+            if self.cannot_open(worker, digest):
+                source = self.truth.sources[digest]
+                (way, *_) = ways(source.host, source.offered, self.host, WORKERS_READ)
+                said = f"the simulator does not let this worker open {way.transport}"
+                told = weights_pb2.Unopened(worker_rank=worker.rank, transport=way.transport, reason=said)
+                told.locator = locator_of(digest)
+                found.append(told)
+        return found
+
+    def cannot_open(self, worker: Worker, table: bytes) -> bool:
+        """Whether a worker is not let near a source: the same each time, until the world heals."""
+        key = worker.boot_id, table
+        if self.faults.cannot_open and key not in self._shut:
+            self._shut[key] = self.world.chance(self.faults.cannot_open)
+        return bool(self.faults.cannot_open) and self._shut[key]
 
     def _install(self, worker: Worker) -> Steps:
         reply = yield from self._ask(worker, _request(want_install=worker_pb2.WantOrder()), 3.0)
@@ -314,6 +362,8 @@ class Engine:
                 raise unavailable("the simulator made this worker fail in the middle")
             if self.world.chance(self.faults.read_late):
                 yield self.world.between(0.2, 6.0)
+            if self.cannot_open(worker, bytes.fromhex(plan[str(index)])):
+                raise BrokenPromiseError(f"{self.name} was paused for memory that it cannot open")
             source = self.truth.sources[bytes.fromhex(plan[str(index)])]
             if not ways(source.host, source.offered, self.host, WORKERS_READ):
                 raise BrokenPromiseError(f"{self.name} on {self.host.name} is to read memory of {source.host.name}")

@@ -9,7 +9,9 @@ from tests.simulation.shell import Faults
 from tests.simulation.world import BrokenPromiseError
 
 if TYPE_CHECKING:
+    from tests.simulation.manager import ManagerShell
     from tests.simulation.scenario import Scenario
+    from tests.simulation.training import Group
 
 OPERATOR_SECONDS = 10.0
 """After the world has healed. By then ledgers are mended; what still belongs to another one is moved by an operator."""
@@ -45,7 +47,8 @@ class Healed:
         for host in self.scenario.hosts if self.scenario.slant.far and not self.scenario.slant.collective else []:
             if host.name not in with_relays:
                 self.scenario.join_relay(host=host)
-        self.scenario.join_replica(manager_pb2.STANDALONE)  # the others may all be about to leave
+        for pool in self.scenario.pools:
+            self.scenario.join_replica(manager_pb2.STANDALONE, pool=pool)  # the others may all be about to leave
 
     def _move_those_of_other_clusters(self) -> None:
         """Only their agents are started again: engines, and what they hold, stay."""
@@ -78,10 +81,14 @@ class Healed:
     def _wake_all(self) -> None:
         manager = self.scenario.cluster.manager
         assert manager is not None
-        asleep = [name for name, agent in self.scenario.agents.items() if agent.alive and agent.machine.replica.asleep]
-        if not asleep:
-            return
-        over = manager.sleep_or_wake(True, asleep)
+        for pool in self.scenario.pools:
+            agents = [agent for agent in self.scenario.agents.values() if agent.alive and agent.pool == pool]
+            asleep = [agent.name for agent in agents if agent.machine.replica.asleep]
+            if asleep:
+                self._wake(manager, asleep, pool)
+
+    def _wake(self, manager: ManagerShell, asleep: list[str], pool: str) -> None:
+        over = manager.sleep_or_wake(True, asleep, pool=pool)
         self.world.run(self.world.now + self.scenario.deadlines.sleep_wake)
         if not isinstance(over.value, manager_pb2.WakeResponse) or any(
             result.HasField("problem") for result in over.value.results
@@ -103,20 +110,42 @@ class Healed:
     def _must_succeed(self) -> None:
         """A new run updates every replica that lives. The update in whose midst it leaves goes on from what relays
         hold, and may not reach all of them."""
-        self.scenario.start_group(kind="live", model="model A")
-        group = self.scenario.groups[-1]
+        pools = self.scenario.pools
+        for pool in pools:
+            self.scenario.start_group(kind="live", model="model A", pool=pool)
+        groups = self.scenario.groups[-len(pools) :]
         self.world.run(self.world.now + 8.0)
         if self.scenario.slant.collective:
-            group.gone = True  # a run that leaves in the middle of a collective leaves its replicas dirty
+            for group in groups:
+                group.gone = True  # a run that leaves in the middle of a collective leaves its replicas dirty
             self.world.run(self.world.now + 4.0)
-        self.scenario.end_group(group, in_good_order=True)
-        self.world.run(self.world.now + 2.0)
+        for group in groups:
+            self.scenario.end_group(group, in_good_order=True)
+        self._come_to_rest()
+        for group in groups:
+            self._has_succeeded(group)
+
+    def _come_to_rest(self) -> None:
+        """Lets what the runs have left behind end, within the deadlines of an update and of a late replica.
+
+        An update that waited for relays of another pool may record its intent so late that the process of a rank ends
+        while a replica reads it: that one is quarantined, and brought up from a relay.
+        """
+        manager, deadlines = self.scenario.cluster.manager, self.scenario.deadlines
+        assert manager is not None
+        end, rest = self.world.now + deadlines.update + deadlines.catch_up, self.world.now + 2.0
+        while self.world.now < min(rest, end):
+            self.world.run(self.world.now + 0.1)
+            if manager.machine._updates.all():
+                rest = max(rest, self.world.now + 1.0)
+
+    def _has_succeeded(self, group: Group) -> None:
         whole = [number for number, report in enumerate(group.reports) if report.ok]
         if not whole or whole[-1] < len(group.reports) - 2:
             raise BrokenPromiseError(f"no update succeeds in a good world; the last report: {group.reports[-1:]}")
         brought = [report.identity for report in group.reports[whole[-1] :]]
         for agent in self.scenario.agents.values():
-            if not agent.alive or agent.mode == manager_pb2.COLOCATED:
+            if not agent.alive or agent.mode == manager_pb2.COLOCATED or agent.pool != group.pool:
                 continue
             engine = agent.engine
             if engine is None or engine.paused or not engine.words().open:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import hashlib
+from collections.abc import Sequence
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.reach import Verdict
 from ckpt_engine.core.topology import Choice, choose_transport
-from ckpt_engine.core.transports import TransportKind, register_transport, unregister_transport
+from ckpt_engine.core.transports import is_collective
 from ckpt_engine.v1 import weights_pb2
 
 NETWORK = "tcp"
@@ -25,17 +24,6 @@ RELAYS_READ = (*WORKERS_READ, NETWORK)
 COLLECTIVE = "nccl"
 
 
-@contextmanager
-def simulated_collectives() -> Iterator[None]:
-    """Meanwhile there is the transport of collectives, which only the simulation has so far."""
-    together = Verdict(False, "only in a collective")
-    register_transport(TransportKind(COLLECTIVE, lambda source, reader: together, reader=""))
-    try:
-        yield
-    finally:
-        unregister_transport(COLLECTIVE)
-
-
 def host_of(name: str) -> weights_pb2.Host:
     """A host, or a container that shares nothing with others."""
     return weights_pb2.Host(
@@ -47,12 +35,17 @@ HOST = weights_pb2.Host(boot_id="host", pid_namespace="namespace", name="simulat
 """Where everybody is, in stories of one host."""
 
 
+def locator_of(table: bytes) -> bytes:
+    """What a worker tells of the memory of a table, by its digest, that it could not open."""
+    return hashlib.sha256(table).digest()
+
+
 def ways(
     source: weights_pb2.Host, offered: Sequence[str], reader: weights_pb2.Host, reads: Sequence[str]
 ) -> list[Choice]:
-    """All ways from a reader to memory that is offered, the nearest first."""
+    """All ways on which a reader by itself reaches memory that is offered, the nearest first."""
     found = []
-    for transport in offered:
+    for transport in [each for each in offered if not is_collective(each)]:
         try:
             found.append(choose_transport(source, transport, reader, reads))
         except CkptEngineError:

@@ -8,6 +8,8 @@
    of their weights. Epochs only rise, at the manager, at every member and in every worker, fill fences and install
    fences apart; they are spent before they are used, an update's install fence is given out with its intent, and
    nothing is installed whose intent is not on the disk.
+3. An engine on several nodes: what its gate reads of far workers is never better than the truth; without one of its
+   nodes it is closed within a lease, with a reason; no node has a part that nobody leads, or two.
 
 A process that was stopped (SIGSTOP) is excused for being late until it has gone on for a moment; nothing else is.
 """
@@ -20,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 from ckpt_engine.machines import events
 from ckpt_engine.machines.agent.state import Operation
 from ckpt_engine.machines.manager.update import Update
-from ckpt_engine.machines.manager.versions import EVERYBODY
+from ckpt_engine.machines.manager.versions import everybody
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.words.holding import Kind
 from tests.simulation.engine import CLEAN, DIRTY, Engine, Worker
 from tests.simulation.hosts import RELAYS_READ, ways
+from tests.simulation.nodes import LeadingAgentShell, SpreadEngine
 from tests.simulation.weights import HeldSource, ref_of
 from tests.simulation.world import BrokenPromiseError
 
@@ -58,8 +61,10 @@ class Invariants:
         self._mislabelled: dict[Engine, int] = {}
         self._said: set[tuple[Engine, int]] = set()  # that tokens of this install may be called by another version
         self._told_to_fill: set[tuple[int, int, str]] = set()
-        self._update: Update | None = None
         self._registered: dict[Update, set[str]] = {}  # when each update began
+        self._meant_for: dict[tuple[int, str], int] = {}  # by generation and replica, the last intent for it
+        self._told_holders: dict[tuple[int, str], int] = {}  # by generation and session, the highest fill fence
+        self.side_by_side = 0  # events at which updates of two pools went on
         self._installed: set[int] = set()  # epochs that some replica was told to install
         self._asked_back: dict[str, int] = {}  # by lineage, the epoch of the last rollback's intent
         self._went_back: dict[str, tuple[int, weights_pb2.Identity]] = {}  # the same of one that is installed
@@ -74,19 +79,30 @@ class Invariants:
                 self._kept(agent.engine, agent)
             if agent.alive:
                 self._agent(name, agent)
+            if isinstance(agent, LeadingAgentShell):
+                agent.site.check(agent)
         self.scenario.truth.collectives.check()
         manager = self.scenario.cluster.manager
-        if manager is not None and manager.machine._updates.running is not self._update:
-            self._update = manager.machine._updates.running
-            if self._update is not None:
+        updates = [] if manager is None else manager.machine._updates.all()
+        self.side_by_side += len({update.goal.pool for update in updates if update.goal.late is None}) > 1
+        self._one_writes(updates)
+        for update in updates:
+            if update not in self._registered:
                 members = manager.machine._members.replicas.items()
-                self._registered[self._update] = {name for name, member in members if member.receives}
+                pool = update.goal.pool
+                self._registered[update] = {name for name, each in members if each.receives and each.pool == pool}
         if manager is not None and manager.alive and not manager.stopped:
             for call in manager.calls.values():
                 patience = call.request.timeout_seconds or self.scenario.deadlines.update
                 begun = max(call.begun, manager.excused)  # what came while it was stopped counts from its being read
                 if self.world.now > begun + patience * DRIFT + BOUND:
                     raise BrokenPromiseError(f"a call has no end after {patience} s: {call.request}")
+
+    def _one_writes(self, updates: list[Update]) -> None:
+        """No two updates write to a replica at the same time."""
+        names = [name for update in updates for name in update.under_way()[0]] if len(updates) > 1 else []
+        if len(set(names)) != len(names):
+            raise BrokenPromiseError(f"two updates write to one of {sorted(names)}")
 
     def _whole(self, engine: Engine) -> None:
         workers = engine.workers
@@ -102,7 +118,7 @@ class Invariants:
                 all_clean = False
                 if worker.state == DIRTY and not engine.paused and all_live:
                     raise BrokenPromiseError(f"{engine.name} computes with half a version")
-        if engine.words().open != (all_live and (all_clean or engine.mark.own_weights)):
+        if not engine.page_is_right(all_live and (all_clean or engine.mark.own_weights)):
             raise BrokenPromiseError(
                 f"{engine.name}'s gate is {'open' if engine.words().open else 'closed'}: "
                 f"{[(worker.alive, worker.state, worker.identity) for worker in workers]}"
@@ -146,7 +162,7 @@ class Invariants:
         if operation is None or operation.kind != "install" or not agent.alive or not operation._giving_orders:
             return
         ours = left > 0 and engine.hold.epoch == operation.fence.epoch  # else its time is over, or it is another one's
-        if ours and all(worker.alive for worker in engine.workers) and engine.gate().kind is not Kind.HOLD:
+        if ours and all(word.alive for word in engine.page()) and engine.gate().kind is not Kind.HOLD:
             raise BrokenPromiseError(f"{engine.name} does not keep requests: {engine.gate()}")
 
     def _agent(self, name: str, agent: AgentShell) -> None:
@@ -200,10 +216,12 @@ class Invariants:
             return
         if engine is None or not engine.alive:
             return  # it died in the same moment; the next words say so
-        words = engine.words()
+        words = engine.held()
+        if isinstance(engine, SpreadEngine) and not all(worker.alive for worker in engine.workers):
+            return  # of a far worker's death an agent hears within a lease
         if engine.paused or not words.open or engine.asleep:
             raise BrokenPromiseError(f"{name} says {kind}, but it is {'paused' if engine.paused else words.reason}")
-        if not engine.gate_open:
+        if engine.words().open and not engine.gate_open:
             raise BrokenPromiseError(f"{name} says {kind}, and lets nobody in: {engine.gate().detail}")
         if outcome.outcome == manager_pb2.NEW_SERVING:
             wanted = self._recorded(outcome.fence)
@@ -225,27 +243,28 @@ class Invariants:
         if self.scenario.chaos is not None:
             self.scenario.chaos.seen(command)
         match command:
-            case events.Send(_, manager_pb2.Install() as body):
+            case events.Send(peer, manager_pb2.Install() as body):
                 if body.identity not in self._recorded(body.fence):
                     raise BrokenPromiseError(f"epoch {body.fence.epoch} is installed without its intent")
-                self._install_fence(manager, body.fence)
+                self._install_fence(manager, peer, body.fence)
                 self._installed.add(body.fence.epoch)
                 self._late_sources(manager, body)
                 self._held_sources(manager, body)
                 updates = manager.machine._updates.all()
-                if any(update.installs == body.fence and update.order.back for update in updates):
+                if any(update.installs == body.fence and update.goal.back for update in updates):
                     self._went_back[body.identity.lineage] = body.fence.epoch, body.identity
             case events.Send(peer, manager_pb2.FillRelay() as body):
                 self._fill_fence(manager, body.fence)
+                self._obeyed_by_holder(manager, peer, body.fence)
                 self._upstream(manager, peer, body)
-            case events.Send(_, manager_pb2.SleepWake() as body):
-                self._install_fence(manager, body.fence)
+            case events.Send(peer, manager_pb2.SleepWake() as body):
+                self._install_fence(manager, peer, body.fence)
+            case events.Send(peer, manager_pb2.Seal() as body):
+                self._fill_fence(manager, body.fence)
+                self._obeyed_by_holder(manager, peer, body.fence)
             case events.Send(
                 _,
-                manager_pb2.Prepare()
-                | manager_pb2.Seal()
-                | manager_pb2.SealForReaders()
-                | manager_pb2.Release() as body,
+                manager_pb2.Prepare() | manager_pb2.SealForReaders() | manager_pb2.Release() as body,
             ):
                 self._fill_fence(manager, body.fence)
             case events.Run(_, events.RecordIntent(epoch, identity)):
@@ -253,9 +272,15 @@ class Invariants:
                 if epoch <= highest:
                     raise BrokenPromiseError(f"intent {epoch} after epoch {highest}: its fence was given out before it")
                 self._highest_intent[manager.generation] = epoch
+                for update in manager.machine._updates.all():
+                    if update.installs is not None and update.installs.epoch == epoch:
+                        names = update._recipients.waiting_for()
+                        self._meant_for |= dict.fromkeys([(manager.generation, name) for name in names], epoch)
                 if manager.generation == manager.ledger.generation:
                     self._order(manager, epoch, identity)
                 self.world.note(f"intent {epoch} version {identity.version} of {identity.lineage}")
+            case events.Run(_, events.CorrectOutcome(report)):
+                self._outcomes(report)
             case events.Run(_, events.RecordOutcome(report)):
                 self._report(manager, report)
             case events.EmitEvent(_, event) if event.report.held:
@@ -274,12 +299,12 @@ class Invariants:
     def _late_sources(self, manager: ManagerShell, install: manager_pb2.Install) -> None:
         """A late replica may serve an older version, so it is not sent to ranks that have sealed another one since."""
         update = manager.update_of(install.fence)
-        if update is None or update.order.late is None or manager.generation != manager.ledger.generation:
+        if update is None or update.goal.late is None or manager.generation != manager.ledger.generation:
             return
         if install.HasField("collective"):
             raise BrokenPromiseError("a late replica is brought up by a collective")
         content = self.scenario.truth.content[install.identity.root]
-        for offer in update.order.published.sources:
+        for offer in update.goal.published.sources:
             source = self.scenario.truth.sources[offer.table.digest]
             if offer.rank is not None and any(content[index] != tag for index, tag in source.sealed.items()):
                 raise BrokenPromiseError(
@@ -289,7 +314,7 @@ class Invariants:
     def _held_sources(self, manager: ManagerShell, install: manager_pb2.Install) -> None:
         """What goes on when its callers have returned reads from relays only."""
         update = manager.update_of(install.fence)
-        if update is None or update.order.until != manager_pb2.HELD:
+        if update is None or update.goal.until != manager_pb2.HELD:
             return
         for worker in install.workers:
             for digest in manager.blobs.get_json(worker.plan).values():
@@ -319,9 +344,9 @@ class Invariants:
         if manager is None or not manager.alive or manager.stopped or self.scenario.ledgers_replaced:
             return
         for update in manager.machine._updates.all():
-            if update.phase != "installing" or update.order.late is not None or update._relaying is None:
+            if update.phase != "installing" or update.goal.late is not None or update._relaying is None:
                 continue
-            for name in update._targets.waiting_for():
+            for name in update._recipients.waiting_for():
                 way = update._relaying.ways.get(name)
                 if way is None or slot.filled != update._identity:
                     continue
@@ -329,11 +354,24 @@ class Invariants:
                     if digest in manager.blobs.get_json(plan).values():
                         raise BrokenPromiseError(f"{relay.name} fills a slot that {name} reads")
 
-    def _install_fence(self, manager: ManagerShell, fence: weights_pb2.Fence) -> None:
-        """An install fence is never below one whose intent was recorded."""
+    def _install_fence(self, manager: ManagerShell, peer: events.Peer, fence: weights_pb2.Fence) -> None:
+        """An install fence is never below one whose intent was recorded for the same replica, nor below one that the
+        replica obeys already."""
         self._spent(manager, fence)
-        if fence.epoch < self._highest_intent.get(manager.generation, 0):
-            raise BrokenPromiseError(f"epoch {fence.epoch} is used after a later intent")
+        name = manager.machine._members.by_peer[peer].name
+        if fence.epoch < self._meant_for.get((manager.generation, name), 0):
+            raise BrokenPromiseError(f"epoch {fence.epoch} is used for {name} after a later intent")
+        agent = self.scenario.agents[name]
+        alone = manager.generation == manager.ledger.generation and not self.scenario.ledgers_replaced
+        if alone and agent.alive and agent.cluster_served == fence.cluster and agent.machine._highest > fence.epoch:
+            raise BrokenPromiseError(f"{name} obeys {agent.machine._highest}, and is told to do {fence.epoch}")
+
+    def _obeyed_by_holder(self, manager: ManagerShell, peer: events.Peer, fence: weights_pb2.Fence) -> None:
+        """Whoever is read by several updates is told rising fences only."""
+        key = manager.generation, manager.machine._members.by_peer[peer].session_id
+        if fence.epoch < self._told_holders.get(key, 0):
+            raise BrokenPromiseError(f"{key[1]} is told fence {fence.epoch} after {self._told_holders[key]}")
+        self._told_holders[key] = fence.epoch
 
     def _fill_fence(self, manager: ManagerShell, fence: weights_pb2.Fence) -> None:
         """Nobody prepares or seals under the fence of an install."""
@@ -354,19 +392,19 @@ class Invariants:
         update = next(each for each in manager.machine._updates.all() if each.installs and each.installs.epoch == epoch)
         before = {number: other for number, other in manager.ledger.intents.items() if other.lineage == lineage}
         known = not self.scenario.ledgers_replaced
-        if update.order.back is not None:
+        if update.goal.back is not None:
             self._asked_back[lineage] = since = epoch
-            wishes = [manager.calls[call].request.version for call in update.order.calls.values()]
+            wishes = [manager.calls[call].request.version for call in update.goal.calls.values()]
             if wishes != [identity.version] or (known and identity not in before.values()):
                 raise BrokenPromiseError(f"goes back to {identity}, which is not {wishes}, or was never installed")
         else:
-            since = self._asked_back.get(lineage, 0) if update.order.late is not None else 0
-        if update.order.late is not None and known and lineage in self._went_back:
+            since = self._asked_back.get(lineage, 0) if update.goal.late is not None else 0
+        if update.goal.late is not None and known and lineage in self._went_back:
             went, back = self._went_back[lineage]
             later = (other for number, other in before.items() if number > went and number not in manager.ledger.late)
             if identity != back and identity not in later:
                 raise BrokenPromiseError(f"{identity} is brought to a late replica after a rollback to {back}")
-        late = update.order.late is not None
+        late = update.goal.late is not None
         for number, other in before.items():
             # An intent that the disk has and nobody was told of was refused: late replicas stay at the version before.
             meant = number >= since and (not late or number in self._installed)
@@ -382,11 +420,18 @@ class Invariants:
         update = manager.update_of(report.fence)
         assert update is not None
         reported = {outcome.replica for outcome in report.replicas}
-        if reported != set(update.order.replicas):
+        if reported != set(update.goal.replicas):
             raise BrokenPromiseError(f"replicas have no outcome in the report of epoch {report.fence.epoch}")
         unsaid = self._registered[update] - reported
-        if unsaid and EVERYBODY in update.order.selection and update.order.late is None:
+        if unsaid and everybody(update.goal.pool) in update.goal.selection and update.goal.late is None:
             raise BrokenPromiseError(f"{unsaid} are registered, and not in the report of epoch {report.fence.epoch}")
+        self._outcomes(report)
+        new = sum(outcome.outcome == manager_pb2.NEW_SERVING for outcome in report.replicas)
+        enough = update.goal.min_replicas
+        if report.ok != (new >= (len(reported) if enough is None else enough)):
+            raise BrokenPromiseError(f"the report of epoch {report.fence.epoch} calls itself {report.ok}")
+
+    def _outcomes(self, report: manager_pb2.UpdateReport) -> None:
         for outcome in report.replicas:
             self._left_alone_rightly(report, outcome)
             if outcome.fence != report.fence:
@@ -399,10 +444,6 @@ class Invariants:
                 )
             if outcome.outcome != manager_pb2.NEW_SERVING and not outcome.problem.message:
                 raise BrokenPromiseError(f"{outcome.replica} has no reason in the report of epoch {report.fence.epoch}")
-        new = sum(outcome.outcome == manager_pb2.NEW_SERVING for outcome in report.replicas)
-        enough = update.order.min_replicas
-        if report.ok != (new >= (len(reported) if enough is None else enough)):
-            raise BrokenPromiseError(f"the report of epoch {report.fence.epoch} calls itself {report.ok}")
 
     def _left_alone_rightly(self, report: manager_pb2.UpdateReport, outcome: manager_pb2.ReplicaOutcome) -> None:
         """What was not installed into, since it holds the version already, does; words may be some seconds old."""
@@ -411,5 +452,5 @@ class Invariants:
             return
         old = self.world.now > agent.attached + self.scenario.deadlines.lease
         lives = agent.alive and agent.engine.alive and all(worker.alive for worker in agent.engine.workers)
-        if old and lives and agent.engine.words().identity != report.identity:
+        if old and lives and agent.engine.held().identity != report.identity:
             raise BrokenPromiseError(f"{outcome.replica} is reported to hold {report.identity}, and does not")

@@ -15,7 +15,7 @@ from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.machines.manager.versions import Intended, Meant
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from tests.simulation.hosts import ways
+from tests.simulation.hosts import locator_of, ways
 from tests.simulation.shell import Faults, Shell, Stream
 from tests.simulation.weights import SLICES, Blobs, Truth
 from tests.simulation.world import Signal, Steps, World
@@ -177,20 +177,23 @@ class ManagerShell(Shell):
         return over
 
     def sleep_or_wake(
-        self, wake: bool, replicas: list[str], level: int = 1, tags: Sequence[str] = (), seconds: float = 0.0
+        self,
+        wake: bool,
+        replicas: list[str],
+        level: int = 1,
+        tags: Sequence[str] = (),
+        seconds: float = 0.0,
+        pool: str = "",
     ) -> Signal:
         """A Sleep or Wake call has arrived; its results, or its problem."""
         self._names += 1
         call = Call(f"call-{self._names}")
         over = self.sleep_calls[call] = Signal()
         if wake:
-            self.feed(events.WakeCall(call, manager_pb2.WakeRequest(replicas=replicas, tags=tags)))
+            self.feed(events.WakeCall(call, manager_pb2.WakeRequest(replicas=replicas, tags=tags, pool=pool)))
         else:
-            self.feed(
-                events.SleepCall(
-                    call, manager_pb2.SleepRequest(replicas=replicas, level=level, timeout_seconds=seconds)
-                )
-            )
+            request = manager_pb2.SleepRequest(replicas=replicas, level=level, timeout_seconds=seconds, pool=pool)
+            self.feed(events.SleepCall(call, request))
         return over
 
     def operate(self, request: events.OperatorRequest) -> Signal:
@@ -205,7 +208,7 @@ class ManagerShell(Shell):
         """A replica is to prepare under a fill fence of its own, beside an update that is not filling it itself. Its
         answer is nobody's."""
         state, updates = self.machine._state, self.machine._updates.all()
-        filling = any(update.phase == "preparing" or update.order.late is not None for update in updates)
+        filling = any(update.phase == "preparing" or update.goal.late is not None for update in updates)
         if state.epoch_ready() and not filling:
             fence = state.next_fill()
             manifest = self.blobs.put(b"model A")
@@ -244,7 +247,7 @@ class ManagerShell(Shell):
                     delay = self.world.between(0.0005, self.faults.delay)
                     self.world.after(delay, lambda: done.over.set(problem or done.report))
             case events.Run(key, task):
-                fallible = not isinstance(task, events.RecordOutcome)
+                fallible = not isinstance(task, events.RecordOutcome | events.CorrectOutcome)
                 self.run_task(key, task.seconds, self._task(task), fallible)
             case _:
                 raise AssertionError(command)
@@ -267,7 +270,7 @@ class ManagerShell(Shell):
             case events.FindReport(lineage, version):
                 yield self.world.between(0.001, 0.02)
                 return self._find(lineage, version)
-            case events.RecordOutcome(report):
+            case events.RecordOutcome(report) | events.CorrectOutcome(report):
                 yield from self._written()
                 self.ledger.reports[report.fence.epoch] = report
             case events.MergeTables():
@@ -368,7 +371,8 @@ class ManagerShell(Shell):
             holders = self._who_has(sources, index)
             for holder in holders:
                 offered = sorted({transport for way in holder.ways for transport in way})
-                found = ways(holder.host, offered, worker.host, worker.transports)
+                shut = {each.transport for each in worker.shut if each.locator == locator_of(holder.table.digest)}
+                found = ways(holder.host, sorted({*offered} - shut), worker.host, worker.transports)
                 near += [(found[0].distance, holder)] if found else []
             if worker.key[0] in collective:
                 near = [(0, holder) for holder in holders]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -153,14 +154,16 @@ class AgentShell(MemberShell):
         mode: manager_pb2.Mode = manager_pb2.STANDALONE,
         machine: type[AgentMachine] = AgentMachine,
         host: weights_pb2.Host = HOST,
+        pool: str = "",
     ) -> None:
         session = f"{name}-{cluster.world.random.getrandbits(32):08x}"
         super().__init__(
             cluster,
             name,
-            machine(name, session, agent_epoch, mode, host, IN_COLLECTIVES, cluster.deadlines),
+            machine(name, session, agent_epoch, mode, host, IN_COLLECTIVES, cluster.deadlines, pool=pool),
         )
         self.machine: AgentMachine
+        self.pool = pool
         self.agent_epoch, self.mode, self.host = agent_epoch, mode, host
         self.engine: Engine | None = None
         self.attached = 0.0
@@ -193,12 +196,12 @@ class AgentShell(MemberShell):
             )
         )
 
-    def engine_died(self) -> None:
+    def engine_died(self, reason: str = "the simulated engine was killed") -> None:
         """The agent notices that its engine is gone."""
         if self.engine is not None:
             self.engine.agent = None
             self.engine = None
-            self.feed(events.EngineExited("the simulated engine was killed"))
+            self.feed(events.EngineExited(reason))
 
     def crash(self) -> None:
         """The engine goes on without it."""
@@ -259,7 +262,7 @@ class AgentShell(MemberShell):
         if self.engine is None:
             raise unavailable("there is no engine")
         whole = self.engine.alive and all(worker.alive for worker in self.engine.workers)  # as the agent saw it
-        if isinstance(task, events.StampEngine) and whole and self.engine.words().identity != task.identity:
+        if isinstance(task, events.StampEngine) and whole and self.engine.held().identity != task.identity:
             raise BrokenPromiseError(f"{self.engine.name} is stamped with a version that its workers do not hold")
         operation = self.machine.replica.operation
         installs = operation is not None and operation.kind == "install" and isinstance(task, events.PauseEngine)
@@ -367,7 +370,8 @@ class TrainerShell(MemberShell):
             raise precondition("nothing is sealed that stays so")
         self.source.seal(task.keep)
         self.sealed_in_call = 0 if task.keep else task.epoch
-        return (yield from self.put_digests(self.source, task.atoms))
+        sealed = yield from self.put_digests(self.source, task.atoms)
+        return dataclasses.replace(sealed, broken=self.cluster.truth.collectives.broken)
 
     def update(self, request: manager_pb2.UpdateWeightsRequest, patience: float) -> Steps:
         """The call of this rank: returns its report, or raises what it was refused with."""

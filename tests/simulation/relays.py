@@ -41,6 +41,7 @@ class RelayShell(MemberShell):
         filling.passes_on.CopyFrom(weights_pb2.Region(transport=NETWORK, locator=session.encode()))
         cluster.truth.passing[session.encode()] = self
         self.passing: Passing | None = None
+        self.sends: manager_pb2.Rate | None = None  # what it says of its network once somebody read from it
         super().__init__(cluster, name, machine(name, session, host, filling, cluster.deadlines))
         self.host = host
         self.slots = [self._slot() for _ in range(SLOTS)]
@@ -167,6 +168,8 @@ class RelayShell(MemberShell):
         told = manager_pb2.RelayFilled(
             bytes=SLICES - len(lacks), missing=list(lacks.values()), missing_cells=len(lacks), brought=passing.brought()
         )
+        if asked and self.sends is not None:
+            told.sent.CopyFrom(self.sends)
         return SlotFilled(slot.table(), data, told)
 
     def _may_go_on(self, end: float, stops: int) -> None:

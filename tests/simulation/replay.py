@@ -22,6 +22,12 @@ leaves less time for others: so it is not in every story."""
 FAR_EVERY = 4
 """Of so many stories one is on several hosts."""
 
+POOLS_EVERY = 7
+"""Of so many stories one has two pools."""
+
+NODES_EVERY = 5
+"""In one of so many stories replicas span nodes."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -66,11 +72,14 @@ class Recipe:
         """Raises BrokenPromiseError."""
         often = OPERATED if self.seed % OPERATED_EVERY == 0 else frozenset[str]()
         relays = "relays" not in self.without
+        nodes = self.seed % NODES_EVERY == 1 and "nodes" not in self.without
         slant = Slant(
             without=self.without,
             often=often - self.without,
             relays=relays,
             far=relays and self.seed % FAR_EVERY == FAR_EVERY - 1 and "hosts" not in self.without,
+            pools=self.seed % POOLS_EVERY == 0 and "pools" not in self.without,
+            nodes=0.6 if nodes else 0.0,
             withdraws=0.0 if "withdraws" in self.without else 0.15,
         )
         return run_seed(self.seed, crashes=self.crashes, slant=slant, bad_seconds=self.seconds)
@@ -92,12 +101,14 @@ def tell(recipe: Recipe) -> Scenario:
 def shortest(recipe: Recipe, told: str) -> tuple[Recipe, str]:
     """Leaves out what can be left out while the failure stays the same in kind; with what that story tells."""
     kind = _kind(told)
-    chaos = Chaos(Scenario(0, crashes=True)).actions()
+    chaos = Chaos(Scenario(0, crashes=True, slant=Slant(nodes=1.0))).actions()
     names = [
         "ledger",
         "relays",
         "withdraws",
         "hosts",
+        "pools",
+        "nodes",
         *sorted({action.__name__ for action in chaos}),
         *sorted(vars(Faults()).keys() - {"cuts"}),
     ]

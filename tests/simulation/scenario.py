@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.names import in_pool
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.relay.member import RelayMachine
@@ -22,6 +23,7 @@ from tests.simulation.hosts import HOST, host_of
 from tests.simulation.invariants import BrokenPromiseError, Invariants
 from tests.simulation.manager import Ledger, ManagerShell
 from tests.simulation.members import AgentShell, Cluster, TrainerShell
+from tests.simulation.nodes import LeadingAgentShell, Site, spread_kind
 from tests.simulation.relays import RelayShell
 from tests.simulation.shell import Faults
 from tests.simulation.training import Group, Training
@@ -43,6 +45,9 @@ DEADLINES = Deadlines(
     plan=2.0,
     seal=3.0,
     fill=3.0,
+    engine_grace=1.0,
+    worker_reply=3.0,
+    worker_attempt=0.5,
     quiesce=2.0,
     resume=1.5,
     report=1.0,
@@ -75,7 +80,8 @@ class Slant:
     repeats: how often a run asks for the version again that it asked for last. relays: whether there may be some.
     held: how often callers return when these hold the version. withdraws: how often a run takes back what it published
     after an update. far: whether there are several hosts, which only relays reach over a network. collective: how many
-    runs publish for collectives alone; then there are no relays.
+    runs publish for collectives alone; then there are no relays. pools: whether replicas and runs are in two pools.
+    nodes: how many replicas span nodes.
     """
 
     without: frozenset[str] = frozenset()
@@ -87,6 +93,8 @@ class Slant:
     withdraws: float = 0.0
     far: bool = False
     collective: float = 0.0
+    pools: bool = False
+    nodes: float = 0.0
 
 
 class Scenario:
@@ -116,6 +124,7 @@ class Scenario:
         self.ledgers_replaced = 0
         self.chaos: Chaos | None = None
         self.agents: dict[str, AgentShell] = {}
+        self.sites: dict[str, Site] = {}
         self.groups: list[Group] = []
         self.holders: list[HolderShell] = []
         self.relays: list[RelayShell] = []
@@ -141,6 +150,9 @@ class Scenario:
         for _ in range(random.randint(1, 3)):
             self.join_replica()
         self.start_group()
+        for pool in self.pools[1:]:
+            self.join_replica(pool=pool)
+            self.start_group(pool=pool)
         for _ in range(random.choice((0, 1, 1, 2)) if self.slant.relays else 0):
             self.join_relay()
         for host in self.hosts[1:]:
@@ -204,16 +216,52 @@ class Scenario:
             self.machines.manager,
         )
 
-    def join_replica(self, mode: manager_pb2.Mode | None = None, host: weights_pb2.Host | None = None) -> None:
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """The pool without a name, and perhaps another one."""
+        return ("", "judge") if self.slant.pools else ("",)
+
+    def some_pool(self) -> str:
+        """Any of them."""
+        return self.world.random.choice(self.pools) if self.slant.pools else ""
+
+    def join_replica(
+        self, mode: manager_pb2.Mode | None = None, host: weights_pb2.Host | None = None, pool: str | None = None
+    ) -> None:
         """A new replica with a new engine; many are hybrid and few colocated, if nobody says what it is."""
         name = f"replica-{len(self.agents)}"
         if mode is None:
             others = manager_pb2.HYBRID if self.world.chance(0.4) else manager_pb2.STANDALONE
             mode = manager_pb2.COLOCATED if self.world.chance(0.05) else others
         host = host or self.some_host()
-        agent = self.agents[name] = AgentShell(self.cluster, name, 1, mode, self.machines.agent, host)
-        self.world.note(f"{name} joins{self._at(host)}")
+        pool = self.some_pool() if pool is None else pool
+        site = None
+        if self.world.chance(self.slant.nodes):
+            site = self.sites[name] = Site(self.cluster, name, self.world.random.choice((2, 2, 3)))
+        agent = self.agents[name] = self._start_agent(name, 1, mode, host, pool)
+        nodes = f" on {site.nodes} nodes" if site is not None else ""
+        self.world.note(f"{name} joins{self._at(host)}{self._in(pool)}{nodes}")
         self.start_engine(agent)
+
+    def _start_agent(
+        self, name: str, epoch: int, mode: manager_pb2.Mode, host: weights_pb2.Host, pool: str
+    ) -> AgentShell:
+        """An agent's process; one that leads, if its replica spans nodes."""
+        machine, site = self.machines.agent, self.sites.get(name)
+        if site is None:
+            return AgentShell(self.cluster, name, epoch, mode, machine, host, pool)
+        kind = spread_kind(self.machines.engine)
+        return LeadingAgentShell(
+            self.cluster,
+            name,
+            epoch,
+            mode,
+            machine,
+            host,
+            pool,
+            site,
+            lambda workers: self._engine(kind, host, workers),
+        )
 
     def some_host(self) -> weights_pb2.Host:
         """Any of those that there are."""
@@ -221,6 +269,9 @@ class Scenario:
 
     def _at(self, host: weights_pb2.Host) -> str:
         return f" on host {host.name}" if len(self.hosts) > 1 else ""
+
+    def _in(self, pool: str) -> str:
+        return f" {in_pool(pool)}" if self.slant.pools else ""
 
     @property
     def manager_lives(self) -> bool:
@@ -243,15 +294,20 @@ class Scenario:
         return relay
 
     def start_engine(self, agent: AgentShell, instead: Engine | None = None) -> None:
-        """An engine, ready a moment later, unless the agent has one. instead: of a dead one that it still counts on."""
+        """An engine, ready a moment later, unless the agent has one, or launches its own ones. instead: of a dead one
+        that it still counts on."""
+        if agent.name in self.sites:
+            return
+        engine = self._engine(self.machines.engine, agent.host)
+        delay = self.world.between(0.1, 2.0)
+        self.world.after(delay, lambda: agent.attach(engine) if agent.alive and agent.engine is instead else None)
+
+    def _engine(self, kind: type[Engine], host: weights_pb2.Host, workers: int = 0) -> Engine:
         self._engines += 1
         limited = self.world.chance(0.3) and not self.calm
         models = {"model A"} if limited else {"model A", "model B"}
-        workers = self.world.random.choice((1, 2, 2, 3))
-        name = f"engine-{self._engines}"
-        engine = self.machines.engine(self.world, self.faults, self.truth, name, workers, models, agent.host)
-        delay = self.world.between(0.1, 2.0)
-        self.world.after(delay, lambda: agent.attach(engine) if agent.alive and agent.engine is instead else None)
+        workers = workers or self.world.random.choice((1, 2, 2, 3))
+        return kind(self.world, self.faults, self.truth, f"engine-{self._engines}", workers, models, host)
 
     def start_group(
         self,
@@ -260,6 +316,7 @@ class Scenario:
         model: str | None = None,
         first: int | None = None,
         hosts: list[weights_pb2.Host] | None = None,
+        pool: str | None = None,
     ) -> None:
         """A trainer run: a new lineage, or one that goes on after its processes died."""
         random = self.world.random
@@ -272,6 +329,7 @@ class Scenario:
         self.world.note(f"{lineage}: {world_size} ranks, {kind}, {model}")
         group = self.join_group(lineage, kind, model, world_size, hosts or self._hosts_of_a_run())
         group.first = first
+        group.pool = self.some_pool() if pool is None else pool
         self.world.spawn(Training(self, group).steps())
 
     def join_group(
@@ -336,15 +394,16 @@ class Scenario:
     def start_second_agent(self, agent: AgentShell) -> None:
         """For an engine that has one: it finds the directory locked and ends before it dials, unless the first died."""
         engine = agent.engine
-        if engine is None or engine.held_by_another(None):
+        if engine is None or engine.held_by_another(None) or agent.name in self.sites:
             return
-        machine = self.machines.agent
-        second = AgentShell(self.cluster, agent.name, agent.agent_epoch + 1, agent.mode, machine, agent.host)
+        second = self._start_agent(agent.name, agent.agent_epoch + 1, agent.mode, agent.host, agent.pool)
         self.agents[agent.name] = second
         self.world.after(self.world.between(0.0, 0.5), lambda: second.attach(engine) if engine.alive else None)
 
-    def restart_agent(self, agent: AgentShell, seconds: float) -> None:
-        """Kills an agent, whose engine goes on; so much later there is a new one for that engine."""
+    def restart_agent(self, agent: AgentShell, seconds: float, pool: str | None = None) -> None:
+        """Kills an agent, whose engine goes on; so much later there is a new one for that engine, perhaps in another
+        pool."""
+        pool = agent.pool if pool is None else pool
         self.world.note(f"the agent of {agent.name} is killed")
         engine = agent.engine
         agent.crash()
@@ -352,9 +411,10 @@ class Scenario:
 
         def again() -> None:
             self.restarting.discard(agent.name)
-            machine = self.machines.agent
-            new = AgentShell(self.cluster, agent.name, agent.agent_epoch + 1, agent.mode, machine, agent.host)
+            new = self._start_agent(agent.name, agent.agent_epoch + 1, agent.mode, agent.host, pool)
             self.agents[agent.name] = new
+            if agent.name in self.sites:
+                return
             if engine is not None and engine.alive:
                 self.world.after(self.world.between(0.05, 1.0), lambda: new.attach(engine))
             else:

@@ -31,8 +31,9 @@ class Faults:
     stamp_no: that an engine does not take the version that it is told. half_open: that one end of a broken stream hears
     nothing of it. read_late, write_late: that a worker is stopped between looking at the clock and reading, or before
     its first byte. drift: how much faster or slower than time a process's clock may go, as a share of it. cuts:
-    (member, whether towards the manager) for each way on which nothing gets through. wire: that a relay's read over the
-    network fails. wire_delay: the longest that such a read takes. wire_cuts: pairs of hosts between which none leads.
+    (member, whether towards the manager) for each way on which nothing gets through. cannot_open: that a worker may not
+    open what a source offers it. wire: that a relay's read over the network fails. wire_delay: the longest that such a
+    read takes. wire_cuts: pairs of hosts between which none leads.
     """
 
     loss: float = 0.0
@@ -54,6 +55,7 @@ class Faults:
     wire: float = 0.0
     wire_delay: float = 0.0
     wire_cuts: set[frozenset[str]] = field(default_factory=set)
+    cannot_open: float = 0.0
 
 
 class Machine(Protocol):

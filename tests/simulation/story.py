@@ -33,17 +33,17 @@ class AbleEngine(Engine):
 class Story(Scenario):
     """A good world in which only happens what the test says. Invariants are checked all the same."""
 
-    def __init__(self, far: bool = False, collective: bool = False, **deadlines: float) -> None:
-        slant = Slant(far=far or collective, collective=float(collective))
+    def __init__(self, far: bool = False, collective: bool = False, nodes: float = 0.0, **deadlines: float) -> None:
+        slant = Slant(far=far or collective, collective=float(collective), nodes=nodes)
         super().__init__(seed=1, calm=True, machines=Machines(engine=AbleEngine), slant=slant)
         self.deadlines = self.cluster.deadlines = replace(self.deadlines, **deadlines)
         self.start_manager()
 
     def replica(
-        self, mode: manager_pb2.Mode = manager_pb2.STANDALONE, host: weights_pb2.Host | None = None
+        self, mode: manager_pb2.Mode = manager_pb2.STANDALONE, host: weights_pb2.Host | None = None, pool: str = ""
     ) -> AgentShell:
         """A replica whose engine is ready and can load both models."""
-        self.join_replica(mode, host)
+        self.join_replica(mode, host, pool)
         self.wait(3.0)
         agent = list(self.agents.values())[-1]
         assert agent.engine is not None

@@ -115,6 +115,63 @@ def test_a_replica_that_does_not_hear_that_bringing_up_is_given_up_is_told_again
     assert len(report.replicas) == 2
 
 
+@pytest.mark.parametrize("hangs", [events.PrepareEngine, events.InstallEngine], ids=["getting ready", "installing"])
+def test_an_update_does_not_wait_for_a_late_replica_of_which_a_worker_is_stopped(
+    story: Story, monkeypatch: pytest.MonkeyPatch, hangs: type
+) -> None:
+    """Whoever brings it up would wait for as long as that may take; the others get their weights at once."""
+    first, group = story.replica(), story.ranks(kind="snapshot")
+    late = story.replica()
+    assert story.update(group).ok
+    group.train()
+    original, hanging = Engine.call, []
+
+    def call(self: Engine, task: Any) -> Steps:
+        installs = late.machine.replica.operation is not None and late.machine.replica.operation.kind == "install"
+        if self is late.engine and installs and isinstance(task, hangs):
+            hanging.append(task)
+            yield task.seconds
+        yield from original(self, task)
+
+    monkeypatch.setattr(Engine, "call", call)
+    story.engine_again(late)
+    wait_until(story, lambda: bool(hanging), 20.0)
+    assert "bringing up" in manager_of(story).machine.status().phase
+    result = story.call(group.trainers[0], timeout_seconds=15.0)
+    before = story.held_by(first)
+    wait_until(story, lambda: story.held_by(first) != before, story.deadlines.resume + 2.0)
+    story.wait(20.0)
+    assert outcomes(result[0])[first.name] == NEW
+
+
+def test_an_update_waits_for_a_late_replica_whose_workers_read(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update seals over what they read; it has more time than they take."""
+    story.replica()
+    late, group = story.replica(), story.ranks(kind="snapshot")
+    assert story.update(group).ok
+    group.train()
+    original, reading = Engine._read, []
+
+    def read(self: Engine, worker: Any, order: Any, end: float) -> Steps:
+        if self is late.engine and not reading:
+            reading.append(worker)
+            yield story.deadlines.resume + 4.0
+            reading.append(worker)
+        yield from original(self, worker, order, end)
+
+    monkeypatch.setattr(Engine, "_read", read)
+    story.engine_again(late)
+    wait_until(story, lambda: bool(reading), 20.0)
+    assert "bringing up" in manager_of(story).machine.status().phase
+    seals = sent(story, manager_pb2.Seal)
+    result = story.call(group.trainers[0], timeout_seconds=15.0)
+    wait_until(story, lambda: bool(seals), 10.0)
+    assert len(reading) == 2
+    wait_until(story, lambda: bool(result), 15.0)
+    assert result[0].ok
+    assert len(result[0].replicas) == 2
+
+
 def test_members_of_other_runs_do_not_disturb_an_update(story: Story) -> None:
     """They come, publish and say hello again, while a rank of the same number seals."""
     agent, group = story.replica(), story.ranks("run")

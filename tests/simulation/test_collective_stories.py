@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 
 from ckpt_engine.core.arming import Word
+from tests.simulation.collective import BOUND, SILENCE
 from tests.simulation.engine import CLEAN, DIRTY
 from tests.simulation.members import AgentShell
 from tests.simulation.story import NEW, OLD, QUARANTINED, Story, outcomes
 from tests.simulation.training import Group
 
-Place = tuple[Story, AgentShell, AgentShell, Group]
+Scene = tuple[Story, AgentShell, AgentShell, Group]
 
 
 @pytest.fixture
-def place() -> Place:
+def scene() -> Scene:
     """Two replicas and a run of two ranks that publishes for collectives alone; the first version is installed."""
     story = Story(collective=True)
     first, second = story.replica(), story.replica()
@@ -46,8 +47,8 @@ def communicators(story: Story) -> int:
     return len(story.truth.collectives.communicators)
 
 
-def test_the_communicator_is_kept_as_long_as_all_stay_and_all_goes_well(place: Place) -> None:
-    story, first, second, group = place
+def test_the_communicator_is_kept_as_long_as_all_stay_and_all_goes_well(scene: Scene) -> None:
+    story, first, second, group = scene
     assert story.trained(group).ok
     assert communicators(story) == 1
     third = story.replica()
@@ -57,8 +58,18 @@ def test_the_communicator_is_kept_as_long_as_all_stay_and_all_goes_well(place: P
     assert "replica-0, replica-1 and replica-2 are updated by a collective" in report.collective
 
 
-def test_a_late_replica_is_not_brought_up_by_one(place: Place) -> None:
-    story, _, _, group = place
+def test_a_communicator_that_a_rank_finds_broken_when_it_seals_is_made_anew_in_that_very_update(scene: Scene) -> None:
+    story, _, _, group = scene
+    made = story.truth.collectives
+    (made.broken,) = made.communicators
+    assert story.trained(group).ok
+    assert communicators(story) == 2
+    assert story.trained(group).ok
+    assert communicators(story) == 2, "what was said of another one is of the past"
+
+
+def test_a_late_replica_is_not_brought_up_by_one(scene: Scene) -> None:
+    story, _, _, group = scene
     late = story.replica()
     story.wait(8.0)
     assert story.held_by(late) is None
@@ -66,8 +77,8 @@ def test_a_late_replica_is_not_brought_up_by_one(place: Place) -> None:
     assert story.held_by(late) is not None
 
 
-def test_a_worker_that_is_killed_before_go_leaves_all_others_as_they_were(place: Place) -> None:
-    story, first, second, group = place
+def test_a_worker_that_is_killed_before_go_leaves_all_others_as_they_were(scene: Scene) -> None:
+    story, first, second, group = scene
     before = story.held_by(first)
     results = begun(story, group)
     assert second.engine is not None
@@ -79,8 +90,8 @@ def test_a_worker_that_is_killed_before_go_leaves_all_others_as_they_were(place:
     assert f"{second.name}, worker 0" in report.collective
 
 
-def test_who_is_to_blame_twice_in_a_row_is_left_out_once_and_then_tried_again(place: Place) -> None:
-    story, first, second, group = place
+def test_who_is_to_blame_twice_in_a_row_is_left_out_once_and_then_tried_again(scene: Scene) -> None:
+    story, first, second, group = scene
     results = begun(story, group)
     assert second.engine is not None
     second.engine.workers[0].frozen = True
@@ -105,8 +116,8 @@ def test_a_replica_that_is_alone_is_never_left_out() -> None:
     assert story.trained(group).ok
 
 
-def test_one_failure_after_go_dirties_all_and_the_next_update_mends_it(place: Place) -> None:
-    story, first, second, group = place
+def test_one_failure_after_go_dirties_all_and_the_next_update_mends_it(scene: Scene) -> None:
+    story, first, second, group = scene
     results = begun(story, group)
     story.until(lambda: gone(story))
     assert first.engine is not None
@@ -115,16 +126,16 @@ def test_one_failure_after_go_dirties_all_and_the_next_update_mends_it(place: Pl
     story.wait(20.0)
     (report,) = results[0]
     assert outcomes(report) == {first.name: QUARANTINED, second.name: QUARANTINED}
-    assert "one failure after its beginning leaves all dirty" in report.collective
+    assert "who had begun and is not done, or was lost meanwhile, is closed" in report.collective
     assert not first.engine.gate_open
     story.engine_again(second)
     assert outcomes(story.trained(group)) == {first.name: NEW, second.name: NEW}
 
 
-def test_the_same_processes_make_a_new_communicator_after_a_failure(place: Place) -> None:
-    story, first, second, group = place
+def test_the_same_processes_make_a_new_communicator_after_a_failure(scene: Scene) -> None:
+    story, first, second, group = scene
     story.faults.worker_late = 1.0
-    assert outcomes(story.trained(group)) == {first.name: QUARANTINED, second.name: QUARANTINED}
+    assert QUARANTINED in outcomes(story.trained(group)).values()
     story.faults.worker_late = 0.0
     assert outcomes(story.trained(group)) == {first.name: NEW, second.name: NEW}
     assert communicators(story) > 1
@@ -132,9 +143,9 @@ def test_the_same_processes_make_a_new_communicator_after_a_failure(place: Place
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["the lead", "another rank"])
 @pytest.mark.parametrize("middle", [False, True], ids=["before go", "in the middle"])
-def test_a_rank_that_is_killed(place: Place, rank: int, middle: bool) -> None:
+def test_a_rank_that_is_killed(scene: Scene, rank: int, middle: bool) -> None:
     """The other rank's call ends, and nobody serves half of a version."""
-    story, first, second, group = place
+    story, first, second, group = scene
     results = begun(story, group, timeout_seconds=12.0)
     if middle:
         story.until(lambda: gone(story))
@@ -147,9 +158,46 @@ def test_a_rank_that_is_killed(place: Place, rank: int, middle: bool) -> None:
     assert story.update(again).ok
 
 
+def test_who_hears_of_go_and_of_its_end_at_once_has_written_nothing(scene: Scene) -> None:
+    """One worker fails as soon as it begins, while the workers of the other replica are stopped."""
+    story, first, second, group = scene
+    before = story.held_by(second)
+    results = begun(story, group)
+    assert first.engine is not None
+    assert second.engine is not None
+    epoch, voted = max(part.epoch for part in story.truth.collectives.parts), story.truth.collectives.voted
+    others = {(epoch, f"{second.name}, worker {worker.rank}") for worker in second.engine.workers}
+    story.until(lambda: others <= voted)
+    for worker in second.engine.workers:
+        worker.frozen = True
+    story.until(lambda: gone(story) or any(worker.state == DIRTY for worker in first.engine.workers))
+    first.engine.kill_worker(first.engine.workers[0])
+    story.wait(1.0)
+    for worker in second.engine.workers:
+        worker.frozen = False
+    story.wait(20.0)
+    assert outcomes(results[0][0])[second.name] == OLD
+    assert story.held_by(second) == before
+
+
+def test_who_is_done_when_the_lead_dies_does_not_wait_for_it(scene: Scene) -> None:
+    """Workers keep what they have verified, and the other rank's call ends long before its deadline."""
+    story, first, second, group = scene
+    results = begun(story, group, timeout_seconds=15.0)
+    story.until(lambda: gone(story))
+    workers = [worker for agent in (first, second) if agent.engine for worker in agent.engine.workers]
+    story.until(lambda: all(worker.state == CLEAN for worker in workers))
+    group.trainers[0].crash()
+    story.wait(SILENCE + BOUND)
+    assert not story.truth.collectives.parts
+    story.wait(story.deadlines.lease)  # until the manager knows that this rank does not come back
+    (report,) = results[1]
+    assert outcomes(report) == {first.name: NEW, second.name: NEW}
+
+
 @pytest.mark.parametrize("middle", [False, True], ids=["before go", "in the middle"])
-def test_a_manager_that_is_killed_changes_nothing(place: Place, middle: bool) -> None:
-    story, first, second, group = place
+def test_a_manager_that_is_killed_changes_nothing(scene: Scene, middle: bool) -> None:
+    story, first, second, group = scene
     before = story.held_by(first)
     begun(story, group)
     if middle:
@@ -163,8 +211,8 @@ def test_a_manager_that_is_killed_changes_nothing(place: Place, middle: bool) ->
 
 
 @pytest.mark.parametrize("middle", [False, True], ids=["before go", "in the middle"])
-def test_an_agent_that_is_killed_ends_nobody_elses_install(place: Place, middle: bool) -> None:
-    story, first, second, group = place
+def test_an_agent_that_is_killed_ends_nobody_elses_install(scene: Scene, middle: bool) -> None:
+    story, first, second, group = scene
     begun(story, group)
     if middle:
         story.until(lambda: gone(story))
@@ -177,9 +225,9 @@ def test_an_agent_that_is_killed_ends_nobody_elses_install(place: Place, middle:
     assert story.trained(group).ok
 
 
-def test_a_rank_that_has_left_its_call_votes_no(place: Place) -> None:
+def test_a_rank_that_has_left_its_call_votes_no(scene: Scene) -> None:
     """Its weights may change: nobody takes what it would send, also if it has called again since."""
-    story, first, second, group = place
+    story, first, second, group = scene
     results = begun(story, group)
     group.trainers[1].sealed_in_call = 0
     story.wait(10.0)
@@ -189,8 +237,8 @@ def test_a_rank_that_has_left_its_call_votes_no(place: Place) -> None:
 
 
 @pytest.mark.parametrize("middle", [False, True], ids=["before go", "in the middle"])
-def test_a_lead_that_is_stopped_for_longer_than_all_wait(place: Place, middle: bool) -> None:
-    story, first, second, group = place
+def test_a_lead_that_is_stopped_for_longer_than_all_wait(scene: Scene, middle: bool) -> None:
+    story, first, second, group = scene
     results = begun(story, group)
     if middle:
         story.until(lambda: gone(story))

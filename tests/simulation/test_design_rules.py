@@ -18,7 +18,7 @@ from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.agent.sleep import SleepingOrWaking
 from ckpt_engine.machines.agent.state import Replica as AgentReplica
 from ckpt_engine.machines.events import PeerLost, StampEngine
-from ckpt_engine.machines.manager import members, recovery, targets, update
+from ckpt_engine.machines.manager import members, recipients, recovery, update
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from ckpt_engine.words import state
@@ -66,7 +66,7 @@ def a_new_agent_believes_workers_only(patch: Patch) -> None:
 
     def ready(self: AgentMachine, event: Any, now: float) -> None:
         original(self, event, now)
-        self.replica.paused, self.replica.settled = False, True
+        self.replica.paused, self.replica.accounted = False, True
 
     patch.setattr(AgentMachine, "_engine_ready", ready)
 
@@ -156,7 +156,7 @@ def a_manager_drops_answers_with_other_fences(patch: Patch) -> None:
 
     def message(self: update.Update, member: Any, body: object, now: float) -> None:
         if isinstance(body, manager_pb2.ReplicaOutcome) and self.phase == "installing":
-            self._targets.take_outcome(body, member.name)
+            self._recipients.take_outcome(body, member.name)
             self._go_on(now)
         else:
             original(self, member, body, now)
@@ -213,8 +213,8 @@ def nobody_resumes_while_an_order_may_be_acted_on(patch: Patch) -> None:
 
 def an_update_waits_for_every_reader(patch: Patch) -> None:
     """It ends when the first replica has its outcome."""
-    original = targets.Targets.waiting_for
-    patch.setattr(targets.Targets, "waiting_for", lambda self: [] if self.outcomes else original(self))
+    original = recipients.Recipients.waiting_for
+    patch.setattr(recipients.Recipients, "waiting_for", lambda self: [] if self.outcomes else original(self))
 
 
 class BelievingEngine(Engine):
@@ -237,7 +237,7 @@ def a_late_replica_gets_the_very_version(patch: Patch) -> None:
     original = update.Update._decide_identity
 
     def decide(self: update.Update, root: bytes, now: float) -> None:
-        original(self, root if self.order.late is None else self.order.late.root, now)
+        original(self, root if self.goal.late is None else self.goal.late.root, now)
 
     patch.setattr(update.Update, "_decide_identity", decide)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import pytest
 
@@ -39,6 +39,30 @@ def test_several_hosts_are_filled_together_and_report_it(story: Story) -> None:
         brought = [one for each in report.relays for one in each.filled.brought]
         assert sum(one.bytes for one in brought if one.source == "relay a") == 4, "each slice leaves the host once"
     assert all(relay.fills == 3 for relay in relays)
+
+
+def test_who_was_slow_twice_passes_nothing_on_until_another_process_takes_its_place(story: Story) -> None:
+    relays = relays_on(story, *HOSTS)
+    for relay in relays:
+        relay.sends = manager_pb2.Rate(bytes_per_second=1e9 if relay.name != "b" else 1e8, seconds=1.0)
+    agents = [story.replica(host=host) for host in FAR]
+    group = story.ranks()
+    for expected in (False, False, True, True):
+        report = trained(story, group)
+        assert outcomes(report) == {agent.name: NEW for agent in agents}
+        assert ("but passes nothing on: it sent 100 MB/s" in report.prefetch) == expected
+        brought = {one.source for each in report.relays for one in each.filled.brought}
+        assert ("relay b" in brought) != expected
+        assert story.cluster.manager is not None
+        told = {each.name: bool(each.slow) for each in story.cluster.manager.machine.status().holders}
+    assert told == {relay.name: relay.name == "b" for relay in relays}
+    slow = next(relay for relay in relays if relay.name == "b")
+    slow.crash()
+    story.join_relay(slow.name, slow.host)
+    story.wait(8.0)
+    report = trained(story, group)
+    assert "but passes nothing on" not in report.prefetch
+    assert "relay b" in {one.source for each in report.relays for one in each.filled.brought}
 
 
 def test_one_host_is_filled_as_ever(story: Story) -> None:
@@ -139,8 +163,10 @@ def a_relay_passes_on_what_it_has_verified_only(patch: Patch) -> None:
 def whom_a_relay_asks_comes_before_it_in_a_tree(patch: Patch) -> None:
     """Each asks the other one, whoever that is, and nobody reads those who hold the version."""
 
-    def orders(relays: Mapping[str, weights_pb2.Region], about: bytes) -> dict[str, manager_pb2.FanOut]:
-        found = fan_out_orders(relays, about)
+    def orders(
+        relays: Mapping[str, weights_pb2.Region], about: bytes, leaves: Collection[str]
+    ) -> dict[str, manager_pb2.FanOut]:
+        found = fan_out_orders(relays, about, leaves)
         for name, one in found.items():
             del one.peers[:]
             for other in relays.keys() - {name}:

@@ -240,8 +240,8 @@ def test_replicas_that_were_to_read_a_trainer_that_has_left_keep_what_they_serve
 ) -> None:
     """Its session is lost too, so for all that is known it has died; in fact it trains on."""
     if not kept:
-        settle = Relaying.settle
-        monkeypatch.setattr(Relaying, "settle", lambda self: (setattr(self, "left", None), settle(self))[1])
+        conclude = Relaying.conclude
+        monkeypatch.setattr(Relaying, "conclude", lambda self: (setattr(self, "left", None), conclude(self))[1])
     story.relay()
     far, near, group = story.replica(), story.replica(), story.ranks()
     (trainer,) = group.trainers

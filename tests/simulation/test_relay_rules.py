@@ -13,8 +13,8 @@ from ckpt_engine.machines.manager import prefetch
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.installing import Installing
 from ckpt_engine.machines.manager.prefetch import Prefetch
+from ckpt_engine.machines.manager.recipients import Problem, Recipients
 from ckpt_engine.machines.manager.relay_facts import KnownNeeds
-from ckpt_engine.machines.manager.targets import Problem, Targets
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
@@ -34,10 +34,10 @@ def the_next_intent_waits_for_every_outcome(patch: Patch) -> None:
 
 def what_is_held_is_installed_from_relays_only(patch: Patch) -> None:
     """Replicas without a relay read the trainer all the same."""
-    original = Targets.take_ways
+    original = Recipients.take_ways
 
     def take_ways(
-        self: Targets,
+        self: Recipients,
         identity: weights_pb2.Identity,
         planned: Collection[str],
         why: Mapping[str, Problem],
@@ -45,7 +45,7 @@ def what_is_held_is_installed_from_relays_only(patch: Patch) -> None:
     ) -> None:
         original(self, identity, planned, why, "")
 
-    patch.setattr(Targets, "take_ways", take_ways)
+    patch.setattr(Recipients, "take_ways", take_ways)
 
 
 def callers_return_when_the_intent_is_durable(patch: Patch) -> None:
@@ -54,7 +54,7 @@ def callers_return_when_the_intent_is_durable(patch: Patch) -> None:
 
     def record(self: Installing, now: float) -> None:
         original(self, now)
-        if self._order.until == manager_pb2.HELD:
+        if self._goal.until == manager_pb2.HELD:
             self._course.answer(self.report(now, held=True))
 
     patch.setattr(Installing, "record", record)
@@ -78,7 +78,7 @@ def a_relay_is_told_to_read_only_what_it_reaches(patch: Patch) -> None:
     def fill_command(
         course: Course, known: KnownNeeds, identity: weights_pb2.Identity, name: str, route: Route, upstream: Any
     ) -> manager_pb2.FillRelay:
-        everybody = tuple(source.source for source in course.order.published.sources if source.source != name)
+        everybody = tuple(source.source for source in course.goal.published.sources if source.source != name)
         return original(course, known, identity, name, replace(route, sources=everybody), upstream)
 
     patch.setattr(prefetch, "fill_command", fill_command)

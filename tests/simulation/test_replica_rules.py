@@ -152,7 +152,7 @@ def test_a_new_agent_waits_for_orders_of_the_one_before(story: Story, monkeypatc
 def test_a_new_agent_that_does_not_wait_computes_with_half_a_version(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AgentReplica, "settled", property(lambda self: True, lambda self, value: None), raising=False)
+    monkeypatch.setattr(AgentReplica, "accounted", property(lambda self: True, lambda self, value: None), raising=False)
     with pytest.raises(BrokenPromiseError, match="half a version"):
         orders_outlive_their_agent(story, monkeypatch)
 

@@ -8,6 +8,7 @@ import pytest
 
 from ckpt_engine.machines import events
 from ckpt_engine.v1 import manager_pb2
+from tests.simulation.engine import CLEAN
 from tests.simulation.members import AgentShell, TrainerShell
 from tests.simulation.story import NEW, OLD, QUARANTINED, UNREACHED, AbleEngine, Problem, Story, outcomes, refused
 from tests.simulation.training import Group
@@ -322,6 +323,32 @@ def test_a_replica_that_is_lost_while_it_installs_is_told_from_one_that_was_neve
     (told,) = (each for each in result[0].replicas if each.replica == lost.name)
     assert told.outcome == (QUARANTINED if phase == "installing" else UNREACHED)
     assert told.problem.message.startswith("it was lost while installing: ") == (phase == "installing")
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["the same agent", "another agent"])
+def test_a_replica_whose_lost_agent_brings_it_up_is_told_as_what_it_is(story: Story, restarted: bool) -> None:
+    """The callers were told that it is quarantined; whoever asks later is not."""
+    lost, other, group = story.replica(), story.replica(), story.ranks()
+    assert story.cluster.manager is not None
+    result = story.call(group.trainers[0])
+    assert lost.engine is not None
+    engine = lost.engine
+    story.until(lambda: engine.paused)
+    if restarted:
+        story.until(lambda: all(worker.state == CLEAN for worker in engine.workers))
+        story.restart_agent(lost, 8.0)
+    else:
+        story.faults.cuts = {(lost.name, True), (lost.name, False)}
+    story.wait(6.0)
+    (told,) = (each for each in result[0].replicas if each.replica == lost.name)
+    assert told.outcome == QUARANTINED
+    assert story.last_report().replicas[0].outcome == QUARANTINED
+    story.faults.cuts = set()
+    story.wait(8.0)
+    report = story.last_report()
+    assert outcomes(report) == {lost.name: NEW, other.name: NEW}
+    assert report.ok
+    assert [each.replica for each in report.replicas if each.HasField("problem")] == []
 
 
 # ---------------------------------------------------------------------------------------------------- warnings

@@ -299,3 +299,27 @@ def test_an_update_in_whose_middle_the_manager_ended_has_no_report(story: Story)
             break
     story.restart_manager()
     refused(wait_for(story, 0), Problem.ABORTED, "the manager ended during update", "version 0")
+
+
+def test_a_rollback_whose_caller_leaves_while_relays_are_filled_is_refused() -> None:
+    """Also when no rank of its run is there, which might be asked whether it lives."""
+    story = Story(far=True)
+    near, away = story.hosts[0], story.hosts[1]
+    story.join_relay(host=near)
+    lost = story.join_relay(host=away)
+    agent, group = story.replica(host=away), story.ranks(hosts=[near])
+    assert story.update(group).ok
+    assert story.trained(group).ok
+    story.end_group(group, in_good_order=True)
+    lost.crash()
+    story.wait(1.0)
+    story.join_relay(lost.name, away)
+    story.wait(2.0)
+    assert story.cluster.manager is not None
+    before = dict(story.ledger.intents)
+    call, _ = story.cluster.manager.roll_back(0)
+    story.until(lambda: "filling" in story.phase)
+    story.cluster.manager.cancel_call(call)
+    story.wait(4.0)
+    assert story.ledger.intents == before
+    assert story.held_by(agent) == before[max(before)]

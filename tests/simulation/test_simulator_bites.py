@@ -10,7 +10,7 @@ from ckpt_engine.machines.agent import install as agent_install
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.agent.state import Replica
 from ckpt_engine.machines.events import HoldRequests, TimerFired
-from ckpt_engine.machines.manager import gather, installing, targets, update
+from ckpt_engine.machines.manager import gather, installing, recipients, update
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import Versions
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
@@ -59,14 +59,14 @@ def intents_are_not_written(patch: Patch) -> None:
     """The install begins without a durable intent."""
 
     def decide(self: update.Update, root: bytes, now: float) -> None:
-        self._identity = weights_pb2.Identity(lineage=self.order.lineage, version=self.order.version, root=root)
+        self._identity = weights_pb2.Identity(lineage=self.goal.lineage, version=self.goal.version, root=root)
         assert self._compiled is not None
         assert self._combined is not None
-        direct = targets.Way(self._compiled, self._combined)
+        direct = recipients.Way(self._compiled, self._combined)
         self._installing = installing.Installing(
-            self.course, self._targets, self._absences, self._identity, direct, None, self._collecting
+            self.course, self._recipients, self._absences, self._identity, direct, None, self._collecting
         )
-        self._targets.decided(self._installing.fence, self._identity)
+        self._recipients.decided(self._installing.fence, self._identity)
         self._install(now)
 
     patch.setattr(update.Update, "_decide_identity", decide)
@@ -103,7 +103,7 @@ def installs_are_not_repeated(patch: Patch) -> None:
             original(self, step, now)
 
     patch.setattr(update.Update, "timer", timer)
-    patch.setattr(targets.Targets, "leave_out", lambda self, name, problem: None)
+    patch.setattr(recipients.Recipients, "leave_out", lambda self, name, problem: None)
 
 
 def agents_ignore_time(patch: Patch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.manager import update
-from ckpt_engine.machines.manager.order import Order
+from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import Versions
 from ckpt_engine.v1 import weights_pb2
@@ -84,7 +84,7 @@ def numbers_go_on_above_the_highest_after_a_rollback(patch: Patch) -> None:
     """The next update counts on from the version that was gone back to."""
     original = Versions.begin
 
-    def begin(self: Versions, identity: weights_pb2.Identity, epoch: int, order: Order, record: Any) -> None:
+    def begin(self: Versions, identity: weights_pb2.Identity, epoch: int, order: Goal, record: Any) -> None:
         original(self, identity, epoch, order, record)
         if order.back is not None:
             self.highest[identity.lineage] = identity
@@ -96,7 +96,7 @@ def late_replicas_follow_a_rollback(patch: Patch) -> None:
     """They are brought to what was the latest version before it."""
     original = Versions.begin
 
-    def begin(self: Versions, identity: weights_pb2.Identity, epoch: int, order: Order, record: Any) -> None:
+    def begin(self: Versions, identity: weights_pb2.Identity, epoch: int, order: Goal, record: Any) -> None:
         if order.back is None:
             original(self, identity, epoch, order, record)
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Group:
-    """The ranks of one trainer run. first: of which step its checkpoint was, if it numbers its versions itself."""
+    """The ranks of one trainer run. first: of which step its checkpoint was, if it numbers its versions itself.
+    pool: that it mostly updates."""
 
     lineage: str
     number: int
@@ -25,6 +26,7 @@ class Group:
     step: int = 0
     reports: list[manager_pb2.UpdateReport] = field(default_factory=list)
     gone: bool = False
+    pool: str = ""
 
     def train(self) -> None:
         """One step of the optimizer on all ranks."""
@@ -72,12 +74,15 @@ class Training:
         scenario, group = self.scenario, self.group
         scenario.attempts += 1
         some = self.world.chance(scenario.faults.task)
-        wanted = [name for name in scenario.agents if self.world.chance(0.5)] if some else []
+        other = scenario.slant.pools and scenario.chaos is not None and self.world.chance(0.2)
+        pool = scenario.some_pool() if other else group.pool
+        agents = [name for name, agent in scenario.agents.items() if agent.pool == pool]
+        wanted = [name for name in agents if self.world.chance(0.5)] if some else []
         prefetch, until = self._by_relay()
         calls: list[Process] = []
         for trainer in group.trainers:
             request = manager_pb2.UpdateWeightsRequest(
-                timeout_seconds=self.world.random.choice((0.0, 12.0)), prefetch=prefetch, until=until
+                timeout_seconds=self.world.random.choice((0.0, 12.0)), prefetch=prefetch, until=until, pool=pool
             )
             if version is not None:
                 request.version = version

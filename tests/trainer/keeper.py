@@ -22,7 +22,6 @@ from ckpt_engine.core.plan import compile_plans
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.core.publication import join_sources
 from ckpt_engine.core.sealed import check_replicas
-from ckpt_engine.core.sealed_record import record_of
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.machines.events import (
     HoldVersions,
@@ -35,6 +34,7 @@ from ckpt_engine.machines.holder.machine import HolderMachine
 from ckpt_engine.source.directory import directory_source
 from ckpt_engine.trainer.session import Notice, OfferingSession, Sealing
 from ckpt_engine.v1 import weights_pb2
+from tests.sealing import record_of
 
 KIND = "keeper"
 

@@ -36,3 +36,37 @@ def test_a_version_that_a_replica_does_not_serve_raises_what_it_said(
         assert updates.version == 2
     finally:
         updates.close()
+
+
+def test_a_start_goes_back_to_a_checkpoint_under_another_lineage_also_of_one_torchrun_id(
+    manager: str, replica: Callable[..., PlainReplica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    held = replica("one")
+    for last, first in ((7, 0.0), (5, 1.0)):
+        updates = Updates(manager, timeout=30)
+        updates.open({"a": torch.full((4,), first)})
+        try:
+            assert updates.bring(last).lineage.startswith("job-")
+        finally:
+            updates.close()
+        assert held.identity is not None
+        assert held.identity.version == last
+        assert float(held.weights["a"][0]) == first
+
+
+def test_a_lineage_that_is_named_is_refused_lower_versions(manager: str, replica: Callable[..., PlainReplica]) -> None:
+    held = replica("one")
+    for version, said in ((7, ""), (5, "backwards")):
+        updates = Updates(manager, lineage="named", timeout=30)
+        updates.open({"a": torch.full((4,), float(version))})
+        try:
+            if said:
+                with pytest.raises(CkptEngineError, match=said):
+                    updates.bring(version)
+            else:
+                updates.bring(version)
+        finally:
+            updates.close()
+    assert held.identity is not None
+    assert (held.identity.lineage, held.identity.version) == ("named", 7)

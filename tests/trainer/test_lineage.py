@@ -6,7 +6,7 @@ That ranks of a process group agree is shown in test_trainer_life.py.
 import pytest
 
 from ckpt_engine import CkptEngineError
-from ckpt_engine.trainer.lineage import resolve_lineage
+from ckpt_engine.trainer.lineage import fresh_lineage, resolve_lineage
 
 
 def test_what_is_given_wins_over_the_environment() -> None:
@@ -27,6 +27,16 @@ def test_one_rank_gets_a_fresh_one_each_time() -> None:
     first, second = (resolve_lineage(None, 0, 1, environment) for _ in range(2))
     assert first.startswith("run-")
     assert first != second
+
+
+def test_each_start_has_its_own_unless_one_is_named() -> None:
+    environment = {"TORCHELASTIC_RUN_ID": "elastic", "TORCHELASTIC_RESTART_COUNT": "1"}
+    first, second = (fresh_lineage(0, 1, environment) or "" for _ in range(2))
+    assert first.startswith("elastic-restart-1-")
+    assert first != second
+    assert (fresh_lineage(0, 1, {}) or "").startswith("run-")
+    assert fresh_lineage(0, 1, {"CKPT_ENGINE_LINEAGE": "named"}) is None
+    assert fresh_lineage(0, 2, environment) is None, "two ranks that have no group to agree in"
 
 
 def test_ranks_that_cannot_agree_are_told_what_to_do() -> None:

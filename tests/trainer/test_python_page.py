@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import ckpt_engine
-from ckpt_engine import Trainer, UpdateReport, rollback
+from ckpt_engine import Reader, Trainer, UpdateReport, pull, rollback, update_from_directory
 from ckpt_engine.report import ReplicaReport
 
 PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
@@ -37,6 +37,14 @@ def test_every_method_is_there_as_it_is_called(name: str) -> None:
 def test_so_are_the_constructor_and_going_back() -> None:
     assert f"`{written('Trainer', Trainer.__init__)}`" in PAGE
     assert f"`{written('rollback', rollback)}`" in PAGE
+    assert f"`{written('update_from_directory', update_from_directory)}`" in PAGE
+    assert f"`{written('pull', pull)}`" in PAGE
+
+
+def test_so_is_reading() -> None:
+    assert f"`{written('Reader', Reader.__init__)}`" in PAGE
+    for name in [name for name, value in vars(Reader).items() if not name.startswith("_") and callable(value)]:
+        assert f"`{written(name, getattr(Reader, name))}`" in PAGE
 
 
 def test_every_parameter_and_field_is_explained() -> None:

@@ -113,3 +113,11 @@ def test_a_held_report_says_what_relays_hold_and_nothing_of_replicas() -> None:
         "seconds": 0.75,
         "problem": "",
     }
+
+
+def test_a_collective_is_told_and_that_there_was_none_is_not() -> None:
+    message = manager_pb2.UpdateReport(collective="a is updated by a collective: because")
+    assert str(UpdateReport(message)).splitlines()[-1] == "a is updated by a collective: because"
+    assert UpdateReport(message).to_dict()["collective"] == "a is updated by a collective: because"
+    message.collective = "no collective: every replica reads the weights itself or has a relay"
+    assert "collective" not in str(UpdateReport(message))

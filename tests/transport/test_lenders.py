@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.transports import FILES, GPU_MEMORY, HOST_MEMORY, lending, made, transport_kinds
+from ckpt_engine.cuda.driver import Allocation
 from ckpt_engine.source.lending import Lending
-from ckpt_engine.transport.base import FileMemory, Lender
+from ckpt_engine.transport.base import FileMemory, GpuMemory, Lender, Memory
+from ckpt_engine.transport.cuda_ipc.memory import LEGACY, Run
 from ckpt_engine.transport.file import FileLender, FileTransport
 from ckpt_engine.transport.shared_memory import SharedArena, SharedMemoryLender, SharedMemoryTransport
-from ckpt_engine.v1.weights_pb2 import Problem
+from ckpt_engine.v1.weights_pb2 import Problem, Region
 
 
 def test_a_memory_file_is_lent_until_it_is_withdrawn_and_read_for_longer() -> None:
@@ -90,7 +95,6 @@ def test_every_lender_has_all_of_its_side() -> None:
             assert kind.name == "relay_memory" or kind.arena, "what relays lend is lent on no source's side"
             continue
         lender: Lender = made(kind.lender)
-        assert lender.readers == 0
         assert lender.unchanged()
         lender.withdraw(1.0)
         lender.close()
@@ -102,3 +106,69 @@ def test_memory_that_nothing_takes_is_named_with_the_reasons() -> None:
         Lending("cuda_ipc").must_offer(0, FileMemory("/x", 0, 1))
     with pytest.raises(CkptEngineError, match="files cannot be lent over any transport: cannot look at /none"):
         Lending().must_offer(0, FileMemory("/none", 0, 1))
+
+
+class Lent:
+    """Not a real lender, which needs a GPU."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def offer(self, id: int, memory: Memory) -> Region:
+        return Region(id=id, transport=self.name, size=1)
+
+
+GPU = GpuMemory(0, Run(LEGACY, (Allocation(0, 1),)))
+
+
+@pytest.mark.parametrize(
+    ("asked", "advertise", "authority", "wish", "offered"),
+    [
+        (None, "127.0.0.1", "", "1", {"cuda_ipc", "nccl"}),
+        (None, "127.0.0.1", "", "", {"cuda_ipc"}),
+        (None, "127.0.0.1", "", "0", {"cuda_ipc"}),
+        (None, "127.0.0.1", "authority.pem", "1", {"cuda_ipc"}),
+        (None, "", "", "1", {"cuda_ipc"}),
+        ("cuda_ipc", "127.0.0.1", "", "1", {"cuda_ipc"}),
+        ("nccl", "", "authority.pem", "", {"nccl"}),
+    ],
+)
+def test_memory_of_a_gpu_is_offered_for_collectives_besides_where_the_environment_says_so(
+    asked: str | None, advertise: str, authority: str, wish: str, offered: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_ENGINE_AUTHORITY", authority)
+    monkeypatch.setenv("CKPT_ENGINE_COLLECTIVE", wish)
+    lending = Lending(asked, advertise)
+    monkeypatch.setattr(lending, "_lender", lambda kind: Lent(kind.name))
+    assert lending.offer(0, GPU)
+    assert {offer.transport for offer in lending.regions[0].offers} == offered
+
+
+def test_a_wish_for_collectives_that_is_neither_yes_nor_no_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_ENGINE_COLLECTIVE", "true")
+    with pytest.raises(CkptEngineError, match="CKPT_ENGINE_COLLECTIVE is 'true': set it to 1"):
+        Lending(None, "127.0.0.1")
+
+
+def test_an_address_that_nobody_finds_is_looked_up_once_and_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many regions are lent."""
+    monkeypatch.delenv("CKPT_ENGINE_AUTHORITY", raising=False)
+    monkeypatch.setenv("CKPT_ENGINE_COLLECTIVE", "1")
+    looked_up: list[object] = []
+    original = socket.getaddrinfo
+
+    def getaddrinfo(host: Any, *rest: Any, **named: Any) -> Any:
+        looked_up.append(host)
+        return original(host, *rest, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    caplog.set_level(logging.INFO, "ckpt_engine.source.lending")
+    lending = Lending(None, "no-such-host.invalid")
+    lending._lenders["cuda_ipc"] = cast(Lender, Lent("cuda_ipc"))
+    for id in range(3):
+        assert lending.offer(id, GPU)
+    assert looked_up == ["no-such-host.invalid"]
+    assert [record.getMessage().count("no-such-host.invalid") for record in caplog.records] == [1]
+    assert {offer.transport for region in lending.regions for offer in region.offers} == {"cuda_ipc"}

@@ -15,17 +15,13 @@ from ckpt_engine.transport.on_host import worker_transports
 from ckpt_engine.transport.registry import all_transports, transport_rows
 
 
-def test_what_is_built_works_here_and_what_is_not_says_so() -> None:
+def test_what_works_here_can_be_had_and_collectives_by_nobody_alone() -> None:
     rows = {row.name: row for row in transport_rows()}
     assert set(rows) == {"shared_memory", "file", "relay_memory", "cuda_ipc", "tcp", "nccl", "ucx"}
-    built = {"cuda_ipc", "relay_memory", "shared_memory", "file", "tcp", "ucx"}
-    assert {name for name, row in rows.items() if row.built} == built
-    assert {name for name, row in rows.items() if row.ok} == set(all_transports(relay=True))
+    assert {name for name, row in rows.items() if row.ok} == {*all_transports(relay=True), "nccl"}
     assert set(all_transports(relay=True)) - set(all_transports()) == {"tcp"}
     assert set(all_transports()) - {"cuda_ipc", "relay_memory"} == {"shared_memory", "file"}
-    for row in rows.values():
-        assert row.reason
-        assert row.built or row.reason.startswith("no update uses it yet")
+    assert all(row.reason for row in rows.values())
 
 
 def test_looking_for_gpus_starts_cuda_in_no_process() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.engine.node_plan import Place
-from ckpt_engine_adapters.sglang.command import LOADER, WRAPPER, check_options, command_options
+from ckpt_engine.engine.node_plan import NodePart
+from ckpt_engine_adapters.sglang.command import LOADER, WRAPPER, check_options, options_of
 from ckpt_engine_adapters.sglang.driver import launch_plan, node_plan
 
 WHOLE = ("env", "A=1", "/opt/python", "-m", "sglang.launch_server", "--tp", "2")
@@ -18,13 +18,13 @@ WHOLE = ("env", "A=1", "/opt/python", "-m", "sglang.launch_server", "--tp", "2")
 def test_options_alone_become_a_server_of_this_python() -> None:
     plan = launch_plan(["--log-level", "info"], 1234, "model")
     assert plan.argv[:5] == (sys.executable, "-m", WRAPPER, "--log-level", "info")
-    options = command_options(plan.argv)
+    options = options_of(plan.argv)
     assert options["--model-path"] == ("model",)
     assert options["--port"] == ("1234",)
     assert options["--host"] == ("127.0.0.1",)
     assert options["--custom-weight-loader"] == (LOADER,)
     assert "--skip-server-warmup" in options
-    assert (plan.url, plan.health_url) == ("http://127.0.0.1:1234", "http://127.0.0.1:1234/health")
+    assert plan.url == "http://127.0.0.1:1234"
     assert plan.workers == 1
     assert plan.env == {"CKPT_ENGINE_SGLANG_WORKERS": "1"}
 
@@ -37,7 +37,7 @@ def test_a_whole_command_keeps_its_python_and_what_it_says() -> None:
     assert plan.url == "http://127.0.0.1:77"
     assert plan.workers == 2
     assert plan.argv[7 : 7 + len(arguments)] == arguments
-    assert command_options(plan.argv)["--custom-weight-loader"] == ("a.b", LOADER)
+    assert options_of(plan.argv)["--custom-weight-loader"] == ("a.b", LOADER)
 
 
 @pytest.mark.parametrize(
@@ -75,15 +75,15 @@ def test_harmless_values_pass(arguments: list[str]) -> None:
 
 
 def test_each_node_is_told_its_place() -> None:
-    plans = [node_plan(["--tp", "4"], 0, "model", Place(2, rank, "10.0.0.1", 29500)) for rank in (0, 1)]
+    plans = [node_plan(["--tp", "4"], 0, "model", NodePart(2, rank, "10.0.0.1", 29500)) for rank in (0, 1)]
     for rank, plan in enumerate(plans):
-        options = command_options(plan.argv)
+        options = options_of(plan.argv)
         assert options["--nnodes"] == ("2",)
         assert options["--node-rank"] == (str(rank),)
         assert options["--dist-init-addr"] == ("10.0.0.1:29500",)
         assert plan.workers == 4, "of the whole server"
     with pytest.raises(ValueError, match="3 workers cannot be shared by 2 nodes"):
-        node_plan(["--tp", "3"], 0, "model", Place(2, 0, "10.0.0.1", 29500))
+        node_plan(["--tp", "3"], 0, "model", NodePart(2, 0, "10.0.0.1", 29500))
 
 
 def test_servers_that_the_environment_turns_into_others_are_refused() -> None:

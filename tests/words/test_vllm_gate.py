@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from ckpt_engine.words.directory import ENVIRONMENT, TOKEN_HEADER, EngineDirectory
 from ckpt_engine.words.state import EnginePage
-from ckpt_engine_adapters.vllm.command import check_command
+from ckpt_engine_adapters.vllm.command import check_options, options_of
 from ckpt_engine_adapters.vllm.gate import PAUSE_ROUTE, VllmGate
 
 
@@ -68,8 +68,8 @@ def test_a_server_that_would_answer_beside_the_gate_is_refused(
     command: list[str], environment: dict[str, str], named: str
 ) -> None:
     with pytest.raises(ValueError, match=f"{named}.*the gate does not see"):
-        check_command(command, environment)
-    check_command(["serve", "--port", "1"], {"VLLM_USE_RUST_FRONTEND": "0"})
+        check_options(options_of(command), environment)
+    check_options(options_of(["serve", "--port", "1"]), {"VLLM_USE_RUST_FRONTEND": "0"})
 
 
 async def test_only_for_the_agent(directory: EngineDirectory) -> None:

@@ -178,7 +178,7 @@ class SglangBody(BaseModel):
 
     @property
     def samples(self) -> int:
-        """Of each prompt."""
+        """Samples of each prompt."""
         return self._sampling()[0].n or 1
 
     def _sampling(self) -> list[SamplingParams]:

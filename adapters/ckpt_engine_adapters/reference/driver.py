@@ -6,7 +6,6 @@ through this file.
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import importlib.util
 import sys
@@ -14,9 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import httpx
-
-from ckpt_engine.agent.http import engine_call, engine_client
+from ckpt_engine.agent.http import HttpAdapter
 from ckpt_engine.engine.adapter import (
     AdapterAvailability,
     AdapterSettings,
@@ -25,7 +22,8 @@ from ckpt_engine.engine.adapter import (
     EngineInfo,
     LaunchPlan,
 )
-from ckpt_engine.engine.node_plan import Place
+from ckpt_engine.engine.command import command_options, completed, value
+from ckpt_engine.engine.node_plan import NodePart
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.reference.versions import engine_version
 
@@ -59,24 +57,14 @@ CAPABILITIES = Capabilities(
 )
 
 
-class ReferenceAdapter:
+class ReferenceAdapter(HttpAdapter):
     """The `EngineAdapter` of the reference engine. One call at a time beside `healthy`."""
 
     kind = KIND
     capabilities = CAPABILITIES
 
-    def __init__(self, settings: AdapterSettings) -> None:
-        self._client = engine_client(settings.url, settings.headers)
-
-    async def healthy(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                return (await self._client.get("/health", timeout=seconds)).status_code == 200
-        except (httpx.HTTPError, TimeoutError):
-            return False
-
     async def probe(self, seconds: float) -> EngineInfo:
-        info = await self._call("GET", "/info", seconds)
+        info = await self._get("/info", seconds)
         version, workers = str(info.get("engine_version", "")), int(info.get("tensor_parallel", 0))
         if info.get("engine") != KIND:
             return EngineInfo(version, workers, False, f"{self._client.base_url} is not a reference engine")
@@ -96,7 +84,7 @@ class ReferenceAdapter:
         await self._control("/ckpt_engine/install", seconds, epoch=epoch)
 
     async def resume(self, seconds: float) -> None:
-        await self._call("POST", "/resume", seconds)
+        await self._post("/resume", seconds)
 
     async def discard(self, seconds: float) -> None:
         await self._control("/ckpt_engine/discard", seconds)
@@ -111,18 +99,8 @@ class ReferenceAdapter:
         label = {"version": identity.version, "lineage": identity.lineage, "root": identity.root.hex()}
         await self._control("/stamp", seconds, **label)
 
-    async def close(self) -> None:
-        await self._client.aclose()
-
     async def _control(self, route: str, seconds: float, **body: Any) -> None:
-        await self._call("POST", route, seconds, {**body, "seconds": seconds * _ENGINE_SHARE})
-
-    async def _call(
-        self, method: str, route: str, seconds: float, body: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        response = await engine_call(self._client, method, route, seconds, body)
-        answer: dict[str, Any] = response.json()
-        return answer
+        await self._post(route, seconds, **{**body, "seconds": seconds * _ENGINE_SHARE})
 
 
 def create_adapter(settings: AdapterSettings) -> EngineAdapter:
@@ -137,34 +115,32 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
         ValueError: the arguments name what the agent decides (port), the model twice or not at all, or a tensor
             parallel size that is no number.
     """
+    options = command_options(arguments)
     for option in ("--port", *(["--model"] if model else [])):
-        if _value(arguments, option) is not None:
+        if option in options:
             raise ValueError(f"leave {option} out of the engine's arguments: `ckpt-engine replica` sets it")
     for option in ("--nnodes", "--node-rank", "--master-addr", "--master-port"):
-        if _value(arguments, option) is not None:
+        if option in options:
             raise ValueError(f"leave {option} out of the engine's arguments: `ckpt-engine replica --nodes` sets it")
-    if not model and _value(arguments, "--model") is None:
+    if not model and not value(options, "--model"):
         raise ValueError("no model: give `ckpt-engine replica --model DIR`")
-    workers = _value(arguments, "--tensor-parallel") or "1"
+    workers = value(options, "--tensor-parallel", "1")
     if not workers.isdecimal() or int(workers) < 1:
         raise ValueError(f"--tensor-parallel {workers}: must be a number, at least 1")
-    host = [] if _value(arguments, "--host") is not None else ["--host", "127.0.0.1"]
-    url = f"http://127.0.0.1:{port}"
-    where = ["--port", str(port), *(["--model", model] if model else [])]
-    argv = (sys.executable, "-m", SERVER_MODULE, *host, *where, *arguments)
-    return LaunchPlan(argv=argv, url=url, health_url=f"{url}/health", workers=int(workers))
+    added, url = completed(options, "--model", model, port)
+    argv = (sys.executable, "-m", SERVER_MODULE, *added, *arguments)
+    return LaunchPlan(argv=argv, url=url, workers=int(workers))
 
 
-def node_plan(arguments: Sequence[str], port: int, model: str, place: Place) -> LaunchPlan:
-    """As `launch_plan`, for one node's share of the workers; only node 0 serves HTTP.
+def node_plan(arguments: Sequence[str], port: int, model: str, part: NodePart) -> LaunchPlan:
+    """The launch plan of one node's share of the workers; only node 0 serves HTTP.
 
     Raises ValueError as `launch_plan` does, and if the workers cannot be shared by so many nodes.
     """
     plan = launch_plan(arguments, port, model)
-    if plan.workers % place.nodes:
-        raise ValueError(f"--tensor-parallel {plan.workers} cannot be shared by {place.nodes} nodes")
-    where = ("--nnodes", place.nodes, "--node-rank", place.rank, "--master-addr", place.address)
-    options = tuple(map(str, (*where, "--master-port", place.port)))
+    part.check(plan.workers)
+    where = ("--nnodes", part.nodes, "--node-rank", part.rank, "--master-addr", part.address)
+    options = tuple(map(str, (*where, "--master-port", part.port)))
     return replace(plan, argv=(*plan.argv, *options))
 
 
@@ -173,14 +149,3 @@ def availability() -> AdapterAvailability:
     if importlib.util.find_spec("transformers") is None:
         return AdapterAvailability(False, "", "transformers is not installed: pip install 'ckpt-engine[demo]'")
     return AdapterAvailability(True, f"transformers {importlib.metadata.version('transformers')}", "")
-
-
-def _value(arguments: Sequence[str], option: str) -> str | None:
-    """The value of an option as argparse would read it, `--option value` or `--option=value`; the last one counts."""
-    found = None
-    for position, argument in enumerate(arguments):
-        if argument == option and position + 1 < len(arguments):
-            found = arguments[position + 1]
-        elif argument.startswith(f"{option}="):
-            found = argument.removeprefix(f"{option}=")
-    return found

@@ -175,13 +175,13 @@ class Meeting:
     port: int
 
     def ranks(self, world_size: int) -> range:
-        """Of this node's workers."""
+        """Ranks of this node's workers."""
         share = world_size // self.nodes
         return range(self.node_rank * share, (self.node_rank + 1) * share)
 
     @property
     def options(self) -> list[str]:
-        """Of the worker module."""
+        """Options of the worker module."""
         return ["--master-addr", self.address, "--master-port", str(self.port)]
 
 

@@ -1,4 +1,4 @@
-"""From logits to a token: greedy, or sampling that depends on nothing but the seed and the token's place."""
+"""Turns logits into a token: greedy, or sampling that depends on nothing but the seed and the token's place."""
 
 from __future__ import annotations
 

@@ -14,12 +14,13 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor, nn
 
+from ckpt_engine.core.names import full_name
 from ckpt_engine.core.problems import internal
 from ckpt_engine_adapters.sglang.forms import storage_address, was_there
 
 
 def made_while_loading(model: nn.Module, apart: Collection[nn.Module]) -> dict[str, Tensor]:
-    """By name, tensors that the model has had only since it was loaded, and that show no parameter's memory.
+    """Tensors, by name, that the model has had only since it was loaded, and that show no parameter's memory.
 
     apart: layers that are not looked at, since what they keep is made anew with their weights.
     """
@@ -30,7 +31,7 @@ def made_while_loading(model: nn.Module, apart: Collection[nn.Module]) -> dict[s
             if layer in apart or not isinstance(tensor, Tensor) or was_there(model, layer, name):
                 continue
             if _may_be_of_weights(tensor) and storage_address(tensor) not in memory:
-                found[f"{prefix}.{name}" if prefix else name] = tensor
+                found[full_name(prefix, name)] = tensor
     return found
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
+from ckpt_engine.engine.command import BYPASS, Options, check_refused, command_options, size
+
 LOADER = "ckpt_engine_adapters.sglang.loader.load"
 """Our entry in SGLang's schedulers, for `--custom-weight-loader` and as `load_format` of each order."""
 
@@ -16,15 +18,14 @@ WORKERS_VARIABLE = "CKPT_ENGINE_SGLANG_WORKERS"
 
 _SERVER = "sglang.launch_server"
 
-_BYPASS = "it would answer requests that the gate does not see"
 _DRAFT = "an update would leave the draft model behind"
 REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "--tokenizer-worker-num": (("1",), "its further API processes are not behind the gate"),
-    "--grpc-mode": ((), _BYPASS),
-    "--smg-grpc-mode": ((), _BYPASS),
-    "--grpc-port": ((), _BYPASS),
-    "--use-ray": ((), _BYPASS),
-    "--encoder-only": ((), _BYPASS),
+    "--grpc-mode": ((), BYPASS),
+    "--smg-grpc-mode": ((), BYPASS),
+    "--grpc-port": ((), BYPASS),
+    "--use-ray": ((), BYPASS),
+    "--encoder-only": ((), BYPASS),
     "--pipeline-parallel-size": (("1",), "its stages take new weights one after the other, with tokens in between"),
     "--disaggregation-mode": (("null",), "caches of old weights would travel between servers"),
     "--hicache-storage-backend": ((), "stored caches of old weights would outlive an update"),
@@ -34,8 +35,8 @@ REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
 """Option to the values that are harmless (none: there is none), and why others are refused."""
 
 REFUSED_ENVIRONMENT: Mapping[str, str] = {
-    "SGLANG_RUST_SERVER": _BYPASS,
-    "SGLANG_GRPC_PORT": _BYPASS,
+    "SGLANG_RUST_SERVER": BYPASS,
+    "SGLANG_GRPC_PORT": BYPASS,
 }
 
 _ALIASES = {
@@ -50,29 +51,14 @@ _ALIASES = {
 }
 
 
-def command_options(command: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Options by their long names with the values that follow each, as `--name value ...` or `--name=value`."""
-    found: dict[str, tuple[str, ...]] = {}
-    name = ""
-    for argument in command:
-        if argument.startswith("--"):
-            name, equals, value = argument.partition("=")
-            name = name.replace("_", "-")
-            name = _ALIASES.get(name, name)
-            found[name] = (value,) if equals else ()
-        elif name:
-            found[name] = (*found[name], argument)
-    return found
+def options_of(command: Sequence[str]) -> Options:
+    """See command_options."""
+    return command_options(command, _ALIASES)
 
 
-def check_options(options: Mapping[str, tuple[str, ...]], environment: Mapping[str, str]) -> None:
-    """Raises ValueError, in words for the user: this server could not be kept behind the gate, or not be updated."""
-    for name, (harmless, reason) in REFUSED.items():
-        if name in options and (options[name] or ("",))[0] not in harmless:
-            raise ValueError(f"{' '.join((name, *options[name]))} cannot be used with ckpt-engine: {reason}")
-    for name, reason in REFUSED_ENVIRONMENT.items():
-        if environment.get(name, "").lower() not in ("", "0", "false"):
-            raise ValueError(f"{name}={environment[name]} cannot be used with ckpt-engine: {reason}")
+def check_options(options: Options, environment: Mapping[str, str]) -> None:
+    """See check_refused."""
+    check_refused(options, REFUSED, environment, REFUSED_ENVIRONMENT)
     if size(options, "--data-parallel-size") > 1 and "--enable-dp-attention" not in options:
         raise ValueError(
             "--data-parallel-size needs --enable-dp-attention: SGLang takes weights only where all its workers are of "
@@ -80,12 +66,7 @@ def check_options(options: Mapping[str, tuple[str, ...]], environment: Mapping[s
         )
 
 
-def size(options: Mapping[str, tuple[str, ...]], name: str) -> int:
-    """The number that a size option has; 1 without it. Raises ValueError: it is no number."""
-    return int((options.get(name) or ("1",))[0])
-
-
-def worker_count(options: Mapping[str, tuple[str, ...]]) -> int:
+def worker_count(options: Options) -> int:
     """Workers that the options ask for. Under data-parallel attention the tensor parallel ranks are divided again."""
     return size(options, "--tensor-parallel-size") * size(options, "--pipeline-parallel-size")
 
@@ -96,7 +77,7 @@ def server_arguments(given: Sequence[str]) -> list[str]:
     Loaders that the user names are kept. The warm-up would ask the server for tokens, which the gate refuses until
     there are weights, and SGLang would then end itself.
     """
-    options = command_options(given)
+    options = options_of(given)
     added = []
     loaders = options.get("--custom-weight-loader", ())
     if LOADER not in loaders:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
-import importlib.util
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from ckpt_engine.agent.http import HttpAdapter, local_url
+from ckpt_engine.agent.http import AFTERWARDS_SECONDS, HttpAdapter
 from ckpt_engine.core.labels import version_label
 from ckpt_engine.engine.adapter import (
     AdapterAvailability,
@@ -26,27 +24,26 @@ from ckpt_engine.engine.adapter import (
     EngineInfo,
     LaunchPlan,
 )
-from ckpt_engine.engine.node_plan import Place, leave_to_nodes
+from ckpt_engine.engine.command import completed
+from ckpt_engine.engine.node_plan import NodePart, leave_to_nodes
+from ckpt_engine.engine.versions import Supported
+from ckpt_engine.host.gpus import has_nvidia_driver
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.sglang.command import (
     LOADER,
     WORKERS_VARIABLE,
     WRAPPER,
     check_options,
-    command_options,
+    options_of,
     server_arguments,
     worker_count,
     wrapped,
 )
 from ckpt_engine_adapters.sglang.gate import RELEASE_ROUTE, RESUME_ROUTE, STATE_ROUTE
-from ckpt_engine_adapters.sglang.order import Action, Order, encode
+from ckpt_engine_adapters.sglang.instruction import Action, Instruction, encode
 from ckpt_engine_adapters.sglang.payload import serialized
-from ckpt_engine_adapters.sglang.versions import is_supported
 
-NVIDIA_DRIVER = Path("/dev/nvidiactl")
-
-AFTERWARDS_SECONDS = 10.0
-"""For closing a session or going on, also when the time of the call that it belongs to has run out."""
+SUPPORTED = Supported("SGLang", ("0.5.16", "0.5.23"))
 
 _FLUSH_AGAIN_SECONDS = 0.02
 
@@ -84,7 +81,8 @@ CAPABILITIES = Capabilities(
         "--enable-weights-cpu-backup besides; on a CPU it frees nothing.",
     ),
     cannot=(
-        "No GPU has run it yet: what is said here was seen on CPUs.",
+        "On GPUs 0.5.16 was run, with dense models; with a mixture of experts its server ended at the first request. "
+        "All else was seen on CPUs.",
         "SGLang has no way to wait for running requests to end before an update.",
         "Pipeline parallelism is refused: the stages would take new weights one after the other, with tokens between.",
         "Data parallelism within one server is refused, except for attention: start one replica for each copy.",
@@ -124,16 +122,19 @@ class SglangAdapter(HttpAdapter):
             return EngineInfo("", 0, False, f"this server lacks {', '.join(missing)}")
         told = await self._get("/server_info", end - time.monotonic())
         version = str(told["version"])
-        supported, reason = is_supported(version)
+        supported, reason = SUPPORTED.allows(version)
         if supported and LOADER not in (told.get("custom_weight_loader") or ()):
             supported, reason = False, f"start it with `python -m {WRAPPER}`: it does not know our weight loader"
         self._entries = int(told["tp_size"])
         self._loses_weights = bool(told.get("enable_memory_saver")) and not told.get("enable_weights_cpu_backup")
+        # The first order loads torch. On a busy host that takes seconds, for which neither an update should wait nor
+        # the agent be silent: so it is loaded now, and never on the loop's thread.
+        await asyncio.to_thread(_entry, Instruction(Action.DISCARD))
         world_size = self._entries * int(told["pp_size"])
         return EngineInfo(version, world_size, supported, reason, state["paused"], bool(state["released"]))
 
     async def prepare(self, seconds: float) -> None:
-        await self._order_whenever(Order(Action.PREPARE), seconds)
+        await self._order_whenever(Instruction(Action.PREPARE), seconds)
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
         """Stops the schedulers, and empties their caches unless `mode` keeps them.
@@ -167,13 +168,13 @@ class SglangAdapter(HttpAdapter):
             await asyncio.sleep(_FLUSH_AGAIN_SECONDS)
 
     async def install(self, epoch: int, seconds: float) -> None:
-        await self._order(Order(Action.INSTALL, epoch), True, seconds)
+        await self._order(Instruction(Action.INSTALL, epoch), True, seconds)
 
     async def resume(self, seconds: float) -> None:
         await self._continue(seconds)
 
     async def discard(self, seconds: float) -> None:
-        await self._order_whenever(Order(Action.DISCARD), seconds)
+        await self._order_whenever(Instruction(Action.DISCARD), seconds)
 
     async def sleep(self, level: int, seconds: float) -> None:
         """Ends the requests that are inside, and gives memory up; the engine stays paused until all is awake."""
@@ -207,20 +208,20 @@ class SglangAdapter(HttpAdapter):
         # Giving unused memory back to CUDA, which SGLang would do here by default, is not worth a longer pause.
         await self._post("/continue_generation", seconds, torch_empty_cache=False)
 
-    async def _order_whenever(self, order: Order, seconds: float) -> None:
+    async def _order_whenever(self, order: Instruction, seconds: float) -> None:
         end = time.monotonic() + seconds
         paused = (await self._state(seconds))["paused"]
         await self._order(order, paused, end - time.monotonic())
 
-    async def _order(self, order: Order, paused: bool, seconds: float) -> None:
+    async def _order(self, order: Instruction, paused: bool, seconds: float) -> None:
         """Makes every scheduler call our loader with `order`, inside a session where SGLang has them.
 
         SGLang that is not paused would first wait for all running requests to end, and let no new one begin. So it is
         paused in place meanwhile, which takes a step at most.
         """
         end = time.monotonic() + seconds
-        async with contextlib.nullcontext() if paused else self._held(end), self._session(end):
-            entry = serialized(encode(order))
+        entry = await asyncio.to_thread(_entry, order)
+        async with contextlib.nullcontext() if paused else self._held(end), self._update_session(end):
             await self._post(
                 "/update_weights_from_tensor",
                 end - time.monotonic(),
@@ -239,24 +240,19 @@ class SglangAdapter(HttpAdapter):
             await self._continue(max(end - time.monotonic(), AFTERWARDS_SECONDS))
 
     @contextlib.asynccontextmanager
-    async def _session(self, end: float) -> AsyncIterator[None]:
+    async def _update_session(self, end: float) -> AsyncIterator[None]:
         """SGLang demands one since it has them. It is opened for the draft model, of which there is none: at its end
         SGLang would process the served model's weights once more, and our half has done that already."""
         if _BEGIN not in self._routes:
             yield
             return
-        try:
-            await self._post(_BEGIN, end - time.monotonic(), selector="draft")
-        except EngineCallError as error:
-            if not error.answered:
-                raise
-            # An agent that died in the middle left the session open.
-            await self._post(_END, end - time.monotonic())
-            await self._post(_BEGIN, end - time.monotonic(), selector="draft")
-        try:
+        async with self._session(partial(self._post, _BEGIN, selector="draft"), partial(self._post, _END), end):
             yield
-        finally:
-            await self._post(_END, max(end - time.monotonic(), AFTERWARDS_SECONDS))
+
+
+def _entry(order: Instruction) -> str:
+    """`order` for one tensor parallel rank. Loads torch."""
+    return serialized(encode(order))
 
 
 def create_adapter(settings: AdapterSettings) -> SglangAdapter:
@@ -269,53 +265,32 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     What the user gives is kept; host, port, model, loader and gate are added if missing.
     """
     given = wrapped(arguments)
-    options = command_options(given)
+    options = options_of(given)
     check_options(options, {})
     leave_to_nodes(options.keys() & _SET_BY_NODES)
-    added: list[str] = []
-    if model and "--model-path" not in options:
-        added += ["--model-path", model]
-    if "--port" in options:
-        port = int(options["--port"][0])
-    else:
-        added += ["--port", str(port)]
-    host = (options.get("--host") or ("",))[0]
-    if not host:
-        added += ["--host", "127.0.0.1"]
-    url = local_url(host, port)
+    added, url = completed(options, "--model-path", model, port)
     workers = worker_count(options)
     return LaunchPlan(
         argv=tuple(server_arguments([*given, *added])),
         url=url,
-        health_url=f"{url}/health",
         workers=workers,
         env={WORKERS_VARIABLE: str(workers)},
         # On a CPU there is nothing to give up.
-        sleep_argument="--enable-memory-saver" if NVIDIA_DRIVER.exists() else "",
+        sleep_argument="--enable-memory-saver" if has_nvidia_driver() else "",
     )
 
 
-def node_plan(arguments: Sequence[str], port: int, model: str, place: Place) -> LaunchPlan:
-    """As `launch_plan`, for one node's part. All run the same command; SGLang serves HTTP on node 0 only.
+def node_plan(arguments: Sequence[str], port: int, model: str, part: NodePart) -> LaunchPlan:
+    """The launch plan of one node's part. All run the same command; SGLang serves HTTP on node 0 only.
 
     Raises ValueError for options that say where parts run, or a number of workers that nodes cannot share evenly.
     """
     plan = launch_plan(arguments, port, model)
-    place.check(plan.workers)
-    meeting = f"{place.address}:{place.port}"
-    where = ("--nnodes", str(place.nodes), "--node-rank", str(place.rank), "--dist-init-addr", meeting)
+    part.check(plan.workers)
+    meeting = f"{part.address}:{part.port}"
+    where = ("--nnodes", str(part.nodes), "--node-rank", str(part.rank), "--dist-init-addr", meeting)
     return replace(plan, argv=(*plan.argv, *where))
 
 
 def availability() -> AdapterAvailability:
-    """Looks at what is installed beside us; engines in another environment are found only by running them."""
-    if importlib.util.find_spec("sglang") is None:
-        return AdapterAvailability(
-            False, "", "sglang is not installed in this environment (extra: ckpt-engine[sglang])"
-        )
-    try:
-        version = importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        return AdapterAvailability(False, "", "sglang can be imported, but has no metadata that tells its version")
-    supported, reason = is_supported(version)
-    return AdapterAvailability(supported, version, reason or "installed")
+    return SUPPORTED.installed("sglang", ("sglang",))

@@ -11,12 +11,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ckpt_engine.engine.command import Options
 from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine_adapters.sglang.command import (
     REFUSED,
     WORKERS_VARIABLE,
     check_options,
-    command_options,
+    options_of,
     server_arguments,
     worker_count,
 )
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str]) -> None:
     """Runs until the server ends. Exits with a sentence if the arguments contradict what an update needs."""
     # With it, /health is a request for a token: it takes a second, and fails while generation is paused.
     os.environ.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "false")
-    options = command_options(arguments)
+    options = options_of(arguments)
     _check(options)
     os.environ.setdefault(WORKERS_VARIABLE, str(worker_count(options)))
     directory = EngineDirectory.from_environment()
@@ -57,14 +58,14 @@ def main(arguments: Sequence[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def _check(options: dict[str, tuple[str, ...]]) -> None:
+def _check(options: Options) -> None:
     try:
         check_options(options, os.environ)
     except ValueError as error:
         sys.exit(f"ckpt-engine: {error}")
 
 
-def _resolved(settings: Any) -> dict[str, tuple[str, ...]]:
+def _resolved(settings: Any) -> Options:
     """What SGLang made of its arguments, for the options that matter, as if it had been written on the command line."""
     names = {name: name.removeprefix("--").replace("-", "_") for name in REFUSED}
     names["--pipeline-parallel-size"] = "pp_size"

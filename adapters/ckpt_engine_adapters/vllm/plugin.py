@@ -10,7 +10,7 @@ import os
 import sys
 
 from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
-from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, worker_count
+from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, options_of, worker_count
 
 BACKEND = "ckpt_engine"
 
@@ -27,4 +27,4 @@ def register() -> None:
     # API server's; every other one inherits its environment.
     if ENVIRONMENT not in os.environ and any(BACKEND in argument for argument in sys.argv):
         os.environ[ENVIRONMENT] = str(EngineDirectory.create().path)
-        os.environ[WORKERS_VARIABLE] = str(worker_count(sys.argv))
+        os.environ[WORKERS_VARIABLE] = str(worker_count(options_of(sys.argv)))

@@ -33,12 +33,14 @@ from vllm.model_executor.model_loader.reload.utils import (
     get_layer_size,
     get_layer_tensors,
 )
+from vllm.model_executor.models.utils import PPMissingLayer, StageMissingLayer
 from vllm.platforms import current_platform
 
+from ckpt_engine.core.names import full_name
 from ckpt_engine.core.problems import precondition
-from ckpt_engine.engine.beside import kept_beside
+from ckpt_engine.engine.elsewhere import Elsewhere
+from ckpt_engine.engine.stray_tensors import stray_tensors_kept
 from ckpt_engine.engine.target import StagedLayer, Weights
-from ckpt_engine_adapters.vllm.layout import Elsewhere
 from ckpt_engine_adapters.vllm.residency import derives, is_processed
 from ckpt_engine_adapters.vllm.versions import is_deferred_attention_layer
 
@@ -52,7 +54,7 @@ class VllmTarget:
         """draft: names a second model of this server, which nothing here would update; it refuses every update."""
         self._model = model
         self._draft = draft
-        self._elsewhere = Elsewhere(model)
+        self._elsewhere = Elsewhere(model, "hf_to_vllm_mapper", (PPMissingLayer, StageMissingLayer))
         self._model_config = model_config
         self._layers: dict[str, nn.Module] = {
             prefix: layer for prefix, layer in model.named_modules() if get_layer_tensors(layer)
@@ -67,24 +69,24 @@ class VllmTarget:
         self._mirrors: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         self._derived: dict[str, str] = {}
         for prefix, name in self._made_of_weights:
-            self._follow(self._layers[prefix], name, f"{prefix}.{name}" if prefix else name)
+            self._follow(self._layers[prefix], name, full_name(prefix, name))
         for prefix, layer in self._layers.items():
             if layer in self._deriving:
                 loaded = layerwise.get_layerwise_info(layer).restore_metadata[0]
                 for name in layer._parameters.keys() - loaded.keys():
                     self._derived[f"{prefix}.{name}"] = "made of other layers' weights by this attention layer"
 
-    def _follow(self, layer: nn.Module, name: str, full_name: str) -> None:
+    def _follow(self, layer: nn.Module, name: str, named: str) -> None:
         """Says how a buffer that is made of weights is kept right, if that is known."""
         buffer = layer._buffers[name]
         assert buffer is not None
         shared = [owner for owner, each in layer.named_parameters() if _share(each, buffer)]
         convolution: Any = getattr(layer, "conv1d", None)
         if shared:
-            self._derived[full_name] = f"shows the memory of {shared[0]}"
+            self._derived[named] = f"shows the memory of {shared[0]}"
         elif name == "conv_weights" and convolution in self._staged_layers.values():
             self._mirrors.setdefault(convolution, []).append((layer, name))
-            self._derived[full_name] = "a copy of conv1d.weight as it is loaded"
+            self._derived[named] = "a copy of conv1d.weight as it is loaded"
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._model.named_parameters()
@@ -107,7 +109,7 @@ class VllmTarget:
                 restore_layer_on_meta(layer, layerwise.get_layerwise_info(layer))
             for layer, name, owner, owner_name in self._tied:
                 layer._parameters[name] = owner._parameters[owner_name]
-            with kept_beside(self._model):
+            with stray_tensors_kept(self._model):
                 yield
         finally:
             for prefix, tensors in kept.items():
@@ -123,7 +125,7 @@ class VllmTarget:
             if is_deferred_attention_layer(layer):
                 names |= {name for name in get_layer_tensors(layer) if name.endswith("_scale")}
             for name in names:
-                found[f"{prefix}.{name}" if prefix else name] = "a buffer that no checkpoint holds"
+                found[full_name(prefix, name)] = "a buffer that no checkpoint holds"
         return found
 
     def ignored(self, name: str) -> str | None:
@@ -139,7 +141,7 @@ class VllmTarget:
 
     def staged(self) -> Collection[str]:
         return {
-            f"{prefix}.{name}" if prefix else name
+            full_name(prefix, name)
             for prefix, layer in self._staged_layers.items()
             for name in get_layer_tensors(layer)
         }
@@ -163,9 +165,7 @@ class VllmTarget:
         for prefix, layer in self._staged_layers.items():
             info = layerwise.get_layerwise_info(layer)
             materialize_layer(layer, info)
-            tensors = {
-                f"{prefix}.{name}" if prefix else name: tensor for name, tensor in get_layer_tensors(layer).items()
-            }
+            tensors = {full_name(prefix, name): tensor for name, tensor in get_layer_tensors(layer).items()}
             yield StagedLayer(tensors, partial(self._finish, layer))
 
     def _finish(self, layer: nn.Module) -> None:

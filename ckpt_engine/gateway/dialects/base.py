@@ -116,9 +116,19 @@ def load_event(data: bytes) -> Mapping[str, Any]:
 
 def ids(value: Any, where: str) -> tuple[int, ...]:
     """A list of token ids. Raises RefusedError."""
-    if not isinstance(value, list) or not value or not all(type(token) is int and token >= 0 for token in value):
-        raise bad_request(f"{where}: a prompt is a list of at least one token id")
+    if not isinstance(value, list) or not value:
+        said = "nothing was given" if value is None else f"{shortly(value)} is none"
+        raise bad_request(f"{where}: a prompt is a list of at least one token id, {said}")
+    for place, token in enumerate(value):
+        if type(token) is not int or token < 0:
+            raise bad_request(f"{where}: a prompt is a list of token ids; number {place} of it is {shortly(token)}")
     return tuple(value)
+
+
+def shortly(value: Any) -> str:
+    """A value of a request in an answer about it."""
+    said = json.dumps(value)
+    return said if len(said) <= 80 else f"{said[:80]}…"
 
 
 def prompts(value: Any, where: str) -> list[tuple[int, ...]] | None:
@@ -194,7 +204,7 @@ def truncated(prompt: tuple[int, ...], to: Any, where: str) -> tuple[tuple[int, 
 
 
 def labels_of(value: Any) -> list[Label] | None:
-    """Of a list of {"version", "start", "end"}, as SGLang and vLLM have it. None: nothing was said."""
+    """Labels from a list of {"version", "start", "end"}, as SGLang and vLLM have it. None: nothing was said."""
     if not isinstance(value, list) or not value:
         return None
     try:
@@ -225,7 +235,7 @@ def clean(value: Any) -> Any:
 
 
 def vllm_finish(reason: Any, stop_reason: Any) -> Finish | None:
-    """From the words of vLLM's routes."""
+    """The finish reason, from the words of vLLM's routes."""
     if reason is None:
         return None
     kind = {"abort": ABORT, "error": ERROR}.get(str(reason), str(reason))

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.stages import in_order, later
+from ckpt_engine.machines.clock import ManagersClock
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 
 @dataclass
 class Account:
-    """Of one install. All moments are monotonic seconds. reports, by worker rank, grow as workers tell."""
+    """The account of one install. All moments are monotonic seconds. clock: of the session. reports, by worker rank,
+    grow as workers tell, and so does unopened: regions that they could not open."""
 
+    clock: ManagersClock = field(default_factory=ManagersClock)
     reports: dict[int, worker_pb2.WorkerInstalled] = field(default_factory=dict)
+    unopened: dict[int, Sequence[weights_pb2.Unopened]] = field(default_factory=dict)
     pause_started: float | None = None
     pause_ended: float | None = None
     _stage: manager_pb2.Stage = manager_pb2.PLAN
     _shown: manager_pb2.Stage = manager_pb2.PLAN
     _progress: dict[int, worker_pb2.WorkerProgress] = field(default_factory=dict)
     _seconds: dict[manager_pb2.Stage, float] = field(default_factory=dict)
+    _entered: list[tuple[manager_pb2.Stage, float]] = field(default_factory=list)
+    _ordered: dict[int, float] = field(default_factory=dict)
     _started: float = 0.0
     _stage_started: float = 0.0
 
     def begin(self, now: float) -> None:
         """The command has come."""
         self._started = self._stage_started = now
+        self._entered.append((self._stage, now))
 
     def enter(self, stage: manager_pb2.Stage, now: float) -> None:
         """Another stage goes on from now on."""
         self._count(now)
         self._stage = stage
+        self._entered.append((stage, now))
         self._shown = later(self._shown, stage)
 
     def take_progress(self, rank: int, progress: worker_pb2.WorkerProgress) -> None:
@@ -37,9 +46,23 @@ class Account:
         self._progress[rank] = progress
         self._shown = later(self._shown, progress.stage)
 
-    def progress(self, fence: weights_pb2.Fence) -> manager_pb2.Progress:
-        """How far all are."""
+    def ordered(self, rank: int, now: float) -> None:
+        """A worker is given its order, or is given it again."""
+        self._ordered.setdefault(rank, now)
+
+    def installed(self, rank: int, installed: worker_pb2.WorkerInstalled, now: float) -> None:
+        """A worker tells how its install ended, and how long it took. For the rest of the time its order and its report
+        were on their way: half of it each, as far as is known here."""
+        self.reports[rank] = installed
+        if rank in self._ordered and installed.seconds > 0:
+            way = max(0.0, now - self._ordered[rank] - installed.seconds) / 2
+            span = manager_pb2.Span(begin=self._ordered[rank] + way, seconds=installed.seconds, error=way)
+            installed.report.span.CopyFrom(span)
+
+    def progress(self, fence: weights_pb2.Fence, goes_back: bool) -> manager_pb2.Progress:
+        """How far all are. goes_back: whether no worker may write any more."""
         return manager_pb2.Progress(
+            goes_back=goes_back,
             fence=fence,
             stage=self._shown,
             bytes_done=sum(progress.bytes_done for progress in self._progress.values()),
@@ -70,8 +93,14 @@ class Account:
             stages=self._stage_seconds(workers),
             sync_seconds=now - self._started,
             workers=workers,
+            unopened=[each for rank in sorted(self.unopened) for each in self.unopened[rank]],
+            span=self.clock.span(self._started, now),
+            entered=[
+                manager_pb2.StageEntered(stage=stage, after=moment - self._started) for stage, moment in self._entered
+            ],
         )
         if self.pause_started is not None:
+            answer.pause_after = self.pause_started - self._started
             answer.pause_seconds = (now if self.pause_ended is None else self.pause_ended) - self.pause_started
         return answer
 

@@ -23,7 +23,7 @@ from ckpt_engine.core.sleeping import AWAKE, KV_CACHE, WEIGHTS, Sleeping, Step
 from ckpt_engine.machines.agent.account import Account
 from ckpt_engine.machines.agent.label import RETRY_SECONDS, LabellingOperation
 from ckpt_engine.machines.agent.ready import Readying, blobs_of, part_of, steps_around
-from ckpt_engine.machines.agent.state import Order, Replica, acknowledged
+from ckpt_engine.machines.agent.state import FetchedOrder, Replica, acknowledged
 from ckpt_engine.machines.events import (
     Done,
     FetchBlobs,
@@ -47,8 +47,8 @@ class Installing(LabellingOperation):
     def __init__(self, replica: Replica, install: manager_pb2.Install) -> None:
         super().__init__(replica, install.fence)
         self.install = install
-        self._account = Account()
-        self._readying = Readying(replica, install)
+        self._account = Account(replica.session.clock)
+        self._readying = Readying(replica, install, self._account.unopened)
         self._blobs: dict[bytes, bytes] = {}
         self._problem: Problem | None = None
         self._before = replica.words
@@ -80,7 +80,7 @@ class Installing(LabellingOperation):
                 self._fetch(now)
             case "fetch":
                 self._fetched(done, now)
-            case "ready":
+            case "ready" if self._readying.asks:
                 self._all_ready(self._readying.ended(done, self._left(now)), now)
             case "not ready":
                 self._conclude_untouched(now)
@@ -129,8 +129,7 @@ class Installing(LabellingOperation):
             return
         self._steps = steps
         self._refs = blobs_of(self.install)
-        seconds = min(self.replica.deadlines.blobs, self._left(now))
-        self.run("fetch", FetchBlobs(tuple(self._refs), seconds))
+        self.run("fetch", FetchBlobs(tuple(self._refs), min(self.replica.deadlines.blobs, self._left(now))))
 
     def _fetched(self, done: Done, now: float) -> None:
         if done.problem is not None:
@@ -140,8 +139,7 @@ class Installing(LabellingOperation):
         if self._going_back:
             self.run("not ready", ReadWords())  # a worker may have died meanwhile
             return
-        contents = cast(tuple[bytes, ...], done.result)
-        self._blobs = {ref.digest: data for ref, data in zip(self._refs, contents, strict=True)}
+        self._blobs = dict(zip((ref.digest for ref in self._refs), cast(tuple[bytes, ...], done.result), strict=True))
         if self._readying.unready():
             self._enter(manager_pb2.READY, now)
             self.run("ready", self._readying.begin(self._left(now)))
@@ -209,11 +207,10 @@ class Installing(LabellingOperation):
     def _installed(self, done: Done, now: float) -> None:
         self._giving_orders = False
         if done.problem is None:
-            self.replica.settled = True  # every worker has come back from whatever it did before
-        for rank in sorted(self._account.reports):
-            report = self._account.reports[rank].report
-            if report.HasField("problem"):
-                self._fail(report.problem)
+            self.replica.accounted = True  # every worker has come back from whatever it did before
+        for _, installed in sorted(self._account.reports.items()):
+            if installed.report.HasField("problem"):
+                self._fail(installed.report.problem)
         if done.problem is not None:
             self._fail(done.problem)
         self._enter(manager_pb2.VERIFY, now)
@@ -285,11 +282,13 @@ class Installing(LabellingOperation):
         self._tell_progress()
 
     def overtaken(self, reason: str, now: float) -> None:
-        """Goes back if no worker has fetched its order yet; the running step still ends by itself."""
-        ordered = any(order.epoch == self.fence.epoch for order in self.replica.orders.values())
-        if not ordered and not self._account.reports and not self._going_back:
+        """Goes back if no worker has fetched its order yet; the running step still ends by itself, except that nobody
+        waits for workers that get ready: they write nothing, and one that is stopped would not answer."""
+        if not self.replica.ordered(self.fence.epoch) and not self._account.reports and not self._going_back:
             self._fail(self._issue(Problem.ABORTED, f"abandoned: {reason}"))
             self._giving_orders = False
+            if self._readying.stop():
+                self.run("not ready", ReadWords())
 
     def asked(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
         """Orders go out only while the engine installs, so a worker that comes late does nothing."""
@@ -303,7 +302,7 @@ class Installing(LabellingOperation):
                 self._tell_progress()
                 return acknowledged()
             case "installed" if request.installed.fence == self.fence:
-                self._account.reports[request.rank] = request.installed
+                self._account.installed(request.rank, request.installed, now)
                 return acknowledged()
         return None
 
@@ -311,7 +310,8 @@ class Installing(LabellingOperation):
         worker = next((worker for worker in self.install.workers if worker.rank == request.rank), None)
         if worker is None or not self._giving_orders or request.rank in self._account.reports or self._left(now) <= 0:
             return None
-        self.replica.orders[request.rank] = Order(request.boot_id, self.fence.epoch)
+        self.replica.orders[request.rank] = FetchedOrder(request.boot_id, self.fence.epoch)
+        self._account.ordered(request.rank, now)
         return worker_pb2.AgentReply(
             install=worker_pb2.InstallOrder(
                 fence=self.fence,
@@ -332,7 +332,7 @@ class Installing(LabellingOperation):
     # -- the end
 
     def _conclude_untouched(self, now: float) -> None:
-        """Nothing was paused and nothing touched. It may have been closed before, and is then what it was."""
+        """Ends an untouched install. What was closed before is closed again."""
         replica = self.replica
         whole = replica.engine is not None and replica.words.open and replica.untouched()
         if whole and not replica.sleeping and not replica.holding:
@@ -362,8 +362,7 @@ class Installing(LabellingOperation):
         problem = None if outcome == manager_pb2.NEW_SERVING else self._problem
         held = self._before.identity, replica.words.identity
         answer = self._account.outcome(replica.name, self.fence, outcome, problem, held, now)
-        if outcome != manager_pb2.QUARANTINED:
-            answer.label_problem = replica.label_problem()
+        answer.label_problem = "" if outcome == manager_pb2.QUARANTINED else replica.label_problem()
         replica.last_outcome = answer
         replica.end()
 
@@ -374,7 +373,7 @@ class Installing(LabellingOperation):
         return self._end - self._reserve - now
 
     def _fail(self, problem: Problem) -> None:
-        """From now on only the state words lead to the new version. The first reason is kept."""
+        """Notes a failure: from now on only the state words lead to the new version. The first reason is kept."""
         self._going_back = True
         if self._problem is None:
             self._problem = problem
@@ -397,4 +396,5 @@ class Installing(LabellingOperation):
         self._tell_progress()
 
     def _tell_progress(self) -> None:
-        self.replica.session.send(self._account.progress(self.fence))
+        goes_back = self._going_back and not self._giving_orders and not self.replica.ordered(self.fence.epoch)
+        self.replica.session.send(self._account.progress(self.fence, goes_back))

@@ -126,7 +126,7 @@ class AgentMachine:
                 self._session.stop(reason)
         while self.replica.ended:
             self._ended(self.replica.ended.pop(0), now)
-        self._tell_changes()
+        self._tell_changes(now)
 
     # -- session
 
@@ -168,21 +168,21 @@ class AgentMachine:
             label_problem=replica.label_problem(),
         )
 
-    def _tell_changes(self) -> None:
+    def _tell_changes(self, now: float) -> None:
         """What changed is told at once: a late replica need not wait for a heartbeat to be brought up."""
         replica = self.replica
         words, label = replica.words.workers, replica.label_problem()
         state = (words, replica.serving(), replica.asleep, replica.engine is None, label)
         if state != self._told and self._session.welcomed:
             self._told = state
-            self._session.beat_now()
+            self._session.beat_now(now)
 
     # -- messages
 
     def _message(self, body: object, now: float) -> None:
         match body:
             case manager_pb2.Welcome():
-                if self._session.welcome(body):
+                if self._session.welcome(body, now):
                     self._highest = max(self._highest, body.fence.epoch)
                     self._told = None
                     self._send_outcome()
@@ -205,6 +205,8 @@ class AgentMachine:
                 outcome = self.replica.last_outcome
                 if outcome is not None and outcome.fence == body.fence:
                     self._outcome_received = True
+            case manager_pb2.Heartbeat():
+                self._session.echoed(body, now)
             case manager_pb2.SealForReaders():
                 self._seal(body)
 
@@ -269,9 +271,9 @@ class AgentMachine:
         # Also an engine that runs may still have a pause before it, which an earlier agent asked for. But that agent
         # gave no orders yet: those go out only after a pause has been answered.
         self.replica.paused = True if event.paused else None
-        self.replica.settled = event.paused is False
+        self.replica.accounted = event.paused is False
         if self.replica.mode == manager_pb2.COLOCATED:
-            self.replica.settled = True  # no agent gives a colocated engine install orders
+            self.replica.accounted = True  # no agent gives a colocated engine install orders
         self.replica.sleeping = AWAKE if event.asleep is False else event.marked
         self.replica.holding = event.holding
         self._out.append(Run(MARK, self.replica.mark(self.replica.sleeping)))
@@ -318,7 +320,7 @@ class AgentMachine:
         replica = self.replica
         kind = request.WhichOneof("body")
         if kind == "installed":
-            replica.settle_order(request.rank, request.boot_id, request.installed.fence.epoch)
+            replica.account_for(request.rank, request.boot_id, request.installed.fence.epoch)
         reply = None if replica.operation is None else replica.operation.asked(request, now)
         if reply is not None:
             return reply

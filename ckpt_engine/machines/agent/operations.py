@@ -187,17 +187,17 @@ class Resuming(LabellingOperation):
                     replica.take_words(cast(Words, done.result))
                     if not replica.words.open or replica.orders:
                         replica.end()
-                    elif replica.settled:
+                    elif replica.accounted:
                         self._resume()
                     else:
                         self.run("pause", PauseEngine(manager_pb2.PAUSE_MODE_UNSPECIFIED, quiesce))
                     return
                 case "pause":
                     replica.paused = True
-                    self.run("settle", InstallEngine(0, quiesce))
+                    self.run("account", InstallEngine(0, quiesce))
                     return
-                case "settle":
-                    replica.settled = True
+                case "account":
+                    replica.accounted = True
                     self.run("look", ReadWords())
                     return
                 case "rouse":
@@ -233,5 +233,5 @@ class Resuming(LabellingOperation):
             self.run("resume", ResumeEngine(reserve))
 
     def engine_exited(self, reason: str, now: float) -> None:
-        """Nothing left to resume."""
+        """Ends: there is nothing left to resume."""
         self.replica.end()

@@ -7,7 +7,7 @@ short pause.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ckpt_engine.core.pausing import check_pause_mode
 from ckpt_engine.core.problems import CkptEngineError
@@ -68,7 +68,11 @@ def part_of(
 class Readying:
     """The workers of one install on their way to being ready."""
 
-    def __init__(self, replica: Replica, install: manager_pb2.Install) -> None:
+    def __init__(
+        self, replica: Replica, install: manager_pb2.Install, unopened: dict[int, Sequence[weights_pb2.Unopened]]
+    ) -> None:
+        """unopened: takes, by rank, what workers tell of regions that they could not open."""
+        self._unopened = unopened
         self._replica = replica
         self._fence = install.fence
         self._install = install
@@ -113,10 +117,32 @@ class Readying:
             case "ready" if request.ready.fence == self._fence:
                 answer = request.ready
                 self._replica.ready[request.rank] = ReadyWorker(request.boot_id, frozenset(answer.plans))
+                self._take_unopened(request)
                 if answer.HasField("problem"):
                     self._problems[request.rank] = answer.problem
                 return acknowledged()
         return None
+
+    def _take_unopened(self, request: worker_pb2.WorkerRequest) -> None:
+        """Adds to what this process told before: one that is asked again opens only what is not open yet."""
+        before = [each for each in self._unopened.get(request.rank, ()) if each.boot_id == request.boot_id]
+        found = {(each.transport, each.locator): each for each in before}
+        for each in request.ready.unopened:
+            told = weights_pb2.Unopened()
+            told.CopyFrom(each)
+            told.boot_id = request.boot_id
+            found[each.transport, each.locator] = told
+        self._unopened[request.rank] = list(found.values())
+
+    @property
+    def asks(self) -> bool:
+        """Whether the engine's answer is waited for."""
+        return self._giving
+
+    def stop(self) -> bool:
+        """Nobody waits for the engine's answer any more, and no worker gets an order; whether somebody did."""
+        before, self._giving = self._giving, False
+        return before
 
     def ended(self, done: Done, left: float) -> Problem | None:
         """The engine says that its workers were asked, or that they were not. Why the install cannot go on.

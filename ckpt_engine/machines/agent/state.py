@@ -32,7 +32,7 @@ NO_WORDS = Words((), False, "no worker has started", None)
 
 
 @dataclass
-class Order:
+class FetchedOrder:
     """An install order that a worker has fetched and not yet accounted for. It may begin to write at any time."""
 
     boot_id: bytes
@@ -54,8 +54,8 @@ class Replica:
     engine: None while there is none; then `engine_reason` says why. words: the workers' state, as last read.
     paused: None: unknown, since a call that would tell had no answer. sleeping: as marked in the engine's page, and so
     what the gate believes. holding: its page says that requests wait for the end of an update, or are refused since
-    the engine has not resumed after one. orders: by worker rank, see Order.
-    settled: False: an agent before this one may have given out orders that no worker has accounted for.
+    the engine has not resumed after one. orders: by worker rank, see FetchedOrder.
+    accounted: False: an agent before this one may have given out orders that no worker has accounted for.
     prepared, needs: what the workers last recorded, and the blobs of it, by rank. ready: which plans
     they keep ready.
     labelled: what the engine has agreed to call its tokens by; None: nobody knows. label_reason: why it did not agree
@@ -73,8 +73,8 @@ class Replica:
     paused: bool | None = None
     sleeping: Sleeping = AWAKE
     holding: bool = False
-    orders: dict[int, Order] = field(default_factory=dict)
-    settled: bool = False
+    orders: dict[int, FetchedOrder] = field(default_factory=dict)
+    accounted: bool = False
     prepared: dict[int, manager_pb2.PreparedWorker] = field(default_factory=dict)
     needs: dict[int, bytes] = field(default_factory=dict)
     ready: dict[int, ReadyWorker] = field(default_factory=dict)
@@ -110,11 +110,15 @@ class Replica:
             if gone or (status is not None and status.state == CLEAN and status.epoch == order.epoch):
                 del self.orders[rank]
 
-    def settle_order(self, rank: int, boot_id: bytes, epoch: int) -> None:
+    def account_for(self, rank: int, boot_id: bytes, epoch: int) -> None:
         """A worker has told what became of an order, so it will not act on it any more."""
         order = self.orders.get(rank)
         if order is not None and order.boot_id == boot_id and order.epoch <= epoch:
             del self.orders[rank]
+
+    def ordered(self, epoch: int) -> bool:
+        """Whether a worker may still write what an order of this epoch tells it."""
+        return any(order.epoch == epoch for order in self.orders.values())
 
     def all_hold(self, identity: weights_pb2.Identity, epoch: int) -> bool:
         """Whether every worker of the engine says that it holds this version since this epoch."""
@@ -130,7 +134,7 @@ class Replica:
 
     def untouched(self) -> bool:
         """Whether no worker holds half of a version or may begin to write."""
-        return self.settled and not self.orders and all(status.state != DIRTY for status in self.words.workers)
+        return self.accounted and not self.orders and all(status.state != DIRTY for status in self.words.workers)
 
     @property
     def asleep(self) -> bool:
@@ -160,7 +164,7 @@ class Replica:
             return self.words.reason
         if self.orders:
             return f"worker {min(self.orders)} has not told what became of its install order"
-        if not self.settled:
+        if not self.accounted:
             return "an install that an earlier agent began may still go on"
         if self.paused is not False:
             return "paused"
@@ -202,7 +206,7 @@ class Operation(ABC):
         self.replica.out.append(Run(("operation", self.number, step), task))
 
     def set_timer(self, step: str, seconds: float) -> None:
-        """Its end comes back to `timer` under this step, if the operation still goes on."""
+        """Sets a timer whose end comes back to `timer` under this step, if the operation still goes on."""
         self.replica.out.append(SetTimer(("operation", self.number, step), seconds))
 
     @abstractmethod

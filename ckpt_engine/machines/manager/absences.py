@@ -10,27 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from ckpt_engine.core.problems import CkptEngineError, unavailable
+from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Holder, Member, Replica, absence
-from ckpt_engine.machines.manager.order import Order
+from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.state import State
-from ckpt_engine.machines.manager.targets import Targets
 from ckpt_engine.machines.manager.versions import describe
 
 
 class Absences:
-    """Of one order. timer, cancel: set and forget a timer of the update, by its step."""
+    """The absences during one update. timer, cancel: set and forget a timer of the update, by its step."""
 
     def __init__(
         self,
         state: State,
-        order: Order,
-        targets: Targets,
+        goal: Goal,
+        recipients: Recipients,
         timer: Callable[[str, float], None],
         cancel: Callable[[str], None],
     ) -> None:
         self._state = state
-        self._order = order
-        self._targets = targets
+        self._goal = goal
+        self._recipients = recipients
         self._timer = timer
         self._cancel = cancel
         self._overdue: set[str] = set()  # replicas for which nobody waits any more
@@ -38,15 +38,15 @@ class Absences:
     def concern(self, member: Member) -> bool:
         """Whether it takes part in the update."""
         if isinstance(member, Replica):
-            return member.name in self._order.replicas
-        sources = self._order.published.sources
+            return member.name in self._goal.replicas
+        sources = self._goal.published.sources
         if isinstance(member, Holder):
             return any(source.source == member.source for source in sources)
-        read = self._order.sealed is None or any(source.rank == member.rank for source in sources)
-        return member.lineage == self._order.lineage and read
+        read = self._goal.sealed is None or any(source.rank == member.rank for source in sources)
+        return member.lineage == self._goal.lineage and read
 
     def lost(self, member: Member, now: float) -> None:
-        """Its stream has ended just now: it gets some time to come back."""
+        """Gives a replica whose stream has just ended some time to come back."""
         if isinstance(member, Replica):
             self._wait_for(member, self._patience(member, now))
         else:
@@ -57,13 +57,13 @@ class Absences:
         if not isinstance(member, Replica) or member.engine is not None:
             self._cancel(absence(member))
         if isinstance(member, Replica) and member.engine is not None:
-            self._targets.awaited.discard(member.name)
+            self._recipients.awaited.discard(member.name)
             self._overdue.discard(member.name)
 
     def not_back(self, step: str) -> Member | None:
         """Who has stayed away until the timer of this step fired."""
-        ranks = self._state.members.ranks(self._order.lineage).values()
-        replicas = (self._state.members.replicas.get(name) for name in self._order.replicas)
+        ranks = self._state.members.ranks(self._goal.lineage).values()
+        replicas = (self._state.members.replicas.get(name) for name in self._goal.replicas)
         holders = self._state.members.holders.values()
         members: tuple[Member | None, ...] = (*ranks, *holders, *replicas)
         found = (member for member in members if member is not None and absence(member) == step)
@@ -73,33 +73,34 @@ class Absences:
         return away
 
     def begin(self, names: Iterable[str], now: float) -> None:
-        """Of these replicas: waits for those that may come back, leaves out those that have been away for too long."""
+        """Waits for those of these replicas that may come back, and leaves out those that have been away for too
+        long."""
         for name in names:
             replica = self._state.members.replicas.get(name)
             if replica is None:
-                self._targets.leave_out(name, unavailable("it is not registered any more", replica=name).problem)
-            elif replica.peer is None or (name in self._targets.awaited and replica.engine is None):
+                self._recipients.leave_out(name, unavailable("it is not registered any more", replica=name).problem)
+            elif replica.peer is None or (name in self._recipients.awaited and replica.engine is None):
                 patience = self._patience(replica, now)
                 if patience > 0 and name not in self._overdue:
                     self._wait_for(replica, patience)
                 else:
-                    self._targets.leave_out(name, not_there(replica, now).problem)
+                    self._recipients.leave_out(name, not_there(replica, now).problem)
 
     def leave_out(self, replica: Replica, now: float) -> None:
         """It did not come back in time, or will not. Nothing if it has an outcome already."""
-        if replica.name not in self._targets.outcomes:
+        if replica.name not in self._recipients.outcomes:
             problem = not_there(replica, now).problem
-            if replica.name in self._targets.told:
+            if replica.name in self._recipients.told:
                 problem.message = f"it was lost while installing: {problem.message}"
-            self._targets.leave_out(replica.name, problem)
+            self._recipients.leave_out(replica.name, problem)
 
     def _wait_for(self, replica: Replica, seconds: float) -> None:
-        self._targets.awaited.add(replica.name)
+        self._recipients.awaited.add(replica.name)
         self._timer(absence(replica), seconds)
 
     def _patience(self, replica: Replica, now: float) -> float:
         """For how long it may still come back; not positive: no more."""
-        return min(replica.heard + self._state.deadlines.lease - now, (self._order.end - now) / 2)
+        return min(replica.heard + self._state.deadlines.lease - now, (self._goal.end - now) / 2)
 
 
 def _is_there(member: Member) -> bool:

@@ -8,14 +8,15 @@ they were not told to seal another version since. Decides nothing about how: tha
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.machines.events import HeldOffer, Key, Peer, Published, SourceOffer
+from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Replica, Unfit
-from ckpt_engine.machines.manager.order import Order
 from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import Latest, describe
@@ -26,8 +27,8 @@ CATCH_UP: Key = ("catch up",)
 
 @dataclass
 class Attempts:
-    """Of bringing the same workers to the same version, while the same relays are there: they may be what lacked. told:
-    the session that heard that nobody can be read."""
+    """Attempts to bring the same workers to the same version, while the same relays are there: they may be what lacked.
+    told: the session that heard that nobody can be read."""
 
     workers: tuple[bytes, ...]
     identity: bytes
@@ -46,10 +47,13 @@ class CatchUp:
     holdings: Holdings
     attempts: dict[str, Attempts] = field(default_factory=dict)
 
-    def order(self, now: float) -> Order | None:
-        """The next replica's turn, if there is one; sets a timer for the next one that must wait."""
+    def goal(self, busy: Collection[str], may: Callable[[Goal], bool], now: float) -> Goal | None:
+        """The next replica's turn, if there is one; sets a timer for the next one that must wait. busy: pools whose
+        replicas have no turn now. may: whether an order may begin."""
         waits = []
         for replica in self.state.members.receivers():
+            if replica.pool in busy:
+                continue
             latest = self.state.versions.of(replica.name)
             if latest is None or not _lacks(replica, latest) or self._never_loads(replica, latest) is not None:
                 self.attempts.pop(replica.name, None)
@@ -65,9 +69,7 @@ class CatchUp:
             if attempts.next > now:
                 waits.append(attempts.next - now)
                 continue
-            attempts.count += 1
-            attempts.next = now + self.state.deadlines.catch_up_retry * 2 ** (attempts.count - 1)
-            return Order(
+            goal = Goal(
                 lineage=latest.identity.lineage,
                 version=latest.identity.version,
                 published=published,
@@ -79,7 +81,13 @@ class CatchUp:
                 end=now + self.state.deadlines.catch_up,
                 late=latest.identity,
                 record=record,
+                pool=replica.pool,
             )
+            if not may(goal):
+                continue
+            attempts.count += 1
+            attempts.next = now + self.state.deadlines.catch_up_retry * 2 ** (attempts.count - 1)
+            return goal
         if waits:
             self.state.set_timer(CATCH_UP, min(waits))
         return None

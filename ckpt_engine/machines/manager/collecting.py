@@ -7,14 +7,14 @@ collectives in a row ended badly is left out of the next one.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from ckpt_engine.core.problems import unavailable
-from ckpt_engine.machines.events import Compiled, WorkerKey
+from ckpt_engine.machines.events import CollectivePlan, Compiled, WorkerKey
 from ckpt_engine.machines.manager.collective_rule import TRANSPORT, Candidate, collective_decision
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.members import Trainer
-from ckpt_engine.machines.manager.targets import Targets
+from ckpt_engine.machines.manager.recipients import Recipients, with_words
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 NEW = manager_pb2.NEW_SERVING
@@ -30,12 +30,13 @@ def name_of(member: str | WorkerKey) -> str:
 
 
 class Collecting:
-    """Of one update. replicas: those that take part; none: there is no collective. why: a sentence for people."""
+    """The collective of one update. replicas: those that take part; none: there is no collective. why: a sentence for
+    people."""
 
-    def __init__(self, course: Course, targets: Targets) -> None:
+    def __init__(self, course: Course, recipients: Recipients) -> None:
         self._course = course
         self._state = course.state
-        self._targets = targets
+        self._recipients = recipients
         self._compiled: Compiled | None = None
         self._part = manager_pb2.Collective()
         self._ranks: dict[int, int] = {}  # trainer ranks: their index
@@ -43,6 +44,8 @@ class Collecting:
         self._took: dict[int, manager_pb2.TookPart] = {}
         self._gone: set[int] = set()
         self._sessions: dict[int, str] = {}
+        self._candidates: dict[str, Candidate] = {}
+        self._asked = self._published = False
         self.replicas: frozenset[str] = frozenset()
         self.why = ""
 
@@ -50,15 +53,16 @@ class Collecting:
 
     def choose(self, compiled: Compiled, near_relays: Collection[str]) -> bool:
         """Whether plans are to be compiled once more, now with a collective. near_relays: replicas that reach one."""
-        order, first = self._course.order, self._compiled is None
+        goal, first = self._course.goal, self._compiled is None
         self._compiled = compiled
         if not first:
+            self._without(compiled.unfit)
             return False
-        sources = order.published.sources
+        sources = goal.published.sources
         ways = [way for source in sources for way in source.ways]
         offered = bool(ways) and all(TRANSPORT in way for way in ways)
         candidates = {}
-        for worker in self._targets.workers():
+        for worker in self._recipients.workers():
             name = worker.key[0]
             unable = ""
             if not offered:
@@ -66,18 +70,43 @@ class Collecting:
             elif TRANSPORT not in worker.transports:
                 unable = f"cannot use {TRANSPORT}"
             candidates[name] = Candidate(name not in compiled.unfit, name in near_relays, unable)
-        asked = offered and all(way == {TRANSPORT} for way in ways)
-        held, late = order.until == manager_pb2.HELD, order.sealed is not None
-        if not late:
+        self._published = any(TRANSPORT in way for way in ways)
+        self._asked = offered and all(way == {TRANSPORT} for way in ways)
+        if goal.sealed is None:
             self._leave_out(candidates)
         self._sessions = {rank: trainer.session_id for rank, trainer in self._trainers().items()}
-        decision = collective_decision(asked, held, late, candidates)
-        self.replicas, self.why = frozenset(decision.replicas), decision.why
+        self._candidates = candidates
+        self._decide()
         return bool(self.replicas)
 
+    def _decide(self) -> None:
+        held, late = self._course.goal.until == manager_pb2.HELD, self._course.goal.sealed is not None
+        decision = collective_decision(self._asked, held, late, self._candidates)
+        self.replicas, self.why = frozenset(decision.replicas), decision.why
+
+    def _without(self, unfit: Mapping[str, weights_pb2.Problem]) -> None:
+        """Leaves out the chosen replicas that cannot be planned for."""
+        lost = self.replicas & unfit.keys()
+        for name in lost:
+            why = f"takes no part: {unfit[name].message}"
+            self._candidates[name] = self._candidates[name]._replace(unable=why)
+        if lost:
+            self._decide()
+
+    def explained(self, unfit: Mapping[str, weights_pb2.Problem]) -> Mapping[str, weights_pb2.Problem]:
+        """Why no plans can be made for these, with why they get the weights by no collective, if there could be one."""
+        if not self._published:
+            return unfit
+        return {name: with_words(problem, self._not_together(name, problem)) for name, problem in unfit.items()}
+
+    def _not_together(self, name: str, problem: weights_pb2.Problem) -> str:
+        own = self._candidates[name].unable if name in self._candidates else ""
+        said = f"{name} {own}" if own else ("" if self.replicas else self.why)
+        return "" if problem.message in said else said
+
     def _leave_out(self, candidates: dict[str, Candidate]) -> None:
-        """Those because of which several in a row ended badly, unless nobody else is left; they are tried again in the
-        next one."""
+        """Leaves out those because of which several in a row ended badly, unless nobody else is left; they are tried
+        again in the next one."""
         blames = self._state.blames
         able = {name for name, each in candidates.items() if not each.unable}
         bad = {name for name in able if blames.get(name, 0) >= BLAMES}
@@ -92,13 +121,13 @@ class Collecting:
         if plan is None:
             return
         replicas = {member[0] for member in plan.members if not isinstance(member, str)}
-        there = replicas & set(self._targets.waiting_for())
+        there = replicas & set(self._recipients.waiting_for())
         if there != replicas:
             for name in there:  # before anything is paused for a vote that cannot be complete
                 message = f"its collective needs {', '.join(sorted(replicas - there))}, which is not in this update"
-                self._targets.leave_out(name, unavailable(message, replica=name).problem)
+                self._recipients.leave_out(name, unavailable(message, replica=name).problem)
             return
-        ranks = {source.source: source.rank for source in self._course.order.published.sources}
+        ranks = {source.source: source.rank for source in self._course.goal.published.sources}
         for index, member in enumerate(plan.members):
             if not isinstance(member, str):
                 self._workers[member] = index
@@ -108,18 +137,19 @@ class Collecting:
             members=[name_of(member) for member in plan.members],
             plan=plan.plan,
             meeting=plan.meeting,
-            communicator=self._communicator(fence),
+            communicator=self._communicator(fence, plan),
             arm_seconds=self._state.deadlines.arm,
         )
 
-    def _communicator(self, fence: weights_pb2.Fence) -> bytes:
-        """That of the update before if its members are the same processes and all ended well, else another."""
-        lineage = self._course.order.lineage
+    def _communicator(self, fence: weights_pb2.Fence, plan: CollectivePlan) -> bytes:
+        """That of the update before if its plan and its members' processes are the same and all ended well, else
+        another."""
+        lineage = self._course.goal.lineage
         processes = [trainer.session_id.encode() for trainer in self._trainers().values()]
         for name in sorted(self.replicas):
             replica = self._state.members.replicas.get(name)
             processes += [] if replica is None else replica.boot_ids()
-        makeup = (tuple(self._part.members), tuple(processes))
+        makeup = (plan, tuple(processes))
         known = self._state.communicators.pop(lineage, None)
         named = known[1] if known is not None and known[0] == makeup else f"{fence.cluster}/{fence.epoch}".encode()
         self._made = lineage, makeup, named
@@ -172,7 +202,7 @@ class Collecting:
         return [] if plan is None else [plan.plan]
 
     def _trainers(self) -> dict[int, Trainer]:
-        return self._state.members.ranks(self._course.order.lineage)
+        return self._state.members.ranks(self._course.goal.lineage)
 
     # -- the end
 
@@ -192,7 +222,7 @@ class Collecting:
                 self._state.blames[name] = count + 1
 
     def _ended(self, name: str) -> manager_pb2.Outcome:
-        outcome = self._targets.outcomes.get(name)
+        outcome = self._recipients.outcomes.get(name)
         return manager_pb2.OUTCOME_UNSPECIFIED if outcome is None else outcome.outcome
 
     def _blamed(self) -> list[str]:
@@ -207,7 +237,7 @@ class Collecting:
             said += f"; it did not end well: {problems[0]}"
         if dirty:
             said += (
-                f"; one failure after its beginning leaves all dirty that are not done ({', '.join(dirty)}): the next "
+                f"; who had begun and is not done, or was lost meanwhile, is closed ({', '.join(dirty)}): the next "
                 "update mends them"
             )
         return said

@@ -2,37 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from ckpt_engine.core.names import in_pool
 from ckpt_engine.core.problems import deadline
 from ckpt_engine.machines.events import Key, ManagerTask
-from ckpt_engine.machines.manager.order import Order
+from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.state import SHORTEST_SECONDS, State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-REFUSABLE = frozenset({"preparing", "planning", "sealing", "combining", "filling", "joining", "waiting", "leaving"})
+REFUSABLE = frozenset(
+    {"preparing", "planning", "sealing", "combining", "queueing", "filling", "joining", "waiting", "leaving"}
+)
 """Phases in which nothing was touched. While the intent is being recorded only the ledger can still refuse: the intent
 may be on the disk already."""
 
 SAID = {
+    "queueing": "waiting for relays that an update of another pool uses",
     "waiting": "waiting for the installs of the update before it",
     "leaving": "looking whether a caller that has left is alive",
 }
 """What phases are called whose names do not say it."""
 
-TIMED = frozenset({"preparing", "sealing", "filling", "joining"})
+TIMED = frozenset({"preparing", "sealing", "queueing", "filling", "joining"})
 """Phases in which others are waited for, so that a timer of that name ends them."""
 
 
 class Course:
-    """Of one order. phase: one of REFUSABLE, then "recording", "installing", "reporting", "over". fence: for filling.
-    started: when it began."""
+    """The course of one update. phase: one of REFUSABLE, then "recording", "installing", "reporting", "over". fence:
+    for preparing and sealing. number: its epoch. filling: the fence that relays are told; another one if they obey a
+    higher one since this began. started: when it began. awaited: by phase, names those that it waits for, for people.
+    timeline: what is known by now of when what happened."""
 
-    def __init__(self, state: State, order: Order) -> None:
+    def __init__(self, state: State, goal: Goal) -> None:
         self.state = state
-        self.order = order
+        self.goal = goal
         self.fence: weights_pb2.Fence = state.next_fill()
+        self.number = self.fence.epoch
+        self.filling = self.fence
         self.phase = "preparing"
         self.started = 0.0
+        self.awaited: dict[str, Callable[[], list[str]]] = {}
         self._phase_end = 0.0
+        self.timeline = manager_pb2.Timeline()
+        self._hurried = False
 
     @property
     def refusable(self) -> bool:
@@ -44,62 +57,110 @@ class Course:
         """What it does, for people."""
         return SAID.get(self.phase, self.phase)
 
+    def waiting_for(self) -> list[str]:
+        """Whom it waits for now, as people call them; empty: for nobody, or only for a task of the manager's own."""
+        return self.awaited[self.phase]() if self.phase in self.awaited else []
+
     def describe(self, fence: weights_pb2.Fence) -> str:
         """What runs, for who must wait for it."""
-        order = self.order
-        what = "rollback" if order.back is not None else "update"
-        what = what if order.late is None else f"bringing up {order.replicas[0]}: update"
-        return f"{what} {fence.epoch} (version {order.version} of lineage {order.lineage!r}): {self.said}"
+        goal = self.goal
+        what = "rollback" if goal.back is not None else "update"
+        what = what if goal.late is None else f"bringing up {goal.replicas[0]}: update"
+        where = f", {in_pool(goal.pool)}" if goal.pool else ""
+        return f"{what} {fence.epoch} (version {goal.version} of lineage {goal.lineage!r}{where}): {self.said}"
 
     def check(self, identity: weights_pb2.Identity, now: float) -> None:
         """Raises FAILED_PRECONDITION if the weights cannot be this version, DEADLINE_EXCEEDED if no time is left."""
-        self.state.versions.check_number(identity, self.order.sealed)
-        if self.order.end - self.state.deadlines.report <= now:
+        self.state.versions.check_number(identity, self.goal.sealed)
+        if self.goal.end - self.state.deadlines.report <= now:
             raise deadline("no time was left to install when the weights were sealed")
 
     def start(self, now: float) -> None:
         """The first phase, and the timers of the whole."""
-        self.started = now
-        self.timer("end", self.order.end - self.state.deadlines.report / 2 - now)
+        self.started = self.timeline.began = now
+        if self.goal.called is not None:
+            self.note("gathering", self.goal.called)
+        self.timer("end", self.goal.end - self.state.deadlines.report / 2 - now)
         self.timer("resend", self.state.deadlines.resend)
         self.begin("preparing", self.state.deadlines.prepare, now)
 
     def begin(self, phase: str, seconds: float, now: float) -> None:
-        """The next phase, which may take so long, and no longer than the order."""
+        """The next phase, which may take so long, and no longer than the goal."""
         self.phase = phase
-        end = self.order.end - self.state.deadlines.report
+        self.note(phase, now)
+        end = self.goal.end - self.state.deadlines.report
         self._phase_end = max(now + SHORTEST_SECONDS, min(now + seconds, end))
         if phase in TIMED:
             self.timer(phase, self._phase_end - now)
         self.tell(manager_pb2.UpdateProgress(stage=manager_pb2.PLAN, message=self.said))
+
+    def share(self, relays: frozenset[str]) -> bool:
+        """Whether it may fill and read these from now on, under `filling`; else it asks again later."""
+        if not self.state.sharing.ask(self.number, relays):
+            return False
+        if self.state.sharing.obeyed(relays) > self.filling.epoch:
+            if not self.state.epoch_ready():
+                return False
+            self.filling = self.state.next_fill()
+        self.use(relays)
+        return True
+
+    def share_none(self) -> None:
+        """It does without those that it has asked for."""
+        self.state.sharing.waits.pop(self.number, None)
+
+    @property
+    def waits(self) -> bool:
+        """Whether others have relays that it has asked for."""
+        return bool(self.state.sharing.in_the_way(self.number))
+
+    def use(self, relays: frozenset[str]) -> None:
+        """It fills and reads these from now on: none of them is `taken`."""
+        self.state.sharing.add(self.number, relays)
+        self.state.sharing.told |= dict.fromkeys(relays, self.filling.epoch)
+
+    def taken(self) -> set[str]:
+        """Relays that another update uses, or that obey a higher fence by now."""
+        sharing = self.state.sharing
+        return sharing.taken(self.number) | {name for name, told in sharing.told.items() if told > self.filling.epoch}
+
+    def note(self, phase: str, now: float) -> None:
+        """For the timeline: it began then, and what went on before has ended."""
+        self.timeline.phases.add(name=phase, after=now - self.started)
+
+    def hurry(self, seconds: float, now: float) -> None:
+        """The whole ends so long after the first of these calls, if it does not end sooner."""
+        if not self._hurried:
+            self._hurried = True
+            self.timer("end", min(seconds, self.goal.end - self.state.deadlines.report / 2 - now))
 
     def left(self, now: float) -> float:
         """Seconds for a task of this phase."""
         return max(SHORTEST_SECONDS, self._phase_end - now)
 
     def over(self) -> None:
-        """Nothing is left to do."""
+        """Ends the course: nothing is left to do."""
         self.phase = "over"
         for step in ("end", "resend", *TIMED):
             self.cancel(step)
 
     def answer(self, report: manager_pb2.UpdateReport) -> None:
         """Gives all callers their report; nobody calls any more."""
-        for call in self.order.calls.values():
+        for call in self.goal.calls.values():
             self.state.emit(call, manager_pb2.UpdateEvent(report=report))
             self.state.finish(call)
-        self.order.calls.clear()
+        self.goal.calls.clear()
 
     def refuse(self, problem: weights_pb2.Problem) -> None:
         """Ends all calls with a problem."""
-        for call in self.order.calls.values():
+        for call in self.goal.calls.values():
             self.state.finish(call, problem)
-        self.order.calls.clear()
+        self.goal.calls.clear()
 
     def release(self) -> None:
         """Trainers may change their weights; what was sealed before held up nobody."""
-        if self.order.sealed is None:
-            for trainer in self.state.members.ranks(self.order.lineage).values():
+        if self.goal.sealed is None:
+            for trainer in self.state.members.ranks(self.goal.lineage).values():
                 self.state.send(trainer, manager_pb2.Release(fence=self.fence))
 
     def progress(self, name: str, said: manager_pb2.Progress) -> None:
@@ -112,7 +173,7 @@ class Course:
 
     def tell(self, progress: manager_pb2.UpdateProgress) -> None:
         """Tells all callers."""
-        for call in self.order.calls.values():
+        for call in self.goal.calls.values():
             self.state.emit(call, manager_pb2.UpdateEvent(progress=progress))
 
     def run(self, step: str, task: ManagerTask) -> None:
@@ -128,4 +189,4 @@ class Course:
         self.state.cancel_timer(self._key(step))
 
     def _key(self, step: str) -> Key:
-        return ("update", self.fence.epoch, step)
+        return ("update", self.number, step)

@@ -11,6 +11,7 @@ from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.reach import by_network
 from ckpt_engine.machines.manager.filling import FINAL, Filling
 from ckpt_engine.machines.manager.members import Holder
+from ckpt_engine.machines.manager.relay_facts import slow_relays
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 OVER = "tcp"
@@ -34,6 +35,7 @@ def filled_together(
 ) -> Together:
     """For relays that are to be told something now for the first time. command_of: what one is told without it, but for
     tables."""
+    slow = slow_relays(holders.values())
     classes: dict[tuple[object, ...], list[str]] = {}
     others: dict[tuple[str, ...], list[str]] = {}
     for filling in fillings:
@@ -50,7 +52,8 @@ def filled_together(
         command = command_of(filling)
         if any(held.identity == command.identity for held in holder.held):
             continue  # it answers from what it holds, and passes nothing on
-        if holder.last_filled is not None and holder.last_filled.problem.code in FINAL:
+        last = holder.words.last_filled
+        if last is not None and last.problem.code in FINAL:
             continue  # it may be too small this time, too, and the others would wait for it
         needs = tuple(sorted(each.digest for each in command.needs))
         classes.setdefault((needs, command.everything), []).append(filling.relay)
@@ -59,12 +62,15 @@ def filled_together(
     for names in classes.values():
         if len(names) < 2:
             continue
-        told = fan_out_orders({name: _passes_on(holders[name]) for name in names}, _about(fence, names, holders))
+        leaves = {name: slow[name] for name in names if name in slow}
+        regions = {name: _passes_on(holders[name]) for name in names}
+        told = fan_out_orders(regions, _about(fence, names, holders), leaves)
         orders |= told
         for name in names:
             peers = sorted({peer.relay for peer in told[name].peers})
             others_too = "1 other" if len(names) == 2 else f"{len(names) - 1} others"
-            why[name] = f"it is filled along with {others_too}, and reads {', '.join(peers)} meanwhile"
+            words = f"it is filled along with {others_too}, and reads {', '.join(peers)} meanwhile"
+            why[name] = f"{words}, but passes nothing on: it {leaves[name]}" if name in leaves else words
     for over, names in others.items():
         if len(names) > 1 and over != (OVER,):
             why |= dict.fromkeys(names, f"who reads over {' and '.join(over)} passes nothing on meanwhile")

@@ -20,7 +20,7 @@ def fill_command(
 ) -> manager_pb2.FillRelay:
     """For the relay of this name, without a record. upstream: tables of the relays that it reads. It keeps the
     lineage's last version."""
-    holders, published = course.state.members.holders, course.order.published
+    holders, published = course.state.members.holders, course.goal.published
     tables = {source.source: source.table for source in published.sources}
     # Others that hold it, and of which nobody knows how they are read: whoever reads finds out.
     others = [
@@ -30,9 +30,9 @@ def fill_command(
         if held.identity == identity and other.filling is None and other.source not in tables
     ]
     relays = [holders[each] for each in (name, *route.feeds) if each in holders]
-    latest = course.state.versions.latest.get(course.order.lineage)
+    latest = course.state.versions.latest.get(course.goal.lineage)
     return manager_pb2.FillRelay(
-        fence=course.fence,
+        fence=course.filling,
         identity=identity,
         tables=[*(tables[source] for source in route.sources), *upstream, *others],
         needs=known.near(relays),

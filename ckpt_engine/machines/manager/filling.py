@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.problems import deadline
+from ckpt_engine.core.reach import name_of
 from ckpt_engine.core.relay_routes import Route
+from ckpt_engine.machines.events import SourceOffer
 from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -84,9 +86,20 @@ def reports(fillings: Iterable[Filling]) -> list[manager_pb2.RelayReport]:
     ]
 
 
+def lacking(fillings: Iterable[Filling], sources: Iterable[SourceOffer]) -> dict[str, str]:
+    """For each replica, what its relay was not to bring, since nobody reaches it."""
+    hosts = {source.source: name_of(source.host) for source in sources}
+    return {
+        name: f"{each.relay} reaches nobody who has what {source} holds; start a relay on host {hosts[source]}"
+        for each in fillings
+        for source in each.route.lacks[:1]
+        for name in each.replicas
+    }
+
+
 def shortfalls(fillings: Iterable[Filling], holders: Mapping[str, Holder]) -> dict[str, Problem]:
-    """By replica: why the relay that was to serve it does not count, or what of the version that has not brought. It
-    names the relay, and those that it reads, with their addresses."""
+    """For each replica, why the relay that was to serve it does not count, or what of the version that has not brought.
+    It names the relay, and those that it reads, with their addresses."""
     return {name: told for each in fillings if (told := _shortfall(each, holders)) for name in each.replicas}
 
 

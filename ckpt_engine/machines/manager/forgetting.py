@@ -26,7 +26,7 @@ class Forgetting:
     state: State
 
     def lost(self, member: Trainer | Holder) -> None:
-        """Its session ended without a goodbye."""
+        """Notes that its session ended without a goodbye."""
         self.state.set_timer(_key(member), self.state.deadlines.forget)
 
     def back(self, member: Trainer | Holder) -> None:

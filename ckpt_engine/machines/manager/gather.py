@@ -1,7 +1,7 @@
 """The ranks' calls of one lineage's update, from the first to the last.
 
 Decides which calls belong together, when all are there, which version they mean and which replicas it is for. Changes
-nothing: what comes out is an Order, a Problem, or the wish to wait. Whose turn it is, is decided in `gathers`.
+nothing: what comes out is a Goal, a Problem, or the wish to wait. Whose turn it is, is decided in `gathers`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invalid, precondition
 from ckpt_engine.machines.events import Call
+from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.naming import ranks_named
-from ckpt_engine.machines.manager.order import Order
 from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.selection import (
     check_wishes,
@@ -98,7 +98,7 @@ class Gather:
         publication = self.publications.get(self.lineage)
         return (publication.published or publication.problem) is not None and not self._missing_ranks()
 
-    def order(self, now: float) -> Order | None:
+    def goal(self, now: float) -> Goal | None:
         """What the ranks want, once all are there; None: wait. Raises CkptEngineError if it must be refused."""
         self._check_agreement()
         if not self.complete():
@@ -108,7 +108,7 @@ class Gather:
             raise CkptEngineError(publication.problem)
         assert publication.published is not None
         request = self.requests[min(self.requests)]
-        return Order(
+        return Goal(
             lineage=self.lineage,
             version=self._version(),
             published=publication.published,
@@ -121,6 +121,8 @@ class Gather:
             before=self.state.versions.highest.get(self.lineage),
             prefetch=prefetch_of(request),
             until=until_of(request),
+            pool=request.pool,
+            called=self.started,
         )
 
     def overdue(self) -> CkptEngineError:

@@ -4,18 +4,19 @@ Decides which calls wait and for how long, and whose turn it is:
 - A lineage of which this manager knows no rank is refused at once. After a restart it waits first for members to dial
   in again. One whose ranks have all lost their sessions has a lease to come back.
 - A gather that lacks ranks holds up nobody: no other lineage, no late replica, no sleep or wake.
-- Those that lack nothing take turns in the order in which that came true. So a lineage that calls again at once comes
-  after those that waited.
+- Those that lack nothing take turns in the order in which that came true, in each pool. So a lineage that calls again
+  at once comes after those that waited.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.machines.events import Call
 from ckpt_engine.machines.manager.gather import Gather
-from ckpt_engine.machines.manager.order import Order
+from ckpt_engine.machines.manager.goal import Coming, Goal
 from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -26,7 +27,7 @@ MOST_DESCRIBED = 4
 
 @dataclass
 class Gathers:
-    """by_lineage: oldest first. turns: lineages that lack nothing, with their orders, in the order of their turns.
+    """by_lineage: oldest first. turns: lineages that lack nothing, with their goals, in the order of their turns.
 
     lonely: lineages that call while none of their ranks has a session.
     """
@@ -34,7 +35,7 @@ class Gathers:
     state: State
     publications: Publications
     by_lineage: dict[str, Gather] = field(default_factory=dict)
-    turns: dict[str, Order] = field(default_factory=dict)
+    turns: dict[str, Goal] = field(default_factory=dict)
     lonely: set[str] = field(default_factory=set)
 
     def join(self, call: Call, request: manager_pb2.UpdateWeightsRequest, now: float) -> None:
@@ -47,7 +48,7 @@ class Gathers:
         self._wait(gather, now)
 
     def cancelled(self, call: Call) -> None:
-        """Its caller has gone; the other ranks wait on, and it may call again."""
+        """Forgets a rank's call whose caller has gone; the other ranks wait on, and it may call again."""
         for gather in list(self.by_lineage.values()):
             for rank in [rank for rank, other in gather.calls.items() if other == call]:
                 gather.leave(rank)
@@ -62,27 +63,24 @@ class Gathers:
                 if not settled:
                     continue
                 self._look_for_ranks(gather)
-                order = gather.order(now)
+                goal = gather.goal(now)
             except CkptEngineError as error:
                 self._refuse(gather, error.problem)
                 continue
-            if order is None:
+            if goal is None:
                 self.turns.pop(gather.lineage, None)
             else:
                 first = gather.lineage not in self.turns
-                self.turns[gather.lineage] = order
+                self.turns[gather.lineage] = goal
                 if first:
                     self._wait(gather, now)
 
-    def next(self) -> str | None:
-        """The lineage whose turn it is; None: nobody can begin."""
-        return next(iter(self.turns), None)
-
-    def begin(self, lineage: str) -> Order:
-        """Its turn has come."""
-        order = self.turns[lineage]
-        self._end(self.by_lineage[lineage])
-        return order
+    def coming(self) -> list[Coming]:
+        """The lineages that lack nothing, in the order of their turns."""
+        return [
+            Coming(f"update of lineage {lineage!r}", goal, partial(self._end, self.by_lineage[lineage]))
+            for lineage, goal in self.turns.items()
+        ]
 
     def timer(self, step: str, lineage: str, now: float) -> None:
         """A gather's time is over, or that of a lineage without sessions."""

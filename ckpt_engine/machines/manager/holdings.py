@@ -20,7 +20,8 @@ from ckpt_engine.v1 import manager_pb2
 
 @dataclass
 class Joining:
-    """Of one version. offers: what is joined. joined: None while that goes on, or if it failed."""
+    """What holders of one version offer together. offers: what is joined. joined: None while that goes on, or if it
+    failed."""
 
     offers: tuple[HeldOffer, ...]
     number: int
@@ -100,7 +101,7 @@ class Holdings:
             del self.by_lineage[lineage]
 
     def blobs(self) -> dict[str, list[manager_pb2.BlobRef]]:
-        """Those that must stay, by the holder that needs them."""
+        """The blobs that must stay, by the holder that needs them."""
         used: dict[str, list[manager_pb2.BlobRef]] = {}
         for holder in self.state.members.holders.values():
             used[holder.source] = [ref for held in holder.held for ref in (held.table, held.record) if ref.digest]

@@ -1,13 +1,14 @@
 """The manager's machine: who is there, and one thing at a time for all of them.
 
 Decides who may join, which call begins an update, and what waits for what:
-- One update runs at a time, perhaps beside the installs of the one before it (`updates`). Meanwhile the ranks of other
-  lineages gather, side by side, and take turns (`gathers`); another call of the lineage that is being updated is
-  ABORTED, naming the update.
-- A rollback waits for what runs, and goes before updates that are gathered.
-- Sleep and Wake run alone too; what was called meanwhile waits for their end.
-- When nothing else can be done, late replicas are brought up, one after the other. An update whose turn has come cuts
-  that short: before its install begins at once, afterwards when the replica's outcome has come.
+- In each pool one update runs at a time, perhaps beside the installs of the one before it; those of different pools run
+  side by side (`updates`). Meanwhile the ranks of other lineages gather, side by side, and take turns (`gathers`);
+  another call of the lineage that is being updated is ABORTED, naming the update.
+- A rollback waits for what runs in its pool, and goes before updates that are gathered.
+- So do Sleep and Wake; what was called meanwhile for that pool waits for their end.
+- When nothing else can be done in a pool, its late replicas are brought up, one after the other. An update whose turn
+  has come, or that waits for a relay which this uses, cuts that short: before its install begins at once, afterwards
+  when the replica's outcome has come.
 - A manager that was restarted waits a moment before its first update, so that all members can dial in again.
 """
 
@@ -39,7 +40,10 @@ from ckpt_engine.machines.events import (
 )
 from ckpt_engine.machines.manager.catch_up import CATCH_UP, CatchUp
 from ckpt_engine.machines.manager.forgetting import Forgetting
+from ckpt_engine.machines.manager.giving_way import GivingWay
+from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.holdings import Holdings
+from ckpt_engine.machines.manager.locating import located
 from ckpt_engine.machines.manager.members import Hello, Holder, Member, Replica, Trainer
 from ckpt_engine.machines.manager.operators import operate
 from ckpt_engine.machines.manager.publications import Publications
@@ -85,6 +89,7 @@ class ManagerMachine:
         self._forgetting = Forgetting(self._state)
         self._turns = Turns(self._state, self._publications)
         self._updates = self._turns.updates
+        self._late = GivingWay(self._state, self._catch_up, self._turns)
         self._sleepers: Sleepers | None = None
         self._restarted = epoch > 0
         self._settled = False
@@ -120,7 +125,13 @@ class ManagerMachine:
     def status(self) -> manager_pb2.GetStatusResponse:
         """What GetStatus answers."""
         warnings, holdings = self._recovery.warnings(), self.blobs_in_use()
-        return status_of(self._state, self._phase(), self._software_version, warnings, holdings)
+        answer = status_of(self._state, self._phase(), self._software_version, warnings, holdings)
+        answer.waiting_for.extend(name for update in self._updates.all() for name in update.course.waiting_for())
+        return answer
+
+    def located(self, request: manager_pb2.LocateVersionRequest) -> manager_pb2.LocateVersionResponse:
+        """What LocateVersion answers. Raises CkptEngineError."""
+        return located(self._state, request)
 
     def watched(self) -> Watched:
         """What WatchReplicas tells."""
@@ -132,8 +143,9 @@ class ManagerMachine:
         return used | {"calls that wait": self._turns.blobs()}
 
     def _phase(self) -> str:
-        running = "; ".join(update.describe() for update in self._updates.all())
-        return running or (self._sleepers or self._turns).describe() or "idle"
+        sleepers = [] if self._sleepers is None else [self._sleepers.describe()]
+        running = "; ".join([*(update.describe() for update in self._updates.all()), *sleepers])
+        return running or self._turns.describe() or "idle"
 
     # -- members
 
@@ -149,7 +161,7 @@ class ManagerMachine:
             case manager_pb2.Goodbye():
                 self._goodbye(member, None, now)
             case manager_pb2.Heartbeat():
-                self._state.send(member, body)
+                self._state.send(member, manager_pb2.Heartbeat(sequence=body.sequence, clock=now))
             case manager_pb2.Publish() if isinstance(member, Trainer):
                 self._publications.publish(member, body)
                 self._updates.back(member, now)
@@ -159,7 +171,8 @@ class ManagerMachine:
                     self._updates.outrun()
                 member.serving, member.asleep = body.serving, body.asleep
                 member.closed_reason, member.label_problem = body.closed_reason, body.label_problem
-                self._state.send(member, manager_pb2.Heartbeat(sequence=body.sequence))
+                self._state.send(member, manager_pb2.Heartbeat(sequence=body.sequence, clock=now))
+                self._turns.heard(member.name)
             case manager_pb2.ReplicaOutcome() if isinstance(member, Replica):
                 self._outcome(member, body, now)
             case manager_pb2.SleepWakeDone() if isinstance(member, Replica):
@@ -167,7 +180,7 @@ class ManagerMachine:
                     self._sleepers.answer(member, body)
             case _:
                 if isinstance(member, Holder):
-                    member.note(body)
+                    member.words.note(body)
                 self._updates.message(member, body, now)
 
     def _outcome(self, replica: Replica, outcome: manager_pb2.ReplicaOutcome, now: float) -> None:
@@ -176,7 +189,9 @@ class ManagerMachine:
         last = replica.last_outcome
         if last is None or last.fence.epoch <= outcome.fence.epoch:
             replica.last_outcome = outcome
+        replica.shut.note(replica.workers, outcome.unopened)
         self._updates.message(replica, outcome, now)
+        self._turns.heard(replica.name)
         self._state.send(replica, manager_pb2.OutcomeReceived(fence=outcome.fence))
 
     def _hello(self, peer: Peer, hello: Hello, now: float) -> None:
@@ -200,9 +215,10 @@ class ManagerMachine:
         self._state.send(
             member,
             manager_pb2.Welcome(
-                fence=self._state.fence(self._state.installs),
+                fence=self._state.fence(self._installs(member)),
                 lease_seconds=self._deadlines.lease,
                 heartbeat_seconds=self._deadlines.heartbeat,
+                clock=now,
             ),
         )
         self._state.set_timer(("lease", peer), self._deadlines.lease)
@@ -218,6 +234,13 @@ class ManagerMachine:
         self._updates.back(member, now)
         if self._sleepers is not None:
             self._sleepers.send_missing(now)
+
+    def _installs(self, member: Member) -> int:
+        """The install fence that it is welcomed with: what is on its way to it is not below that."""
+        if not isinstance(member, Replica):
+            return self._state.installs
+        asleep = self._state.installs if self._sleepers is None else self._sleepers.installs(member.name)
+        return min(self._updates.installs(member.name), asleep)
 
     def _session_of(self, member: Member | None) -> str:
         return "" if member is None else member.session_id
@@ -265,11 +288,14 @@ class ManagerMachine:
 
     def _sleep_call(self, event: SleepCall | WakeCall, now: float) -> None:
         try:
-            self._cut_short("a call to sleep or wake came", now)
-            if self._updates.all() or self._sleepers or self._turns.next():
+            sleepers = Sleepers(self._state, event, now)
+            self._late.cut_short(sleepers.meets, "a call to sleep or wake came", now)
+            orders = [update.goal for update in self._updates.all()]
+            orders += [coming.goal for coming in self._turns.coming()]
+            if self._sleepers or any(map(sleepers.meets, orders)):
                 raise aborted(f"replicas are in use: {self._phase()}")
             self._state.check_ledger()
-            self._sleepers = Sleepers(self._state, event, now)
+            self._sleepers = sleepers
         except CkptEngineError as error:
             self._state.finish(event.call, error.problem)
 
@@ -303,23 +329,16 @@ class ManagerMachine:
             self._sleepers.start(now)
         self._updates.next(now)
         self._turns.look(self._settled, now)
-        coming = self._turns.next()
-        if coming:
-            self._cut_short(f"{coming} came", now)
-        if not self._turns.may_begin() or self._sleepers is not None or not self._state.epoch_ready():
-            return
-        if coming:
-            self._updates.start(self._turns.begin(), now)
-        elif self._settled and self._state.ledger_problem is None and self._updates.before is None:
-            order = self._catch_up.order(now)
-            if order is not None:
-                self._updates.start(order, now)
+        self._late.give_way(now)
+        while self._state.epoch_ready():
+            goal = self._turns.begin(self._awake) or (self._late.begin(self._awake, now) if self._settled else None)
+            if goal is None:
+                return
+            self._updates.start(goal, now)
 
-    def _cut_short(self, reason: str, now: float) -> None:
-        update = self._updates.late()
-        if update is not None and not update.cut:
-            self._catch_up.cut_short(update.order.replicas[0])
-            update.cut_short(reason, now)
+    def _awake(self, goal: Goal) -> bool:
+        """Whether no call to sleep or wake is in its way."""
+        return self._sleepers is None or not self._sleepers.meets(goal)
 
     # -- timers and tasks
 
@@ -360,6 +379,8 @@ class ManagerMachine:
                 self._holdings.ended(lineage, number, done)
             case ("join back" | "wait", *_):
                 self._turns.done(done)
+            case ("correct", *_):
+                return  # the disk may refuse what has happened all the same
             case ("spend",):
                 self._state.spend_ended(done.problem)
             case _:

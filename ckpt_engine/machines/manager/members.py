@@ -13,6 +13,8 @@ from ckpt_engine.core.names import LINEAGE_BYTES, check_pool
 from ckpt_engine.core.offers import holder_id
 from ckpt_engine.core.problems import aborted, invalid, not_found, precondition
 from ckpt_engine.machines.events import Peer, SourceOffer
+from ckpt_engine.machines.manager.relay_words import RelayWords
+from ckpt_engine.machines.manager.shut_ways import ShutWays
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 MemberT = TypeVar("MemberT", "Trainer", "Holder", "Replica")
@@ -42,8 +44,7 @@ class Trainer:
 @dataclass
 class Holder:
     """Who holds sealed versions and is no trainer rank. kind: for people. source: the id of what it offers. peer: None
-    while its session is lost. filling: what it can be filled with, if it can. last_filled, progress: what it said last
-    of being filled, and of what goes on."""
+    while its session is lost. filling: what it can be filled with, if it can. words: what it said last of that."""
 
     kind: str
     name: str
@@ -53,20 +54,12 @@ class Holder:
     heard: float
     held: tuple[manager_pb2.Held, ...] = ()
     filling: manager_pb2.Filling | None = None
-    last_filled: manager_pb2.RelayFilled | None = None
-    progress: manager_pb2.RelayProgress | None = None
+    words: RelayWords = field(default_factory=RelayWords)
 
     @property
     def source(self) -> str:
         """No other holder and no rank has it."""
         return holder_id(self.kind, self.name)
-
-    def note(self, body: object) -> None:
-        """Remembers what it says of being filled."""
-        if isinstance(body, manager_pb2.RelayProgress):
-            self.progress = body
-        elif isinstance(body, manager_pb2.RelayFilled):
-            self.last_filled, self.progress = body, None
 
 
 @dataclass(frozen=True)
@@ -85,7 +78,7 @@ class Replica:
 
     pool: the replicas that it is updated with. engine: None until the agent has one that answers. prepared: what its
     workers last recorded, by rank. unfit: why it could not take the version that it was asked to take last; None if it
-    could.
+    could. shut: what they could not open.
     """
 
     name: str
@@ -106,6 +99,7 @@ class Replica:
     label_problem: str = ""
     last_outcome: manager_pb2.ReplicaOutcome | None = None
     unfit: Unfit | None = None
+    shut: ShutWays = field(default_factory=ShutWays)
 
     @property
     def receives(self) -> bool:
@@ -126,7 +120,7 @@ class Replica:
         )
 
     def boot_ids(self) -> tuple[bytes, ...]:
-        """Of its workers, by rank."""
+        """Boot ids of its workers, by rank."""
         return tuple(worker.boot_id for worker in sorted(self.workers, key=lambda worker: worker.rank))
 
     def prepared_for(self, manifest_digest: bytes) -> list[manager_pb2.PreparedWorker] | None:
@@ -194,11 +188,11 @@ class Members:
         return trainer
 
     def connected_holders(self) -> list[Holder]:
-        """Those that have a session, by the id of what they offer."""
+        """The holders that have a session, by the id of what they offer."""
         return [self.holders[source] for source in sorted(self.holders) if self.holders[source].peer is not None]
 
     def replica(self, name: str) -> Replica:
-        """By its name. Raises NOT_FOUND, naming those that there are."""
+        """The replica of this name. Raises NOT_FOUND, naming those that there are."""
         found = self.replicas.get(name)
         if found is None:
             known = ", ".join(sorted(self.replicas)) or "none is known"
@@ -268,7 +262,7 @@ class Members:
             holder.filling = hello.filling
         old = self.holders.get(holder.source)
         if old is not None and old.session_id == hello.session_id:
-            holder.last_filled, holder.progress = old.last_filled, old.progress
+            holder.words = old.words
         if old is not None and old.peer is not None and old.session_id != hello.session_id:
             raise aborted(
                 f"{holder.source} is connected from host {old.host.name!r} as another process: give this one another "
@@ -279,7 +273,7 @@ class Members:
     def _speaks(
         self, peer: Peer, member: MemberT, before: Peer | None, members: dict[KeyT, MemberT], key: KeyT
     ) -> Peer | None:
-        """From now on a stream speaks for a member, and the one before does no more, which is returned."""
+        """Lets a stream speak for a member from now on. Returns the stream before, which speaks for it no more."""
         if before is not None:
             self.by_peer.pop(before, None)
         members[key] = member
@@ -341,11 +335,15 @@ class Members:
         before = None
         if old is not None:
             before, replica.last_outcome, replica.unfit = old.peer, old.last_outcome, old.unfit
+            replica.shut = old.shut
             if before == peer:
                 replica.serving, replica.closed_reason = old.serving, old.closed_reason
                 replica.label_problem = old.label_problem
         if hello.HasField("last_outcome"):
+            known = None if old is None else old.last_outcome
+            told = known is not None and known.fence.epoch >= hello.last_outcome.fence.epoch
             replica.last_outcome = hello.last_outcome
+            replica.shut.note(hello.workers, () if told else hello.last_outcome.unopened)
         return replica, self._speaks(peer, replica, before, self.replicas, hello.name)
 
     def _check_cluster(self, cluster: str) -> None:
@@ -386,8 +384,8 @@ def _table(hello: manager_pb2.TrainerHello) -> manager_pb2.BlobRef | None:
 
 
 def _same_engine(old: Replica, hello: manager_pb2.ReplicaHello) -> bool:
-    """By the workers' boot ids, which no two engines share; engines without workers by their address, which may mean
-    another one in another container of the machine."""
+    """Compares engines by their workers' boot ids, which no two engines share; engines without workers by their
+    address, which may mean another one in another container of the machine."""
     before, now = _boots(old.workers), _boots(hello.workers)
     if before and now:
         return bool(before & now)

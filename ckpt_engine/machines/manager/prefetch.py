@@ -17,15 +17,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckpt_engine.core.problems import precondition, unavailable
-from ckpt_engine.core.reach import name_of
 from ckpt_engine.core.relay_routes import Route, relay_routes
 from ckpt_engine.machines.events import Compiled
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.fan_out import Together, filled_together
 from ckpt_engine.machines.manager.fill_command import fill_command
-from ckpt_engine.machines.manager.filling import FINAL, Filling, reports, shortfalls
+from ckpt_engine.machines.manager.filling import FINAL, Filling, lacking, reports, shortfalls
 from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.machines.manager.prefetch_rule import by_way_of, in_between, prefetch_decision
+from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.relay_facts import (
     KnownNeeds,
     connected_relays,
@@ -33,27 +33,28 @@ from ckpt_engine.machines.manager.relay_facts import (
     readers_of,
     station_of,
 )
-from ckpt_engine.machines.manager.targets import Targets
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
 
 
 class Prefetch:
-    """Of one update whose root and record are known. why: by relay, a sentence that says whether it is filled."""
+    """The fillings of one update whose root and record are known. why: by relay, whether it is filled."""
 
     def __init__(
-        self, course: Course, targets: Targets, identity: weights_pb2.Identity, record: manager_pb2.BlobRef
+        self, course: Course, recipients: Recipients, identity: weights_pb2.Identity, record: manager_pb2.BlobRef
     ) -> None:
         self._course = course
         self._state = course.state
-        self._order = course.order
-        self._targets = targets
+        self._goal = course.goal
+        self._recipients = recipients
         self._identity = identity
         self._record = record
-        self._before: Prefetch | None = None
-        self._known = KnownNeeds(course.state, targets, course.order.published)
+        self._keep: weights_pb2.Identity | None = None
+        self._read: dict[str, bytes] = {}  # by relay, the table by which replicas read what is to be kept
+        self._known = KnownNeeds(course.state, recipients, course.goal.published)
         self._fillings: dict[str, Filling] = {}
+        self._begun = False
         self._routed = 0  # how many were left out when routes were made
         self._from: dict[str, str] = {}  # by relay, a sentence that says why it is filled from or for others
         # Whoever does not answer on a network is found to be gone after a lease.
@@ -64,31 +65,40 @@ class Prefetch:
 
     def choose(self, compiled: Compiled, before: Prefetch | None) -> None:
         """Decides which relays are filled. before: of the update whose installs go on: replicas read what it filled."""
-        self._before = before
+        if before is not None:
+            self._keep = before._identity
+            self._read = {name: each.answer.table for name, each in before._fillings.items() if each.answer is not None}
         # Of a version that was sealed before relays bring only what cannot be read without them.
-        only = None if self._order.sealed is None else self._targets.cut_off.keys()
-        readers = readers_of(self._state, self._targets, self._identity, compiled.distances, only)
+        only = None if self._goal.sealed is None else self._recipients.cut_off.keys()
+        readers = readers_of(self._state, self._recipients, self._identity, compiled.distances, only)
         for relay in connected_relays(self._state):
             name = relay.source
-            decision = prefetch_decision(name, self._order.prefetch, self._order.until, readers[name])
+            decision = prefetch_decision(name, self._goal.prefetch, self._goal.until, readers[name])
             self.why[name] = decision.why
             if decision.replicas:
                 self._fillings[name] = Filling(name, decision.replicas)
         self._make_routes()
 
+    def names(self) -> frozenset[str]:
+        """Relays that are filled, or read by those."""
+        ways = [way for each in self._fillings.values() for way in (each.route, each.told) if way is not None]
+        return frozenset(self._fillings) | frozenset(
+            name for way in ways for name in (*way.upstream, *way.others, *way.early)
+        )
+
     def missing(self) -> list[Filling]:
-        """Those that are waited for: steps in between only as long as somebody waits for them."""
+        """The relays that are waited for: steps in between only as long as somebody waits for them."""
         missing = [each for each in self._fillings.values() if each.left_out is None and not self._settled(each)]
         return missing if any(each.replicas for each in missing) else []
 
     def held(self) -> list[Filling]:
-        """Those that hold the version, and say so, and have replicas to be installed from them."""
+        """The relays that hold the version, and say so, and have replicas to be installed from them."""
         return [each for each in self._fillings.values() if each.replicas and self._counts(each)]
 
     def advance(self, seconds: float) -> None:
         """Tells those whose turn has come, and leaves those out that nobody can fill any more. Called whenever
         something has changed."""
-        changed = True
+        changed = self._begun = True
         while changed:
             changed = False
             self._together = self._filled_together()
@@ -97,6 +107,7 @@ class Prefetch:
                 changed |= self._step(filling, seconds)
             if self._routed != len(self._out()):
                 self._make_routes()
+                self._course.use(self.names())
                 changed = True
 
     def send(self, seconds: float) -> None:
@@ -114,7 +125,7 @@ class Prefetch:
             filling.answer, filling.session = body, holder.session_id
 
     def lost(self, holder: Holder) -> None:
-        """Its session ended: it has some time to come back."""
+        """Gives a relay whose session ended some time to come back."""
         filling = self._fillings.get(holder.source)
         if filling is not None and filling.left_out is None:
             self._course.timer(f"relay {holder.source}", self._state.deadlines.lease)
@@ -146,11 +157,11 @@ class Prefetch:
         if filling is not None and filling.left_out is None and (holder is None or holder.peer is None):
             filling.left_out = unavailable(why).problem
 
-    def overdue(self, seconds: float) -> None:
-        """The time for filling is over, `seconds` after the update began."""
+    def overdue(self, seconds: float, why: Problem | None = None) -> None:
+        """The time for filling is over, `seconds` after the update began. why: of all, if it is known."""
         for filling in self.missing():
             waits = [name for name in filling.route.upstream if not self._has(name)]
-            filling.left_out = filling.too_late(waits, f"{seconds:.1f} s after the update began")
+            filling.left_out = why or filling.too_late(waits, f"{seconds:.1f} s after the update began")
 
     def leave_out(self, relay: str, problem: Problem) -> None:
         """It was filled, and cannot be installed from."""
@@ -162,12 +173,12 @@ class Prefetch:
         return reports(self._fillings.values())
 
     def why_not(self) -> dict[str, Problem]:
-        """By replica: why the relay that was to serve it does not count, or what of the version that lacks."""
+        """For each replica, why the relay that was to serve it does not count, or what of the version that lacks."""
         return shortfalls(self._fillings.values(), self._state.members.holders)
 
     def warnings(self) -> list[str]:
         """What is well and yet not what was asked for."""
-        if self._order.prefetch != manager_pb2.ALWAYS or self._fillings:
+        if self._goal.prefetch != manager_pb2.ALWAYS or self._fillings:
             return []
         return [f"prefetch is 'always', and no relay was filled, so replicas read the trainer: {self._reasons()}"]
 
@@ -182,21 +193,15 @@ class Prefetch:
         return [ref for command in commands for ref in (command.record, *command.tables, *command.needs)]
 
     def lacking(self) -> dict[str, str]:
-        """By replica: what its relay was not to bring, since nobody reaches it."""
-        hosts = {source.source: name_of(source.host) for source in self._order.published.sources}
-        return {
-            name: f"{each.relay} reaches nobody who has what {source} holds; start a relay on host {hosts[source]}"
-            for each in self._fillings.values()
-            for source in each.route.lacks[:1]
-            for name in each.replicas
-        }
+        """For each replica, what its relay was not to bring, since nobody reaches it."""
+        return lacking(self._fillings.values(), self._goal.published.sources)
 
     def _reasons(self) -> str:
         said = [self._reason(name) for name in sorted({*self.why, *self._from})]
         return "; ".join(said) or "no relay has a session with this manager"
 
     def _reason(self, name: str) -> str:
-        """Of one that is filled for others only, that alone."""
+        """Why a relay is filled; of one that is filled for others only, that alone."""
         filling = self._fillings.get(name)
         if name in self._from and filling is not None and not filling.replicas:
             return self._from[name]
@@ -210,7 +215,7 @@ class Prefetch:
         self._routed = len(out)
         relays = [relay for relay in self._known_relays() if relay.source not in out]
         wanted = [name for name, each in self._fillings.items() if name not in out and (each.replicas or each.command)]
-        published = self._order.published
+        published = self._goal.published
         names = frozenset(source.source for source in published.sources)
         parts = published.parts or frozenset({names} if names else ())
         holding = {
@@ -235,18 +240,20 @@ class Prefetch:
         self._routed = len(self._out())
 
     def _known_relays(self) -> list[Holder]:
-        """Those that are connected, and those that take part and may come back."""
+        """The relays that are connected, and those that take part and may come back; once it has begun, none of those
+        that another update uses."""
         holders = self._state.members.holders
         found = {relay.source: relay for relay in connected_relays(self._state)}
         found |= {name: holders[name] for name in self._fillings if name in holders}
-        return [found[name] for name in sorted(found) if found[name].filling is not None]
+        taken = self._course.taken() if self._begun else frozenset()
+        return [found[name] for name in sorted(found.keys() - taken) if found[name].filling is not None]
 
     def _lacks(self, name: str) -> tuple[str, ...]:
         filling = self._fillings.get(name)
         return () if filling is None else (filling.told or filling.route).lacks
 
     def _explain(self, name: str, route: Route) -> None:
-        whom = "the trainer" if self._order.sealed is None else "those who hold the version"
+        whom = "the trainer" if self._goal.sealed is None else "those who hold the version"
         if not self._fillings[name].replicas:
             self._from[name] = in_between(name, route.children, whom)
         elif route.upstream:
@@ -304,14 +311,14 @@ class Prefetch:
         self._tell(filling, seconds)
 
     def _filled_together(self) -> Together:
-        """Of those whose turn it is, who are filled together."""
+        """The relays whose turn it is and that are filled together."""
         new = (each for each in self._fillings.values() if each.command is None and each.left_out is None)
         due = [each for each in new if all(self._is_ready(name, each.route) for name in each.route.upstream)]
 
         def command(each: Filling) -> manager_pb2.FillRelay:
             return fill_command(self._course, self._known, self._identity, each.relay, each.route, ())
 
-        return filled_together(due, self._state.members.holders, command, self._course.fence)
+        return filled_together(due, self._state.members.holders, command, self._course.filling)
 
     def _is_ready(self, name: str, route: Route) -> bool:
         """Whether a relay of a route's upstream can be read."""
@@ -348,7 +355,7 @@ class Prefetch:
         return self._table_of(name) is not None
 
     def _table_of(self, name: str) -> manager_pb2.BlobRef | None:
-        """By which others read it: as it was filled now, or since it holds the version anyway."""
+        """The table by which others read it: as it was filled now, or since it holds the version anyway."""
         holder, filling = self._state.members.holders.get(name), self._fillings.get(name)
         if holder is None or holder.peer is None or (filling is not None and filling.left_out is not None):
             return None
@@ -358,8 +365,8 @@ class Prefetch:
         return None
 
     def _tables(self, filling: Filling) -> dict[str, manager_pb2.BlobRef]:
-        """Of the relays that it reads, in the order in which equally near ones are asked. One that lacks something
-        itself is no reason to try again."""
+        """The tables of the relays that it reads, in the order in which equally near ones are asked. One that lacks
+        something itself is no reason to try again."""
         found: dict[str, manager_pb2.BlobRef] = {}
         for name in (*filling.route.upstream, *filling.route.others):
             table = self._table_of(name)
@@ -379,21 +386,15 @@ class Prefetch:
         self._state.send(holder, command)
 
     def _command(self, filling: Filling, route: Route, upstream: list[manager_pb2.BlobRef]) -> manager_pb2.FillRelay:
-        before = self._before
         command = fill_command(self._course, self._known, self._identity, filling.relay, route, upstream)
         command.record.CopyFrom(self._record)
         command.attempt = filling.attempts
         if filling.command is None and filling.relay in self._together.orders:
             command.fan_out.CopyFrom(self._together.orders[filling.relay])
-        if before is not None:
-            command.keep.CopyFrom(before._identity)
-            command.keep_table = before._slot(filling.relay)
+        if self._keep is not None:
+            command.keep.CopyFrom(self._keep)
+            command.keep_table = self._read.get(filling.relay, b"")
         return command
-
-    def _slot(self, relay: str) -> bytes:
-        """The digest of the table by which this relay is read; empty if it is not."""
-        filling = self._fillings.get(relay)
-        return b"" if filling is None or filling.answer is None else filling.answer.table
 
     def _out(self) -> list[Filling]:
         return [each for each in self._fillings.values() if each.left_out is not None]

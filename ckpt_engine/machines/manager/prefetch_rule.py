@@ -62,7 +62,7 @@ def in_between(relay: str, children: Sequence[str], whom: str) -> str:
 
 
 def by_way_of(upstream: Sequence[str], whom: str, partly: bool) -> str:
-    """From whom a relay is filled that does not reach all sources itself. partly: it reaches some."""
+    """A sentence on whom a relay is filled from that does not reach all sources itself. partly: it reaches some."""
     reached = f"all of {whom}" if partly else whom
     return f"it is filled from {_and(upstream)}{' too' if partly else ''}, since it does not reach {reached}"
 

@@ -13,7 +13,8 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 @dataclass
 class Publication:
-    """Of one lineage. tables: digests by rank of what `published` or `problem` is about, or of what is merged now."""
+    """What one lineage publishes. tables: digests by rank of what `published` or `problem` is about, or of what is
+    merged now."""
 
     tables: tuple[bytes, ...] = ()
     number: int = 0
@@ -24,7 +25,7 @@ class Publication:
 
 @dataclass
 class Publications:
-    """Of all lineages."""
+    """The publications of all lineages."""
 
     state: State
     lineages: dict[str, Publication] = field(default_factory=dict)
@@ -93,7 +94,7 @@ class Publications:
         self.state.send(trainer, manager_pb2.PublicationAccepted(table=trainer.table, manifest=published.manifest))
 
     def _tables(self, lineage: str) -> tuple[manager_pb2.BlobRef, ...] | None:
-        """By rank, once every rank has published."""
+        """The tables by rank, once every rank has published."""
         ranks = self.state.members.ranks(lineage)
         if not ranks:
             return None

@@ -20,20 +20,24 @@ LEFT_SECONDS = 0.5
 
 
 class Ranks:
-    """Of one update. refuse: ends it with a problem. undecided: ranks whose call was cancelled, when nobody knows yet
-    whether they live; no intent is recorded meanwhile."""
+    """The trainer ranks of one update. refuse: ends it with a problem. undecided: ranks whose call was cancelled, when
+    nobody knows yet whether they live; no intent is recorded meanwhile."""
 
     def __init__(self, course: Course, refuse: Callable[[weights_pb2.Problem], None]) -> None:
         self._course = course
-        self._order = course.order
+        self._goal = course.goal
         self._refuse = refuse
         self.relaying: Relaying | None = None
         self.undecided: set[int] = set()
 
     def caller_left(self, rank: int) -> None:
-        """A rank's call was cancelled. Whether it has died or does not want the update is known a little later."""
-        del self._order.calls[rank]
-        if self._without(_cancelled(rank)):
+        """A rank's call was cancelled. Whether it has died or does not want the update is known a little later. Whoever
+        called for a version that was sealed before is no rank: nobody whose weights are read has died."""
+        del self._goal.calls[rank]
+        if self._goal.sealed is not None:
+            if self._course.refusable:
+                self._refuse(unavailable("the call was cancelled").problem)
+        elif self._without(_cancelled(rank)):
             self.undecided.add(rank)
             self._course.timer(f"left {rank}", LEFT_SECONDS)
 
@@ -41,14 +45,14 @@ class Ranks:
         """A rank's call was cancelled some time ago. If its process lives, that was meant."""
         rank = int(step.removeprefix("left "))
         self.undecided.discard(rank)
-        trainer = self._course.state.members.ranks(self._order.lineage).get(rank)
+        trainer = self._course.state.members.ranks(self._goal.lineage).get(rank)
         if self._course.refusable and trainer is not None and trainer.peer is not None:
             self._refuse(_cancelled(rank))
 
     def back(self, trainer: Trainer) -> None:
         """A rank said hello, or published."""
-        tables = {source.rank: source.table for source in self._order.published.sources}
-        if self._order.sealed is None and trainer.table != tables.get(trainer.rank):
+        tables = {source.rank: source.table for source in self._goal.published.sources}
+        if self._goal.sealed is None and trainer.table != tables.get(trainer.rank):
             did = "took back what it had published" if trainer.table is None else "published another table"
             self._without(_problem(trainer, f"rank {trainer.rank} {did} while {self._course.phase}"))
 

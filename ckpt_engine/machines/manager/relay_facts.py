@@ -3,20 +3,21 @@ each reads and lends."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
+from ckpt_engine.core.rates import slow
 from ckpt_engine.core.reach import by_directory
 from ckpt_engine.core.relay_routes import Origin, Station
-from ckpt_engine.core.transports import worker_kinds
+from ckpt_engine.core.transports import reading_kinds
 from ckpt_engine.machines.events import Published, WorkerKey
 from ckpt_engine.machines.manager.members import Holder
+from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.state import State
-from ckpt_engine.machines.manager.targets import Targets
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 TRANSPORT = "relay_memory"
 
-Place = tuple[str, str]
+Neighbourhood = tuple[str, str]
 """What decides which relays a process reaches: its host and its directory of relays."""
 
 Needs = dict[bytes, manager_pb2.BlobRef]
@@ -29,7 +30,7 @@ def connected_relays(state: State) -> list[Holder]:
 
 
 def away(state: State) -> str:
-    """Of relays that are known and have no session, and what to do; empty: there are none."""
+    """Names of relays that are known and have no session, and what to do; empty: there are none."""
     lost = [each for each in state.members.holders.values() if each.filling is not None and each.peer is None]
     if not lost:
         return ""
@@ -41,62 +42,67 @@ def away(state: State) -> str:
     )
 
 
-def near_relays(state: State, targets: Targets) -> dict[str, set[str]]:
-    """By relay: the replicas with a worker that reaches it."""
+def slow_relays(holders: Iterable[Holder]) -> dict[str, str]:
+    """Connected relays that pass nothing on, since their networks are slow: by name why, to go on after the name."""
+    return slow({each.source: each.words.measured for each in holders if each.peer is not None})
+
+
+def near_relays(state: State, recipients: Recipients) -> dict[str, set[str]]:
+    """For each relay, the replicas with a worker that reaches it."""
     relays = connected_relays(state)
     found: dict[str, set[str]] = {holder.source: set() for holder in relays}
-    near: dict[Place, list[str]] = {}
-    for worker in targets.workers():
+    near: dict[Neighbourhood, list[str]] = {}
+    for worker in recipients.workers():
         if TRANSPORT not in worker.transports:
             continue
-        place = _place(worker.host)
-        if place not in near:
-            near[place] = [holder.source for holder in relays if by_directory(holder.host, worker.host).ok]
-        for relay in near[place]:
+        around = _around(worker.host)
+        if around not in near:
+            near[around] = [holder.source for holder in relays if by_directory(holder.host, worker.host).ok]
+        for relay in near[around]:
             found[relay].add(worker.key[0])
     return found
 
 
 def readers_of(
     state: State,
-    targets: Targets,
+    recipients: Recipients,
     identity: weights_pb2.Identity,
     distances: Mapping[WorkerKey, int],
     only: Collection[str] | None,
 ) -> dict[str, dict[str, int | None]]:
-    """By relay: the replicas that lack the version and reach it, each with the distance of what it would read without
-    it; None: it could not read all of it. only: replicas of which alone this is asked; None: all."""
-    lacking = set(targets.lacking(identity))
+    """For each relay, the replicas that lack the version and reach it, each with the distance of what it would read
+    without it; None: it could not read all of it. only: replicas of which alone this is asked; None: all."""
+    lacking = set(recipients.lacking(identity))
     if only is not None:
         lacking &= set(only)
     farthest: dict[str, int | None] = {}
-    for worker in targets.workers():
+    for worker in recipients.workers():
         own, known = distances.get(worker.key), farthest.get(worker.key[0], 0)
         farthest[worker.key[0]] = None if own is None or known is None else max(own, known)
-    near = near_relays(state, targets)
+    near = near_relays(state, recipients)
     return {relay: {name: farthest[name] for name in names & lacking} for relay, names in near.items()}
 
 
 class KnownNeeds:
-    """Of all workers whose needs are known against this manifest, also of replicas that are away; by where they are,
-    each once."""
+    """The needs of all workers whose needs are known against this manifest, also of replicas that are away; by where
+    they are, each once."""
 
-    def __init__(self, state: State, targets: Targets, published: Published) -> None:
-        known = [(worker.host, worker.needs) for worker in targets.workers()]
+    def __init__(self, state: State, recipients: Recipients, published: Published) -> None:
+        known = [(worker.host, worker.needs) for worker in recipients.workers()]
         known += [
             (prepared.host, prepared.needs)
             for replica in state.members.replicas.values()
             for prepared in replica.prepared.values()
             if prepared.manifest_digest == published.manifest.digest
         ]
-        self._found: dict[Place, tuple[weights_pb2.Host, Needs]] = {}
-        self._near: dict[tuple[Place, ...], list[manager_pb2.BlobRef]] = {}
+        self._found: dict[Neighbourhood, tuple[weights_pb2.Host, Needs]] = {}
+        self._near: dict[tuple[Neighbourhood, ...], list[manager_pb2.BlobRef]] = {}
         for host, needs in known:
-            self._found.setdefault(_place(host), (host, {}))[1].setdefault(needs.digest, needs)
+            self._found.setdefault(_around(host), (host, {}))[1].setdefault(needs.digest, needs)
 
     def near(self, relays: Collection[Holder]) -> list[manager_pb2.BlobRef]:
-        """Of the workers that reach one of these relays."""
-        places = tuple(sorted({_place(relay.host) for relay in relays}))
+        """The needs of the workers that reach one of these relays."""
+        places = tuple(sorted({_around(relay.host) for relay in relays}))
         if places not in self._near:
             needs: Needs = {}
             for host, found in self._found.values():
@@ -109,7 +115,7 @@ class KnownNeeds:
 def station_of(relay: Holder) -> Station:
     """What a relay reads and lends. One that does not say reads what workers read, and is read on its host only."""
     assert relay.filling is not None
-    reads = tuple(relay.filling.reads) or tuple(worker_kinds())
+    reads = tuple(relay.filling.reads) or tuple(reading_kinds())
     return Station(relay.source, relay.host, reads, frozenset(relay.filling.lends) or frozenset({TRANSPORT}))
 
 
@@ -118,5 +124,5 @@ def origins_of(published: Published) -> list[Origin]:
     return [Origin(source.source, source.host, source.ways) for source in published.sources]
 
 
-def _place(host: weights_pb2.Host) -> Place:
+def _around(host: weights_pb2.Host) -> Neighbourhood:
     return host.boot_id, host.relay_directory

@@ -2,44 +2,78 @@
 
 It lies between sealing and the intent, so nothing is paused meanwhile, and whatever fails in it leaves every replica as
 it was. Replicas that no relay serves are installed from the trainer's memory, unless the trainer is not to wait for
-them (`until="held"`): then they keep what they serve.
+them (`until="held"`): then they keep what they serve. Where all can read that memory, and no relay was asked for,
+relays that another update uses are not waited for until the time is over.
 """
 
 from __future__ import annotations
 
+from ckpt_engine.core.problems import deadline
 from ckpt_engine.machines.events import Compiled, Done
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.members import Holder, Member
 from ckpt_engine.machines.manager.prefetch import Prefetch
+from ckpt_engine.machines.manager.recipients import Recipients, Way, with_words
 from ckpt_engine.machines.manager.relay_facts import away
 from ckpt_engine.machines.manager.routes import Routes
-from ckpt_engine.machines.manager.targets import Targets, Way, with_words
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
 class Relaying:
-    """Of one update whose root is known. record: its sealed record. ways: of the replicas that are installed from
-    relays, once that is settled. left: why the trainer is not to be read any more; None: it may be."""
+    """The relays of one update whose root is known. record: its sealed record. ways: of the replicas that are installed
+    from relays, once that is settled. left: why the trainer is not to be read any more; None: it may be. late: why
+    relays were not filled in time, if others kept them for too long."""
 
     def __init__(
-        self, course: Course, targets: Targets, identity: weights_pb2.Identity, record: manager_pb2.BlobRef
+        self, course: Course, recipients: Recipients, identity: weights_pb2.Identity, record: manager_pb2.BlobRef
     ) -> None:
         self._course = course
-        self._targets = targets
+        self._recipients = recipients
         self._identity = identity
-        self._prefetch = Prefetch(course, targets, identity, record)
-        self._routes = Routes(course, targets, identity, record)
+        self._record = record
+        self._prefetch = Prefetch(course, recipients, identity, record)
+        self._before: Relaying | None = None
+        self._routes = Routes(course, recipients, identity, record)
         self.ways: dict[str, Way] = {}
         self.left: weights_pb2.Problem | None = None
+        self.late: weights_pb2.Problem | None = None
+        self._queued, self._without, self._free = False, False, 0.0
+        course.awaited["filling"] = lambda: [each.relay for each in self._prefetch.missing()]
 
     def start(self, compiled: Compiled, before: Relaying | None, now: float) -> bool:
-        """Begins to fill relays; whether there are any to fill. before: of the update whose installs go on."""
-        self._prefetch.choose(compiled, None if before is None else before._prefetch)
+        """Begins to fill relays, or waits for updates that use them; whether there are any to fill. before: of the one
+        whose installs go on."""
+        self._compiled, self._before = compiled, before
+        return self._begin(now)
+
+    def _begin(self, now: float) -> bool:
+        self._prefetch = Prefetch(self._course, self._recipients, self._identity, self._record)
+        self._prefetch.choose(self._compiled, None if self._before is None else self._before._prefetch)
+        if not self._course.share(self._prefetch.names()):
+            if not self._queued:
+                self._queued = True
+                self._course.begin("queueing", self._patience(now), now)
+            return True
+        self._before = None
         if not self._prefetch.missing():
             return False
-        seconds = min(self._course.state.deadlines.fill, (self._course.order.end - now) / 2)
-        self._course.begin("filling", seconds, now)
+        self._free = now - self._course.started if self._queued else 0.0
+        self._course.begin("filling", self._filling_seconds(now), now)
         return True
+
+    def _filling_seconds(self, now: float) -> float:
+        return min(self._course.state.deadlines.fill, (self._course.goal.end - now) / 2)
+
+    def _patience(self, now: float) -> float:
+        """Seconds to wait for relays that others use: all that there are if some replica needs them."""
+        return self._filling_seconds(now) if self._may_do_without else self._course.goal.end - now
+
+    @property
+    def _may_do_without(self) -> bool:
+        """Whether relays only make it better, and every replica can read the trainer itself."""
+        goal = self._course.goal
+        wanted = goal.prefetch != manager_pb2.AUTO or goal.until == manager_pb2.HELD
+        return not wanted and not self._recipients.cut_off
 
     def send(self, now: float) -> None:
         """Tells, again, everybody who has not answered."""
@@ -50,6 +84,10 @@ class Relaying:
 
     def over(self, now: float) -> bool:
         """Goes on if it can; whether everything is known."""
+        if self._without:
+            return True
+        if self._course.phase == "queueing" and (self._course.waits or not self._begin(now)):
+            return not self._course.waits
         if self._course.phase == "filling":
             self._prefetch.advance(self._course.left(now))
         if self._course.phase == "filling" and not self._prefetch.missing():
@@ -59,12 +97,21 @@ class Relaying:
 
     def overdue(self, seconds: float, now: float) -> None:
         """This phase's time is over, `seconds` after the update began: who has not answered is left out."""
-        if self._course.phase == "filling":
+        if self._course.phase == "queueing":
+            if self._may_do_without:
+                self._without = True
+                self._course.share_none()
+                why = f"updates of other pools used relays until {seconds:.1f} s after the update began"
+                self._prefetch.overdue(seconds, deadline(f"{why}, and it was not waited for any longer").problem)
+        elif self._course.phase == "filling":
             self._prefetch.overdue(seconds)
+            if (given := seconds - self._free) < self._free:
+                why = f"updates of other pools used relays until {self._free:.1f} s after the update began"
+                self.late = deadline(f"{why}, and these were not filled in the {given:.1f} s that were left").problem
         else:
             self._routes.overdue(seconds, now)
 
-    def settle(self) -> None:
+    def conclude(self) -> None:
         """Decides how each replica is installed, and leaves those out that cannot be."""
         self.ways = self._routes.ways()
         for relay, problem in self._routes.unread().items():
@@ -80,14 +127,16 @@ class Relaying:
             unknown += f"; {gone}"
         if self.left is not None:
             never, unknown = self.left.message, "no relay was filled for it"
-        elif self._course.order.until == manager_pb2.HELD:
+        elif self._course.goal.until == manager_pb2.HELD:
             never = "the trainer goes on when relays hold the version"
-        why = dict.fromkeys(self._targets.prepared(), weights_pb2.Problem(message=unknown)) | why
-        self._targets.take_ways(self._identity, self.ways.keys(), why, never)
+        why = dict.fromkeys(self._recipients.prepared(), weights_pb2.Problem(message=unknown)) | why
+        self._recipients.take_ways(self._identity, self.ways.keys(), why, never)
 
     def alone(self, problem: weights_pb2.Problem) -> bool:
         """The trainer is gone, or may change its weights: whether the update goes on without it, from relays that hold
         the version or are being filled. Then nobody is to read the trainer."""
+        if self._course.phase == "queueing":
+            return False  # no relay was told anything
         if self.left is None and (self._prefetch.missing() or self._prefetch.held()):
             self.left = problem
         return self.left is not None
@@ -105,7 +154,7 @@ class Relaying:
     # -- relays come, go and answer
 
     def lost(self, holder: Holder) -> None:
-        """Its session ended."""
+        """Notes that a member's session ended."""
         if self._course.refusable:
             self._prefetch.lost(holder)
 
@@ -132,7 +181,7 @@ class Relaying:
 
     def answered(self, member: Member, body: manager_pb2.RelayFilled | manager_pb2.RelayProgress) -> None:
         """A relay was filled, or says how far it is."""
-        if self._course.phase != "filling" or not isinstance(member, Holder):
+        if self._course.phase != "filling" or not isinstance(member, Holder) or body.fence != self._course.filling:
             return
         if isinstance(body, manager_pb2.RelayFilled):
             self._prefetch.take(member, body)

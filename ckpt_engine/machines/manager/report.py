@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ckpt_engine.core.problems import unavailable
 from ckpt_engine.core.stages import in_order
 from ckpt_engine.machines.events import Published
+from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Replica
-from ckpt_engine.machines.manager.order import Order
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 COPIED_TOLD = 16
@@ -18,7 +19,7 @@ COPIED_NAMED = 16
 
 
 def already_there(name: str, fence: weights_pb2.Fence, identity: weights_pb2.Identity) -> manager_pb2.ReplicaOutcome:
-    """Of a replica that serves these very weights already: it was left alone."""
+    """The outcome of a replica that serves these very weights already: it was left alone."""
     return manager_pb2.ReplicaOutcome(
         replica=name, fence=fence, outcome=manager_pb2.NEW_SERVING, before=identity, after=identity
     )
@@ -27,7 +28,7 @@ def already_there(name: str, fence: weights_pb2.Fence, identity: weights_pb2.Ide
 def left_out(
     name: str, replica: Replica | None, fence: weights_pb2.Fence, problem: weights_pb2.Problem, told: bool
 ) -> manager_pb2.ReplicaOutcome:
-    """Of a replica that gave no outcome.
+    """The outcome of a replica that gave none.
 
     told: it was told to install. Then nobody knows what became of it, and it counts as closed. Otherwise it is as it
     was: unknown if it or its engine is not there, else it still serves the old version if that is what it said last.
@@ -47,10 +48,46 @@ def left_out(
     return outcome
 
 
+def what_became(
+    replica: Replica | None, fence: weights_pb2.Fence, identity: weights_pb2.Identity, session: str
+) -> manager_pb2.ReplicaOutcome | None:
+    """What is known by now of a replica that was told to install and whose agent was lost; None: nothing.
+
+    session: of the agent that was told. That one tells the outcome itself when it is back. Another one, which goes by
+    the workers' words, knows of no install: then what it serves counts.
+    """
+    if replica is None:
+        return None
+    if replica.last_outcome is not None and replica.last_outcome.fence == fence:
+        return replica.last_outcome
+    held = replica.identity()
+    if not replica.serving or held is None or replica.session_id == session:
+        return None
+    epochs = {worker.epoch for worker in replica.workers}
+    outcome = manager_pb2.ReplicaOutcome(replica=replica.name, fence=fence, after=held)
+    if epochs == {fence.epoch} and held == identity:
+        outcome.outcome = manager_pb2.NEW_SERVING
+    elif max(epochs) < fence.epoch:
+        outcome.outcome = manager_pb2.OLD_SERVING
+        said = "its agent was lost while it installed; the one that is there now finds it serving what it served before"
+        outcome.problem.CopyFrom(unavailable(said, replica=replica.name).problem)
+    else:
+        return None
+    return outcome
+
+
+def judge(report: manager_pb2.UpdateReport, min_replicas: int | None) -> None:
+    """Sets whether a report that tells an outcome of each replica is ok and verified. min_replicas: as its goal asks
+    for; None: all."""
+    new = [outcome for outcome in report.replicas if outcome.outcome == manager_pb2.NEW_SERVING]
+    report.ok = len(new) >= (len(report.replicas) if min_replicas is None else min_replicas)
+    report.verified = report.ok and all(is_verified(worker) for outcome in new for worker in outcome.workers)
+
+
 def build_report(
     fence: weights_pb2.Fence,
     identity: weights_pb2.Identity,
-    order: Order,
+    goal: Goal,
     outcomes: Mapping[str, manager_pb2.ReplicaOutcome],
     seconds: float,
     planning: float,
@@ -58,34 +95,33 @@ def build_report(
     prefetch: str = "",
     held: bool = False,
 ) -> manager_pb2.UpdateReport:
-    """The report of an update. It is ok with so many replicas as the order asks for, or with all. planning: seconds
+    """The report of an update. It is ok with so many replicas as the goal asks for, or with all. planning: seconds
     until the first install command. prefetch: why relays were filled or not. held: it is told before installs have
     ended: then it is neither ok nor not, and says nothing of replicas without an outcome."""
     ordered = [outcomes[name] for name in sorted(outcomes)]
-    new = [outcome for outcome in ordered if outcome.outcome == manager_pb2.NEW_SERVING]
-    ok = not held and len(new) >= (len(ordered) if order.min_replicas is None else order.min_replicas)
     slowest: dict[manager_pb2.Stage, float] = {}
     for outcome in ordered:
         for stage in outcome.stages:
             slowest[stage.stage] = max(slowest.get(stage.stage, 0.0), stage.seconds)
     slowest[manager_pb2.PLAN] = planning + slowest.get(manager_pb2.PLAN, 0.0)
-    return manager_pb2.UpdateReport(
+    report = manager_pb2.UpdateReport(
         fence=fence,
         identity=identity,
-        ok=ok,
         replicas=ordered,
         seconds=seconds,
         stages=in_order(slowest),
         bytes=sum(outcome.bytes for outcome in ordered),
-        tensors=order.published.tensors,
-        source_copies=max((source.source_copies for source in order.published.sources), default=0),
-        verified=ok and all(is_verified(worker) for outcome in new for worker in outcome.workers),
-        warnings=_warnings(identity, order.before),
-        copied=_copied(order.published),
+        tensors=goal.published.tensors,
+        source_copies=max((source.source_copies for source in goal.published.sources), default=0),
+        warnings=_warnings(identity, goal.before),
+        copied=_copied(goal.published),
         relays=relays,
         prefetch=prefetch,
         held=held,
     )
+    if not held:
+        judge(report, goal.min_replicas)
+    return report
 
 
 def _copied(published: Published) -> list[weights_pb2.CopiedTensors]:

@@ -4,19 +4,20 @@ A rollback is an update that reads a version which holders still hold. Decides
 - which version a name means: the number, and the lineage unless holders hold that number of one lineage only;
 - whether what holders hold under it is believed: only with the root that the ledger or a worker's words know it by;
 - when it begins: after what runs, as updates do, and before updates that are gathered.
-Changes nothing: what comes out is an Order, a Problem, or the wish to wait.
+Changes nothing: what comes out is a Goal, a Problem, or the wish to wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invalid, not_found, precondition
 from ckpt_engine.machines.events import Call, Done, Key, Published
+from ckpt_engine.machines.manager.goal import Coming, Goal
 from ckpt_engine.machines.manager.holdings import Holdings
-from ckpt_engine.machines.manager.order import Order
 from ckpt_engine.machines.manager.selection import replicas_for, selection_of
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import Latest, describe
@@ -30,22 +31,22 @@ MOST_NAMED = 8
 
 @dataclass
 class Asked:
-    """One call. end: by when the rollback must have reported. order: once nothing is missing. lacks: what is."""
+    """One call. end: by when the rollback must have reported. goal: once nothing is missing. lacks: what is."""
 
     call: Call
     request: manager_pb2.RollbackRequest
     end: float
-    order: Order | None = None
+    goal: Goal | None = None
     lacks: str = "members dial in again, since the manager was restarted"
 
 
 @dataclass
 class Rollbacks:
-    """waiting: by number, in the order of their turns. running: the order of the one that has begun and is not over."""
+    """waiting: by number, in the order of their turns. running: orders of those that have begun and are not over."""
 
     state: State
     waiting: dict[int, Asked] = field(default_factory=dict)
-    running: Order | None = None
+    running: list[Goal] = field(default_factory=list)
     numbers: int = 0
 
     def __post_init__(self) -> None:
@@ -63,41 +64,44 @@ class Rollbacks:
         self.state.set_timer(("rollback", self.numbers), end - self.state.deadlines.report - now)
 
     def cancelled(self, call: Call) -> None:
-        """Its caller has gone before it began."""
+        """Forgets a rollback whose caller has gone before it began."""
         for number in [number for number, asked in self.waiting.items() if asked.call == call]:
             self._end(number)
 
-    def look(self, settled: bool, others: Sequence[Order], now: float) -> None:
+    def look(self, settled: bool, others: Sequence[Goal], now: float) -> None:
         """After every event: refuses what cannot begin, and sees which lack nothing any more. others: what runs."""
         taken: set[str] = set()
         for number, asked in list(self.waiting.items()):
             try:
                 self.state.check_ledger()
-                asked.order = self._order(asked, others, taken, now) if settled else None
+                asked.goal = self._goal(asked, others, taken, now) if settled else None
             except CkptEngineError as error:
                 self._refuse(number, error.problem)
-        if not any(order is self.running for order in others):
-            self.running = None
-        if not self.waiting and self.running is None:
+        self.running = [goal for goal in self.running if any(goal is other for other in others)]
+        if not self.waiting and not self.running:
             self.holdings.by_lineage.clear()
 
-    def next(self) -> str | None:
-        """Whose turn it is, for people; None: nobody can begin."""
-        return next((_describe(asked) for asked in self.waiting.values() if asked.order is not None), None)
+    def coming(self) -> list[Coming]:
+        """The rollbacks that lack nothing."""
+        return [
+            Coming(_describe(asked), asked.goal, partial(self._begin, number), -number)
+            for number, asked in self.waiting.items()
+            if asked.goal is not None
+        ]
 
-    def begin(self) -> Order:
-        """The turn of the first one that lacks nothing has come."""
-        number, order = next((number, asked.order) for number, asked in self.waiting.items() if asked.order is not None)
+    def _begin(self, number: int) -> None:
+        """Begins a rollback whose turn has come."""
+        goal = self.waiting[number].goal
+        assert goal is not None
         self._end(number)
-        self.running = order
-        return order
+        self.running.append(goal)
 
     def timer(self, key: Key) -> None:
         """A rollback's time is over, or what holders hold is to be joined once more."""
         match key:
             case ("rollback", int() as number) if number in self.waiting:
                 asked = self.waiting[number]
-                lacks = "others to end" if asked.order is not None else asked.lacks
+                lacks = "others to end" if asked.goal is not None else asked.lacks
                 self._refuse(
                     number, deadline(f"{_describe(asked)} did not begin in time: it waited for {lacks}").problem
                 )
@@ -111,7 +115,7 @@ class Rollbacks:
                 self.holdings.ended(lineage, number, done)
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
-        """Those that must stay until it is over."""
+        """The blobs that must stay until it is over."""
         joined = [joining.joined for joining in self.holdings.by_lineage.values()]
         return [each.published.manifest for each in joined if each is not None and each.published is not None]
 
@@ -121,14 +125,14 @@ class Rollbacks:
             f"{_describe(asked)} waits for {asked.lacks or 'its turn'}" for asked in self.waiting.values()
         )
 
-    def _order(self, asked: Asked, others: Sequence[Order], taken: set[str], now: float) -> Order | None:
+    def _goal(self, asked: Asked, others: Sequence[Goal], taken: set[str], now: float) -> Goal | None:
         """What is wanted; None: wait. taken: lineages for which another one waits already. Raises CkptEngineError if it
         must be refused."""
         request = asked.request
         identity = self._identity(request)
-        for order in others:
-            if order.late is None and order.lineage == identity.lineage:
-                raise aborted(f"an update of lineage {identity.lineage!r} runs, to version {order.version}: try again")
+        for goal in others:
+            if goal.late is None and goal.lineage == identity.lineage:
+                raise aborted(f"an update of lineage {identity.lineage!r} runs, to version {goal.version}: try again")
         wishes = manager_pb2.UpdateWeightsRequest(
             pause_mode=request.pause_mode, replicas=request.replicas, pool=request.pool
         )
@@ -142,7 +146,7 @@ class Rollbacks:
         if held is None:
             return None
         published, record = held
-        return Order(
+        return Goal(
             lineage=identity.lineage,
             version=identity.version,
             published=published,
@@ -154,6 +158,7 @@ class Rollbacks:
             end=asked.end,
             record=record,
             back=identity,
+            pool=request.pool,
         )
 
     def _identity(self, request: manager_pb2.RollbackRequest) -> weights_pb2.Identity:
@@ -198,7 +203,7 @@ class Rollbacks:
 
 
 def _describe(asked: Asked) -> str:
-    lineage = asked.order.lineage if asked.order is not None else asked.request.lineage
+    lineage = asked.goal.lineage if asked.goal is not None else asked.request.lineage
     return f"rollback to version {asked.request.version}" + (f" of lineage {lineage!r}" if lineage else "")
 
 

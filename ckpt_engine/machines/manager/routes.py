@@ -29,8 +29,8 @@ from ckpt_engine.machines.events import (
 )
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.filling import Filling
+from ckpt_engine.machines.manager.recipients import Recipients, Way
 from ckpt_engine.machines.manager.sealing import Sealing, refs_of
-from ckpt_engine.machines.manager.targets import Targets, Way
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
@@ -53,12 +53,12 @@ class Route:
 
     @property
     def relays(self) -> set[str]:
-        """By the ids of what they offer."""
+        """The relays, by the ids of what they offer."""
         return {filling.relay for filling in self.fillings}
 
     @property
     def replicas(self) -> set[str]:
-        """By name."""
+        """The replicas, by name."""
         return {name for filling in self.fillings for name in filling.replicas}
 
     @property
@@ -73,7 +73,7 @@ class Route:
 
     @property
     def unread(self) -> dict[str, Problem]:
-        """Its relays that nobody reads, with the reason."""
+        """The relays of it that nobody reads, with the reason."""
         if self.way is not None or self.replaced:
             return self.out
         why = self.problem or next(iter(self.unfit.values()), None)
@@ -81,14 +81,14 @@ class Route:
 
 
 class Routes:
-    """Of one update. record: the sealed record of `identity`."""
+    """The routes of one update. record: the sealed record of `identity`."""
 
     def __init__(
-        self, course: Course, targets: Targets, identity: weights_pb2.Identity, record: manager_pb2.BlobRef
+        self, course: Course, recipients: Recipients, identity: weights_pb2.Identity, record: manager_pb2.BlobRef
     ) -> None:
         self._course = course
         self._state = course.state
-        self._targets = targets
+        self._recipients = recipients
         self._identity = identity
         self._record = record
         self._routes: list[Route] = []
@@ -136,7 +136,8 @@ class Routes:
             route.way = Way(route.compiled, cast(Combined, done.result))
 
     def overdue(self, seconds: float, now: float) -> None:
-        """Their time is over, `seconds` after the update began. Those without the relays that are silent begin anew."""
+        """Ends the routes whose time is over, `seconds` after the update began. They begin anew without the relays that
+        are silent."""
         self._course.begin("joining", self._state.deadlines.plan, now)
         problem = deadline(f"it was not planned with {seconds:.1f} s after the update began").problem
         for route in tuple(self._routes):
@@ -147,7 +148,7 @@ class Routes:
                 route.problem = problem
 
     def ways(self) -> dict[str, Way]:
-        """By replica, for those that are installed from relays only."""
+        """The way of each replica that is installed from relays only."""
         return {
             name: route.way
             for route in self._routes
@@ -208,7 +209,7 @@ class Routes:
             route.problem = refused or unavailable("what it holds is not told any more").problem
             return
         route.published = joined.published
-        workers = tuple(worker for worker in self._targets.workers() if worker.key[0] in route.replicas)
+        workers = tuple(worker for worker in self._recipients.workers() if worker.key[0] in route.replicas)
         task = CompilePlans(joined.published, workers, self._course.left(now), joined.record, self._identity.root)
         self._course.run(f"plan {number}", task)
 
@@ -220,7 +221,7 @@ class Routes:
                 next(iter(compiled.unfit.values()), None) or unavailable("nobody is left to read it").problem
             )
             return
-        route.sealing = Sealing(self._course, route.published, compiled, keep=True)
+        route.sealing = Sealing(self._course, route.published, compiled, keep=True, fence=self._course.filling)
         route.sealing.send(self._course.left(now))
         self._combine(number, route, now)
 
@@ -235,7 +236,7 @@ class Routes:
 
 
 def _connected(fillings: Iterable[Filling]) -> list[tuple[Filling, ...]]:
-    """Those that share a replica, together."""
+    """Groups of relays: those that share a replica are together."""
     found: list[tuple[Filling, ...]] = []
     for filling in fillings:
         near = [other for other in found if any(not set(each.replicas).isdisjoint(filling.replicas) for each in other)]

@@ -5,26 +5,43 @@ Of what is sealed already (`keep`) only digests are asked for: of ranks that kee
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ckpt_engine.core.problems import deadline
+from ckpt_engine.core.reach import name_of
+from ckpt_engine.core.transports import GPU_MEMORY, memory_of
 from ckpt_engine.machines.events import Combined, Compiled, Published, SourceOffer
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
 
+SOURCES_TOLD = 64
+"""Sources whose sealing a timeline tells, the slowest ones."""
+
 
 class Sealing:
     """Who has sealed and who has not. Begins once the plans are compiled. reader: the replica that digests what files
-    hold whose owner is gone; empty: none."""
+    hold whose owner is gone; empty: none. fence: if it is another one than that of the update."""
 
-    def __init__(self, course: Course, published: Published, compiled: Compiled, keep: bool, reader: str = "") -> None:
+    def __init__(
+        self,
+        course: Course,
+        published: Published,
+        compiled: Compiled,
+        keep: bool,
+        reader: str = "",
+        fence: weights_pb2.Fence | None = None,
+    ) -> None:
         self._course = course
+        self._fence = fence or course.fence
         self._state = course.state
         self._published = published
         self._compiled = compiled
         self._keep = keep
         self._reader = reader
         self._answers: dict[str, manager_pb2.Sealed] = {}
+        course.awaited["sealing"] = lambda: [source.source for source in self.missing()]
 
     def missing(self) -> list[SourceOffer]:
         """Sources that have something to digest, and have not sealed."""
@@ -32,12 +49,12 @@ class Sealing:
         return [source for source in asked if source.source not in self._answers]
 
     def digests(self) -> dict[str, manager_pb2.BlobRef]:
-        """Of those that have, by source."""
+        """The digests of those that have sealed, by source."""
         return {source: answer.digests for source, answer in self._answers.items()}
 
     def send(self, seconds: float) -> None:
         """Tells, again, everybody who has not answered."""
-        lineage, version = self._course.order.lineage, self._course.order.version
+        lineage, version = self._course.goal.lineage, self._course.goal.version
         if not self._keep:
             self._state.versions.sealed_anew(lineage)
         for source in self.missing():
@@ -45,7 +62,7 @@ class Sealing:
             member = self._state.members.source(lineage, source)
             if member is not None:
                 seal = manager_pb2.Seal(
-                    fence=self._course.fence,
+                    fence=self._fence,
                     version=version,
                     atoms=atoms,
                     keep=self._keep,
@@ -54,7 +71,7 @@ class Sealing:
                 self._state.send(member, seal)
             elif self._reader:
                 command = manager_pb2.SealForReaders(
-                    fence=self._course.fence, table=source.table, atoms=atoms, deadline_seconds=seconds
+                    fence=self._fence, table=source.table, atoms=atoms, deadline_seconds=seconds
                 )
                 self._state.send_to(self._reader, command)
 
@@ -66,7 +83,7 @@ class Sealing:
         return deadline(f"{message}the update began", ranks=ranks).problem
 
     def asked(self, body: manager_pb2.Sealed) -> list[str]:
-        """Of those that have not sealed, the sources whose answer this is."""
+        """The sources that have not sealed and whose answer this is."""
         missing = (source.source for source in self.missing())
         return [source for source in missing if self._compiled.atoms[source] == body.atoms]
 
@@ -83,8 +100,43 @@ class Sealing:
             problem.CopyFrom(body.problem)
             problem.ranks[:] = problem.ranks or [source.rank for source in answered if source.rank is not None]
             return problem
+        known = self._state.communicators.get(self._course.goal.lineage)
+        if known is not None and body.broken_communicator == known[1]:
+            del self._state.communicators[self._course.goal.lineage]
         self._answers.update((source.source, body) for source in answered)
+        note_sealed(self._course.timeline, body, answered)
         return None
+
+
+def note_sealed(timeline: manager_pb2.Timeline, body: manager_pb2.Sealed, answered: Sequence[SourceOffer]) -> None:
+    """Adds an answer to a timeline, which is not to grow with the number of ranks. answered: whose answer it is."""
+    told = timeline.sources
+    for source in answered:
+        if len(told) == SOURCES_TOLD:
+            quick = min(range(SOURCES_TOLD), key=lambda place: _seconds(told[place]))
+            if _seconds(told[quick]) >= _seconds(body):
+                continue
+            del told[quick]
+        noted = told.add(
+            source=source.source,
+            copy_seconds=body.copy_seconds,
+            digest_seconds=body.digest_seconds,
+            digested=body.digested,
+            host=name_of(source.host),
+            gpu=_on_gpus(source),
+        )
+        if body.HasField("span"):
+            noted.span.CopyFrom(body.span)
+
+
+def _on_gpus(source: SourceOffer) -> bool:
+    """Whether all of its weights are offered as GPU memory; a process that uses GPUs may have weights in the host's."""
+    on_gpus = (any(GPU_MEMORY in memory_of(transport) for transport in way) for way in source.ways)
+    return bool(source.host.gpus and source.ways) and all(on_gpus)
+
+
+def _seconds(told: manager_pb2.Sealed | manager_pb2.Timeline.Source) -> float:
+    return told.copy_seconds + told.digest_seconds
 
 
 def refs_of(compiled: Compiled | None, sealing: Sealing | None, combined: Combined | None) -> list[manager_pb2.BlobRef]:

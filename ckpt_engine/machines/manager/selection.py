@@ -67,7 +67,7 @@ def check_named(members: Members, names: Iterable[str], pool: str) -> None:
 
 
 def replicas_for(state: State, request: manager_pb2.UpdateWeightsRequest, now: float) -> tuple[str, ...]:
-    """Their names, in order.
+    """The names of the replicas, in order.
 
     Raises NOT_FOUND for a name that nobody has, INVALID_ARGUMENT for one of another pool or a pause mode that one of
     those that are connected does not have, and FAILED_PRECONDITION for a replica that receives no weights or if too few

@@ -9,6 +9,7 @@ from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.names import in_pool
 from ckpt_engine.core.problems import deadline, precondition, unavailable
 from ckpt_engine.machines.events import Call, FinishCall, SleepCall, WakeCall
+from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.selection import check_named
 from ckpt_engine.machines.manager.state import State
@@ -30,6 +31,7 @@ class Sleepers:
         self.fence = weights_pb2.Fence()
         self.over = False
         replicas = state.members.replicas.items()
+        self.pool = request.pool
         self._names = sorted(set(request.replicas) or (name for name, each in replicas if each.pool == request.pool))
         if not self._names and state.members.replicas:
             pools = " and ".join(sorted({in_pool(each.pool) for _, each in replicas}))
@@ -41,6 +43,14 @@ class Sleepers:
         self._end = now + self._seconds
         self._level = event.request.level if isinstance(event, SleepCall) else 0
         self._tags = tuple(event.request.tags) if isinstance(event, WakeCall) else ()
+
+    def meets(self, goal: Goal) -> bool:
+        """Whether it and an update wait for each other: they are for one pool, or for one replica."""
+        return self.pool == goal.pool or not set(self._names).isdisjoint(goal.replicas)
+
+    def installs(self, name: str) -> int:
+        """The highest install fence that a replica may be told when it is welcomed, as `Updates.installs`."""
+        return self.fence.epoch if name in self._names and self.fence.epoch else self.state.installs
 
     def describe(self) -> str:
         """What runs, for who must wait for it."""

@@ -29,6 +29,7 @@ from ckpt_engine.machines.events import (
     SpendEpoch,
 )
 from ckpt_engine.machines.manager.members import Member, Members
+from ckpt_engine.machines.manager.sharing import Sharing
 from ckpt_engine.machines.manager.versions import Intended, Meant, Versions
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -48,7 +49,7 @@ class State:
     for the disk. spending: up to which they are being spent, 0 if they are not. versions: who is to hold what.
     ledger_problem: why the ledger could not be written when that was tried last; None if it could. communicators: by
     lineage, the members of a collective that ended well, and the communicator that they keep. blames: how many
-    collectives in a row ended badly because of a replica.
+    collectives in a row ended badly because of a replica. sharing: who uses which holder.
     """
 
     members: Members
@@ -61,6 +62,7 @@ class State:
     spending: int = 0
     ledger_problem: weights_pb2.Problem | None = None
     communicators: dict[str, tuple[object, bytes]] = field(default_factory=dict)
+    sharing: Sharing = field(default_factory=Sharing)
     blames: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -74,7 +76,7 @@ class State:
         highest: Sequence[weights_pb2.Identity] = (),
         identities: Sequence[weights_pb2.Identity] = (),
     ) -> State:
-        """As a manager begins."""
+        """The state with which a manager begins."""
         state = cls(Members(cluster), deadlines, [], epoch, epoch, epoch)
         state.versions = Versions.from_ledger(epoch, intents, meant or {}, highest, identities)
         return state
@@ -129,7 +131,7 @@ class State:
 
     def intent_ended(self, fence: weights_pb2.Fence) -> None:
         """It is on the disk, and its epoch with it."""
-        self.spent, self.installs = max(self.spent, fence.epoch), fence.epoch
+        self.spent, self.installs = max(self.spent, fence.epoch), max(self.installs, fence.epoch)
 
     def fence(self, epoch: int) -> weights_pb2.Fence:
         """One of this cluster."""

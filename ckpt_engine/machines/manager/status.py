@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.publications import Publications
+from ckpt_engine.machines.manager.relay_facts import slow_relays
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.update import Update
-from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 REPLICA_STATES = ("serving", "asleep", "closed", "disconnected")
 
@@ -49,7 +50,9 @@ def status_of(
             connected=trainer.peer is not None,
             published=trainer.table is not None,
             description=trainer.host.name,
+            gpus=_named(trainer.host),
         )
+    slow = slow_relays(state.members.holders.values())
     for source in sorted(state.members.holders):
         holder = state.members.holders[source]
         answer.holders.add(
@@ -59,8 +62,9 @@ def status_of(
             held=[held.identity for held in holder.held],
             description=holder.host.name,
             filling=_told(holder.filling),
-            last_filled=holder.last_filled,
-            progress=holder.progress,
+            last_filled=holder.words.last_filled,
+            progress=holder.words.progress,
+            slow=slow.get(source, ""),
         )
     for owner in sorted(holdings):
         if size := sum({ref.digest: ref.size for ref in holdings[owner]}.values()):
@@ -110,7 +114,22 @@ def _replica(replica: Replica) -> manager_pb2.ReplicaStatus:
         host=replica.host,
         unfit=replica.why_unfit(),
         pool=replica.pool,
+        gpus=_gpus(replica),
+        unopened=replica.shut.told(replica.boot_ids()),
     )
+
+
+def _gpus(replica: Replica) -> list[manager_pb2.WorkerGpus]:
+    """The GPUs of each worker that is there now and has told them."""
+    told = [replica.prepared.get(worker.rank) for worker in replica.workers if worker.boot_id]
+    boots = set(replica.boot_ids())
+    here = [each for each in told if each is not None and each.boot_id in boots and each.host.gpus]
+    return [manager_pb2.WorkerGpus(rank=each.rank, gpus=_named(each.host)) for each in here]
+
+
+def _named(host: weights_pb2.Host) -> list[weights_pb2.Gpu]:
+    """A worker's GPUs, without which others they reach."""
+    return [weights_pb2.Gpu(uuid=gpu.uuid, name=gpu.name, pci=gpu.pci) for gpu in host.gpus]
 
 
 def _told(filling: manager_pb2.Filling | None) -> manager_pb2.Filling | None:

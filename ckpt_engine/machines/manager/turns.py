@@ -1,16 +1,19 @@
 """What was called and has not begun, of all kinds that are carried out as updates, and who waits for an update's end.
 
-Decides which comes first: rollbacks, in the order of their calls, then the lineages whose ranks are gathered.
+Decides which comes first: rollbacks, in the order of their calls, then the lineages whose ranks are gathered. Whoever
+meets nothing that goes on, and nobody before it in this order, begins.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpt_engine.core.problems import CkptEngineError, aborted
 from ckpt_engine.machines.events import Call, Done, Key, RollbackCall, UpdateCall, WaitCall
+from ckpt_engine.machines.manager.corrections import Corrections
 from ckpt_engine.machines.manager.gathers import Gathers
-from ckpt_engine.machines.manager.order import Order
+from ckpt_engine.machines.manager.goal import Coming, Goal
 from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.rollbacks import Rollbacks
 from ckpt_engine.machines.manager.state import State
@@ -32,6 +35,7 @@ class Turns:
         self.gathers = Gathers(self.state, self.publications)
         self.rollbacks = Rollbacks(self.state)
         self.waits = Waits(self.state)
+        self.corrections = Corrections(self.state)
 
     def join(self, event: UpdateCall | RollbackCall | WaitCall, now: float) -> None:
         """Takes a call in, or refuses it."""
@@ -48,31 +52,41 @@ class Turns:
             self.state.finish(event.call, error.problem)
 
     def cancelled(self, call: Call) -> None:
-        """Its caller has gone."""
+        """Forgets a call whose caller has gone."""
         for each in (self.gathers, self.rollbacks, self.waits):
             each.cancelled(call)
+
+    def heard(self, name: str) -> None:
+        """A replica has told something of itself: a report that knew less is told anew."""
+        replica = self.state.members.replicas.get(name)
+        if replica is not None:
+            self.corrections.look(replica)
 
     def look(self, settled: bool, now: float) -> None:
         """After every event: refuses what cannot begin, and lets those queue up that lack nothing any more."""
         self.gathers.look(settled, now)
-        self.rollbacks.look(settled, [update.order for update in self.updates.all()], now)
+        self.rollbacks.look(settled, [update.goal for update in self.updates.all()], now)
 
-    def next(self) -> str:
-        """What begins next, for people; empty: nothing can. A rollback has nothing go on beside it."""
-        lineage = self.gathers.next()
-        return self.rollbacks.next() or ("" if lineage is None else f"update of lineage {lineage!r}")
+    def coming(self) -> list[Coming]:
+        """What lacks nothing and has not begun, in the order of its turns."""
+        return [*self.rollbacks.coming(), *self.gathers.coming()]
 
-    def may_begin(self) -> bool:
-        """Whether what runs lets what is next begin."""
-        return self.updates.running is None and (self.updates.before is None or not self.rollbacks.next())
-
-    def begin(self) -> Order:
-        """The turn of what `next` names has come."""
-        if self.rollbacks.next():
-            return self.rollbacks.begin()
-        lineage = self.gathers.next()
-        assert lineage is not None
-        return self.gathers.begin(lineage)
+    def begin(self, may: Callable[[Goal], bool]) -> Goal | None:
+        """The next one begins; None: none can. may: whether one may, for all that this does not know of."""
+        passed: list[Goal] = []
+        kept: dict[int, frozenset[str]] = {}
+        begun = None
+        for coming in self.coming():
+            goal = coming.goal
+            if not any(map(goal.meets, passed)) and self.updates.passes(goal) and may(goal):
+                if begun is None and self.updates.lets(goal, coming.key):
+                    coming.begin()
+                    begun = goal
+                elif coming.key is not None:
+                    kept[coming.key] = goal.holders
+            passed.append(goal)
+        self.state.sharing.reserve(kept)
+        return begun
 
     def timer(self, key: Key, now: float) -> None:
         """A timer of one of them fired."""
@@ -97,15 +111,20 @@ class Turns:
         return " | ".join(filter(None, (self.rollbacks.describe(), self.gathers.describe())))
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
-        """Those that must stay for them."""
+        """The blobs that must stay for them."""
         return self.rollbacks.blobs()
 
     def _check_alone(self, lineage: str) -> None:
-        """Of an update the ranks are in a call already; while replicas are brought back they may gather."""
-        running = self.updates.running
-        if running is not None and running.order.sealed is None and running.order.lineage == lineage:
-            raise aborted(f"another update runs: {running.describe()}")
+        """Refuses a second call: of an update the ranks are in a call already. While replicas are brought back they may
+        gather."""
+        for running in self.updates.all():
+            if not running.released and running.goal.sealed is None and running.goal.lineage == lineage:
+                raise aborted(f"another update runs: {running.describe()}")
 
     def _over(self, update: Update) -> None:
         """It has ended."""
         self.waits.over(update)
+        if update.report is not None:
+            self.corrections.over(update.report, update.goal.min_replicas, update.guessed)
+            for name in update.guessed:
+                self.heard(name)

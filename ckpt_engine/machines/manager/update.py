@@ -2,7 +2,7 @@
 
 Until the intent is being recorded every failure refuses it, and no replica has been touched. From then on it always
 ends with an outcome for every replica, at its deadline at the latest. The same steps bring a late replica to the latest
-version (`order.late`); then there is no caller. Whatever was sealed before (`order.sealed`) its sources only digest.
+version (`goal.late`); then there is no caller. Whatever was sealed before (`goal.sealed`) its sources only digest.
 
 An update of which all installs read from relays can release its callers at the intent (`until="held"`); its installs
 then go on beside the next update, whose intent waits until every replica of this one has an outcome.
@@ -20,42 +20,39 @@ from ckpt_engine.machines.events import Combined, CombineSeals, Compiled, Compil
 from ckpt_engine.machines.manager.absences import Absences
 from ckpt_engine.machines.manager.collecting import Collecting
 from ckpt_engine.machines.manager.course import Course
+from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.installing import Installing
 from ckpt_engine.machines.manager.members import Holder, Member, Replica, Trainer
-from ckpt_engine.machines.manager.order import Order
 from ckpt_engine.machines.manager.ranks import Ranks
+from ckpt_engine.machines.manager.recipients import Recipients, Way
 from ckpt_engine.machines.manager.relay_facts import near_relays
 from ckpt_engine.machines.manager.relaying import Relaying
 from ckpt_engine.machines.manager.sealing import Sealing, refs_of
 from ckpt_engine.machines.manager.state import State
-from ckpt_engine.machines.manager.targets import Targets, Way
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
 
 
 class Update:
-    """Runs one order. over: called once, when nothing is left to do. before: an update whose installs go on.
+    """Runs towards one goal. over: called once, when nothing is left to do. before: an update whose installs go on.
 
     cut: why it was cut short, if it was. released: its callers have returned, and its installs go on without them.
-    refusal: why it was refused, if it was.
+    refusal: why it was refused, if it was. number: see Course. guessed: see Recipients.
     """
 
-    def __init__(
-        self, state: State, order: Order, over: Callable[[Update], None], before: Update | None = None
-    ) -> None:
-        self.state = state
-        self.order = order
-        self.course = Course(state, order)
-        self.fence = self.course.fence
-        self.cut = ""
-        self.released = False
+    def __init__(self, state: State, goal: Goal, over: Callable[[Update], None], before: Update | None = None) -> None:
+        self.state, self.goal = state, goal
+        self.course = Course(state, goal)
+        self.fence, self.number = self.course.fence, self.course.number
+        self.cut, self.released = "", False
         self.refusal: Problem | None = None
-        self._over = over
-        self._before = before
-        self._targets = Targets(state, order, self.fence)
-        self._collecting = Collecting(self.course, self._targets)
-        self._absences = Absences(state, order, self._targets, self.course.timer, self.course.cancel)
+        self._over, self._before = over, before
+        self._recipients = Recipients(state, goal, self.fence)
+        self.guessed = self._recipients.guessed
+        self.course.awaited["preparing"] = lambda: [f"replica {name}" for name in self._recipients.unprepared()]
+        self._collecting = Collecting(self.course, self._recipients)
+        self._absences = Absences(state, goal, self._recipients, self.course.timer, self.course.cancel)
         self._compiled: Compiled | None = None
         self._sealing: Sealing | None = None
         self._combined: Combined | None = None
@@ -87,28 +84,28 @@ class Update:
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """Blobs that members may fetch for it, or that it still needs."""
-        refs = [*self._targets.blobs(), *refs_of(self._compiled, self._sealing, self._combined)]
+        refs = [*self._recipients.blobs(), *refs_of(self._compiled, self._sealing, self._combined)]
         refs += self._collecting.blobs()
         refs += [] if self._relaying is None else self._relaying.blobs()
-        return refs + ([] if self.order.record is None else [self.order.record])
+        return refs + ([] if self.goal.record is None else [self.goal.record])
 
     def under_way(self) -> tuple[list[str], weights_pb2.Identity | None]:
         """Whom it writes to or is about to, and what: from the intent on, until each has an outcome."""
-        return (self._targets.waiting_for() if self.phase in ("recording", "installing") else []), self._identity
+        return (self._recipients.waiting_for() if self.phase in ("recording", "installing") else []), self._identity
 
     def start(self, now: float) -> None:
         """Takes the first step."""
         self.course.start(now)
-        self._absences.begin(self.order.replicas, now)
+        self._absences.begin(self.goal.replicas, now)
         self._send_missing(now)
 
     def cut_short(self, reason: str, now: float) -> None:
-        """Ends as soon as that is safe: something more important waits. Only for late replicas."""
+        """Ends as soon as that is safe: something more important waits. Only for late replicas, and for what waits."""
         self.cut = reason
         if self.course.refusable:
             self._refuse(Problem(code=Problem.ABORTED, message=reason))
         elif self.phase == "installing":
-            self._targets.abandon(reason)
+            self._recipients.abandon(reason)
 
     def outrun(self) -> None:
         """Members have seen higher epochs than the ledger had: they would not obey this one."""
@@ -119,11 +116,15 @@ class Update:
         """A rank's call was cancelled."""
         self._ranks.caller_left(rank)
 
-    def before_over(self, now: float) -> None:
-        """Nothing goes on beside it any more."""
-        self._before = None
-        if self.phase == "waiting" or (self.phase == "leaving" and not self._ranks.undecided):
+    def look(self, now: float) -> None:
+        """Goes on if what it waited for of other updates is over."""
+        if self._before is not None and self._before.phase == "over":
+            self._before = None
+        free = self._before is None
+        if free and (self.phase == "waiting" or (self.phase == "leaving" and not self._ranks.undecided)):
             self._intend(now)
+        elif self.phase == "queueing" and not self.course.waits:
+            self._go_on(now)
 
     # -- members come and go
 
@@ -154,17 +155,14 @@ class Update:
         if not self._absences.concern(member):
             return
         if isinstance(member, Replica):
-            self._lose_replica(member, now)
+            if self.phase in ("preparing", "installing"):
+                self._absences.leave_out(member, now)
+                self._go_on(now)
         else:
             self._ranks.gone(member)
             if isinstance(member, Trainer):
                 self._collecting.gone(member)
                 self._go_on(now)
-
-    def _lose_replica(self, replica: Replica, now: float) -> None:
-        if self.phase in ("preparing", "installing"):
-            self._absences.leave_out(replica, now)
-            self._go_on(now)
 
     # -- messages, results and timers
 
@@ -174,21 +172,23 @@ class Update:
         match body:
             case manager_pb2.Prepared() if isinstance(member, Replica) and body.fence == self.fence:
                 if self.phase == "preparing":
-                    self._targets.take_prepared(member, body)
-            case manager_pb2.Sealed() if body.fence == self.fence:
+                    self._recipients.take_prepared(member, body)
+            case manager_pb2.Sealed() if body.fence in (self.fence, self.course.filling):
                 if self.phase == "sealing" and self._sealing is not None:
                     problem = self._sealing.take(body)
                 elif self._relaying is not None:
                     self._relaying.sealed(body, now)
-            case manager_pb2.RelayFilled() | manager_pb2.RelayProgress() if self._relaying and body.fence == self.fence:
+            case manager_pb2.RelayFilled() | manager_pb2.RelayProgress() if self._relaying is not None:
                 self._relaying.answered(member, body)
             case manager_pb2.ReplicaOutcome() if isinstance(member, Replica) and body.fence == self.installs:
                 if self.phase == "installing":
-                    self._targets.take_outcome(body, member.name)
+                    self._recipients.take_outcome(body, member.name)
             case manager_pb2.TookPart() if isinstance(member, Trainer) and body.fence == self.installs:
                 self._collecting.answered(member, body)
             case manager_pb2.Progress() if isinstance(member, Replica) and body.fence == self.installs:
                 self.course.progress(member.name, body)
+                if self.cut and body.goes_back:  # no worker reads what the next update may change
+                    self.course.hurry(self.state.deadlines.resume, now)
         if problem is not None:
             self._refuse(problem)
         else:
@@ -202,7 +202,7 @@ class Update:
             self._go_on(now)
         elif step == "report":
             self._end()
-        elif step == "plan" and self._targets.prepare_again(done.problem):
+        elif step == "plan" and self._recipients.prepare_again(done.problem):
             self.course.begin("preparing", self.state.deadlines.prepare, now)
             self._send_missing(now)
         elif done.problem is not None:
@@ -240,7 +240,7 @@ class Update:
     def _send_missing(self, now: float) -> None:
         """Sends again what has not been answered."""
         if self.phase == "preparing":
-            self._targets.prepare(self.course.left(now))
+            self._recipients.prepare(self.course.left(now))
         elif self.phase == "sealing" and self._sealing is not None:
             self._sealing.send(self.course.left(now))
         elif self.phase in ("filling", "joining") and self._relaying is not None:
@@ -248,20 +248,20 @@ class Update:
         elif self.phase == "installing" and self._installing is not None:
             self._installing.send(now)
             if self.cut:
-                self._targets.abandon(self.cut)
+                self._recipients.abandon(self.cut)
         self._go_on(now)
 
     def _go_on(self, now: float) -> None:
-        """To the next phase, if all answers of this one are there."""
-        if self.phase == "preparing" and not self._targets.unprepared():
+        """Goes on to the next phase, if all answers of this one are there."""
+        if self.phase == "preparing" and not self._recipients.unprepared():
             self._plan(now)
         elif self.phase == "sealing" and self._sealing is not None and not self._sealing.missing():
             assert self._compiled is not None
             self.course.begin("combining", self.state.deadlines.plan, now)
             digests = self._sealing.digests()
-            task = CombineSeals(self.order.published, self._compiled, digests, self.course.left(now))
+            task = CombineSeals(self.goal.published, self._compiled, digests, self.course.left(now))
             self.course.run("combine", task)
-        elif self.phase in ("filling", "joining") and self._relaying is not None:
+        elif self.phase in ("queueing", "filling", "joining") and self._relaying is not None:
             if self._relaying.over(now):
                 self._intend(now)
         elif self._installing is not None and self.phase == "installing" and not self._installing.waiting_for():
@@ -271,45 +271,45 @@ class Update:
         if self._too_few():
             return
         self.course.begin("planning", self.state.deadlines.plan, now)
-        order, root = self.order, b"" if self.order.sealed is None else self.order.sealed.root
-        workers, members = self._targets.workers(), self._collecting.replicas
-        task = CompilePlans(order.published, workers, self.course.left(now), order.record, root, members)
+        goal, root = self.goal, b"" if self.goal.sealed is None else self.goal.sealed.root
+        workers, members = self._recipients.workers(), self._collecting.replicas
+        task = CompilePlans(goal.published, workers, self.course.left(now), goal.record, root, members)
         self.course.run("plan", task)
 
     def _seal(self, compiled: Compiled, now: float) -> None:
-        kept, near = self.order.sealed is not None, set().union(*near_relays(self.state, self._targets).values())
-        if self._collecting.choose(compiled, near):
+        kept, near = self.goal.sealed is not None, set().union(*near_relays(self.state, self._recipients).values())
+        if self._collecting.choose(compiled, near) or self._recipients.try_shut(compiled.unfit, near):
             self._plan(now)
             return
-        self._targets.take_unplanned(compiled.unfit, near)
+        self._recipients.take_unplanned(self._collecting.explained(compiled.unfit), near)
         if self._too_few():
             return
         self.course.begin("sealing", self.state.deadlines.seal, now)
-        reader = self.order.replicas[0] if kept else ""
-        self._sealing = Sealing(self.course, self.order.published, compiled, keep=kept, reader=reader)
+        reader = self.goal.replicas[0] if kept else ""
+        self._sealing = Sealing(self.course, self.goal.published, compiled, keep=kept, reader=reader)
         self._send_missing(now)
 
     def _too_few(self, because: Problem | None = None) -> bool:
         """Whether the update is refused since those that are left are not enough. because: what that comes from."""
-        problem = self._targets.too_few()
-        if problem is None or self.order.late is not None:
-            self._targets.remember_unfit()
+        problem = self._recipients.too_few()
+        if problem is None or self.goal.late is not None:
+            self._recipients.remember_unfit()
         if problem is not None:
             self._refuse(because or problem)
         return problem is not None
 
     def _decide_identity(self, root: bytes, now: float) -> None:
         """The root is known: is this the version that it says it is? Then relays may bring it."""
-        order = self.order
-        self._identity = weights_pb2.Identity(lineage=order.lineage, version=order.version, root=root)
+        goal = self.goal
+        self._identity = weights_pb2.Identity(lineage=goal.lineage, version=goal.version, root=root)
         if self._refused_identity(now):
             return
-        record = (None if self._combined is None else self._combined.record) or order.record
-        needed = order.sealed is None or bool(self._targets.cut_off)
+        record = (None if self._combined is None else self._combined.record) or goal.record
+        needed = goal.sealed is None or bool(self._recipients.cut_off)
         if record is None or not needed:
             self._intend(now)
             return
-        self._relaying = self._ranks.relaying = Relaying(self.course, self._targets, self._identity, record)
+        self._relaying = self._ranks.relaying = Relaying(self.course, self._recipients, self._identity, record)
         before = None if self._before is None else self._before._relaying
         if self._compiled is not None and self._relaying.start(self._compiled, before, now):
             self._send_missing(now)
@@ -332,17 +332,17 @@ class Update:
         assert self._compiled is not None
         assert self._combined is not None
         if self._before is not None or self._ranks.undecided:
-            self.course.begin("leaving" if self._before is None else "waiting", self.order.end - now, now)
+            self.course.begin("leaving" if self._before is None else "waiting", self.goal.end - now, now)
             return
         if self._relaying is not None:
-            self._relaying.settle()
-            if self._too_few(self._relaying.left):
+            self._relaying.conclude()
+            if self._too_few(self._relaying.left or self._relaying.late):
                 return
         if self._refused_identity(now):
             return
         direct = Way(self._compiled, self._combined)
         self._installing = Installing(
-            self.course, self._targets, self._absences, self._identity, direct, self._relaying, self._collecting
+            self.course, self._recipients, self._absences, self._identity, direct, self._relaying, self._collecting
         )
         self._installing.record(now)
 
@@ -350,20 +350,20 @@ class Update:
         """The intent is on the disk: from here on there is no refusing."""
         assert self._installing is not None
         self._installing.begin(now, self.cut)
-        if self.order.until == manager_pb2.HELD:
+        if self.goal.until == manager_pb2.HELD:
             # All that remains reads from relays.
             self.course.answer(self._installing.report(now, held=True))
             self.course.release()
             self.released = True
         self._send_missing(now)
 
-    # -- time
+    # -- time, and the end
 
     def _phase_over(self, now: float) -> None:
         """Somebody was silent too long."""
         seconds = now - self.course.started
         if self.phase == "preparing":
-            self._targets.overdue(seconds)
+            self._recipients.overdue(seconds)
             self._go_on(now)
         elif self.phase == "sealing" and self._sealing is not None:
             self._refuse(self._sealing.overdue(seconds))
@@ -378,8 +378,6 @@ class Update:
         elif self.phase == "installing" and self._installing is not None:
             self._installing.out_of_time(seconds)
             self._go_on(now)
-
-    # -- the end
 
     def _refuse(self, problem: Problem) -> None:
         self.refusal = problem

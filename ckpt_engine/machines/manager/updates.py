@@ -1,17 +1,19 @@
-"""The update that runs, and beside it the one before it, of which only the installs go on.
+"""The updates that go on side by side, and which of them take turns.
 
-The callers of that one have returned, since relays hold its version. There are never more than these two: the intent of
-the one waits for the end of the other.
+Updates of different pools go on side by side, from the first step to the report. Two that meet (`Order.meets`: one
+pool, one lineage) take turns, with one exception: an update of which only the installs go on, since its callers have
+returned when relays held its version, lets the next one prepare, seal and fill. There are never more than these two:
+the intent of the one waits for the end of the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckpt_engine.machines.events import Call, Done
+from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Member
-from ckpt_engine.machines.manager.order import Order
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.v1 import manager_pb2
@@ -19,35 +21,61 @@ from ckpt_engine.v1 import manager_pb2
 
 @dataclass
 class Updates:
-    """running: may still be refused, or has callers, or brings up a late replica. before: released, and not over.
-    ended: called with each that is over."""
+    """going: those that are not over, in the order in which they began. ended: called with each that is over."""
 
     state: State
     ended: Callable[[Update], None]
-    running: Update | None = None
-    before: Update | None = None
+    going: list[Update] = field(default_factory=list)
 
     def all(self) -> list[Update]:
-        """Those that there are, in their order."""
-        return [update for update in (self.before, self.running) if update is not None]
+        """The updates that there are, in their order; the list stays as it is when one of them ends."""
+        return list(self.going)
 
-    def start(self, order: Order, now: float) -> None:
-        """Begins one; there must be none that runs."""
-        self.running = Update(self.state, order, self._over, self.before)
-        self.running.start(now)
+    def lets(self, goal: Goal, key: int | None = None) -> bool:
+        """Whether nothing that goes on is in its way. What was sealed before has nothing go on beside it that it would
+        meet, and reads holders that nobody else uses. key: by which it waits for them, if so."""
+        return self.passes(goal) and self.state.sharing.lets(goal.holders, key)
+
+    def passes(self, goal: Goal) -> bool:
+        """Whether nothing that goes on is in its way, but for the holders that it reads."""
+        near = self._near(goal)
+        return not near or (goal.sealed is None and len(near) == 1 and near[0].released)
+
+    def start(self, goal: Goal, now: float) -> None:
+        """Begins one that `lets` has let."""
+        before = next(iter(self._near(goal)), None)
+        update = Update(self.state, goal, self._over, before)
+        self.going.append(update)
+        self.state.sharing.begin(update.number, goal.holders, None if before is None else before.number)
+        update.start(now)
 
     def next(self, now: float) -> None:
-        """After every event: lets the next one begin beside one that was released, and go on when that is over."""
-        if self.running is not None and self.running.released and self.before is None:
-            self.before, self.running = self.running, None
-        if self.running is not None and self.before is None:
-            self.running.before_over(now)
+        """After every event: lets those go on whose way is free now."""
+        for update in self.all():
+            update.look(now)
 
-    def late(self) -> Update | None:
-        """The one that brings up a late replica, if that is what goes on."""
-        return self.running if self.running is not None and self.running.order.late is not None else None
+    def late(self) -> list[Update]:
+        """The updates that bring up a late replica."""
+        return [update for update in self.going if update.goal.late is not None]
 
-    # -- what happens is told to both
+    def in_the_way(self) -> set[int]:
+        """The numbers of those that use relays which others wait for; late replicas wait for one another."""
+        sharing, late = self.state.sharing, {update.number for update in self.late()}
+        return {number for waiting in sharing.waits.keys() - late for number in sharing.in_the_way(waiting)}
+
+    def in_a_circle(self) -> Update | None:
+        """The one to be ended of those that wait for one another for ever: the youngest."""
+        found = self.state.sharing.circle()
+        return next((update for update in reversed(self.going) if update.number in found), None)
+
+    def installs(self, name: str) -> int:
+        """The highest install fence that a replica may be told when it is welcomed: below that of an intent which will
+        reach it and is not on the disk yet, however many others were given out since."""
+        ours = [update for update in self.going if name in update.goal.replicas]
+        told = [update.installs.epoch - (update.phase == "recording") for update in ours if update.installs is not None]
+        return min([self.state.installs, *told])
+
+    # -- what happens is told to all
 
     def message(self, member: Member, body: object, now: float) -> None:
         """Something that may carry a fence of theirs."""
@@ -60,7 +88,7 @@ class Updates:
             update.member_back(member, now)
 
     def lost(self, member: Member, now: float) -> None:
-        """Its session ended without a goodbye."""
+        """Notes that a member's session ended without a goodbye."""
         for update in self.all():
             update.member_lost(member, now)
 
@@ -77,29 +105,30 @@ class Updates:
     def cancelled(self, call: Call) -> None:
         """A caller has gone."""
         for update in self.all():
-            for rank in [rank for rank, other in update.order.calls.items() if other == call]:
+            for rank in [rank for rank, other in update.goal.calls.items() if other == call]:
                 update.caller_left(rank)
 
-    def timer(self, epoch: int, step: str, now: float) -> None:
-        """A timer of the one with this fill fence."""
+    def timer(self, number: int, step: str, now: float) -> None:
+        """A timer of the one with this number."""
         for update in self.all():
-            if update.fence.epoch == epoch:
+            if update.number == number:
                 update.timer(step, now)
 
-    def done(self, epoch: int, step: str, done: Done, now: float) -> bool:
-        """A task of the one with this fill fence ended; whether there is one."""
-        found = [update for update in self.all() if update.fence.epoch == epoch]
+    def done(self, number: int, step: str, done: Done, now: float) -> bool:
+        """A task of the one with this number ended; whether there is one."""
+        found = [update for update in self.all() if update.number == number]
         for update in found:
             update.done(step, done, now)
         return bool(found)
 
+    def _near(self, goal: Goal) -> list[Update]:
+        return [update for update in self.going if update.goal.meets(goal)]
+
     def _over(self, update: Update) -> None:
-        if update is self.before:
-            self.before = None
-        else:
-            self.running = None
-        late, refusal = update.order.late, update.refusal
+        self.going.remove(update)
+        self.state.sharing.over(update.number)
+        late, refusal = update.goal.late, update.refusal
         if late is not None and refusal is not None and not update.cut:
             told = manager_pb2.NotBrought(identity=late, reason=refusal.message)
-            self.state.send_to(update.order.replicas[0], told)
+            self.state.send_to(update.goal.replicas[0], told)
         self.ended(update)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.machines.events import Published, RecordIntent
-from ckpt_engine.machines.manager.order import Order
+from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 HIGHEST_VERSION = (1 << 63) - 1
@@ -66,14 +66,15 @@ class Latest:
 @dataclass
 class Versions:
     """meant: by replica, the last update that was for it; by `everybody`, the last one for a pool. pools: of each
-    replica that has said hello, its pool. ledger_epoch: what the ledger knew of when the manager began. highest: of
-    each lineage the version with the highest number, which need not be its latest one. roots: of versions that were
-    meant for installing, by lineage and number."""
+    replica that has said hello, its pool. known_pools: all of these that there were. ledger_epoch: what the ledger knew
+    of when the manager began. highest: of each lineage the version with the highest number, which need not be its
+    latest one. roots: of versions that were meant for installing, by lineage and number."""
 
     ledger_epoch: int = 0
     latest: dict[str, Latest] = field(default_factory=dict)
     meant: dict[str, Meant] = field(default_factory=dict)
     pools: dict[str, str] = field(default_factory=dict)
+    known_pools: set[str] = field(default_factory=set)
     highest: dict[str, weights_pb2.Identity] = field(default_factory=dict)
     roots: dict[tuple[str, int], bytes] = field(default_factory=dict)
 
@@ -86,8 +87,8 @@ class Versions:
         highest: Sequence[weights_pb2.Identity] = (),
         identities: Sequence[weights_pb2.Identity] = (),
     ) -> Versions:
-        """As a manager begins. intents: the last one of each lineage. highest: of each lineage, at least as high.
-        identities: of all intents that are kept, oldest first."""
+        """The versions with which a manager begins. intents: the last one of each lineage. highest: of each lineage, at
+        least as high. identities: of all intents that are kept, oldest first."""
         latest = {
             intent.identity.lineage: Latest(
                 intent.identity, intent.epoch, None, frozenset(intent.selection or (EVERYBODY,))
@@ -104,7 +105,7 @@ class Versions:
     # -- numbers
 
     def take_number(self, identity: weights_pb2.Identity) -> bool:
-        """Its number is used. Whether it is above all that the lineage has used before."""
+        """Notes that its number is used. Returns whether it is above all that the lineage has used before."""
         known = self.highest.get(identity.lineage)
         if known is not None and identity.version <= known.version:
             return False
@@ -157,26 +158,24 @@ class Versions:
 
     # -- who is to hold what
 
-    def intent(self, epoch: int, identity: weights_pb2.Identity, order: Order, seconds: float) -> RecordIntent:
+    def intent(self, epoch: int, identity: weights_pb2.Identity, goal: Goal, seconds: float) -> RecordIntent:
         """What the ledger is to know. A late replica gets what it was meant to have, so nothing is meant anew."""
-        late = order.late is not None
-        whole = self.selection(identity, frozenset() if late else order.selection)
-        meant = () if late else tuple(sorted(order.selection))
+        late = goal.late is not None
+        whole = self.selection(identity, frozenset() if late else goal.selection)
+        meant = () if late else tuple(sorted(goal.selection))
         return RecordIntent(epoch, identity, seconds, tuple(sorted(whole)), meant)
 
-    def begin(
-        self, identity: weights_pb2.Identity, epoch: int, order: Order, record: manager_pb2.BlobRef | None
-    ) -> None:
+    def begin(self, identity: weights_pb2.Identity, epoch: int, goal: Goal, record: manager_pb2.BlobRef | None) -> None:
         """A version is about to be installed into those that its update is for; or a late replica is to get it, for
         which all of it was hashed again if there is a record now."""
         latest = self.latest.get(identity.lineage)
         self.remember(identity)
-        if order.late is None:
-            whole = self.selection(identity, order.selection)
+        if goal.late is None:
+            whole = self.selection(identity, goal.selection)
             # Who holds what was gone back to, and its record, is asked whenever that is needed.
-            published = order.published if order.back is None else None
+            published = goal.published if goal.back is None else None
             self.latest[identity.lineage] = Latest(identity, epoch, published, whole, record)
-            self.meant |= dict.fromkeys(order.selection, (epoch, identity.lineage))
+            self.meant |= dict.fromkeys(goal.selection, (epoch, identity.lineage))
         elif latest is not None and latest.identity == identity:
             latest.record = latest.record or record
 
@@ -197,6 +196,7 @@ class Versions:
         if self.pools.get(name, pool) != pool:
             self.meant.pop(name, None)
         self.pools[name] = pool
+        self.known_pools.add(pool)
 
     def learn(self, name: str, identity: weights_pb2.Identity, epoch: int) -> None:
         """A replica holds what the ledger does not know of. It tells of that replica, and of nobody else."""
@@ -223,25 +223,25 @@ class Versions:
         return latest
 
     def newest(self) -> Latest | None:
-        """Of all lineages."""
+        """The newest version of all lineages."""
         return max(self.latest.values(), key=lambda latest: latest.epoch, default=None)
 
     def lineages(self) -> set[str]:
-        """Those that some replica belongs to, or one that comes for the first time would."""
+        """The lineages that some replica belongs to, or one that comes for the first time would."""
         return {self._meant_for(name)[1] for name in (*self.meant, EVERYBODY)}
 
     def _meant_for(self, name: str) -> Meant:
         return max(self.meant.get(name, (0, "")), self.meant.get(self._everybody_with(name), (0, "")))
 
     def _everybody_with(self, name: str) -> str:
-        """Of a replica's pool, or of the pool that this means."""
+        """What stands for everybody of a replica's pool, or of the pool that this means."""
         if name.startswith(_POOL):
             return name
         return everybody(self.pools.get(name, ""))
 
 
 def everybody(pool: str) -> str:
-    """In place of a replica's name: all of a pool that receive weights."""
+    """What stands in place of a replica's name for all of a pool that receive weights."""
     return _POOL + pool if pool else EVERYBODY
 
 

@@ -63,15 +63,15 @@ class Waits:
             self.state.run(("wait", self.numbers), FindReport(*version, self.state.deadlines.ledger))
 
     def cancelled(self, call: Call) -> None:
-        """Its caller has gone."""
+        """Forgets a call whose caller has gone."""
         for number in [number for number, waiting in self.waiting.items() if waiting.call == call]:
             self._end(number)
 
     def over(self, update: Update) -> None:
         """An update has ended: tells those who wait for it."""
-        if update.order.late is not None:
+        if update.goal.late is not None:
             return
-        version = update.order.lineage, update.order.version
+        version = update.goal.lineage, update.goal.version
         if update.report is not None:
             self.ended.pop(version, None)
             self.ended[version] = update.report
@@ -116,8 +116,8 @@ class Waits:
 
 def _to(running: Sequence[Update], version: Version) -> Update | None:
     """The one of those that run that is to this version."""
-    orders = ((update, update.order) for update in running)
-    return next((each for each, order in orders if not order.late and (order.lineage, order.version) == version), None)
+    orders = ((update, update.goal) for update in running)
+    return next((each for each, goal in orders if not goal.late and (goal.lineage, goal.version) == version), None)
 
 
 def _ended_early(version: Version, epoch: int | None) -> weights_pb2.Problem:

@@ -22,7 +22,8 @@ class Watched:
 
 
 def watched(state: State, updates: Sequence[Update], settled: bool) -> Watched:
-    """As members were heard of last. updates: those that run; at most one of them writes to replicas."""
+    """What watchers are told, as members were heard of last. updates: those that run; at most one of them writes to a
+    replica."""
     writing = {name: update for update in updates for name in update.under_way()[0]}
     replicas = {}
     for name in sorted(state.members.replicas):
@@ -30,7 +31,7 @@ def watched(state: State, updates: Sequence[Update], settled: bool) -> Watched:
         update = writing.get(name)
         if update is not None and seen.state != manager_pb2.AWAY:
             brings = update.under_way()[1]
-            seen.state, seen.pause_mode = manager_pb2.DRAINING, update.order.pause_mode
+            seen.state, seen.pause_mode = manager_pb2.DRAINING, update.goal.pause_mode
             seen.reason = update.describe()
             if brings is not None:
                 seen.next.CopyFrom(brings)

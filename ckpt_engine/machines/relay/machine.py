@@ -24,6 +24,7 @@ from typing import TypeAlias, cast
 from ckpt_engine.core.deadlines import bounded
 from ckpt_engine.core.manifest import blob_digest
 from ckpt_engine.core.relay_layout import SLOTS
+from ckpt_engine.machines.clock import ManagersClock
 from ckpt_engine.machines.events import Done, Key, Run
 from ckpt_engine.machines.relay.tasks import (
     CountSlot,
@@ -64,9 +65,10 @@ class _Slot:
 
 @dataclass
 class _Work:
-    """A command that is carried out. until: of the machine's clock. slot: once it is known which."""
+    """A command that is carried out. came, until: of the machine's clock. slot: once it is known which."""
 
     command: FillRelay
+    came: float
     until: float
     slot: int = -1
     more: bool = False
@@ -78,7 +80,7 @@ class RelayFilling:
     """The slots of one relay.
 
     emit: takes commands. send: tells the manager, if there is one; what must arrive is asked for again. hold: says what
-    is held, all of it, whenever that changes.
+    is held, all of it, whenever that changes. clock: of the session.
     """
 
     def __init__(
@@ -86,10 +88,12 @@ class RelayFilling:
         emit: Callable[[RelayCommand], None],
         send: Callable[[Answer], None],
         hold: Callable[[tuple[HeldVersion, ...]], None],
+        clock: ManagersClock,
     ) -> None:
         self._emit = emit
         self._send = send
         self._hold = hold
+        self._clock = clock
         self._slots = [_Slot() for _ in range(SLOTS)]
         self._work: _Work | None = None
         self._next: _Work | None = None  # waits until `_work`, which it overtook, has ended
@@ -126,7 +130,7 @@ class RelayFilling:
             return
         self._obeyed = _turn(body)
         self._answer = None
-        self._next = _Work(body, now + bounded(body.deadline_seconds))
+        self._next = _Work(body, now, now + bounded(body.deadline_seconds))
         if self._work is None:
             self._begin(now)
         elif not self._work.overtaken:
@@ -225,6 +229,7 @@ class RelayFilling:
             answer.fence.CopyFrom(work.command.fence)
             answer.identity.CopyFrom(work.command.identity)
             answer.attempt = _turn(work.command)[1]
+            answer.span.CopyFrom(self._clock.span(work.came, now))
             self._answer = answer
             self._send(answer)
         self._begin(now)

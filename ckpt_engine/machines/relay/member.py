@@ -15,7 +15,7 @@ from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.machines.events import Done, OfferedVersion, Run, Stop, TrainerEvent
 from ckpt_engine.machines.holder.machine import HolderMachine
 from ckpt_engine.machines.relay.machine import Answer, HeldVersion, RelayFilling
-from ckpt_engine.machines.relay.tasks import FillingProgress, LetGoOf
+from ckpt_engine.machines.relay.tasks import FillingProgress, LetGoOf, PassedOn
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 KIND = "relay"
@@ -27,7 +27,7 @@ LET_GO_SECONDS = 600.0
 class RelayMachine(HolderMachine):
     """One relay. filling: its memory and what it wants; the shell may change it, and the next hello says so.
 
-    Events: those of a holder but which it feeds itself, and FillingProgress. Commands: a holder's, Run of
+    Events: those of a holder but which it feeds itself, FillingProgress and PassedOn. Commands: a holder's, Run of
     CountSlot and FillSlot (one of them at a time), LetGoOf (beside them), and StopFilling.
     """
 
@@ -40,7 +40,7 @@ class RelayMachine(HolderMachine):
         deadlines: Deadlines | None = None,
     ) -> None:
         super().__init__(KIND, name, session_id, host, deadlines, filling)
-        self._filling = RelayFilling(self._out.append, self._answer, self._hold)
+        self._filling = RelayFilling(self._out.append, self._answer, self._hold, self._session.clock)
         self._letting_go = 0
         self._brought: manager_pb2.RelayFilled | None = None  # to be said once what it holds was told
 
@@ -50,6 +50,11 @@ class RelayMachine(HolderMachine):
                 return
             case FillingProgress():
                 self._filling.progress(event)
+                return
+            case PassedOn():
+                rate = manager_pb2.Rate(bytes_per_second=event.sent.per_second, seconds=event.sent.seconds)
+                said = manager_pb2.RelayPassedOn(fence=event.fence, attempt=event.attempt, sent=rate)
+                self._session.send(said)
                 return
             case Stop():
                 self._filling.stop()

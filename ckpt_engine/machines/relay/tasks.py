@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ckpt_engine.core.rates import Rate
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -63,6 +64,16 @@ class FillingProgress:
     fence: weights_pb2.Fence
     bytes_done: int
     bytes_total: int
+
+
+@dataclass(frozen=True)
+class PassedOn:
+    """An event: how fast the filling with this fence and attempt was passed on in all, now that nobody asks for more of
+    it. Needs not come."""
+
+    fence: weights_pb2.Fence
+    attempt: int
+    sent: Rate
 
 
 RelayTask: TypeAlias = CountSlot | FillSlot | LetGoOf

@@ -10,67 +10,77 @@ Any thread; each call has a limit of its own.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import socket
-import struct
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TypeVar
 
-from ckpt_engine.core.arming import Answer, Ballot, Ballots, Word
-from ckpt_engine.core.problems import CkptEngineError, deadline, internal, unavailable
-
-KEY_BYTES = 32
-"""Of the key that every member has to show; whoever makes the schedule makes it at random."""
+from ckpt_engine.core.arming import Answer, Ballot, Ballots
+from ckpt_engine.core.problems import CkptEngineError, deadline, unavailable
+from ckpt_engine.transport.collective.asking import Voted, answer_of, voted
+from ckpt_engine.transport.collective.frames import (
+    BALLOT,
+    BYE,
+    CALL_SECONDS,
+    END,
+    GET,
+    HEAR,
+    HELLO,
+    IN,
+    LATE,
+    REACHED,
+    REST,
+    SET,
+    WHO,
+    WHOLE,
+    frame,
+    message,
+    read,
+    tune,
+    write,
+)
 
 SILENCE_SECONDS = 5.0
 """A member that runs and is not heard for so long counts as gone."""
 
-CALL_SECONDS = 5.0
-"""What one question to the meeting may take; after it, the lead counts as gone."""
+_MOST_WORDS = 1 << 14
+"""Far more than Gloo and NCCL write, which is one a member or two."""
 
-LONGEST_WORD = 64 << 10
-"""Bytes of a message; NCCL's id has 128, Gloo's addresses some hundred."""
+Told = TypeVar("Told")
 
 _POLL_SECONDS = 0.005
-_HEADER = struct.Struct(">I")
-_KEY = struct.Struct(">cH")
-_HELLO, _SET, _GET, _END, _HEAR, _REST, _WHO, _BYE, _LATE = b"h", b"s", b"g", b"e", b"r", b"i", b"w", b"b", b"l"
-_BALLOT = b"v"
+_KNOCK_SECONDS = 0.05
 
 
 class Meeting:
-    """The lead's side: a thread a member. Words live as long as it does. Any thread."""
+    """What the members of one communicator tell each other, in the lead's process. Any thread."""
 
-    def __init__(self, key: bytes, address: str = "127.0.0.1", silence: float = SILENCE_SECONDS) -> None:
-        """address: of the interface to listen on. Raises OSError if nobody can listen there."""
-        self._key = key
+    def __init__(self, silence: float = SILENCE_SECONDS) -> None:
         self._silence = silence
         self._lock = threading.Lock()
         self._words: dict[str, bytes] = {}
         self._looked = 0.0  # when a member that runs was last heard
         self._why = ""
+        self._blamed: tuple[str, ...] = ()
+        self._spoilt = ""  # why nobody can begin another epoch, although what goes on may come to its end
+        self._reached: dict[str, str] = {}  # members: the address of this host that they came to
         self._there: set[str] = set()
         self._heard: dict[str, float] = {}  # of those that run
         self._begun: Counter[str] = Counter()  # runs
         self._ballots = Ballots(silence)
         self._connections: set[socket.socket] = set()
         self._closed = False
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family)
-        self.address: tuple[str, int] = address, self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, name="ckpt-engine meeting", daemon=True).start()
 
     def open_ballot(self, epoch: int, members: Sequence[str]) -> None:
-        """From now on all members may vote on beginning this epoch (core/arming.py)."""
+        """Opens the ballot: from now on all members may vote on beginning this epoch (core/arming.py)."""
         with self._lock:
             self._ballots.open(epoch, members)
-            if self._why:
-                self._ballots.failed((), self._why)
+            if why := self._why or self._spoilt:
+                self._ballots.failed(self._blamed, why)
 
     def blamed(self, epoch: int) -> tuple[str, ...]:
         """The members because of which an epoch did not begin, or ended badly."""
@@ -78,74 +88,81 @@ class Meeting:
             found = self._ballots.find(epoch)
         return found.blamed if isinstance(found, Ballot) else ()
 
+    def over(self, epoch: int, now: float) -> bool:
+        """Whether nobody has anything to do any more in an epoch, or there is no ballot of it. To be asked often by who
+        waits for that: members that are silent are noticed here. now: monotonic seconds."""
+        with self._lock:
+            found = self._ballots.find(epoch)
+            if isinstance(found, Ballot):
+                found.look(now)
+            return not isinstance(found, Ballot) or found.over
+
+    def behind(self, epoch: int) -> tuple[str, ...]:
+        """The members of an epoch that are not done."""
+        with self._lock:
+            found = self._ballots.find(epoch)
+        return found.behind if isinstance(found, Ballot) else ()
+
+    def failed(self, epoch: int) -> str:
+        """Why an epoch that began was aborted; empty: it was not."""
+        with self._lock:
+            found = self._ballots.find(epoch)
+        return found.why if isinstance(found, Ballot) and found.aborted else ""
+
     def close(self) -> None:
         """Ends it for all. May be repeated."""
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
         with self._lock:
+            self._closed = True
+            self._end("the lead has ended the meeting")
             connections = list(self._connections)
         for connection in connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
+    def serve(self, connection: socket.socket, name: str) -> None:
+        """Answers one member until its connection ends, in a thread of its own. Raises OSError and ValueError."""
+        address = str(connection.getsockname()[0])
+        with self._lock:
+            if self._closed:
                 return
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with self._lock:
-                self._connections.add(connection)
-            threading.Thread(target=self._serve, args=(connection,), name="ckpt-engine member", daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        name = ""
+            self._connections.add(connection)
+            self._there.add(name)
+            self._reached[name] = address
+        left = False
         try:
-            connection.settimeout(CALL_SECONDS)
-            kind, member, shown = _read(connection)
-            if kind != _HELLO or not hmac.compare_digest(shown, self._key):
-                return
-            connection.settimeout(None)
-            name = member
-            with self._lock:
-                self._there.add(name)
-            _write(connection, b"")
-            while True:
-                kind, key, value = _read(connection)
+            write(connection, IN)
+            while not left:
+                kind, key, value = read(connection)
                 with self._lock:
                     found = self._answer(name, kind, key, value)
-                _write(connection, found)
-                if kind == _BYE:
-                    name = ""
-                    return
-        except (OSError, ValueError):
-            return  # it is told below
+                left = kind == BYE
+                write(connection, found)
         finally:
-            connection.close()
             with self._lock:
                 self._connections.discard(connection)
-                if name and not self._closed:
-                    self._end(f"{name} lost its connection", name)
+                if not left and not self._closed:
+                    self._lost(name)
 
     def _answer(self, name: str, kind: bytes, key: str, value: bytes) -> bytes:
-        if kind == _SET:
+        if kind == SET:
+            if len(self._words) >= _MOST_WORDS:
+                raise ValueError(f"{name} writes more words than a communicator needs")
             self._words[key] = value
-        elif kind == _GET:
+        elif kind == GET:
             return b"1" + self._words[key] if key in self._words else b"0"
-        elif kind == _END:
+        elif kind == END:
             self._end(value.decode(errors="replace"), name)
-        elif kind == _LATE:
-            behind = [other for other in sorted(self._there) if self._begun[other] < max(self._begun.values())]
+        elif kind == LATE:
+            behind = [
+                other for other in sorted(self._there) if self._begun[other] < max(self._begun.values(), default=0)
+            ]
             none = f"; {', '.join(behind)} had not begun" if behind else ""
             self._end(value.decode(errors="replace") + none, *(behind or [name]))
-        elif kind == _BALLOT:
-            return self._voted(name, json.loads(value))
-        elif kind == _REST:
+        elif kind == BALLOT:
+            return self._voted(name, voted(value))
+        elif kind == REST:
             self._heard.pop(name, None)
-        elif kind == _HEAR:
+        elif kind == HEAR:
             self._begun[name] += name not in self._heard
             now = time.monotonic()
             if now - self._looked > self._silence / 2:
@@ -153,57 +170,102 @@ class Meeting:
                 self._heard = dict.fromkeys(self._heard, now)
             self._heard[name] = self._looked = now
             self._ballots.heard(name, now)
+            if why := self._ballots.aborted():  # also because of one that has not run yet, and is not heard
+                self._end(why)
             for other, when in self._heard.items():
                 if now - when > self._silence:
                     self._end(f"{other} was not heard for {self._silence:g} s", other)
-        elif kind == _WHO:
+        elif kind == WHO:
             return json.dumps(sorted(self._there)).encode()
-        elif kind == _BYE:
+        elif kind == REACHED:
+            return json.dumps(self._reached).encode()
+        elif kind == BYE:
             self._there.discard(name)
             self._heard.pop(name, None)
             self._ballots.lost(name)
+            self._spoil(f"{name} has left", name)
             return b""
+        elif kind == WHOLE:
+            return (self._why or self._spoilt).encode()
         return self._why.encode()
 
-    def _voted(self, name: str, asked: Mapping[str, Any]) -> bytes:
-        epoch, verb, now = int(asked["epoch"]), asked["verb"], time.monotonic()
-        ballot = self._ballots.find(epoch)
+    def _voted(self, name: str, asked: Voted) -> bytes:
+        verb, now = asked.verb, time.monotonic()
+        ballot = self._ballots.find(asked.epoch)
         if verb == "leave":
-            answer = self._ballots.leave(epoch, name, str(asked["why"]), now, asked.get("blamed", ()))
+            answer = self._ballots.leave(asked.epoch, name, asked.why, now, asked.blamed)
         elif isinstance(ballot, Answer):
             answer = ballot
         elif verb == "vote":
-            answer = ballot.vote(name, float(asked["until"]), now)
+            answer = ballot.vote(name, asked.until, now)
         elif verb == "give up":
             answer = ballot.give_up(name, now)
         else:
             answer = ballot.done(name, now) if verb == "done" else ballot.ask(name, now)
         return json.dumps({**asdict(answer), "word": answer.word.value}).encode()
 
+    def _lost(self, name: str) -> None:
+        why = f"{name} lost its connection"
+        if self._ballots.is_done(name):  # nobody needs it any more in this epoch
+            self._spoil(why, name)
+        else:
+            self._end(why, name)
+
     def _end(self, why: str, *blamed: str) -> None:
-        self._why = self._why or why
+        if not self._why:
+            self._why, self._blamed = why, blamed
         self._ballots.failed(blamed, why)
+
+    def _spoil(self, why: str, *blamed: str) -> None:
+        if not (self._why or self._spoilt):
+            self._spoilt, self._blamed = why, blamed
 
 
 class Attendance:
     """A member's side. Any thread; raises UNAVAILABLE, naming the lead, once the meeting cannot be reached."""
 
-    def __init__(self, address: tuple[str, int], key: bytes, name: str, lead: str, seconds: float) -> None:
-        """name: this member's. lead: who keeps the meeting, as messages name it. seconds: to reach it."""
+    def __init__(
+        self,
+        address: tuple[str, int],
+        key: bytes,
+        name: str,
+        lead: str,
+        seconds: float,
+        communicator: bytes = b"",
+    ) -> None:
+        """name: this member's. lead: who keeps the meeting, as messages name it. seconds: to reach it, and until it
+        has opened the meeting of this communicator: else DEADLINE_EXCEEDED."""
         self.name = name
         self._lead = lead
         self._lock = threading.Lock()
         self._lost = ""
-        self._socket = self._connected(address, seconds)
-        self._call(_HELLO, name, key)
+        stop_at = time.monotonic() + seconds
+        while True:
+            self._socket = self._connected(address, stop_at - time.monotonic())
+            try:
+                answer = self._call(HELLO, name, key + communicator)
+            except BaseException:
+                self._socket.close()
+                raise
+            if answer == IN:
+                return
+            self._socket.close()
+            if time.monotonic() > stop_at:
+                raise deadline(f"{lead} has not opened the collective's meeting within {seconds:.3g} s")
+            time.sleep(_KNOCK_SECONDS)
+
+    @property
+    def address(self) -> str:
+        """The address of the interface of this host at which the lead sees this member."""
+        return str(self._socket.getsockname()[0])
 
     def set(self, key: str, value: bytes) -> None:
         """Writes a word for all."""
-        self._call(_SET, key, value)
+        self._call(SET, key, value)
 
     def get(self, key: str) -> bytes | None:
         """A word; None if nobody has written it."""
-        found = self._call(_GET, key)
+        found = self._call(GET, key)
         return found[1:] if found[:1] == b"1" else None
 
     def wait(self, key: str, stop_at: float, members: Mapping[str, object]) -> bytes:
@@ -229,27 +291,37 @@ class Attendance:
 
     def there(self) -> list[str]:
         """Names of the members that attend."""
-        found: list[str] = json.loads(self._call(_WHO, ""))
-        return found
+        return [str(name) for name in self._told(WHO, "", list)]
+
+    def reached(self) -> dict[str, str]:
+        """For each member that has come, the address of the lead's host that it came to."""
+        return {str(name): str(address) for name, address in self._told(REACHED, "", dict).items()}
 
     def hear(self, running: bool) -> str:
         """Why the collective was ended; empty: it was not. running: this member has to be heard from now on."""
-        return self._call(_HEAR if running else _REST, "").decode()
+        return self._call(HEAR if running else REST, "").decode(errors="replace")
+
+    def broken(self) -> str:
+        """Why these members can begin nothing more together; empty: they can."""
+        return self._call(WHOLE, "").decode(errors="replace")
 
     def end(self, why: str, late: bool = False) -> str:
         """Ends the collective for all, unless it was ended; returns the reason that stands. late: this member's time
         is over, which is the fault of those who have not begun, if there are any."""
-        return self._call(_LATE if late else _END, "", why.encode()).decode()
+        return self._call(LATE if late else END, "", why.encode()).decode(errors="replace")
 
     def ballot(self, epoch: int, verb: str, **given: float | str | Sequence[str]) -> Answer:
         """Says "ask", "vote" (until), "give up", "leave" (why, blamed) or "done" to the ballot of an epoch."""
-        told = json.loads(self._call(_BALLOT, "", json.dumps({"epoch": epoch, "verb": verb, **given}).encode()))
-        return Answer(**{**told, "word": Word(told["word"])})
+        told = self._told(BALLOT, json.dumps({"epoch": epoch, "verb": verb, **given}), dict)
+        try:
+            return answer_of(told)
+        except ValueError as error:
+            raise self._nonsense(error) from error
 
     def close(self) -> None:
         """Leaves in good order: that ends nothing. Never raises. May be repeated."""
         with contextlib.suppress(CkptEngineError):
-            self._call(_BYE, "")
+            self._call(BYE, "")
         self._socket.close()
 
     def _connected(self, address: tuple[str, int], seconds: float) -> socket.socket:
@@ -260,52 +332,32 @@ class Attendance:
                 f"{self._lead}, which keeps the collective's meeting, cannot be reached: {error}"
             ) from error
         made.settimeout(CALL_SECONDS)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune(made)
         return made
+
+    def _told(self, kind: bytes, asked: str, shape: type[Told]) -> Told:
+        """What is answered to a question, which has to be JSON of one shape."""
+        try:
+            found = json.loads(self._call(kind, "", asked.encode()))
+        except (ValueError, RecursionError) as error:
+            raise self._nonsense(error) from error
+        if not isinstance(found, shape):
+            raise self._nonsense(f"no {shape.__name__}")
+        return found
+
+    def _nonsense(self, why: object) -> CkptEngineError:
+        return unavailable(f"{self._lead}, which keeps the collective's meeting, answers nonsense ({why})")
 
     def _call(self, kind: bytes, key: str, value: bytes = b"") -> bytes:
         keeper = f"{self._lead}, which keeps the collective's meeting,"
         with self._lock:
             try:
                 if not self._lost:
-                    _write(self._socket, _KEY.pack(kind, len(key.encode())) + key.encode() + value)
-                    return _frame(self._socket)
+                    write(self._socket, message(kind, key, value))
+                    return frame(self._socket)
             except TimeoutError:
                 self._lost = f"{keeper} did not answer for {CALL_SECONDS:g} s"
             except OSError as error:
                 self._lost = f"{keeper} is gone ({error})"
+            self._socket.close()
             raise unavailable(self._lost)  # also from now on: a late answer would be taken for that of another question
-
-
-def _write(connection: socket.socket, data: bytes) -> None:
-    if len(data) > LONGEST_WORD:
-        raise internal(f"a word of {len(data)} bytes is longer than {LONGEST_WORD}")
-    connection.sendall(_HEADER.pack(len(data)) + data)
-
-
-def _read(connection: socket.socket) -> tuple[bytes, str, bytes]:
-    """Kind, key and value. Raises ValueError for what is no message."""
-    data = _frame(connection)
-    if len(data) < _KEY.size:
-        raise ValueError("a message without a head")
-    kind, length = _KEY.unpack_from(data)
-    end = _KEY.size + length
-    return kind, data[_KEY.size : end].decode(), data[end:]
-
-
-def _frame(connection: socket.socket) -> bytes:
-    """What one message holds. Raises ConnectionError if the other side has ended the connection."""
-    (length,) = _HEADER.unpack(_exactly(connection, _HEADER.size))
-    if length > LONGEST_WORD:
-        raise ConnectionError(f"a message of {length} bytes")
-    return _exactly(connection, length)
-
-
-def _exactly(connection: socket.socket, length: int) -> bytes:
-    data = bytearray()
-    while len(data) < length:
-        part = connection.recv(length - len(data))
-        if not part:
-            raise ConnectionError("the connection was ended")
-        data += part
-    return bytes(data)

@@ -181,7 +181,7 @@ class Communicator:
         unique = _UniqueId.from_buffer_copy(id)
         try:
             library.call("ncclCommInitRankConfig", byref(self._comm), members, unique, rank, byref(config))
-            self.settle(check)
+            self.complete(check)
         except BaseException:
             self.abort()
             raise
@@ -192,7 +192,7 @@ class Communicator:
         receives: Sequence[tuple[int, int, int]],
         stream: int,
     ) -> None:
-        """Begins to queue all at once on a stream: (peer, address, bytes). `settle` says when they are queued."""
+        """Begins to queue all at once on a stream: (peer, address, bytes). `complete` says when they are queued."""
         with self._lock:
             comm = self._there()
             self._library.call("ncclGroupStart")
@@ -234,7 +234,7 @@ class Communicator:
             raise NcclError("", -1, "the communicator was given up")
         return self._comm
 
-    def settle(self, check: Callable[[], None]) -> None:
+    def complete(self, check: Callable[[], None]) -> None:
         """Waits until what was asked for is queued, or the communicator is made; not until it is done."""
         spin_until = time.perf_counter() + _SPIN_SECONDS
         while not self.look():

@@ -35,8 +35,8 @@ _POLL_SECONDS = 20e-6
 class GpuMember:
     """One member on a GPU. bytes: what one run unpacks, or packs. memory: bytes of its slots. One thread at a time.
 
-    Raises INVALID_ARGUMENT (memory that does not fit the schedule), DEADLINE_EXCEEDED (naming who did not come) and
-    UNAVAILABLE.
+    places: where its memory is; none: it is bound later. Raises INVALID_ARGUMENT (memory that does not fit the
+    schedule), DEADLINE_EXCEEDED (naming who did not come) and UNAVAILABLE.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class GpuMember:
         schedule: Schedule,
         member: int,
         attendance: Attendance,
-        places: Places,
+        places: Places | None,
         dtypes: Sequence[torch.dtype],
         device: torch.device,
         seconds: float,
@@ -53,24 +53,38 @@ class GpuMember:
         self._attendance = attendance
         self._names = [each.name for each in schedule.members]
         self.memory = schedule.memory(member)
+        self.bytes = 0
+        self._packs: dict[int, DeviceWork] = {}
+        self._unpacks: dict[int, DeviceWork] = {}
         with torch.cuda.device(device):
             slots = [
                 torch.empty(schedule.slot_bytes, dtype=torch.uint8, device=device)
                 for _ in range(schedule.slots[member])
             ]
-            self._part = part = Part(schedule, member, slots, dtypes, places)
-            self._packs, self._unpacks, self.bytes = part.copies(lambda pairs: DeviceWork(pairs, device))
+            self._part = Part(schedule, member, slots, dtypes)
             # NCCL's blocks go before those of copies, of which there are enough to fill the GPU.
             self._network, self._copies = (torch.cuda.Stream(device, priority=priority) for priority in (-1, 0))
             torch.cuda.current_stream(device).synchronize()
             self._broken = ""
+            self.bind(places)
             self._communicator = self._joined(member, seconds)
 
+    def bind(self, places: Places | None) -> None:
+        """Binds as `HostMember.bind` does. Between runs, so nothing of it is on its way."""
+        self._packs, self._unpacks, self.bytes = {}, {}, 0
+        self._bound = places is not None
+        if places is not None:
+            with torch.cuda.device(self._device):
+                made = self._part.copies(lambda pairs: DeviceWork(pairs, self._device), places)
+            self._packs, self._unpacks, self.bytes = made
+
     def run(self, seconds: float, on_bytes: Callable[[int], None] | None = None) -> int:
-        """As `HostMember.run`. Begins after what the current stream was given; all bytes have arrived when it
+        """Runs as `HostMember.run` does. Begins after what the current stream was given; all bytes have arrived when it
         returns."""
         if self._broken:
             raise precondition(f"this collective has ended ({self._broken}); its members have to make a new one")
+        if not self._bound:
+            raise precondition("no memory is bound to this member of a collective")
         try:
             with torch.cuda.device(self._device), torch.inference_mode():
                 with Watch(self._attendance, seconds, self._communicator.abort) as watch:
@@ -87,7 +101,7 @@ class GpuMember:
         self._broken = self._broken or "it was closed"
         with torch.cuda.device(self._device):
             self._communicator.abort()
-        self._packs, self._unpacks = {}, {}
+        self.bind(None)
         self._part.slots = []
 
     def _joined(self, member: int, seconds: float) -> Communicator:
@@ -133,7 +147,7 @@ class GpuMember:
             [(peer, nothing[1, peer].data_ptr(), _HANDSHAKE_BYTES) for peer in receives],
             stream.cuda_stream,
         )
-        communicator.settle(check)
+        communicator.complete(check)
         event = torch.cuda.Event()
         event.record(stream)
         while not event.query():
@@ -222,7 +236,7 @@ class _Run:
 
     def _settle(self) -> None:
         try:
-            self._communicator.settle(self._watch.check)
+            self._communicator.complete(self._watch.check)
         except NcclError as error:
             raise self._failed(error) from error
 

@@ -1,7 +1,8 @@
 """A member's part on a CPU: while Gloo moves a bucket, the next one is packed and the last one is unpacked.
 
-Made when a plan is made ready: slots are allocated, copies are prepared, peers are connected. `run` may be repeated for
-as long as members, plan and memory stay the same; after an error it is broken, and all members make a new one.
+Made when a plan is made ready: slots are allocated and peers are connected; `bind` prepares copies. `run` may be
+repeated for as long as members and plan stay the same, and memory can be bound anew; after an error it is broken, and
+all members make a new one.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ LATE_SECONDS = 5.0
 
 
 class HostMember:
-    """One member on a CPU. bytes: what one run unpacks, or packs. Used from one thread at a time.
+    """One member on a CPU. bytes: what one run unpacks, or packs. memory: bytes of its slots. Used from one thread at a
+    time.
 
-    Raises INVALID_ARGUMENT (memory that does not fit the schedule) and what `GlooGroup` raises.
+    places: where its memory is; none: it is bound later. Raises INVALID_ARGUMENT (memory that does not fit the
+    schedule) and what `GlooGroup` raises.
     """
 
     def __init__(
@@ -33,17 +36,29 @@ class HostMember:
         schedule: Schedule,
         member: int,
         attendance: Attendance,
-        places: Places,
+        places: Places | None,
         dtypes: Sequence[torch.dtype],
         address: str,
         seconds: float,
     ) -> None:
         slots = [torch.empty(schedule.slot_bytes, dtype=torch.uint8) for _ in range(schedule.slots[member])]
-        self._part = part = Part(schedule, member, slots, dtypes, places)
+        self._part = Part(schedule, member, slots, dtypes)
         self._attendance = attendance
-        self._packs, self._unpacks, self.bytes = part.copies(TensorCopy)
+        self.memory = schedule.memory(member)
+        self.bytes = 0
+        self._packs: dict[int, TensorCopy] = {}
+        self._unpacks: dict[int, TensorCopy] = {}
         self._broken = ""
+        self.bind(places)
         self._group = GlooGroup(attendance, [each.name for each in schedule.members], member, address, seconds)
+
+    def bind(self, places: Places | None) -> None:
+        """Prepares the copies of what runs from now on; None: none, and nothing of that memory is kept. Raises
+        INVALID_ARGUMENT for memory that does not fit the schedule."""
+        self._packs, self._unpacks, self.bytes = {}, {}, 0
+        self._bound = places is not None
+        if places is not None:
+            self._packs, self._unpacks, self.bytes = self._part.copies(TensorCopy, places)
 
     def run(self, seconds: float, on_bytes: Callable[[int], None] | None = None) -> int:
         """Sends, passes on and unpacks all of it; returns the bytes unpacked, or packed. Every destination may have
@@ -54,6 +69,8 @@ class HostMember:
         """
         if self._broken:
             raise precondition(f"this collective has ended ({self._broken}); its members have to make a new one")
+        if not self._bound:
+            raise precondition("no memory is bound to this member of a collective")
         try:
             with Watch(self._attendance, seconds, self._group.abort) as watch:
                 _Run(self._part, self._group, watch, self._packs, self._unpacks, on_bytes).run()
@@ -67,6 +84,8 @@ class HostMember:
         """Lets go of peers and buffers."""
         self._broken = self._broken or "it was closed"
         self._group.close()
+        self.bind(None)
+        self._part.slots = []
 
 
 class _Run:

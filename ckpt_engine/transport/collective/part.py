@@ -1,4 +1,4 @@
-"""One member's part of a schedule, bound to memory: which copies fill a bucket, and where its parts belong.
+"""One member's part of a schedule: which copies fill a bucket, and where in its memory the parts of a bucket belong.
 
 It decides nothing and moves nothing: `on_host.py` and `on_gpu.py` do.
 """
@@ -26,7 +26,7 @@ class Copies(Protocol):
 
     @property
     def bytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all of them."""
         ...
 
 
@@ -34,10 +34,7 @@ Work = TypeVar("Work", bound=Copies)
 
 
 class Part:
-    """What one member sends, receives, packs and unpacks. slots: uint8[slot_bytes] each, in the order of the schedule.
-
-    Raises INVALID_ARGUMENT if the memory that `places` names has another shape than its box.
-    """
+    """What one member sends, receives, packs and unpacks. slots: uint8[slot_bytes] each."""
 
     def __init__(
         self,
@@ -45,7 +42,6 @@ class Part:
         member: int,
         slots: Sequence[torch.Tensor],
         dtypes: Sequence[torch.dtype],
-        places: Places,
     ) -> None:
         """dtypes: of each tensor, as it is served."""
         self.schedule = schedule
@@ -53,7 +49,6 @@ class Part:
         self.steps = schedule.steps[member]
         self.slots = slots
         self._dtypes = dtypes
-        self._places = places
 
     def name(self, member: int) -> str:
         """A member as messages name it."""
@@ -63,36 +58,44 @@ class Part:
         """The bytes of a slot that an exchange sends or fills."""
         return self.slots[exchange.slot][: exchange.bytes]
 
-    def copies(self, made: Callable[[list[Pair]], Work]) -> tuple[dict[int, Work], dict[int, Work], int]:
-        """What packs and what unpacks, by round, and the bytes that one run unpacks, or packs. made: of pairs."""
+    def copies(
+        self, made: Callable[[list[Pair]], Work], places: Places
+    ) -> tuple[dict[int, Work], dict[int, Work], int]:
+        """What packs and what unpacks, by round, and the bytes that one run unpacks, or packs. made: of pairs.
+
+        Raises INVALID_ARGUMENT if the memory that `places` names has another shape than its box."""
         packs = {
-            step.round: made(pairs) for step in self.steps if step.send is not None and (pairs := self.packs(step.send))
+            step.round: made(pairs)
+            for step in self.steps
+            if step.send is not None and (pairs := self._packing(step.send, places))
         }
-        unpacks = {step.round: made(self.unpacks(step.receive)) for step in self.steps if step.receive is not None}
+        unpacks = {
+            step.round: made(self._unpacking(step.receive, places)) for step in self.steps if step.receive is not None
+        }
         return packs, unpacks, sum(work.bytes for work in (unpacks or packs).values())
 
-    def packs(self, exchange: Exchange) -> list[Pair]:
+    def _packing(self, exchange: Exchange, places: Places) -> list[Pair]:
         """What fills the slot before it is sent; none for what was received."""
         if self.schedule.buckets[exchange.bucket].chain[0] != self.member:
             return []
         found = []
-        for slot, memory in self._both(exchange):
+        for slot, memory in self._both(exchange, places):
             if len(memory) != 1:
                 raise invalid(f"{self.name(self.member)} names {len(memory)} places for what it sends, and not one")
             found.append((slot, memory[0]))
         return found
 
-    def unpacks(self, exchange: Exchange) -> list[Pair]:
+    def _unpacking(self, exchange: Exchange, places: Places) -> list[Pair]:
         """Where what was received belongs."""
-        return [(place, slot) for slot, memory in self._both(exchange) for place in memory]
+        return [(place, slot) for slot, memory in self._both(exchange, places) for place in memory]
 
-    def _both(self, exchange: Exchange) -> list[tuple[torch.Tensor, Sequence[torch.Tensor]]]:
+    def _both(self, exchange: Exchange, places: Places) -> list[tuple[torch.Tensor, Sequence[torch.Tensor]]]:
         found = []
         for tensor, box, offset in self.schedule.buckets[exchange.bucket].pieces:
             dtype = self._dtypes[tensor]
             size = prod(box.shape) * dtype.itemsize
             slot = self.slots[exchange.slot][offset : offset + size].view(dtype).view(box.shape)
-            memory = self._places(tensor, box)
+            memory = places(tensor, box)
             for each in memory:
                 if tuple(each.shape) != box.shape:
                     raise invalid(f"{box} of tensor {tensor} lies in memory of shape {list(each.shape)}")

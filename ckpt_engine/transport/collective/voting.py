@@ -10,7 +10,8 @@ import time
 
 from ckpt_engine.core.arming import Participant, Step
 from ckpt_engine.core.problems import CkptEngineError, aborted
-from ckpt_engine.transport.collective.meeting import CALL_SECONDS, Attendance
+from ckpt_engine.transport.collective.frames import CALL_SECONDS
+from ckpt_engine.transport.collective.meeting import Attendance
 
 ASK_SECONDS = 0.002
 """Between two questions: all members are paused meanwhile."""
@@ -37,8 +38,8 @@ def wait_for_go(attendance: Attendance, epoch: int, patience: float, seconds: fl
         except CkptEngineError as error:
             # Nobody can tell this member to go any more: a connection that failed is not used again.
             raise aborted(f"the collective does not begin: {error.problem.message}") from error
-        part.took(answer, time.monotonic())
-        if part.step(time.monotonic()) is Step.ASK:
+        part.took(answer, time.monotonic(), step)
+        if part.step(time.monotonic()) in (Step.ASK, Step.GIVE_UP):
             time.sleep(wait)
             wait = min(LONGEST_ASK_SECONDS, wait * 1.1)
     if step is not Step.GO:

@@ -24,10 +24,10 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 
 from ckpt_engine.core.problems import CkptEngineError, data_loss, deadline, internal, unavailable
+from ckpt_engine.host.forks import forget_in_children
 from ckpt_engine.host.processes import is_ours, peer_user
 
 log = logging.getLogger(__name__)
@@ -44,9 +44,6 @@ _TEXT_BYTES = 1024
 Export = Callable[[int, int], list[int]]
 """(region, first part) to descriptors of up to BATCH parts from there on, which the caller closes. Raises
 CkptEngineError. Called on the owner's lease thread."""
-
-_ends: weakref.WeakSet[LeaseOffice | Lease] = weakref.WeakSet()
-"""Every open end of this process."""
 
 
 class LeaseOffice:
@@ -71,7 +68,7 @@ class LeaseOffice:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="ckpt-engine leases", daemon=True)
-        _ends.add(self)
+        forget_in_children(self)
         self._thread.start()
 
     @property
@@ -185,7 +182,7 @@ class Lease:
         self._socket.settimeout(None)
         self._on_end = on_end
         self._closed = threading.Event()
-        _ends.add(self)
+        forget_in_children(self)
         threading.Thread(target=self._watch, name="ckpt-engine lease", daemon=True).start()
 
     def close(self) -> None:
@@ -260,12 +257,3 @@ def _connect(name: str) -> socket.socket:
 def _half_close(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_WR)
-
-
-def _after_fork() -> None:
-    """A child that keeps the sockets open would hide its parent's death from the other side."""
-    for end in list(_ends):
-        end.forget()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -49,11 +49,6 @@ class CudaIpcLender:
             raise unavailable(f"memory of cuda:{device} cannot be mapped by another process: {_probed[key]}")
         return region
 
-    @property
-    def readers(self) -> int:
-        """Processes that map the memory now, or are about to."""
-        return self._office.readers
-
     def unchanged(self) -> bool:
         """Whether this process still holds the very allocations that it offered."""
         try:
@@ -77,6 +72,6 @@ class CudaIpcLender:
             log.debug("ckpt-engine: readers are still unmapping GPU memory that is closed")
 
     def _export(self, region: int, first: int) -> list[int]:
-        """On the office's thread."""
+        """Exports memory on the office's thread."""
         device, found = self._regions[region]
         return export_parts(driver(), device, found, first)

@@ -41,7 +41,7 @@ class Run:
 
     @property
     def pointer(self) -> int:
-        """Its first address."""
+        """The first address."""
         return self.parts[0].pointer
 
     @property
@@ -166,7 +166,7 @@ class Imported:
 
     @property
     def handle(self) -> bytes:
-        """Its raw handle; empty if it is made of pieces."""
+        """The raw handle; empty if it is made of pieces."""
         return self._locator.parts[0].handle
 
     def is_of(self, locator: CudaIpcLocator) -> bool:

@@ -59,7 +59,7 @@ def probe(region: Region) -> str:
 
 
 def _first_bytes(pointer: int) -> bytes:
-    """In the context of a device that can read it."""
+    """The first bytes, read in the context of a device that can read them."""
     found = ctypes.create_string_buffer(_BYTES)
     driver().copy(ctypes.addressof(found), pointer, _BYTES)
     return found.raw

@@ -27,7 +27,7 @@ from ckpt_engine.cuda.arena import device_bytes
 from ckpt_engine.cuda.driver import CudaDriverError, driver, library_problem
 from ckpt_engine.host.processes import process_start_time
 from ckpt_engine.torch_dtypes import torch_dtype
-from ckpt_engine.transport.base import OPEN_SECONDS, Availability, Move
+from ckpt_engine.transport.base import OPEN_SECONDS, Availability, CannotOpenError, Move
 from ckpt_engine.transport.cuda_ipc.lease import Lease
 from ckpt_engine.transport.cuda_ipc.memory import NAME, Imported
 from ckpt_engine.transport.mapped import check_destination, span_of
@@ -104,12 +104,11 @@ class CudaIpcTransport:
     def open(self, regions: Sequence[Region], seconds: float = OPEN_SECONDS) -> CudaRegions:
         """Maps the regions for the current device, those already mapped once more at no cost.
 
-        Raises UNAVAILABLE if an owner is gone, has withdrawn its memory or cannot be reached from here, saying which.
+        Raises UNAVAILABLE if an owner is gone or has withdrawn its memory, CannotOpenError if it cannot be mapped here.
         """
         if not torch.cuda.is_initialized():
-            raise unavailable(
-                "this worker uses no GPU, so it cannot map one's memory; publish with transport='shared_memory'"
-            )
+            said = "this worker uses no GPU, so it cannot map one's memory; publish with transport='shared_memory'"
+            raise CannotOpenError(said, regions[0]) if regions else unavailable(said)
         opened = CudaRegions(self, torch.cuda.current_device())
         try:
             for region in regions:
@@ -155,7 +154,7 @@ class CudaIpcTransport:
 
     @contextlib.contextmanager
     def reading(self, mapped: Sequence[_Mapped]) -> Iterator[None]:
-        """Nothing is unmapped within the block. Raises UNAVAILABLE if something was before."""
+        """Keeps everything mapped within the block. Raises UNAVAILABLE if something was before."""
         with self._lock:
             for each in mapped:
                 if each.memory is None:
@@ -177,13 +176,13 @@ class CudaIpcTransport:
         try:
             memory = Imported(driver(), key[1], region)
         except CudaDriverError as error:
-            raise unavailable(f"GPU memory cannot be mapped: {error}") from error
+            raise CannotOpenError(f"GPU memory cannot be mapped: {error}", region) from error
         if handle:
             self._handles[handle, key[1]] = memory
         return _Mapped(key, owner, memory)
 
     def _lost(self, name: str) -> None:
-        """On the lease's thread: the owner has withdrawn its memory, or died."""
+        """Notes, on the lease's thread, that the owner has withdrawn its memory, or died."""
         with self._lock:
             owner = self._owners.pop(name, None)
             if owner is not None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections.abc import Callable, Sequence
 
 from ckpt_engine.core.problems import CkptEngineError, data_loss, deadline, unavailable
+from ckpt_engine.core.rates import Flow
+from ckpt_engine.host.forks import forget_in_children
 from ckpt_engine.transport.tcp import connection, wire
 from ckpt_engine.transport.tcp.fetcher import checked
-from ckpt_engine.transport.tcp.sockets import HungUp, Silence, receive, receive_some, send, shut, tuned
+from ckpt_engine.transport.tcp.sockets import HungUp, Silence, receive, receive_some, send, shut, tuned, unread
 from ckpt_engine.v1.weights_pb2 import Problem, Region
 
 SILENCE_SECONDS = 6.0
@@ -34,14 +35,18 @@ _unreached: dict[bytes, float] = {}
 
 
 class Passed:
-    """A connection to a relay that is being filled. owner: as messages name it. key: of the filling, 16 bytes.
+    """A connection to a relay that is being filled. owner: as messages name it. key: of the filling, 16 bytes. flows:
+    what has come, and when; what waited for us in the kernel's memory came before.
 
     Raises UNAVAILABLE, DEADLINE_EXCEEDED, DATA_LOSS, each naming the owner.
     """
 
     def __init__(self, region: Region, owner: str, key: bytes, stop_at: float) -> None:
-        self._owner = owner
+        self.owner = owner
         self._key = key
+        self.flows: list[Flow] = []
+        self._coming: Flow | None = None  # the chunk that comes now, with all of the frame that has begun
+        self._left = ""  # why nobody waits for more
         now = time.monotonic()
         if now < _unreached.get(region.locator, now):
             raise unavailable(
@@ -56,7 +61,7 @@ class Passed:
                 _unreached[region.locator] = time.monotonic() + UNREACHED_SECONDS
             raise
         tuned(self._socket, SILENCE_SECONDS)
-        _passed.add(self)
+        forget_in_children(self)
 
     def ask(self, chunk: int) -> None:
         """Asks for a chunk; they come in the order in which they were asked for."""
@@ -67,12 +72,25 @@ class Passed:
         what it raises ends the connection's use."""
         self._doing(lambda: self._received(chunk, landing, moved), chunk)
 
+    def at_most(self) -> tuple[int, float] | None:
+        """Bytes of the chunk that comes now that are here, or about to be, and how many of them came a second at most;
+        None while none comes. Any thread."""
+        coming = self._coming
+        if coming is None:
+            return None
+        return coming.bytes, coming.bytes / max(time.monotonic() - coming.start, 1e-9)
+
+    def leave(self, why: str) -> None:
+        """Whoever waits for it is told why nobody does any more. Any thread."""
+        self._left = why
+        self.shut()
+
     def shut(self) -> None:
         """Whoever waits for it wakes up. Any thread."""
         shut(self._socket)
 
     def close(self) -> None:
-        """By its thread, once it is done. May be repeated."""
+        """Closes, on its own thread, once it is done. May be repeated."""
         self._socket.close()
 
     def forget(self) -> None:
@@ -85,15 +103,18 @@ class Passed:
             what()
         except Silence as error:
             raise deadline(
-                f"{self._owner} said nothing for {SILENCE_SECONDS:g} s while chunk {chunk} was waited for: it is "
+                f"{self.owner} said nothing for {SILENCE_SECONDS:g} s while chunk {chunk} was waited for: it is "
                 "stopped, or the network is cut"
             ) from error
         except (HungUp, OSError) as error:
-            raise unavailable(f"{self._owner} is gone, while chunk {chunk} was waited for: {error}") from error
+            if self._left:
+                raise unavailable(self._left) from error
+            raise unavailable(f"{self.owner} is gone, while chunk {chunk} was waited for: {error}") from error
 
     def _received(self, chunk: int, landing: Sequence[memoryview], moved: Callable[[], None]) -> None:
         left = list(reversed(landing))
         pulse, since = -1, time.monotonic()
+        began, there = 0.0, 0
         while left:
             kind, size = self._frame()
             if kind == wire.WAIT:
@@ -102,21 +123,28 @@ class Passed:
                     pulse, since = now, time.monotonic()
                 elif time.monotonic() - since > STUCK_SECONDS:
                     raise deadline(
-                        f"{self._owner} has not got chunk {chunk}, nor anything else, for {STUCK_SECONDS:g} s: whoever "
+                        f"{self.owner} has not got chunk {chunk}, nor anything else, for {STUCK_SECONDS:g} s: whoever "
                         "it waits for does not send"
                     )
             elif kind == wire.DATA:
+                if not began:
+                    began, there = time.monotonic(), unread(self._socket)
+                before = self._coming.bytes if self._coming else 0
+                self._coming = Flow(began, began, before + size)
                 self._land(left, size, moved)
             elif kind == wire.GONE:
-                raise unavailable(f"{self._owner}: {self._words(size)}")
+                raise unavailable(f"{self.owner}: {self._words(size)}")
             else:
-                raise unavailable(f"{self._owner} ends the connection: {self._words(size)}")
+                raise unavailable(f"{self.owner} ends the connection: {self._words(size)}")
+        self._coming = None
+        came = sum(map(len, landing)) - there
+        self.flows.append(Flow(began, time.monotonic(), max(0, came)))
 
     def _frame(self) -> wire.Frame:
         try:
             return wire.read_frame(receive(self._socket, wire.FRAME.size))
         except CkptEngineError as error:
-            raise data_loss(f"{self._owner} does not speak as relays do: {error.problem.message}") from error
+            raise data_loss(f"{self.owner} does not speak as relays do: {error.problem.message}") from error
 
     def _land(self, left: list[memoryview], size: int, moved: Callable[[], None]) -> None:
         while size:
@@ -131,15 +159,3 @@ class Passed:
 
     def _words(self, size: int) -> str:
         return receive(self._socket, size).decode("utf-8", "replace") if size else "it gives no reason"
-
-
-_passed: weakref.WeakSet[Passed] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """A child that keeps a connection open would hide its parent's death from owners."""
-    for each in list(_passed):
-        each.forget()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -13,12 +13,12 @@ import socket
 import ssl
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Sequence
 
 from ckpt_engine.addresses import split_address
 from ckpt_engine.core.problems import CkptEngineError, data_loss, deadline, unavailable
+from ckpt_engine.host.forks import forget_in_children
 from ckpt_engine.transport.tcp import tls, wire
 from ckpt_engine.transport.tcp.sockets import (
     HungUp,
@@ -78,7 +78,7 @@ class Lane:
         self._problem: CkptEngineError | None = None
         self._lock = threading.Lock()
         self.waiting = 0  # bytes that were asked for, less what has landed, as far as the asking thread knows
-        _lanes.add(self)
+        forget_in_children(self)
         self._thread = threading.Thread(target=self._run, name="ckpt-engine tcp lane", daemon=True)
         self._thread.start()
 
@@ -99,7 +99,7 @@ class Lane:
             raise unavailable(f"{self.owner} has hung up")
 
     def shut(self) -> None:
-        """Its thread ends soon."""
+        """Shuts the connection; its thread ends soon."""
         self._fail(unavailable(f"the connection to {self.owner} was severed"))
         shut(self._socket)
 
@@ -294,15 +294,3 @@ def _dialled(address: str, owner: str, seconds: float) -> socket.socket:
         else:
             return connection
     raise failed or OSError(f"{host} has no address")
-
-
-_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """A child that keeps a connection open would hide its parent's death from owners."""
-    for lane in list(_lanes):
-        lane.forget()
-
-
-os.register_at_fork(after_in_child=_after_fork)

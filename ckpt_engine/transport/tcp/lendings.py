@@ -11,10 +11,11 @@ import hmac
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.problems import invalid, unavailable
+from ckpt_engine.core.rates import Flow, Rate
 from ckpt_engine.transport.tcp.passing import Passing, Runs
 from ckpt_engine.transport.tcp.wire import LENDING_BYTES, NO_SLOT, TOKEN_BYTES, Hello
 
@@ -101,17 +102,20 @@ class Lendings:
             found = self._slots[slot]
             found.lending, found.refused = secrets.token_bytes(LENDING_BYTES), False
 
-    def pass_on(self, slot: int, key: bytes, chunks: Sequence[Runs]) -> Passing:
-        """From now on the slot is filled: its chunks may be read one by one. key: 16 bytes that name the filling."""
+    def pass_on(
+        self, slot: int, key: bytes, chunks: Sequence[Runs], passed: Callable[[Rate], None] = lambda rate: None
+    ) -> Passing:
+        """Passes a slot on while it is filled: its chunks may be read one by one. key: 16 bytes that name the filling.
+        passed: see Passing."""
         with self._changed:
-            passing = self._slots[slot].passing = Passing(key, chunks, self._changed)
+            passing = self._slots[slot].passing = Passing(key, chunks, self._changed, passed)
             self._changed.notify_all()
             return passing
 
-    def chunk(self, key: bytes, number: int, reader: object, seconds: float) -> tuple[int, Runs] | int:
-        """A chunk's slot and runs, once it is verified; the slot is held then until `release`. After `seconds` a number
-        that changes as long as the filling gets on; also where it has not begun. Raises UNAVAILABLE if it never comes.
-        """
+    def chunk(self, key: bytes, number: int, reader: object, seconds: float) -> tuple[int, Runs, list[Flow]] | int:
+        """A chunk's slot and runs, once it is verified, and where the reader's connection writes down what it sends;
+        the slot is held then until `release`. After `seconds` a number that changes as long as the filling gets on;
+        also where it has not begun. Raises UNAVAILABLE if it never comes."""
         until = time.monotonic() + seconds
         with self._changed:
             while True:
@@ -126,7 +130,7 @@ class Lendings:
                         raise unavailable(why)
                     if passing.has(number):
                         found.held[reader] = time.monotonic()
-                        return slot, passing.chunks[number]
+                        return slot, passing.chunks[number], passing.flows(reader)
                     pulse = passing.pulse
                 left = until - time.monotonic()
                 if left <= 0:
@@ -138,6 +142,13 @@ class Lendings:
         with self._changed:
             passing = self._slots[slot].passing
             return self._open and passing is not None and hmac.compare_digest(passing.key, key)
+
+    def leave(self, reader: object) -> None:
+        """It asks for nothing more that is being filled."""
+        with self._changed:
+            found = [slot.passing.left(reader) for slot in self._slots if slot.passing is not None]
+        for tell in filter(None, found):
+            tell()
 
     def refuse(self, slot: int) -> None:
         """Nobody who does not hold the slot may from now on."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 
 from ckpt_engine.core.problems import CkptEngineError, invalid
+from ckpt_engine.core.rates import Flow
 from ckpt_engine.transport.tcp import wire
 from ckpt_engine.transport.tcp.lendings import Lendings
 from ckpt_engine.transport.tcp.sending import Sender, frames
-from ckpt_engine.transport.tcp.sockets import HungUp, Silence, receive, send
+from ckpt_engine.transport.tcp.sockets import HungUp, Silence, receive, send, unsent
 
 PULSE_SECONDS = 1.0
 """How long a reader who waits for a chunk hears nothing."""
@@ -29,6 +31,12 @@ class Passer:
 
     def serve(self) -> None:
         """Answers until the reader hangs up. Raises INVALID_ARGUMENT for what nobody asks, HungUp."""
+        try:
+            self._serve()
+        finally:
+            self._lendings.leave(self)
+
+    def _serve(self) -> None:
         while True:
             asked = None
             with contextlib.suppress(Silence):  # of one who has nothing to ask
@@ -52,12 +60,17 @@ class Passer:
             if not isinstance(found, int):
                 break
             send(self._connection, wire.frame(wire.WAIT, wire.PULSE.size) + wire.PULSE.pack(found))
-        slot, runs = found
+        slot, runs, flows = found
+        began, waiting, sent = time.monotonic(), unsent(self._connection), 0
         try:
             for part in frames(runs):
                 if not self._lendings.passes(slot, key):
                     send(self._connection, wire.refusal(wire.GONE, "another version is brought into its place"))
                     return
                 self._sender.send(slot, part)
+                sent += sum(length for _, length in part)
         finally:
+            # What lies in the kernel's memory has not been sent, and goes while nobody may be measuring.
+            gone = sent + waiting - unsent(self._connection)
+            flows.append(Flow(began, time.monotonic(), max(0, gone)))
             self._lendings.release(slot, self)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from ckpt_engine.core.rates import Flow, Rate, rate_of
 
 Runs = Sequence[tuple[int, int]]
 """(offset in the slot, length) of what a chunk consists of, in the order in which it is sent."""
 
 
 class Passing:
-    """One filling, as those see it who wait for its chunks. Any thread. over: why nothing of it is sent any more."""
+    """One filling, as those see it who wait for its chunks. Any thread. over: why nothing of it is sent any more.
+    passed: told what was sent in all, on a reader's thread, whenever the last of its readers has left."""
 
-    def __init__(self, key: bytes, chunks: Sequence[Runs], changed: threading.Condition) -> None:
+    def __init__(
+        self,
+        key: bytes,
+        chunks: Sequence[Runs],
+        changed: threading.Condition,
+        passed: Callable[[Rate], None] = lambda rate: None,
+    ) -> None:
         self.key = key
         self.chunks = chunks
         self.over = ""
@@ -21,6 +30,9 @@ class Passing:
         self._never = bytearray(len(chunks))
         self._filled = False
         self._changed = changed
+        self._passed = passed
+        self._readers: set[object] = set()
+        self._flows: dict[object, list[Flow]] = {}
 
     def verified(self, chunk: int) -> None:
         """A chunk lies in the slot as it was sealed, and is not written to any more."""
@@ -46,10 +58,33 @@ class Passing:
             self._changed.notify_all()
 
     def end(self, why: str) -> None:
-        """Nothing of it is sent any more, but what is on its way. The first reason stays."""
+        """Ends it: nothing of it is sent any more, but what is on its way. The first reason stays."""
         with self._changed:
             self.over = self.over or why
             self._changed.notify_all()
+
+    @property
+    def sent(self) -> Rate | None:
+        """What has been sent by now; None if that cannot be told."""
+        with self._changed:
+            flows = [list(each) for each in self._flows.values()]
+        return rate_of(flows)
+
+    def flows(self, reader: object) -> list[Flow]:
+        """The flows of one reader, who writes them down. Under the lock."""
+        self._readers.add(reader)
+        return self._flows.setdefault(reader, [])
+
+    def left(self, reader: object) -> Callable[[], None] | None:
+        """A reader asks for nothing more; what is to be called without the lock. Under the lock."""
+        if reader not in self._readers:
+            return None
+        self._readers.remove(reader)
+        return None if self._readers else self._tell
+
+    def _tell(self) -> None:
+        if (rate := self.sent) is not None:
+            self._passed(rate)
 
     def why_not(self, chunk: int) -> str:
         """Why a chunk will not be sent, now or later; empty: it may. Under the lock."""

@@ -12,11 +12,12 @@ import os
 import socket
 import ssl
 import threading
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ckpt_engine.addresses import is_loopback, join_address, split_address
 from ckpt_engine.core.problems import CkptEngineError, invalid, unavailable
+from ckpt_engine.core.rates import Rate
+from ckpt_engine.host.forks import forget_in_children
 from ckpt_engine.transport.base import ArenaMemory, Network
 from ckpt_engine.transport.tcp import tls, wire
 from ckpt_engine.transport.tcp.lendings import Lendings
@@ -70,7 +71,7 @@ class TcpArenaLender:
         self._admitted: set[socket.socket] = set()
         self._open = True
         self._accepting = threading.Thread(target=self._accept, name="ckpt-engine tcp", daemon=True)
-        _lenders.add(self)
+        forget_in_children(self)
         if is_loopback(host):
             log.info("relays of other hosts do not reach it: it listens on %s only (--listen)", host)
         elif self._context is not None:
@@ -103,9 +104,9 @@ class TcpArenaLender:
         size = len(self._bytes)
         return Region(transport=NAME, size=size, locator=locator.SerializeToString(deterministic=True))
 
-    def pass_on(self, slot: int, key: bytes, chunks: Sequence[Runs]) -> Passing:
+    def pass_on(self, slot: int, key: bytes, chunks: Sequence[Runs], passed: Callable[[Rate], None]) -> Passing:
         """Lends a slot while it is being filled, chunk by chunk as each is verified. See PassesOn."""
-        return self._lendings.pass_on(slot, key, chunks)
+        return self._lendings.pass_on(slot, key, chunks, passed)
 
     def offer(self, id: int, slot: int, offset: int, size: int) -> Region:
         """The region as other relays open it; the same for the same arguments."""
@@ -273,13 +274,3 @@ def _listening(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=128)
     except OSError as error:
         raise unavailable(f"--listen {join_address(host, port)}: cannot listen there: {error}") from error
-
-
-def _after_fork() -> None:
-    """A child that keeps the sockets open would hide its parent's death from readers."""
-    for lender in list(_lenders):
-        lender.forget()
-
-
-_lenders: weakref.WeakSet[TcpArenaLender] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_after_fork)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import select
 import socket
 import ssl
 import struct
+import termios
 import threading
 from typing import Any
 
@@ -15,7 +18,7 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_K
 
 
 class Silence(Exception):  # noqa: N818
-    """Nothing came, or could be sent, for as long as the socket waits."""
+    """A socket was silent: nothing came, or could be sent, for as long as it waits."""
 
 
 class HungUp(Exception):  # noqa: N818
@@ -102,6 +105,23 @@ def send(connection: socket.socket, data: bytes | memoryview) -> None:
             raise Silence from error
         except OSError as error:
             raise HungUp(str(error)) from error
+
+
+def unsent(connection: socket.socket) -> int:
+    """Bytes that were given to the kernel, and that the other side does not have yet."""
+    return _asked(connection, termios.TIOCOUTQ)
+
+
+def unread(connection: socket.socket) -> int:
+    """Bytes that have come, and that nobody has received yet."""
+    return _asked(connection, termios.FIONREAD)
+
+
+def _asked(connection: socket.socket, what: int) -> int:
+    found = array.array("i", [0])
+    with contextlib.suppress(OSError, ValueError):  # it is closed
+        fcntl.ioctl(connection.fileno(), what, found)
+    return found[0]
 
 
 def shut(connection: socket.socket) -> None:

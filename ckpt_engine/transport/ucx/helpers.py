@@ -18,10 +18,10 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 
 from ckpt_engine.core.problems import CkptEngineError, deadline, precondition, unavailable
+from ckpt_engine.host.forks import forget_in_children
 from ckpt_engine.transport.ucx import channel as c
 from ckpt_engine.transport.ucx.fork_server import ADDRESSES, REQUEST, STARTED
 from ckpt_engine.transport.ucx.settings import helper_environment
@@ -212,7 +212,7 @@ class ForkServer:
                     "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),
                 },
             )
-        _servers.add(self)
+        forget_in_children(self)
         try:
             told = self._connection.recv(ADDRESSES.size)
         except TimeoutError:
@@ -227,7 +227,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """The pid of its process."""
         return self._process.pid
 
     def start(self, role: int, devices: str, seconds: float = START_SECONDS) -> Helper:
@@ -295,14 +295,3 @@ class ForkServer:
             helper.forget()
         with contextlib.suppress(OSError):
             self._connection.close()
-
-
-_servers: weakref.WeakSet[ForkServer] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for server in list(_servers):
-        server.forget()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -184,7 +184,7 @@ def has_rdma() -> bool:
 
 
 def lanes_of(address: int, length: int) -> Lanes | None:
-    """Those of the arena in which memory of this process lies."""
+    """The lanes of the arena in which memory of this process lies."""
     for each in list(_all):
         if each.address <= address and address + length <= each.address + each.size:
             return each

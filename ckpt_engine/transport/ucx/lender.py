@@ -57,7 +57,7 @@ class UcxLender:
         self._lanes.refuse(slot)
 
     def retire(self, slot: int) -> int:
-        """As `refuse`. Returns 0."""
+        """Refuses as `refuse` does. Returns 0."""
         self._lanes.refuse(slot)
         return 0
 

@@ -1,0 +1,94 @@
+"""A relay beside an agent, one a host: started when the relays' directory has none, ended with the agent.
+
+Of several agents that are told to have one, the first starts it and the others look, every few seconds, whether there
+still is one. So a relay that ends, with its agent or by itself, is followed by another agent's, which begins with
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.host.modules import module_command, module_environment
+from ckpt_engine.host.relay_directory import made_directory, relay_directory
+from ckpt_engine.relay.alone import TakenError, alone
+
+LOOK_SECONDS = 2.0
+"""Between two looks at whether the directory has a relay."""
+
+MOST_SECONDS = 60.0
+"""Before a relay that ended is started again; the wait doubles up to this."""
+
+
+class OwnRelay:
+    """options: of `ckpt-engine relay`. say: gets one plain line an event."""
+
+    def __init__(self, options: Sequence[str], deadlines: Deadlines, say: Callable[[str], None]) -> None:
+        self._options = tuple(options)
+        self._deadlines = deadlines
+        self._say = say
+        self._said = ""
+
+    async def run(self) -> None:
+        """Until it is cancelled: then the relay that it started ends, too. Never raises anything else."""
+        wait = LOOK_SECONDS
+        while True:
+            why = self._why_not()
+            if why:
+                self._tell(why)
+                wait = LOOK_SECONDS
+            else:
+                began = asyncio.get_running_loop().time()
+                status = await self._one_relay()
+                lived = asyncio.get_running_loop().time() - began
+                wait = LOOK_SECONDS if lived > MOST_SECONDS else min(2 * wait, MOST_SECONDS)
+                self._tell(f"the relay beside this agent ended with status {status}; another look in {wait:.0f} s")
+            await asyncio.sleep(wait)
+
+    def _why_not(self) -> str:
+        """Why none is to be started now; empty: one is."""
+        try:
+            with alone(made_directory(shared=False)):
+                return ""
+        except TakenError:
+            return f"this host has a relay already, at {relay_directory()}"
+        except (CkptEngineError, OSError) as error:
+            return f"no relay can run here: {error}"
+
+    def _tell(self, line: str) -> None:
+        if line != self._said:
+            self._said = line
+            self._say(line)
+
+    async def _one_relay(self) -> int:
+        command = module_command("ckpt_engine", "relay", "--until-stdin-ends", *self._options)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.PIPE, env=module_environment(os.environ)
+            )
+        except OSError as error:
+            self._tell(f"no relay can be started: {error}")
+            return 1
+        self._tell(f"started a relay for this host (process {process.pid})")
+        try:
+            return await process.wait()
+        finally:
+            await self._end(process)
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        """It goes when its input does; killed if it does not."""
+        if process.returncode is not None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), self._deadlines.engine_grace)
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await asyncio.wait_for(process.wait(), self._deadlines.engine_grace)

@@ -1,0 +1,113 @@
+"""``ckpt-engine plan``: what an update of a model would do on a cluster, told without the cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckpt_engine.commands.choices import Dtype, Engine, GpuLink, Prefetch, TrainerMemory, Until
+from ckpt_engine.commands.progress import refused
+from ckpt_engine.core.problems import CkptEngineError
+
+
+def plan(
+    model: Annotated[
+        Path, typer.Argument(help="A model's config.json, its directory, or its safetensors files or index.")
+    ],
+    trainer: Annotated[
+        str,
+        typer.Option(
+            metavar="LAYOUT",
+            help="fsdp=N, or tp=N,pp=N,ep=N; either with ,dp=N for copies of it all; or files, for a checkpoint.",
+        ),
+    ] = "fsdp=1",
+    replicas: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
+    engine: Annotated[Engine, typer.Option(help="Of the replicas.")] = Engine.VLLM,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism of a replica.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline parallelism of a replica.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Expert parallelism: so many groups of its tp workers.")] = 1,
+    dtype: Annotated[Dtype | None, typer.Option(help="As what weights are served. Default: the files'.")] = None,
+    trainer_memory: Annotated[TrainerMemory, typer.Option(help="Where the trainer's weights lie.")] = TrainerMemory.GPU,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Workers have no GPUs.")] = False,
+    trainer_hosts: Annotated[
+        int | None, typer.Option(min=1, help="Of the trainer's ranks. Default: as few as hold them.")
+    ] = None,
+    hosts: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Of the replicas, none of them the trainer's. Default: the trainer's, if their GPUs suffice; else as "
+            "few as hold them.",
+        ),
+    ] = None,
+    same_gpus: Annotated[bool, typer.Option("--same-gpus", help="Workers are on the trainer's GPUs.")] = False,
+    gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs that a host has.")] = 8,
+    gpu_link: Annotated[GpuLink, typer.Option(help="How GPUs of a host reach each other.")] = GpuLink.NVLINK,
+    network: Annotated[
+        str, typer.Option(metavar="RATE", help="Of each host's network, such as 100Gbit/s. Default: 5.6GB/s, measured.")
+    ] = "",
+    relays: Annotated[bool, typer.Option("--relays/--no-relays", help="One on each host.")] = True,
+    everything: Annotated[bool, typer.Option("--everything", help="Relays hold the whole model.")] = False,
+    relay_memory: Annotated[str, typer.Option(metavar="SIZE", help="What each relay may take, such as 200GiB.")] = "",
+    host_memory: Annotated[str, typer.Option(metavar="SIZE", help="What each host has, such as 2TiB.")] = "",
+    prefetch: Annotated[
+        Prefetch, typer.Option(help="Whether relays bring the weights before anything is paused.")
+    ] = Prefetch.AUTO,
+    until: Annotated[Until, typer.Option(help="When the trainer's call returns.")] = Until.INSTALLED,
+    rates: Annotated[Path | None, typer.Option(help="A JSON file of rates that you measured: docs/plan.md.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print every edge, as one JSON object.")] = False,
+) -> None:
+    """Tells what an update would do: bytes of each edge, memory, seconds, what cannot be.
+
+    Needs no GPU, no engine and no manager: the manager's own planner works on shapes and layouts.
+
+    ckpt-engine plan Qwen3-8B/config.json --trainer fsdp=4 --replicas 2 --tp 2
+
+    ckpt-engine plan DeepSeek-V3 --trainer fsdp=256 --replicas 64 --tp 8 --ep 8 --network 400Gbit/s --host-memory 3TiB
+
+    Exits with 1 if something is impossible, and says why.
+    """
+    from ckpt_engine.planning.asked import Asked, question_of, rates_of, setting_of
+    from ckpt_engine.planning.foresight import foresee
+    from ckpt_engine.planning.record import as_json
+    from ckpt_engine.planning.update import planned
+    from ckpt_engine.planning.words import told
+
+    asked = Asked(
+        model=model,
+        trainer=trainer,
+        replicas=replicas,
+        engine=engine.value,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        dtype="" if dtype is None else dtype.value,
+        trainer_memory=trainer_memory.value,
+        cpu=cpu,
+        trainer_hosts=trainer_hosts,
+        hosts=hosts,
+        same_gpus=same_gpus,
+        gpus_per_host=gpus_per_host,
+        gpu_link=gpu_link.value,
+        network=network,
+        relays=relays,
+        everything=everything,
+        relay_memory=relay_memory,
+        host_memory=host_memory,
+        prefetch=prefetch.value,
+        until=until.value,
+        rates=rates,
+    )
+    try:
+        question, known = question_of(asked), rates_of(asked)
+        answer = planned(question)
+        foreseen = foresee(answer, known, asked.engine, until is Until.HELD)
+        setting = setting_of(asked, question)
+    except CkptEngineError as error:
+        raise refused("plan", error, json_output) from error
+    typer.echo(json.dumps(as_json(answer, foreseen, setting)) if json_output else told(answer, foreseen, setting))
+    if answer.impossible:
+        raise typer.Exit(1)

@@ -1,0 +1,150 @@
+"""``ckpt-engine trace``: one update as a timeline that Perfetto shows, with what was to be expected beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckpt_engine.addresses import MANAGER
+from ckpt_engine.commands.asking import Manager, failed
+from ckpt_engine.commands.options import waited
+from ckpt_engine.core.prediction import MEASURED, Rates
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.report import human_bytes
+from ckpt_engine.timeline.asking import report_of
+from ckpt_engine.timeline.drawing import draw
+from ckpt_engine.timeline.perfetto import trace_events
+from ckpt_engine.timeline.predicted import Compared, add_prediction, compared
+from ckpt_engine.timeline.tracks import Timeline
+from ckpt_engine.v1 import manager_pb2
+
+STDOUT = "-"
+ODD_SHOWN = 5
+
+
+def trace(
+    version: Annotated[int, typer.Argument(min=0, help="The version that the update brought, by its number.")],
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="What to write; - is standard output.")],
+    manager: Manager = MANAGER,
+    lineage: Annotated[str, typer.Option(help="Of which run. Default: the only one that has this version.")] = "",
+    rates: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="JSON: what links, copies and digests do here. Default: as was measured once."
+        ),
+    ] = None,
+    wait: Annotated[
+        float | None, typer.Option(callback=waited, help="Seconds for an update that goes on. Default: none.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+) -> None:
+    """Write an update as a trace: who did what when, and which bytes went where.
+
+    FILE is JSON that Perfetto opens. It shows the manager, trainers, relays, agents and workers on one clock; how wrong
+    that may be for each is said there and here. Beside what the stages took is what they should have taken, by their
+    bytes and by rates: see docs/timeline.md.
+
+    Exits with 1 and says why if there is no such update, or FILE cannot be written.
+    """
+    known = _rates(rates)
+    _check(output, force)
+    try:
+        report, places = asyncio.run(report_of(manager, version, lineage, wait))
+    except CkptEngineError as error:
+        raise failed(manager, error) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    timeline, stages = draw(report), compared(report, known, places)
+    add_prediction(timeline, stages)
+    _write(output, json.dumps(trace_events(timeline), separators=(",", ":")), force)
+    typer.echo("\n".join(_summary(report, timeline, stages, output)), err=output == STDOUT)
+
+
+def _rates(path: Path | None) -> Rates:
+    """Raises typer.BadParameter."""
+    if path is None:
+        return MEASURED
+    try:
+        return Rates.of(json.loads(path.read_text()), MEASURED)
+    except (OSError, UnicodeDecodeError) as error:
+        said = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+    except ValueError as error:
+        said = f"{path} is not JSON: {error}"
+    except CkptEngineError as error:
+        said = f"{path}: {error.problem.message}"
+    raise typer.BadParameter(said, param_hint="--rates")
+
+
+def _check(output: str, force: bool) -> None:
+    """Before the manager is asked. Raises typer.BadParameter for what cannot be written."""
+    path, said = Path(output), ""
+    if output == STDOUT:
+        return
+    if path.is_dir():
+        said = f"{path} is a directory: name a file in it"
+    elif path.exists() and not force:
+        said = f"{path} is there already: --force overwrites it"
+    elif not path.parent.is_dir():
+        said = f"there is no directory {path.parent}"
+    if said:
+        raise typer.BadParameter(said, param_hint="--output")
+
+
+def _write(output: str, text: str, force: bool) -> None:
+    """The whole file or none."""
+    if output == STDOUT:
+        typer.echo(text)
+        return
+    path = Path(output)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(text)
+        if force:
+            part.replace(path)
+        else:
+            path.hardlink_to(part)  # never over a file that has come meanwhile
+    except OSError as error:
+        typer.echo(f"ckpt-engine trace: {path} cannot be written: {error.strerror or error}", err=True)
+        raise typer.Exit(1) from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
+def _summary(
+    report: manager_pb2.UpdateReport, timeline: Timeline, stages: Sequence[Compared], output: str
+) -> list[str]:
+    """What was written, how wrong its times are, and how the stages compare."""
+    identity, edges = report.identity, len(timeline.arrows)
+    where = "standard output" if output == STDOUT else output
+    lines = [
+        f"version {identity.version} of {identity.lineage} (epoch {report.fence.epoch}): "
+        f"{human_bytes(report.bytes)} to replicas, {edges} edge{'s' * (edges != 1)}, {report.seconds:.3f} s; "
+        f"written to {where}"
+    ]
+    if not report.timeline.phases:
+        lines.append("the manager that made this update told no times: all of it is drawn from durations")
+    lines += timeline.odd[:ODD_SHOWN]
+    if len(timeline.odd) > ODD_SHOWN:
+        lines.append(f"and {len(timeline.odd) - ODD_SHOWN} numbers more, which the file names (not_believed)")
+    errors: dict[str, list[tuple[float, str]]] = {}
+    for process, (error, by) in timeline.clocks.items():
+        errors.setdefault(by, []).append((error, process))
+    for by, found in errors.items():
+        worst, process = max(found)
+        lines.append(f"clocks of {len(found)} by {by}: ± {worst * 1e3:.2f} ms at most ({process})")
+    lines.append(f"{'stage':<10}{'took':>10}{'predicted':>11}  because")
+    for each in stages:
+        took = "-" if each.fact is None else f"{each.fact * 1e3:.1f} ms"
+        said, because = "-", "nothing that was measured predicts it"
+        if each.expected is not None:
+            said, because = f"{each.expected.seconds * 1e3:.1f} ms", each.expected.because or "as was measured"
+        lines.append(f"{each.stage:<10}{took:>10}{said:>11}  {because}")
+    return lines

@@ -1,0 +1,44 @@
+"""How large chunks are, which travel between hosts, and the cells that they are made of. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+LEAST_BYTES = 4 << 20
+"""Of a chunk, where the same hosts want so much: less makes a tenth of the rate."""
+
+MOST_BYTES = 64 << 20
+"""Of a chunk: it is verified before it is passed on, so it should not take long."""
+
+_CHUNKS = 1024  # of a model: a chunk takes five hops, and eight children wait for it at each; so these cost 4 %
+
+
+def chunk_bytes(model: int) -> int:
+    """How large chunks should be. model: bytes that travel. A chunk has at least so much, and less than twice it."""
+    return max(LEAST_BYTES, min(MOST_BYTES // 2, model // _CHUNKS))
+
+
+def joined(sizes: Sequence[int], least: int) -> list[tuple[int, int]]:
+    """Runs of pieces, [first, last), of `least` bytes and less than twice as many where no piece is above `least`. What
+    is left over and small is joined to the last."""
+    found: list[tuple[int, int]] = []
+    start = total = 0
+    for at, size in enumerate(sizes):
+        total += size
+        if total >= least:
+            found.append((start, at + 1))
+            start, total = at + 1, 0
+    if total and found and total < min(least, LEAST_BYTES):
+        start = found.pop()[0]
+        total = sum(sizes[start:])
+        if total > 2 * least:
+            half = 0
+            for at in range(start, len(sizes)):
+                half += sizes[at]
+                if 2 * half >= total:
+                    found.append((start, at + 1))
+                    start, total = at + 1, total - half
+                    break
+    if total:
+        found.append((start, len(sizes)))
+    return found

@@ -1,0 +1,117 @@
+"""Which workers can be members of one collective with the ranks that they read, and in which order all are. Pure.
+
+A communicator is between CPUs (Gloo) or between GPUs (NCCL), never both, and takes each GPU once. So a replica is left
+out, by name, whose workers compute elsewhere than the weights lie, share a GPU with another member, or with whose ranks
+somebody would not find the lead: the first rank, where all meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ckpt_engine.core.collective import Member, arrange
+from ckpt_engine.core.problems import CkptEngineError, precondition
+from ckpt_engine.core.reach import by_collective, name_of
+from ckpt_engine.v1.weights_pb2 import Host, Problem
+
+
+class Rank(NamedTuple):
+    """A source. name: its id. gpus: on which its weights lie; b"": on a CPU; only those that it offers for
+    collectives."""
+
+    name: str
+    host: Host
+    gpus: frozenset[bytes]
+
+
+class Reader(NamedTuple):
+    """A worker. name: as messages name it. reads: the sources that its plan reads, by their ids."""
+
+    replica: str
+    name: str
+    host: Host
+    reads: frozenset[str]
+
+
+class Together(NamedTuple):
+    """members: in the order of their ranks in the communicator, the lead first. refused: replicas that take no part,
+    and why."""
+
+    members: tuple[Member, ...]
+    refused: Mapping[str, Problem]
+
+
+def together(ranks: Sequence[Rank], readers: Sequence[Reader]) -> Together:
+    """All who can take part, of these, by their replicas' names. A rank that nobody of them reads takes none, and is in
+    nobody's way."""
+    named = {rank.name: rank for rank in ranks}
+    refused: dict[str, Problem] = {}
+    members: dict[str, list[Member]] = {}
+    read: set[str] = set()  # by those who take part
+    for replica in sorted({reader.replica for reader in readers}):
+        those = [reader for reader in readers if reader.replica == replica]
+        wanted = read.union(*(reader.reads for reader in those))
+        sources = [named[name] for name in sorted(wanted)]
+        taken = [*map(_rank, sources), *(each for some in members.values() for each in some)]
+        try:
+            if not any(reader.reads for reader in those):
+                raise precondition("none of its workers reads anything")
+            _check_ranks(sources)
+            with_them = [reader for reader in readers if reader.replica in members or reader.replica == replica]
+            lead = named[arrange(map(_rank, sources))[0].name]
+            _check_lead(lead, [*(each for each in sources if each is not lead), *with_them])
+            found = [_member(reader, named[min(reader.reads or wanted)]) for reader in those]
+            arrange([*taken, *found])
+        except CkptEngineError as problem:
+            refused[replica] = precondition(f"no collective for it: {problem.problem.message}", replica=replica).problem
+        else:
+            members[replica] = found
+            read = wanted
+    ranks_read = [_rank(named[name]) for name in sorted(read)]
+    return Together(arrange([*ranks_read, *(each for some in members.values() for each in some)]), refused)
+
+
+def _check_ranks(ranks: Sequence[Rank]) -> None:
+    """Raises FAILED_PRECONDITION unless all have one device, of one kind."""
+    for rank in ranks:
+        if len(rank.gpus) > 1:
+            raise precondition(f"{rank.name} publishes weights on {len(rank.gpus)} devices, and is one member with one")
+    on_cpu = [rank.name for rank in ranks if rank.gpus == {b""}]
+    on_gpu = [rank.name for rank in ranks if rank.gpus != {b""}]
+    if on_cpu and on_gpu:
+        raise precondition(
+            f"weights of {on_cpu[0]} lie on a CPU and those of {on_gpu[0]} on a GPU, and a collective is between CPUs "
+            "or between GPUs: publish all from GPUs, or all from CPUs"
+        )
+
+
+def _check_lead(lead: Rank, others: Sequence[Rank | Reader]) -> None:
+    """Raises FAILED_PRECONDITION unless all others find the lead, which may be a rank that they do not read."""
+    for other in others:
+        verdict = by_collective(lead.host, other.host)
+        if not verdict.ok:
+            raise precondition(f"{lead.name} leads it, and {other.name} does not find it: {verdict.reason}")
+
+
+def _rank(rank: Rank) -> Member:
+    return Member(rank.name, _place(rank.host), True, min(rank.gpus, default=b""))
+
+
+def _member(reader: Reader, rank: Rank) -> Member:
+    """rank: one of those that the weights come from. Raises FAILED_PRECONDITION."""
+    gpus = [gpu.uuid for gpu in reader.host.gpus]
+    if len(gpus) > 1:
+        raise precondition(f"{reader.name} uses {len(gpus)} GPUs, and a member of a collective has one")
+    if bool(gpus) != (rank.gpus != {b""}):
+        here, there = ("a GPU", "a CPU") if gpus else ("a CPU", "a GPU")
+        raise precondition(
+            f"{reader.name} computes on {here} (host {name_of(reader.host)}), and the weights of {rank.name} lie on "
+            f"{there}: publish them over another transport, or from where replicas compute"
+        )
+    return Member(reader.name, _place(reader.host), False, gpus[0] if gpus else b"")
+
+
+def _place(host: Host) -> str:
+    """Members of one are near each other."""
+    return host.boot_id or name_of(host)

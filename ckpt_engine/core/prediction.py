@@ -1,0 +1,243 @@
+"""How long the stages of an update take at least: bytes by what carries them, and nothing else. Pure.
+
+Everything that carries bytes is a *lane*: what the network card of a host sends, the memory of a host, one GPU. All
+edges of a stage go on at once, so a stage takes as long as its busiest lane has to do. What no lane explains (compiling
+a plan, calls, an engine's own pause) is a number of seconds that somebody has measured, or nothing.
+
+Rates are ceilings, so a stage is predicted to be as fast as it can be. A file of them, for `Rates.of`, has GB/s (10^9
+bytes) and seconds:
+
+    {"links": {"shared_memory": {"host": 16.0, "gpu": 55.3}, "tcp": {"host": 12.0}},
+     "copy": {"host": 16.0, "gpu": 2099.0}, "digest": {"host": 18.5, "gpu": 4230.0}, "verify": {"host": 9.8},
+     "seconds": {"plan": 0.01, "quiesce": 0.02, "resume": 0.01}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Literal, NamedTuple, TypeAlias
+
+from ckpt_engine.core.problems import invalid
+
+Memory: TypeAlias = Literal["host", "gpu"]
+"""Where weights lie at the end of an edge, or where they are digested."""
+
+MEMORIES: tuple[Memory, ...] = ("host", "gpu")
+
+SEAL = "seal"
+FILL = "fill"
+"""Before an engine pauses. The other names are those of the protocol's stages, in lower case."""
+
+STAGES = ("plan", SEAL, FILL, "ready", "quiesce", "transfer", "install", "verify", "resume")
+"""In their order."""
+
+PAUSED = ("quiesce", "transfer", "install", "verify", "resume")
+"""In which a replica produces no token."""
+
+NETWORK = frozenset({"tcp", "ucx"})
+"""Transports of which every byte leaves one host and enters another: a card carries both ways at once."""
+
+SAME_GPU = "same gpu"
+"""In place of "gpu" among the links of cuda_ipc, for a source and a reader on one GPU."""
+
+
+class Edge(NamedTuple):
+    """Bytes that one reader reads from one source. source, reader: names, one for each process. source_host,
+    reader_host: of the hosts, one for each. memory: where the reader puts them. same_gpu: they do not leave the GPU."""
+
+    source: str
+    reader: str
+    transport: str
+    bytes: int
+    source_host: str = ""
+    reader_host: str = ""
+    memory: Memory = "host"
+    same_gpu: bool = False
+
+
+class Work(NamedTuple):
+    """Bytes that one process copies or digests where they lie."""
+
+    process: str
+    bytes: int
+    host: str = ""
+    memory: Memory = "host"
+
+
+class Expected(NamedTuple):
+    """What one stage takes. because: its busiest lane, for people; empty: a number of seconds that was measured."""
+
+    seconds: float
+    because: str = ""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes a second. links: by transport, then by where the reader puts them ("host", "gpu", SAME_GPU). copy, digest:
+    by memory; of all processes of a host together, or of one GPU. seconds: of stages, whatever their bytes. verify: the
+    digests of workers, where they do not make what `digest` says."""
+
+    links: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    copy: Mapping[str, float] = field(default_factory=dict)
+    digest: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    verify: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, told: object, beneath: Rates | None = None) -> Rates:
+        """Rates from JSON, as the module says. beneath: where what is not told comes from. Raises INVALID_ARGUMENT,
+        naming what is wrong."""
+        given = _table(told, "rates")
+        _only(given, ("links", "copy", "digest", "verify", "seconds"), "rates")
+        under = beneath or cls()
+        links = {name: dict(each) for name, each in under.links.items()}
+        for name, each in _table(given.get("links", {}), "links").items():
+            links[name] = links.get(name, {}) | _rates(each, f"links, {name}", (*MEMORIES, SAME_GPU))
+        return cls(
+            links=links,
+            copy={**under.copy, **_rates(given.get("copy", {}), "copy", MEMORIES)},
+            digest={**under.digest, **_rates(given.get("digest", {}), "digest", MEMORIES)},
+            seconds={**under.seconds, **_numbers(given.get("seconds", {}), "seconds", STAGES, zero=True)},
+            verify={**under.verify, **_rates(given.get("verify", {}), "verify", MEMORIES)},
+        )
+
+    def link(self, edge: Edge) -> float | None:
+        """What carries one edge alone; None: nobody said."""
+        known = self.links.get(edge.transport, {})
+        if edge.same_gpu and SAME_GPU in known:
+            return known[SAME_GPU]
+        return known.get(edge.memory)
+
+
+MEASURED = Rates(
+    links={
+        "shared_memory": {"host": 16.0e9, "gpu": 55.3e9},
+        "relay_memory": {"host": 16.0e9, "gpu": 55.3e9},
+        "file": {"host": 16.0e9},
+        "cuda_ipc": {"host": 48.1e9, "gpu": 380e9, SAME_GPU: 1755e9},
+        "nccl": {"gpu": 299e9},
+        "tcp": {"host": 5.6e9},
+        "ucx": {"host": 1.03e9},
+    },
+    copy={"host": 16.0e9, "gpu": 2099e9},
+    digest={"host": 18.5e9, "gpu": 4230e9},
+)
+"""Medians of docs/performance.md: two processors of an EPYC for what is on hosts (tcp: 32), H200 for GPUs. None is of a
+network card: name the rate of yours."""
+
+
+def over_lanes(edges: Iterable[Edge], rates: Rates) -> Expected | None:
+    """What edges take that all begin at once. None if there is nothing to carry, or a transport without a rate."""
+    lanes: dict[str, float] = {}
+    for edge in edges:
+        rate = rates.link(edge)
+        if edge.bytes <= 0:
+            continue
+        if rate is None:
+            return None
+        for lane in _lanes(edge):
+            lanes[lane] = lanes.get(lane, 0.0) + edge.bytes / rate
+    return _busiest(lanes)
+
+
+def of_work(work: Iterable[Work], rates: Mapping[str, float], verb: str) -> Expected | None:
+    """What copies or digests take that all begin at once: those of a host share its processors and its memory. None if
+    there is nothing to do, or no rate. verb: for people."""
+    lanes: dict[str, float] = {}
+    for each in work:
+        if each.bytes <= 0:
+            continue
+        rate = rates.get(each.memory)
+        if rate is None:
+            return None
+        where = f"host {each.host}" if each.memory == "host" else f"the GPU of {each.process}"
+        lane = f"{verb} {where}"
+        lanes[lane] = lanes.get(lane, 0.0) + each.bytes / rate
+    return _busiest(lanes)
+
+
+def predict(
+    rates: Rates,
+    *,
+    sealed: Sequence[Work] = (),
+    copied: Sequence[Work] = (),
+    fills: Sequence[Sequence[Edge]] = (),
+    installs: Sequence[Edge] = (),
+    verified: Sequence[Work] = (),
+) -> dict[str, Expected]:
+    """Seconds of each stage that something is known of, in the order of STAGES.
+
+    sealed: what sources digest, copied: what they copy before, one after the other. fills: of relays, wave by wave: the
+    next wave begins when the one before has ended. installs: into workers. verified: what workers digest.
+    """
+    found: dict[str, Expected | None] = {
+        SEAL: _after(of_work(copied, rates.copy, "copies on"), of_work(sealed, rates.digest, "digests on")),
+        FILL: _after(*(over_lanes(wave, rates) for wave in fills)),
+        "transfer": over_lanes(installs, rates),
+        "verify": of_work(verified, {**rates.digest, **rates.verify}, "digests on"),
+    }
+    for stage, seconds in rates.seconds.items():
+        carried = found.get(stage)
+        found[stage] = Expected(seconds) if carried is None else Expected(carried.seconds + seconds, carried.because)
+    return {stage: expected for stage in STAGES if (expected := found.get(stage)) is not None}
+
+
+def pause(stages: Mapping[str, Expected]) -> float:
+    """Seconds in which the slowest replica produces no token."""
+    return sum(stages[stage].seconds for stage in PAUSED if stage in stages)
+
+
+def _lanes(edge: Edge) -> tuple[str, ...]:
+    if edge.transport in NETWORK:
+        sender, receiver = edge.source_host or edge.source, edge.reader_host or edge.reader
+        return (f"{edge.transport} from host {sender}", f"{edge.transport} into host {receiver}")
+    if edge.memory == "gpu":
+        into = f"{edge.transport} into the GPU of {edge.reader}"
+        return (into, f"{edge.transport} out of the GPU of {edge.source}") if edge.transport == "cuda_ipc" else (into,)
+    return (f"memory of host {edge.reader_host or edge.reader}",)
+
+
+def _busiest(lanes: Mapping[str, float]) -> Expected | None:
+    if not lanes:
+        return None
+    lane = max(sorted(lanes), key=lambda name: lanes[name])
+    return Expected(lanes[lane], lane)
+
+
+def _after(*steps: Expected | None) -> Expected | None:
+    """One after the other; the longest says why."""
+    there = [step for step in steps if step is not None]
+    if not there:
+        return None
+    return Expected(sum(step.seconds for step in there), max(there, key=lambda step: step.seconds).because)
+
+
+def _table(told: object, what: str) -> Mapping[str, object]:
+    if not isinstance(told, dict) or not all(isinstance(name, str) for name in told):
+        raise invalid(f"{what}: {told!r} is not a JSON object")
+    return told
+
+
+def _only(given: Mapping[str, object], known: Sequence[str], what: str) -> None:
+    for name in given:
+        if name not in known:
+            raise invalid(f"{what}: {name!r} is none of {', '.join(known)}")
+
+
+def _rates(told: object, what: str, known: Sequence[str]) -> dict[str, float]:
+    """Bytes a second, of GB/s."""
+    return {name: rate * 1e9 for name, rate in _numbers(told, what, known).items()}
+
+
+def _numbers(told: object, what: str, known: Sequence[str], zero: bool = False) -> dict[str, float]:
+    given = _table(told, what)
+    _only(given, known, what)
+    found: dict[str, float] = {}
+    for name, number in given.items():
+        good = isinstance(number, int | float) and not isinstance(number, bool) and isfinite(number)
+        if not good or number < 0 or (number == 0 and not zero):  # type: ignore[operator]
+            raise invalid(f"{what}, {name}: {number!r} is not a number {'of seconds' if zero else 'above 0'}")
+        found[name] = float(number)  # type: ignore[arg-type]
+    return found

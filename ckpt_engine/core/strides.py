@@ -1,0 +1,18 @@
+"""How far a strided view reaches in its memory. Pure integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def span(shape: Iterable[int], stride: Iterable[int]) -> int:
+    """Elements from the first to the last one of a view, both counted; 0 if it has none.
+
+    shape, stride: elements, one entry an axis; no stride is negative. Raises ValueError if one has more entries.
+    """
+    extents, steps = tuple(shape), tuple(stride)
+    if len(extents) != len(steps):
+        raise ValueError(f"shape {list(extents)} and stride {list(steps)} have different numbers of axes")
+    if 0 in extents:
+        return 0
+    return 1 + sum((extent - 1) * step for extent, step in zip(extents, steps, strict=True))

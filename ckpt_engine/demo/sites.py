@@ -1,0 +1,83 @@
+"""Where the demo's processes run: all on this machine's loopback, or on hosts of their own with a relay on each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_engine.demo.hosts import NetworkHost
+from ckpt_engine.host.relay_directory import DIRECTORY
+
+RELAY_MEMORY = "128MiB"
+"""For two versions of the demo's model."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """before: what a command that runs there begins with. address: at which the others reach it. directory: of what its
+    processes keep while they run. host: None: this machine itself."""
+
+    name: str
+    before: Sequence[str]
+    address: str
+    directory: Path
+    host: NetworkHost | None = None
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """What processes there are told beside the demo's environment."""
+        if self.host is None:
+            return {}
+        return {
+            "XDG_RUNTIME_DIR": str(self.directory),
+            DIRECTORY: str(self.directory / "relay"),
+            # Parts of an engine talk to each other on their own host; its name leads elsewhere.
+            "VLLM_HOST_IP": "127.0.0.1",
+            "SGLANG_HOST_IP": "127.0.0.1",
+        }
+
+    @property
+    def relay(self) -> Sequence[str]:
+        """Options of its relay, but for the manager."""
+        return ("--name", self.name, "--memory", RELAY_MEMORY, "--listen", f"{self.address}:0", "--insecure")
+
+    @property
+    def reached(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Options of an agent, and of its engine, that others are to reach there."""
+        return ((), ()) if self.host is None else (("--advertise", self.address), ("--host", "0.0.0.0"))
+
+
+def sites_of(hosts: Sequence[NetworkHost], directory: Path) -> list[Site]:
+    """One for each host, with a directory of its own; none: this machine. Processes on the first host are started from
+    its network, which is entered already."""
+    if not hosts:
+        return [Site("here", (), "127.0.0.1", directory)]
+    found = []
+    for number, host in enumerate(hosts, 1):
+        own = directory / f"host-{number}"
+        own.mkdir(mode=0o700)
+        before = () if number == 1 else tuple(host.inside)
+        found.append(Site(f"host-{number}", before, host.address, own, host))
+    return found
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Bytes that went through each host's interface, by the kernel's counts: name to (sent, received)."""
+
+    counts: Mapping[str, tuple[int, int]]
+
+    @classmethod
+    def now(cls, sites: Sequence[Site]) -> Wire:
+        """Since the hosts were made. Empty on this machine's loopback."""
+        return cls({each.name: (each.host.sent(), each.host.received()) for each in sites if each.host is not None})
+
+    def since(self, before: Wire) -> Wire:
+        """What went since then."""
+        return Wire(
+            {
+                name: (sent - before.counts[name][0], received - before.counts[name][1])
+                for name, (sent, received) in self.counts.items()
+            }
+        )

@@ -1,0 +1,84 @@
+"""What an engine's command line says, as far as adapters must know it, and what it lacks. Pure; also inside engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ckpt_engine.addresses import join_address
+
+Options = Mapping[str, tuple[str, ...]]
+"""Options by their long names with the values that follow each; those of a flag are none."""
+
+BYPASS = "it would answer requests that the gate does not see"
+"""Why an option or a variable is refused that gives an engine a server beside its HTTP application."""
+
+
+def command_options(command: Sequence[str], aliases: Mapping[str, str] | None = None) -> dict[str, tuple[str, ...]]:
+    """The options of a command, as `--name value ...` or `--name=value`; the last one of two counts.
+
+    aliases: other names to long ones. A name with one hyphen is an option only if it is among them: others are values.
+    """
+    known = aliases or {}
+    found: dict[str, tuple[str, ...]] = {}
+    name = ""
+    for argument in command:
+        given, equals, value = argument.partition("=")
+        if given.startswith("--") or given in known:
+            name = given.replace("_", "-")
+            name = known.get(name, name)
+            found[name] = (value,) if equals else ()
+        elif name:
+            found[name] = (*found[name], argument)
+    return found
+
+
+def value(options: Options, name: str, default: str = "") -> str:
+    """The first value of an option; `default` if it is not given, or without one."""
+    return (options.get(name) or (default,))[0]
+
+
+def size(options: Options, name: str) -> int:
+    """The number that a size option has; 1 without it. Raises ValueError: it is no number."""
+    return int(value(options, name, "1"))
+
+
+def check_refused(
+    options: Options,
+    refused: Mapping[str, tuple[tuple[str, ...], str]],
+    environment: Mapping[str, str],
+    variables: Mapping[str, str],
+) -> None:
+    """Raises ValueError, in words for the user: a server of this command could not be kept behind the gate, or not be
+    updated.
+
+    refused: option to the values that are harmless (none: there is none), and why others are refused. variables: of the
+    environment, and why they may not be set.
+    """
+    for name, (harmless, reason) in refused.items():
+        if name in options and value(options, name) not in harmless:
+            raise ValueError(f"{' '.join((name, *options[name]))} cannot be used with ckpt-engine: {reason}")
+    for name, reason in variables.items():
+        if environment.get(name, "").lower() not in ("", "0", "false"):
+            raise ValueError(f"{name}={environment[name]} cannot be used with ckpt-engine: {reason}")
+
+
+def completed(options: Options, model_option: str, model: str, port: int) -> tuple[list[str], str]:
+    """What a server's options lack of model, port and host, as further arguments, and the URL that it will answer at.
+
+    model: empty: the options name it. port: used if the options name none. Servers listen at loopback unless the
+    options say where.
+    """
+    added = [] if not model or model_option in options else [model_option, model]
+    if given := value(options, "--port"):
+        port = int(given)
+    else:
+        added += ["--port", str(port)]
+    host = value(options, "--host")
+    if not host:
+        added += ["--host", "127.0.0.1"]
+    return added, _local_url(host, port)
+
+
+def _local_url(host: str, port: int) -> str:
+    """Where a server of this host that was told to listen at `host` is reached from here; empty: at loopback."""
+    return f"http://{join_address('127.0.0.1' if host in ('', '0.0.0.0', '::') else host, port)}"

@@ -1,0 +1,64 @@
+"""Which checkpoint tensors other workers of the same server load: those of other pipeline stages, other experts.
+
+The engine's model itself knows: layers of other stages stand as placeholders in it, and each layer of experts maps
+global expert numbers to its own. Here that is read by checkpoint name. It decides nothing about what this worker loads;
+the recorded loader does, and only what it leaves is asked for here.
+
+vLLM and SGLang have both of one origin, and call them alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+_EXPERT = re.compile(r"\.(\d+)\.")
+
+
+class Elsewhere:
+    """For one worker's model, which stays as it is."""
+
+    def __init__(self, model: nn.Module, mapper: str, missing: tuple[type[nn.Module], ...]) -> None:
+        """mapper: the model's attribute that maps a checkpoint's names to its own, if it has one. missing: classes of
+        placeholders for layers of other pipeline stages."""
+        self._map: Callable[[str], str | None] | None = getattr(getattr(model, mapper, None), "_map_name", None)
+        # Some checkpoints leave out the name of the only child that has the layers: "h.0", for "transformer.h.0".
+        self._outer = tuple(f"{name}." for name, _ in model.named_children())
+        modules = dict(model.named_modules())
+        self._stages = tuple(f"{name}." for name, module in modules.items() if isinstance(module, missing) and name)
+        self._experts: dict[str, Callable[[int], int]] = {}
+        for name, module in modules.items():
+            local: Any = getattr(module, "_map_global_expert_id_to_local_expert_id", None)
+            if local is not None:
+                self._experts[name] = local
+
+    def why(self, name: str) -> str | None:
+        """See LoadTarget.elsewhere."""
+        if not self._stages and not self._experts:
+            return None
+        for candidate in self._names(name):
+            if candidate.startswith(self._stages):
+                return "another pipeline stage"
+            for prefix, local in self._experts.items():
+                found = _EXPERT.match(candidate, len(prefix)) if candidate.startswith(prefix) else None
+                if found is not None and _is_elsewhere(local, int(found.group(1))):
+                    return "an expert of another rank"
+        return None
+
+    def _names(self, name: str) -> Iterator[str]:
+        """Names that the model may have for what a checkpoint calls `name`."""
+        mapped = name if self._map is None else self._map(name)
+        for each in dict.fromkeys((name, mapped)):
+            if each is not None:
+                yield each
+                yield from (outer + each for outer in self._outer)
+
+
+def _is_elsewhere(local: Callable[[int], int], expert: int) -> bool:
+    try:
+        return local(expert) < 0
+    except (IndexError, KeyError):
+        return False

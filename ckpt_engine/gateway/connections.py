@@ -1,0 +1,194 @@
+"""All connections to engines of one process: those that have nothing to do are asked first. On the gateway's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from typing import Any
+from urllib.parse import urlsplit
+
+from ckpt_engine.gateway.http1 import ConnectError, Connection, NobodyError, SilentError, WireError, request_head
+
+KEPT_SECONDS = 4.0
+"""How long one that has nothing to do is kept: engines close theirs after 5 s or later."""
+
+MOST_KEPT = 512
+"""Of one engine."""
+
+MOST_ANSWER_BYTES = 64 << 20
+"""Of an answer that is taken as a whole."""
+
+MOST_SMALL_BYTES = 4 << 20
+"""Of what an engine says of itself; its metrics and its list of routes have up to 1 MiB."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where connections go, and what requests on them say. path: before every route."""
+
+    secure: bool
+    host: str
+    port: int
+    named: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A small one. headers: names in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        """Text of the content."""
+        return self.content.decode(errors="replace")
+
+    def json(self) -> Any:
+        """Raises ValueError."""
+        return json.loads(self.content)
+
+
+@lru_cache(1024)
+def origin_of(url: str) -> Origin:
+    """Raises ConnectError for what is no URL of HTTP."""
+    if not all("!" <= each <= "~" for each in url):
+        raise ConnectError(f"{url!r} is no URL: all but visible ASCII has to be escaped in it (%.., and xn-- in names)")
+    try:
+        parts = urlsplit(url)
+        secure, port = parts.scheme == "https", parts.port
+    except ValueError as error:
+        raise ConnectError(f"{url!r} is no URL: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConnectError(f"{url!r} is no URL of HTTP")
+    named = parts.netloc.rpartition("@")[2]
+    return Origin(secure, parts.hostname, port or (443 if secure else 80), named, parts.path.rstrip("/"))
+
+
+@cache
+def authorities() -> ssl.SSLContext:
+    """This machine's, or those that SSL_CERT_FILE and SSL_CERT_DIR name."""
+    return ssl.create_default_context()
+
+
+class Connections:
+    """connect: seconds until one must be there."""
+
+    def __init__(self, connect: float) -> None:
+        self._connect = connect
+        self._free: dict[Origin, list[Connection]] = {}
+        self._all: set[Connection] = set()
+
+    async def ask(
+        self,
+        method: str,
+        url: str,
+        route: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        idle: float,
+        again: bool = True,
+    ) -> Connection:
+        """Sends a request; the head of its answer is there then. Give the connection back with `done`.
+
+        Raises ConnectError if nothing was asked, WireError. idle: seconds that an engine may be silent. again: a
+        connection that was kept is asked first; if it ends before a byte of the answer, as one does that the engine
+        closes at that moment, a new one is asked the same. Else a new one is asked, once.
+        """
+        origin = origin_of(url)
+        head = request_head(method, origin.path + route, origin.named, headers, body)
+        broken: WireError | None = None
+        if again and (kept := self._waiting(origin)) is not None:
+            try:
+                return await _asked(kept, head, body, idle)
+            except WireError as error:
+                if isinstance(error, SilentError) or not kept.unanswered:
+                    raise
+                broken = error
+        try:
+            connection = await self._open(origin, min(self._connect, idle))
+        except ConnectError as error:
+            if broken is not None and body is not None:
+                raise broken from error  # the engine may have died of what it was asked
+            raise
+        return await _asked(connection, head, body, idle)
+
+    async def get(self, url: str, route: str, seconds: float) -> Answer:
+        """A small answer: as a whole within so many seconds, and those of connecting. Raises WireError."""
+        most = min(self._connect, seconds) + seconds
+        try:
+            async with asyncio.timeout(most):
+                connection = await self.ask("GET", url, route, {"accept-encoding": "identity"}, None, seconds)
+                try:
+                    content = await connection.whole(MOST_SMALL_BYTES, seconds)
+                    return Answer(connection.status, connection.headers, content)
+                finally:
+                    self.done(url, connection)
+        except TimeoutError as error:
+            raise SilentError(f"no whole answer within {most:g} s") from error
+
+    def done(self, url: str, connection: Connection) -> None:
+        """Keeps the connection for the next request if its answer was read to its end, and closes it if not."""
+        origin = origin_of(url)
+        if len(self._free.get(origin, ())) < MOST_KEPT and connection.rest(KEPT_SECONDS):
+            self._free.setdefault(origin, []).append(connection)
+        else:
+            connection.close()
+
+    def close(self) -> None:
+        """All of them."""
+        for connection in list(self._all):
+            connection.close()
+
+    def _waiting(self, origin: Origin) -> Connection | None:
+        free = self._free.get(origin, [])
+        while free:
+            connection = free.pop()  # the one that was used last: the others may close themselves
+            if not connection.over:
+                return connection
+        return None
+
+    async def _open(self, origin: Origin, seconds: float) -> Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(seconds):
+                _, connection = await loop.create_connection(
+                    lambda: Connection(partial(self._left, origin)),
+                    origin.host,
+                    origin.port,
+                    ssl=authorities() if origin.secure else None,
+                    happy_eyeballs_delay=0.25,
+                )
+        except TimeoutError as error:
+            raise NobodyError(f"no connection within {seconds:g} s") from error
+        except ssl.SSLError as error:
+            raise ConnectError(f"no TLS with it: {error}") from error
+        except (OSError, UnicodeError) as error:
+            raise NobodyError(f"no connection: {error}") from error
+        if connection.over:  # nothing tells of its end once more
+            raise ConnectError("the connection ended before anything was asked")
+        self._all.add(connection)
+        return connection
+
+    def _left(self, origin: Origin, connection: Connection) -> None:
+        self._all.discard(connection)
+        free = self._free.get(origin, [])
+        if connection in free:
+            free.remove(connection)
+        if not free:
+            self._free.pop(origin, None)
+
+
+async def _asked(connection: Connection, head: bytes, body: bytes | None, idle: float) -> Connection:
+    try:
+        await connection.ask(head, body or b"", idle)
+    except BaseException:
+        connection.close()
+        raise
+    return connection

@@ -1,0 +1,234 @@
+"""One HTTP/1.1 connection to an engine: a request, its answer piece by piece, then the next one. On the gateway's loop.
+
+Every token passes here, so it does as little as can be: a general client (httpx) takes more of a processor for a token
+than all the rest of the gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import httptools
+
+MOST_HELD_BYTES = 1 << 18
+"""Of an answer that nobody has taken yet: then no more is read, and the engine has to wait."""
+
+MOST_HEAD_BYTES = 1 << 16
+"""Also of what else may come between two parts of an answer."""
+
+
+class WireError(Exception):
+    """An answer did not come, or not to its end."""
+
+
+class SilentError(WireError):
+    """The engine sent nothing for as long as that may last."""
+
+
+class ConnectError(WireError):
+    """There is no connection, so nothing was asked."""
+
+
+class NobodyError(ConnectError):
+    """Nobody takes connections there."""
+
+
+class Connection(asyncio.Protocol):
+    """For one request at a time. status, headers (names in lower case): of its answer, once `ask` has returned. left:
+    called once when the connection is gone."""
+
+    def __init__(self, left: Callable[[Connection], None]) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self._loop = asyncio.get_running_loop()
+        self._left = left
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._arrived: list[bytes] = []
+        self._held = self._head = 0
+        self._barren = 0  # bytes since the last that were part of an answer
+        self._paused = False
+        self._begun = False
+        self._whole = True
+        self._again = True
+        self._error: WireError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._end = self._seconds = 0.0
+
+    # -- what the gateway asks
+
+    async def ask(self, head: bytes, body: bytes, seconds: float) -> None:
+        """Sends a request and waits for the head of its answer. Raises WireError; SilentError after so many seconds."""
+        self.status, self.headers, self._head, self._barren = 0, {}, 0, 0
+        self._whole = self._begun = False
+        if self._transport is not None:
+            self._transport.write(head + body)
+        while not self._begun:
+            await self._news(seconds)
+
+    async def more(self, seconds: float) -> bytes:
+        """What has come since the last time; empty at the end. Raises WireError as `ask` does."""
+        while not self._arrived:
+            if self._whole:
+                return b""
+            await self._news(seconds)
+        data = self._arrived[0] if len(self._arrived) == 1 else b"".join(self._arrived)
+        self._arrived.clear()
+        self._held = 0
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+        return data
+
+    async def whole(self, most: int, seconds: float) -> bytes:
+        """All that is left of an answer. Raises WireError, also for more than so many bytes."""
+        parts, size = [], 0
+        while data := await self.more(seconds):
+            parts.append(data)
+            size += len(data)
+            if size > most:
+                raise WireError(f"an answer of more than {most} bytes")
+        return b"".join(parts)
+
+    def rest(self, seconds: float) -> bool:
+        """Whether it can be asked again; then it closes itself if that does not happen for so long."""
+        if self.over or not self._whole or self._arrived or not self._again:
+            return False
+        self._until(seconds)
+        return True
+
+    @property
+    def over(self) -> bool:
+        """Whether it can carry nothing any more."""
+        return self._error is not None
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether not one byte has come of an answer that was asked for."""
+        return not self._begun and not self._barren
+
+    def close(self) -> None:
+        """Closes at once: an engine then drops what it was asked for."""
+        self._error = self._error or WireError("it was closed here")  # the loop tells only later that it is gone
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- waiting
+
+    async def _news(self, seconds: float) -> None:
+        if self._error is not None:
+            raise self._error
+        self._waiter = self._loop.create_future()
+        self._until(seconds)
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _until(self, seconds: float) -> None:
+        """One timer, which is moved when it goes off and not with each piece."""
+        self._end, self._seconds = self._loop.time() + seconds, seconds
+        if self._timer is not None and self._timer.when() > self._end:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._end, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._waiter is None and not self._whole:
+            return  # what has come waits for its reader
+        if self._loop.time() < self._end:
+            self._timer = self._loop.call_at(self._end, self._look)
+        elif self._waiter is not None:
+            self._fail(SilentError(f"nothing came for {self._seconds:g} s"))
+        else:
+            self.close()  # nobody asked again
+
+    def _fail(self, error: WireError) -> None:
+        self._error = self._error or error
+        self.close()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # -- what the loop tells
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._whole:  # an answer that nobody asked for
+            self._fail(WireError("it spoke without being asked"))
+            return
+        self._barren += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(WireError(f"its answer is no HTTP: {error}"))
+            return
+        if self._barren > MOST_HEAD_BYTES and not self._whole:
+            self._fail(WireError(f"it sent more than {MOST_HEAD_BYTES} bytes that are no answer"))
+            return
+        if self._held > MOST_HELD_BYTES and not self._paused and not self._whole and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def eof_received(self) -> None:
+        if self._whole:
+            self._error = WireError("it closed the connection")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        endless = not {"content-length", "transfer-encoding"} & self.headers.keys()
+        if not self._whole and self._begun and error is None and self._error is None and endless:
+            self._whole = True  # such an answer ends with its connection
+        why = f": {error}" if error is not None else ""
+        self._fail(WireError(f"the connection ended before the answer did{why}"))
+        self._left(self)
+
+    # -- what the parser tells
+
+    def on_message_begin(self) -> None:
+        if self._whole:
+            raise ValueError("more than the answer")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head += len(name) + len(value)
+        if self._head > MOST_HEAD_BYTES:
+            raise ValueError(f"a head of more than {MOST_HEAD_BYTES} bytes")
+        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:
+            self.headers = {}  # another head follows
+        else:
+            self.status, self._begun, self._again = status, True, self._parser.should_keep_alive()
+            self._barren = 0
+
+    def on_body(self, data: bytes) -> None:
+        self._arrived.append(data)
+        self._held += len(data)
+        self._barren = 0
+
+    def on_message_complete(self) -> None:
+        self._whole = self._begun
+
+
+def request_head(method: str, path: str, host: str, headers: Mapping[str, str], body: bytes | None) -> bytes:
+    """The bytes before a request's body. Raises ValueError for a header that would end its line."""
+    lines = [f"{method} {path} HTTP/1.1", f"host: {host}", *(f"{name}: {value}" for name, value in headers.items())]
+    if body is not None:
+        lines.append(f"content-length: {len(body)}")
+    if any(end in line for line in lines for end in "\r\n\0"):
+        raise ValueError("a header has the end of a line in it")
+    return "\r\n".join((*lines, "", "")).encode("latin-1")

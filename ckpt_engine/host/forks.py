@@ -1,0 +1,31 @@
+"""What a forked child lets go of: sockets above all, which would hide its parent's death from others if kept."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Protocol
+
+
+class Forgets(Protocol):
+    """Something that belongs to the process that made it."""
+
+    def forget(self) -> None:
+        """Called in a forked child: closes what came with the fork, and tells nobody. Never raises."""
+        ...
+
+
+_known: weakref.WeakSet[Forgets] = weakref.WeakSet()
+
+
+def forget_in_children(thing: Forgets) -> None:
+    """Has every child that is forked from now on call `forget`, for as long as `thing` lives. Any thread."""
+    _known.add(thing)
+
+
+def _after_fork() -> None:
+    for each in list(_known):
+        each.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,111 @@
+"""A worker's part in a collective: it joins when its plan is made ready, votes before it is DIRTY, and runs after *go*.
+
+What is brought, and where to, is the plan's matter (`plans.py`); who moves it, and how all stop together, is that of
+`transport/collective`. What goes wrong before *go* has written nothing. The engine's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ckpt_engine.core.problems import precondition
+from ckpt_engine.engine.target import LoadTarget
+from ckpt_engine.install.plans import ReadyPlan
+from ckpt_engine.install.ready import await_device
+from ckpt_engine.trace import span, trace
+from ckpt_engine.transport.collective.seat import Seat
+from ckpt_engine.v1 import worker_pb2
+
+Order = worker_pb2.ReadyOrder | worker_pb2.InstallOrder
+
+
+class InstallPart:
+    """The part of one worker. Raises CkptEngineError."""
+
+    def __init__(self, target: LoadTarget) -> None:
+        self._target = target
+        self._seat = Seat()
+        self._joined = 0, 0.0  # in which epoch it joined last, and the seconds of that
+
+    @property
+    def communicators(self) -> list[bytes]:
+        """The names of those that this worker is a member of: one, or none."""
+        return [self._seat.communicator] if self._seat.communicator else []
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the member's buffers."""
+        return self._seat.memory
+
+    def joined(self, order: Order) -> float:
+        """Seconds that joining took for an install; 0: it was a member already."""
+        epoch, seconds = self._joined
+        return seconds if epoch == order.fence.epoch else 0.0
+
+    @contextmanager
+    def leaving(self, order: Order) -> Iterator[None]:
+        """Around everything that an order asks for: if it fails, the others of its collective are told at once."""
+        try:
+            yield
+        except Exception as error:
+            if order.HasField("collective"):
+                self._seat.leave(order.collective, order.fence.epoch, error)
+            raise
+
+    def join(self, order: worker_pb2.ReadyOrder, plan: ReadyPlan, seconds: float) -> None:
+        """Is a member of the order's collective when it returns, with room for all that it brings. The engine is not
+        paused, but computes nothing meanwhile. Raises what `Seat.join` does."""
+        self._check(order, plan)
+        if not order.HasField("collective"):
+            self._seat.close()  # what it would keep may be of a trainer that is gone
+            return
+        with span("worker.ready", "join"):
+            if not self._seat.has(order.collective):
+                started = time.monotonic()
+                self._seat.join(order.collective, order.fence.epoch, seconds)
+                self._joined = order.fence.epoch, time.monotonic() - started
+            plan.make_room(self._seat.device)
+            if not order.asleep:
+                self._bind(plan)
+
+    def vote(
+        self, order: worker_pb2.InstallOrder, plan: ReadyPlan, in_time: Callable[[], None], stop_at: float
+    ) -> None:
+        """Returns when all members begin, at once if there is no collective. Raises ABORTED if they do not."""
+        self._check(order, plan)
+        if not order.HasField("collective"):
+            return
+        if not self._seat.has(order.collective):
+            raise precondition("this worker was not made ready for this collective")
+        plan.make_room(self._seat.device)
+        self._bind(plan)
+        await_device(in_time)  # what the engine asked of its GPU before it paused
+        trace("worker.install", "vote")
+        self._seat.vote(order.fence.epoch, order.collective.arm_seconds, stop_at - time.monotonic())
+
+    def run(self, order: worker_pb2.InstallOrder, stop_at: float, on_bytes: Callable[[int], None]) -> None:
+        """Takes what the collective brings, if there is one. The worker is DIRTY."""
+        if order.HasField("collective"):
+            self._seat.run(order.fence.epoch, stop_at - time.monotonic(), on_bytes)
+            self._seat.done(order.fence.epoch)
+
+    def release(self) -> None:
+        """Keeps nothing of the model's memory."""
+        self._seat.unbind()
+
+    def close(self) -> None:
+        """Leaves."""
+        self._seat.close()
+
+    def _bind(self, plan: ReadyPlan) -> None:
+        resident = plan.lay_out(self._target)
+        self._seat.bind((plan.digest, resident), lambda: plan.arrivals(self._target))
+
+    def _check(self, order: Order, plan: ReadyPlan) -> None:
+        if plan.resolved.collective and not order.HasField("collective"):
+            raise precondition(
+                "the plan has weights brought by a collective, and the order says of none: update again, or offer the "
+                "weights over another transport"
+            )

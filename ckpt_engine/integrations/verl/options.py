@@ -1,0 +1,57 @@
+"""What verl's configuration says to the checkpoint engine and to the rollouts. Imports nothing of verl."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_engine.core.problems import invalid
+
+NAME = "ckpt_engine"
+"""Of the backend (`rollout.checkpoint_engine.backend`) and of the rollout (`rollout.name`)."""
+
+REMEDY = (
+    f"set rollout.name and rollout.checkpoint_engine.backend to {NAME!r}, with trainer and rollouts apart (for verl's "
+    "v1 trainers trainer.v1.trainer_mode=separate_async and actor_rollout_ref.hybrid_engine=False)"
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """`rollout.checkpoint_engine.engine_kwargs.ckpt_engine` of verl's configuration.
+
+    manager: host:port. replicas: names at the manager, one for each of verl's rollout replicas. model: what servers
+    call it; None: the first one that they name. answer_seconds: of silence, after which an answer counts as broken off.
+    held_seconds: how long a request waits for verl to resume generation, or for its replica to serve. The rest is for
+    `Updates`, which says what it is.
+    """
+
+    manager: str
+    replicas: Sequence[str]
+    pool: str = ""
+    lineage: str | None = None
+    dtype: str | None = None
+    pause_mode: str | None = None
+    min_replicas: int | None = None
+    wait: float = 600.0
+    timeout: float | None = None
+    model: str | None = None
+    answer_seconds: float = 600.0
+    held_seconds: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.replicas, str) or not self.replicas or len({*self.replicas}) < len(self.replicas):
+            raise invalid(f"replicas={self.replicas!r}: give the names of the replicas, each once, as a list")
+        object.__setattr__(self, "replicas", tuple(self.replicas))
+
+
+def options_of(config: Any) -> Options:
+    """The options of a RolloutConfig. Raises INVALID_ARGUMENT if another backend would give the weights, or what is
+    missing."""
+    engine = config.checkpoint_engine
+    if engine.backend != NAME:
+        raise invalid(f"the backend is {engine.backend!r}: {REMEDY}")
+    if NAME not in engine.engine_kwargs:
+        raise invalid(f"checkpoint_engine.engine_kwargs.{NAME} is missing: give at least manager and replicas")
+    return Options(**engine.engine_kwargs[NAME])

@@ -1,0 +1,72 @@
+"""What the manager's machine asks of its ledger, as tasks.py has it; their names can be taken from events.py too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+
+@dataclass(frozen=True)
+class SpendEpoch:
+    """Ledger.spend_epoch: no manager on this ledger uses this epoch again. Result: None, once it is on the disk."""
+
+    epoch: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RecordIntent:
+    """Ledger.record_intent. Result: None, once it is on the disk.
+
+    selection: the replicas that the version is for, by name, or a pool (versions.everybody). meant: those that this
+    update is for, and none if it brings up a late one.
+    """
+
+    epoch: int
+    identity: weights_pb2.Identity
+    seconds: float
+    selection: tuple[str, ...] = ()
+    meant: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RecordOutcome:
+    """Ledger.record_outcome. Result: None. Its failure is logged and changes no outcome."""
+
+    report: manager_pb2.UpdateReport
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CorrectOutcome:
+    """Ledger.record_outcome, of a report that was recorded before, once it is known what became of a replica; nothing
+    has ended. Result: None. Its failure is logged."""
+
+    report: manager_pb2.UpdateReport
+    replica: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the ledger knows of updates to one version, those of late replicas aside. epoch: of the last one's intent;
+    None: there was none. report: how that one ended; None: the manager ended before it did. last: the versions of the
+    lineage's last updates, newest first."""
+
+    epoch: int | None
+    report: manager_pb2.UpdateReport | None
+    last: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FindReport:
+    """Ledger.last_update. Result: Found."""
+
+    lineage: str
+    version: int
+    seconds: float
+
+
+LedgerTask: TypeAlias = SpendEpoch | RecordIntent | RecordOutcome | CorrectOutcome | FindReport

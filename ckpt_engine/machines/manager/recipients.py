@@ -1,0 +1,289 @@
+"""The replicas of one update: prepared or left out first, then told to install, and in the end each with an outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from ckpt_engine.core.problems import deadline, precondition
+from ckpt_engine.machines.events import Combined, Compiled, PlanWorker
+from ckpt_engine.machines.manager.goal import Goal
+from ckpt_engine.machines.manager.members import Replica, Unfit
+from ckpt_engine.machines.manager.report import already_there, left_out, what_became
+from ckpt_engine.machines.manager.state import State
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+Problem = weights_pb2.Problem
+
+HEALTH = frozenset({Problem.UNAVAILABLE, Problem.DEADLINE_EXCEEDED, Problem.ABORTED, Problem.INTERNAL})
+"""Problems of a prepare that concern a replica's health. All others say that it is unfit: its engine cannot load what
+is published. If no replica can, it is what is published that is wrong, and the update is refused."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """What replicas are installed with. combined: what the readers of these plans must find."""
+
+    compiled: Compiled
+    combined: Combined
+
+
+class Recipients:
+    """outcomes: by name; grows until every replica has one. awaited: those that are to come back before they are asked
+    for anything. told: those that were told to install. guessed: those of them of which nobody knows what became, with
+    the session that was told. cut_off: those that cannot read the sources, and may be
+    installed from relays; with the reason.
+
+    They are prepared under the fill fence and told to install under the install fence (`decided`), which all outcomes
+    carry in the end.
+    """
+
+    def __init__(self, state: State, goal: Goal, fill: weights_pb2.Fence) -> None:
+        self._state = state
+        self._goal = goal
+        self._fill = fill
+        self._fence = weights_pb2.Fence()
+        self._prepared: dict[str, list[manager_pb2.PreparedWorker]] = {}
+        self._again = False
+        self._unfit: dict[str, Unfit] = {}
+        self.cut_off: dict[str, Problem] = {}
+        self.told: set[str] = set()
+        self.guessed: dict[str, str] = {}
+        self.outcomes: dict[str, manager_pb2.ReplicaOutcome] = {}
+        self.awaited: set[str] = set()
+
+    def blobs(self) -> list[manager_pb2.BlobRef]:
+        """The blobs of their workers' needs."""
+        return [prepared.needs for workers in self._prepared.values() for prepared in workers]
+
+    # -- preparing
+
+    def unprepared(self) -> list[str]:
+        """The replicas that are neither prepared nor left out."""
+        return [name for name in self._goal.replicas if name not in self._prepared and name not in self.outcomes]
+
+    def prepared(self) -> list[str]:
+        """The replicas that are prepared, and so can be installed into."""
+        return sorted(self._prepared)
+
+    def prepare(self, seconds: float) -> None:
+        """Asks, again, every connected replica whose workers have not answered about this manifest before."""
+        manifest = self._goal.published.manifest
+        for name in self.unprepared():
+            replica = self._state.members.replicas.get(name)
+            known = None if replica is None else replica.prepared_for(manifest.digest)
+            never = None if replica is None else replica.never_loads(manifest.digest)
+            if known is not None:
+                self._prepared[name] = known
+            elif never is not None:
+                self._leave_out_unfit(name, never)
+            elif name not in self.awaited:
+                command = manager_pb2.Prepare(fence=self._fill, manifest=manifest, deadline_seconds=seconds)
+                self._state.send_to(name, command)
+
+    def overdue(self, seconds: float) -> None:
+        """Waits for nobody any more who is not prepared, `seconds` after the update began."""
+        for name in self.unprepared():
+            message = f"its engine's loader was not recorded within {seconds:.1f} s"
+            self.leave_out(name, deadline(message, replica=name).problem)
+
+    def take_prepared(self, replica: Replica, body: manager_pb2.Prepared) -> None:
+        """Takes an answer."""
+        if replica.name not in self.unprepared():
+            return
+        if not body.HasField("problem"):
+            self._prepared[replica.name] = sorted(body.workers, key=lambda worker: worker.rank)
+            replica.prepared = {worker.rank: worker for worker in body.workers}
+        elif body.problem.code in HEALTH:
+            self.leave_out(replica.name, body.problem)
+        else:
+            manifest = self._goal.published.manifest.digest if body.problem.code == Problem.INVALID_ARGUMENT else b""
+            self._leave_out_unfit(replica.name, Unfit(body.problem, replica.boot_ids(), manifest))
+
+    def prepare_again(self, problem: Problem | None) -> bool:
+        """Whether what they recorded is not stored here, since it went to a manager before this one: a hello may name
+        blobs that its sender stored with one that died in that moment. They store it once more, and only once."""
+        if problem is None or problem.code != Problem.NOT_FOUND or self._again:
+            return False
+        self._again = True
+        for name in self.prepared():
+            replica = self._state.members.replicas.get(name)
+            if replica is not None:
+                replica.prepared.clear()
+        self._prepared.clear()
+        return True
+
+    def try_shut(self, unplanned: Collection[str], near_relays: Collection[str] = ()) -> bool:
+        """Whether plans are to be compiled once more for some of these, for which none can be made: of what they could
+        not open before nothing is known any more, since it may be open by now, and nothing else is left. near_relays:
+        those that relays may bring it to instead."""
+        others = near_relays if self._goal.prefetch != manager_pb2.NEVER else ()
+        those = [self._state.members.replicas.get(name) for name in sorted(unplanned) if name not in others]
+        known = [replica for replica in those if replica is not None and replica.shut.forget()]
+        return bool(known)
+
+    def take_unplanned(self, problems: Mapping[str, Problem], near_relays: Collection[str]) -> None:
+        """For these no plan can be made. Other sources may be within their reach, so they are asked again; those near
+        relays may be installed from these."""
+        for name, problem in problems.items():
+            if name in near_relays:
+                self.cut_off[name] = problem
+            else:
+                self._leave_out_unplanned(name, problem)
+
+    def take_ways(
+        self, identity: weights_pb2.Identity, planned: Collection[str], why: Mapping[str, Problem], never: str
+    ) -> None:
+        """planned: those that are installed from relays. never: why the others may not read the trainer; empty: they
+        may. Those that cannot, or may not, are left out. why: of all, why they are not installed from relays."""
+        for name in self.lacking(identity):
+            if name in planned:
+                continue
+            if name in self.cut_off:
+                problem = self.cut_off[name]
+                said = why[name].message if name in why and why[name].message != problem.message else ""
+                self._leave_out_unplanned(name, with_words(problem, said))
+            elif never:
+                message = f"it keeps what it serves, since {never}: {why[name].message}"
+                self.leave_out(name, precondition(message, replica=name).problem)
+
+    def too_few(self) -> Problem | None:
+        """Why the update is refused, if those that are prepared are not enough.
+
+        If none is, and some are unfit, what is published is to blame: then the first tensor's name goes with it.
+        """
+        able, least = len(self._prepared), self._goal.least
+        if able >= least and (able or not self._unfit):
+            return None
+        why = self._why_left_out()
+        if able or not self._unfit:
+            return precondition(f"{able} replicas can be updated, {least} are required ({why})").problem
+        name = min(self._unfit)
+        problem = Problem()
+        problem.CopyFrom(self._unfit[name].problem)
+        problem.message = f"no replica can take what lineage {self._goal.lineage!r} publishes ({why})"
+        problem.replica = name
+        return problem
+
+    def remember_unfit(self) -> None:
+        """For the status, and so that what can never work is not asked for again."""
+        for name in self._goal.replicas:
+            replica = self._state.members.replicas.get(name)
+            if replica is not None and (name in self._unfit or name in self._prepared):
+                replica.unfit = self._unfit.get(name)
+
+    def _why_left_out(self) -> str:
+        """Names those that are, with the reason; those that have the same one together."""
+        names: dict[str, list[str]] = {}
+        for name in sorted(self.outcomes):
+            names.setdefault(self.outcomes[name].problem.message, []).append(name)
+        return "; ".join(f"{', '.join(those)}: {message}" for message, those in names.items())
+
+    def workers(self) -> tuple[PlanWorker, ...]:
+        """The workers of prepared replicas that have not left since, for the planner."""
+        there = [(name, self._state.members.replicas.get(name)) for name in self.prepared()]
+        return tuple(
+            PlanWorker((name, each.rank), each.needs, each.host, replica.transports, replica.shut.of(each.boot_id))
+            for name, replica in there
+            if replica is not None
+            for each in self._prepared[name]
+        )
+
+    # -- installing
+
+    def lacking(self, identity: weights_pb2.Identity) -> list[str]:
+        """The replicas that are prepared and do not serve this version."""
+        return [name for name in self.prepared() if not self._serves(name, identity)]
+
+    def decided(
+        self, fence: weights_pb2.Fence, identity: weights_pb2.Identity, together: frozenset[str] = frozenset()
+    ) -> None:
+        """The install fence is given out. Those that serve this very version already are left alone; those of a
+        collective if all of them do."""
+        apart = frozenset() if all(self._serves(name, identity) for name in together) else together
+        self._fence = fence
+        for outcome in self.outcomes.values():
+            outcome.fence.CopyFrom(fence)
+        for name in self.prepared():
+            if name not in apart and self._serves(name, identity):
+                self.outcomes[name] = already_there(name, self._fence, identity)
+
+    def waiting_for(self) -> list[str]:
+        """The replicas that are prepared and have no outcome."""
+        return [name for name in self.prepared() if name not in self.outcomes]
+
+    def install(
+        self,
+        identity: weights_pb2.Identity,
+        ways: Mapping[str, Way],
+        direct: Way,
+        seconds: float,
+        add: Callable[[str, manager_pb2.Install], None],
+    ) -> None:
+        """Tells, again, everybody who has no outcome. ways: by replica; direct: of all others. add: what else a replica
+        is to know."""
+        for name in self.waiting_for():
+            if name in self.awaited:
+                continue
+            way = ways.get(name, direct)
+            command = manager_pb2.Install(
+                fence=self._fence, identity=identity, pause_mode=self._goal.pause_mode, deadline_seconds=seconds
+            )
+            for worker in self._prepared[name]:
+                key = (name, worker.rank)
+                command.workers.add(rank=worker.rank, plan=way.compiled.plans[key], expected=way.combined.expected[key])
+            if name not in ways:
+                add(name, command)
+            if self._state.send_to(name, command):
+                self.told.add(name)
+
+    def abandon(self, reason: str) -> None:
+        """Asks everybody who has no outcome to go back, if no byte was written."""
+        for name in self.waiting_for():
+            self._state.send_to(name, manager_pb2.Abandon(fence=self._fence, reason=reason))
+
+    def take_outcome(self, outcome: manager_pb2.ReplicaOutcome, name: str) -> None:
+        """A replica says what became of it."""
+        if name in self.waiting_for() or self.guessed.pop(name, None) is not None:
+            self.outcomes[name] = outcome
+
+    def look(self, identity: weights_pb2.Identity) -> None:
+        """Tells of those of which nothing was known what is known by now."""
+        for name, session in list(self.guessed.items()):
+            outcome = what_became(self._state.members.replicas.get(name), self._fence, identity, session)
+            if outcome is not None:
+                self.take_outcome(outcome, name)
+
+    def leave_out(self, name: str, problem: Problem) -> None:
+        """Ends the update for one replica that gave no outcome, and tells the callers."""
+        replica = self._state.members.replicas.get(name)
+        self.outcomes[name] = left_out(name, replica, self._fence, problem, told=name in self.told)
+        if name in self.told:
+            self.guessed[name] = "" if replica is None else replica.session_id
+        self._prepared.pop(name, None)
+        for call in self._goal.calls.values():
+            progress = manager_pb2.UpdateProgress(replica=name, message=f"left out: {problem.message}")
+            self._state.emit(call, manager_pb2.UpdateEvent(progress=progress))
+
+    def _serves(self, name: str, identity: weights_pb2.Identity) -> bool:
+        replica = self._state.members.replicas.get(name)
+        return replica is not None and replica.holds(identity) and replica.serving
+
+    def _leave_out_unplanned(self, name: str, problem: Problem) -> None:
+        replica = self._state.members.replicas.get(name)
+        if replica is not None:
+            replica.shut.forget()  # no relay brought it, so the next update tries what is known to be shut
+        self._leave_out_unfit(name, Unfit(problem, () if replica is None else replica.boot_ids()))
+
+    def _leave_out_unfit(self, name: str, unfit: Unfit) -> None:
+        self._unfit[name] = unfit
+        self.leave_out(name, unfit.problem)
+
+
+def with_words(problem: Problem, more: str) -> Problem:
+    """The same problem, with more said about it; what it says already is not said again."""
+    told = Problem()
+    told.CopyFrom(problem)
+    new = [clause for clause in more.split("; ") if clause and clause not in problem.message]
+    told.message = "; ".join([problem.message, *new])
+    return told

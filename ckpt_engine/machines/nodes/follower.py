@@ -1,0 +1,213 @@
+"""The machine of a node that follows: its part of the engine, and the words and questions of its workers.
+
+It decides nothing about updates and does not know the manager: it starts its part when the leader says so, ends it
+when the leader says so or is not heard, and carries what its workers ask to the leader and the answers back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.machines.deciding import commands_of
+from ckpt_engine.machines.events import (
+    CancelTimer,
+    Key,
+    Message,
+    Reply,
+    Send,
+    SetTimer,
+    Start,
+    Stop,
+    TimerFired,
+    WorkerAsked,
+)
+from ckpt_engine.machines.nodes.events import (
+    LEADER,
+    EndPart,
+    FollowerCommand,
+    FollowerEvent,
+    PartEnded,
+    PartFailed,
+    PartStarted,
+    Say,
+    StartPart,
+    WordsChanged,
+)
+from ckpt_engine.v1 import worker_pb2
+
+BEAT: Key = ("beat",)
+LEASE: Key = ("lease",)
+
+
+class Part(Enum):
+    """What there is of this node's part of the engine."""
+
+    NONE = 0
+    STARTS = 1
+    RUNS = 2
+    ENDS = 3
+
+
+class FollowerMachine:
+    """One following agent.
+
+    session: of this process. rank: of the node, of so many `nodes`. leader: its address. kind: of the engine.
+    transports: that this node can read over.
+    """
+
+    def __init__(
+        self,
+        session: bytes,
+        rank: int,
+        nodes: int,
+        leader: str,
+        kind: str,
+        transports: Sequence[str],
+        deadlines: Deadlines,
+    ) -> None:
+        self._leader = leader
+        self._deadlines = deadlines
+        self._out: list[FollowerCommand] = []
+        self._said = worker_pb2.NodeMessage(
+            session_id=session, node_rank=rank, nodes=nodes, kind=kind, transports=transports
+        )
+        self._part = Part.NONE
+        self._ours = b"", 0  # session and generation of the leader that began the part which there is, or was last
+        self._command = worker_pb2.NodeCommand()
+        self._leads = False  # whether the leader was heard lately
+        self._refused = ""
+        self._failed = ""
+        self._stopped = ""
+        self._questions: dict[int, worker_pb2.WorkerRequest] = {}
+
+    @property
+    def has_part(self) -> bool:
+        """Whether there is, or may be, anything of the engine."""
+        return self._part is not Part.NONE
+
+    def handle(self, event: FollowerEvent, now: float) -> list[FollowerCommand]:
+        """Takes one event and says what is to be done. now: monotonic seconds."""
+        return commands_of(self._out, lambda: self._take(event))
+
+    def _take(self, event: FollowerEvent) -> None:
+        match event:
+            case Message(_, worker_pb2.NodeCommand() as command):
+                self._heard(command)
+            case WorkerAsked(number, request):
+                self._questions[number] = request
+                self._out.append(SetTimer(("answer", number), self._deadlines.worker_reply))
+                self._ask(number)
+            case TimerFired(key):
+                self._timer(key)
+            case PartStarted(problem):
+                self._part = Part.NONE if problem else Part.RUNS
+                self._said.reason = problem
+                if problem:
+                    self._out.append(Say(problem))
+                self._tell()
+            case PartFailed(reason):
+                self._failed = reason
+            case PartEnded():
+                self._part = Part.NONE
+                self._tell()
+            case WordsChanged() | Start():
+                self._tell()
+            case Stop(reason):
+                self._stopped = reason
+                self._tell()
+        self._bring_about()
+
+    def _timer(self, key: Key) -> None:
+        match key:
+            case ("beat",):
+                self._tell()
+            case ("lease",):
+                self._leads = False
+            case ("ask", int() as number) if number in self._questions:
+                self._ask(number)
+            case ("answer", int() as number) if number in self._questions:
+                self._reply(number, None)
+
+    # -- the engine's part
+
+    def _bring_about(self) -> None:
+        """What the leader wants, one step of it."""
+        if self._part is Part.RUNS and (reason := self._over()):
+            self._part = Part.ENDS
+            self._said.reason = reason
+            self._out += [Say(f"{reason}; this part of the engine is ended"), EndPart()]
+        elif self._part is Part.NONE and self._wanted():
+            command = self._command
+            self._part, self._ours, self._failed = Part.STARTS, (command.session_id, command.generation), ""
+            said = self._said
+            said.leader_session, said.generation, said.reason = command.session_id, command.generation, ""
+            said.looked = 0  # another leader counts its looks anew
+            self._out.append(StartPart(command.master_address, command.master_port))
+
+    def _wanted(self) -> bool:
+        """Whether the leader wants a part that has not been begun yet."""
+        command = self._command
+        begun = (command.session_id, command.generation) == self._ours
+        return self._leads and command.run and not begun and not self._stopped
+
+    def _over(self) -> str:
+        """Why the part that runs has to end; empty: it has not."""
+        if self._failed or self._stopped:
+            return self._failed or self._stopped
+        if not self._leads:
+            return f"the leader was not heard for {self._deadlines.lease:g} s"
+        if self._command.session_id != self._ours[0]:
+            return "the leader was started anew"
+        return "" if self._obeys(self._command) else "the leader ends the engine"
+
+    # -- the leader
+
+    def _heard(self, command: worker_pb2.NodeCommand) -> None:
+        if command.HasField("refused"):
+            if command.refused.message != self._refused:
+                self._refused = command.refused.message
+                self._out.append(Say(f"refused by the leader: {self._refused}"))
+            return
+        self._refused = ""
+        if not self._leads:
+            self._out.append(Say(f"joined the leader at {self._leader}"))
+        self._leads = True
+        self._out.append(SetTimer(LEASE, self._deadlines.lease))
+        self._command = command
+        if not self._obeys(command):
+            return
+        if command.HasField("reply"):
+            asked = command.rank, command.boot_id, command.reply.sequence
+            for number, request in tuple(self._questions.items()):
+                if (request.rank, request.boot_id, request.sequence) == asked:
+                    self._reply(number, command.reply)
+        if command.look > self._said.looked:
+            self._said.looked = command.look
+            self._tell()
+
+    def _obeys(self, command: worker_pb2.NodeCommand) -> bool:
+        """Whether it is about the part that there is here."""
+        there = self._part in (Part.RUNS, Part.ENDS)
+        return there and command.run and (command.session_id, command.generation) == self._ours
+
+    def _tell(self, request: worker_pb2.WorkerRequest | None = None) -> None:
+        """Tells all that there is to tell, and again after a heartbeat."""
+        said = self._said
+        said.sequence += 1
+        said.running = self._part in (Part.RUNS, Part.ENDS)
+        message = worker_pb2.NodeMessage(request=request)
+        message.MergeFrom(said)
+        self._out += [Send(LEADER, message), SetTimer(BEAT, self._deadlines.heartbeat)]
+
+    # -- what its workers ask
+
+    def _ask(self, number: int) -> None:
+        self._tell(self._questions[number])
+        self._out.append(SetTimer(("ask", number), self._deadlines.worker_attempt))
+
+    def _reply(self, number: int, reply: worker_pb2.AgentReply | None) -> None:
+        """None: the worker shall ask again."""
+        del self._questions[number]
+        self._out += [CancelTimer(("ask", number)), CancelTimer(("answer", number)), Reply(number, reply)]

@@ -1,0 +1,86 @@
+"""What an operator does about one replica, over HTTP: the calls `RetryReplica` and `EvictReplica` in words."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from ckpt_engine.core.problems import invalid
+from ckpt_engine.manager.http_access import CALLER, says_json
+from ckpt_engine.security.grants import Caller
+from ckpt_engine.v1 import manager_pb2
+
+log = logging.getLogger("ckpt_engine.manager")
+
+OperatorRequest: TypeAlias = manager_pb2.RetryReplicaRequest | manager_pb2.EvictReplicaRequest
+OperatorResponse: TypeAlias = manager_pb2.RetryReplicaResponse | manager_pb2.EvictReplicaResponse
+
+REASON_CHARACTERS = 500
+"""The most that an agent's log is told of a reason."""
+
+
+class Nothing(BaseModel):
+    """An empty object: a body in JSON is what a page of another site cannot send unasked."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Eviction(BaseModel):
+    """Why a replica is taken out."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reason: str = Field("", max_length=REASON_CHARACTERS, description="for the log of its agent")
+
+
+class Retried(BaseModel):
+    """A replica is brought up."""
+
+    message: str = Field(description="what happens now, for people")
+
+
+class Evicted(BaseModel):
+    """A replica was taken out."""
+
+    was_connected: bool = Field(description="false: its agent was not connected, so its engine stays as it is")
+
+
+def add_operations(app: FastAPI, operate: Callable[[OperatorRequest], Awaitable[OperatorResponse]]) -> None:
+    """Adds the routes. operate: raises CkptEngineError."""
+
+    def check(request: Request, name: str, what: str) -> None:
+        if not says_json(request.headers):
+            raise invalid("send the body as application/json")
+        caller: Caller = request.scope[CALLER]
+        caller.require_any("operator")
+        log.info("%s over HTTP replica=%r caller=%r", what, name, caller.who)
+
+    @app.post(
+        "/v1/replicas/{name:path}/retry",
+        tags=["operate"],
+        summary="Bring a quarantined replica to the latest version now",
+        description="Attempts that failed are forgotten. Wants the grant `operator`. 409 and why, if it cannot work: "
+        "it sleeps, its agent is away, or no source of that version stays sealed. As `ckpt-engine replica retry`.",
+    )
+    async def retry(name: str, body: Nothing, request: Request) -> Retried:
+        check(request, name, "retry")
+        response = await operate(manager_pb2.RetryReplicaRequest(name=name))
+        assert isinstance(response, manager_pb2.RetryReplicaResponse)
+        return Retried(message=response.message)
+
+    @app.post(
+        "/v1/replicas/{name:path}/evict",
+        tags=["operate"],
+        summary="Take a replica out: its agent ends for good",
+        description="With the agent ends an engine that it launched. The name is free then. Wants the grant "
+        "`operator`. As `ckpt-engine replica evict`.",
+    )
+    async def evict(name: str, body: Eviction, request: Request) -> Evicted:
+        check(request, name, "evict")
+        response = await operate(manager_pb2.EvictReplicaRequest(name=name, reason=body.reason))
+        assert isinstance(response, manager_pb2.EvictReplicaResponse)
+        return Evicted(was_connected=response.was_connected)

@@ -1,0 +1,160 @@
+// What is there now: the line of what goes on, the facts, replicas, relays, trainers.
+
+import { byId, list, listOr, make, say, show } from "./dom.js";
+import { copyable, operations } from "./operate.js";
+import { badge, cell, table } from "./parts.js";
+import { bytes, counted, named, quoted, seconds } from "./words.js";
+
+const TROUBLED = new Set(["quarantined", "closed", "away"]);
+
+export function showNow(overview) {
+  const idle = overview.phase === "idle";
+  say(byId("phase"), idle ? "Idle: no update runs" : overview.phase);
+  byId("now").className = idle ? "idle" : "busy";
+  say(byId("waits"), `Waits for ${overview.waiting_for.map(named).join(", ")}`);
+  show(byId("waits"), overview.waiting_for.length > 0);
+  list(byId("warnings"), overview.warnings, (each) => each, (each) => ({
+    element: make("p", { class: "warning" }, each),
+    update: () => {},
+  }));
+  const nothing = !overview.replicas.length && !overview.runs.length && !overview.relays.length;
+  show(byId("first"), nothing);
+  if (nothing && !byId("steps").childElementCount) byId("steps").append(...firstSteps(overview.manager));
+  showReplicas(overview);
+  showRelays(overview);
+  showRuns(overview);
+}
+
+function firstSteps(manager) {
+  const address = quoted(manager);
+  const steps = [
+    ["See that this host has what it needs.", "ckpt-engine doctor"],
+    ["Start a replica: an inference server with its agent.",
+      `ckpt-engine replica --manager ${address} --engine vllm --model DIR -- python -m vllm.entrypoints.openai.api_server`],
+    ["Bring it weights: from a trainer (ckpt_engine.Trainer in its code), or from a checkpoint.",
+      `ckpt-engine update --manager ${address} --checkpoint SAFETENSORS_DIR`],
+  ];
+  return [make("ol", {}, ...steps.map(([words, line]) => make("li", {}, make("p", {}, words), copyable(line))))];
+}
+
+const replicas = table(["replica", "state", "version", "last pause", "engine", "host", "-what to do"], "replicas");
+
+function showReplicas(overview) {
+  const shown = overview.replicas;
+  const troubled = shown.filter((each) => TROUBLED.has(each.state)).length;
+  say(byId("replicas-title"), `Replicas${shown.length ? ` (${shown.length}${troubled ? `, ${troubled} not there` : ""})` : ""}`);
+  listOr(byId("replica-rows"), replicas, shown, (each) => each.name, replicaRow,
+    () => ["None. Start one with ", make("code", {}, "ckpt-engine replica"), "."], overview);
+}
+
+function replicaRow() {
+  const name = make("strong", { class: "name" });
+  const pool = make("small", { class: "soft" });
+  const state = cell("state");
+  const version = make("span", { class: "number" });
+  const lag = make("small");
+  const pause = make("span", { class: "number" });
+  const engine = make("span");
+  const host = make("span", { class: "soft" });
+  const acts = operations();
+  const more = make("button", { type: "button", class: "plain", "aria-expanded": "false" }, "Act");
+  const line = make("div", { class: "row", role: "row" },
+    cell("replica", "first", name, pool), state, cell("version", "", version, lag), cell("last pause", "", pause),
+    cell("engine", "", engine), cell("host", "", host), cell("", "last", more));
+  const why = make("div", { class: "why" });
+  const panel = make("div", { class: "panel" }, why, acts.element);
+  const element = make("div", { class: "entry", role: "presentation" }, line, panel);
+  let open = null;
+  let current = "";
+  more.addEventListener("click", () => {
+    open = more.getAttribute("aria-expanded") !== "true";
+    fold();
+  });
+
+  function fold() {
+    const wide = open ?? TROUBLED.has(current);
+    more.setAttribute("aria-expanded", String(wide));
+    show(acts.element, wide);
+    show(panel, wide || why.textContent !== "");
+  }
+
+  function update(replica, overview) {
+    say(name, named(replica.name));
+    say(pool, replica.pool ? `pool ${named(replica.pool)}` : "");
+    if (current !== replica.state) {
+      current = replica.state;
+      element.className = `entry ${current}`;
+      state.replaceChildren(badge(current));
+    }
+    say(version, replica.identity ? String(replica.identity.version) : "none");
+    const behind = replica.lag ? counted(replica.lag, "version") : "";
+    say(lag, replica.identity ? `${behind ? `${behind} behind, ` : ""}${named(replica.identity.lineage)}` : "");
+    lag.className = replica.lag > 0 ? "late" : "soft";
+    say(pause, seconds(replica.pause_seconds || null));
+    say(engine, named(replica.engine) || "–");
+    say(host, [named(replica.host), replica.workers > 1 ? counted(replica.workers, "worker") : ""].filter(Boolean).join(", "));
+    more.setAttribute("aria-label", `Act on ${named(replica.name)}`);
+    const said = [replica.state === "updating" ? "" : replica.reason,
+      replica.unfit && `left out of updates: ${replica.unfit}`, replica.label_problem].filter(Boolean).join("; ");
+    say(why, said);
+    acts.update(replica, overview);
+    fold();
+  }
+
+  return { element, update };
+}
+
+const relays = table(["relay", "state", "holds", "last filling"], "relays");
+
+function showRelays(overview) {
+  const shown = overview.relays;
+  listOr(byId("relay-rows"), relays, shown, (each) => `${each.kind} ${each.name}`, relayRow,
+    () => "None: replicas read the trainers' memory.");
+}
+
+function relayRow() {
+  const cells = [cell("relay", "first"), cell("state"), cell("holds"), cell("last filling")];
+  const why = make("div", { class: "why" });
+  const element = make("div", { class: "entry", role: "presentation" }, make("div", { class: "row", role: "row" }, ...cells),
+    make("div", { class: "panel" }, why));
+  let state = "";
+  function update(relay) {
+    cells[0].replaceChildren(make("strong", { class: "name" }, named(relay.name)),
+      make("small", { class: "soft" }, [relay.kind === "relay" ? "" : relay.kind, relay.host].filter(Boolean).map(named).join(", ")));
+    const part = relay.progress && relay.progress.bytes_total ? relay.progress.bytes_done / relay.progress.bytes_total : null;
+    const now = !relay.connected ? "away" : part !== null ? `filling, ${Math.floor(100 * part)} %` : "connected";
+    if (now !== state) {
+      state = now;
+      cells[1].replaceChildren(badge(now, now.split(",")[0]));
+    }
+    cells[2].replaceChildren(make("span", {}, relay.held.map((each) => `${each.version} of ${named(each.lineage)}`).join(", ") || "nothing"),
+      make("small", { class: "soft" }, relay.memory_bytes === null ? "" : `${bytes(relay.memory_bytes)} of memory`));
+    cells[3].replaceChildren(make("span", { class: "number" }, relay.filled_version === null ? "–" : relay.problem ? "failed"
+      : `${bytes(relay.filled_bytes)} in ${seconds(relay.fill_seconds)}`));
+    say(why, [relay.problem && `version ${relay.filled_version}: ${relay.problem}`,
+      relay.slow && `passes nothing on to others: it ${relay.slow}`].filter(Boolean).join("; "));
+    show(why.parentElement, why.textContent !== "");
+  }
+  return { element, update };
+}
+
+const runs = table(["lineage", "ranks", "last sealed"], "runs");
+
+function showRuns(overview) {
+  const shown = overview.runs;
+  listOr(byId("run-rows"), runs, shown, (each) => each.lineage, runRow, () => "No trainer has a session.");
+}
+
+function runRow() {
+  const cells = [cell("lineage", "first"), cell("ranks"), cell("last sealed")];
+  const element = make("div", { class: "entry", role: "presentation" }, make("div", { class: "row", role: "row" }, ...cells));
+  function update(run) {
+    const whole = run.world_size > 0 && run.connected === run.world_size && run.published === run.world_size;
+    cells[0].replaceChildren(make("strong", { class: "name" }, named(run.lineage)));
+    cells[1].replaceChildren(make("span", { class: "number" }, run.world_size === 0 ? "none has a session" : whole ? `${counted(run.world_size, "rank")}, published`
+      : `${run.connected} of ${run.world_size} connected, ${run.published} published`));
+    cells[2].replaceChildren(make("span", { class: "number" }, run.latest ? `version ${run.latest.version}` : "–"),
+      make("small", { class: "soft" }, run.latest ? `root ${run.latest.root.slice(0, 12)}` : ""));
+  }
+  return { element, update };
+}

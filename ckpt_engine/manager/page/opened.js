@@ -1,0 +1,106 @@
+// One update opened: for each replica its stages, its workers, and its edges: which bytes came from where, how and why.
+
+import { ask } from "./asking.js";
+import { make } from "./dom.js";
+import { badge, bar, cell, table, total } from "./parts.js";
+import { bytes, named, OUTCOMES, rate, seconds } from "./words.js";
+
+const AT_A_TIME = 16;
+
+/** Fills `place` with the update of this epoch. */
+export async function opened(place, epoch) {
+  if (!place.childElementCount) place.replaceChildren(make("p", { class: "soft" }, "asking the manager"));
+  try {
+    place.replaceChildren(...inside(await ask(`/v1/updates/${epoch}`)));
+  } catch (error) {
+    place.replaceChildren(make("p", { class: "bad", role: "alert" }, error.message));
+  }
+}
+
+function inside(update) {
+  const report = update.report;
+  const about = [`epoch ${update.epoch}`, `root ${update.identity.root.slice(0, 12)}`];
+  if (report === null) return [make("p", { class: "soft" }, [...about, "it has no report yet"].join(", "))];
+  about.push(`${report.tensors} tensors`, report.verified ? "verified" : "not verified");
+  const longest = Math.max(...report.replicas.map((each) => total(each.stages)), 1e-9);
+  const said = [report.prefetch, report.collective].filter(Boolean);
+  return [
+    make("p", { class: "soft" }, about.join(", ")),
+    ...said.map((words) => make("p", { class: "soft" }, words)),
+    ...(report.relays.length ? [relays(report.relays)] : []),
+    ...some(report.replicas, (each) => replica(each, longest), "replicas"),
+  ];
+}
+
+function relays(reports) {
+  const { element, body } = table(["relay", "brought", "from", "took"], "edges");
+  for (const each of reports) {
+    const filled = each.filled;
+    const brought = filled === null ? [] : Object.entries(filled.brought);
+    const lines = brought.length ? brought : [["", 0]];
+    for (const [source, count] of lines) {
+      body.append(make("div", { class: "row", role: "row" },
+        cell("relay", "", named(each.relay)), cell("brought", "number", count ? bytes(count) : "nothing"),
+        cell("from", "", named(source) || "–"),
+        cell("took", "number", filled === null ? "no answer" : filled.problem ? filled.problem.message
+          : `${seconds(filled.fill_seconds)}, ${rate(filled.bytes, filled.fill_seconds)}`)));
+    }
+  }
+  return element;
+}
+
+function replica(outcome, longest) {
+  const parts = [
+    make("div", { class: "line" }, make("strong", { class: "name" }, named(outcome.replica)),
+      badge(OUTCOMES[outcome.outcome] ?? outcome.outcome),
+      make("span", { class: "soft number" }, `paused ${seconds(outcome.pause_seconds)} of ${seconds(outcome.sync_seconds)}, ${bytes(outcome.bytes)}`)),
+  ];
+  if (Object.keys(outcome.stages).length) {
+    parts.push(bar(outcome.stages, longest), make("p", { class: "soft number stages" },
+      Object.entries(outcome.stages).map(([stage, time]) => `${stage} ${seconds(time)}`).join(" · ")));
+  }
+  for (const problem of [outcome.problem?.message, outcome.label_problem].filter(Boolean)) {
+    parts.push(make("p", { class: "bad" }, problem));
+  }
+  if (outcome.edges.length) parts.push(...edges(outcome));
+  return make("section", { class: "one", "aria-label": `replica ${named(outcome.replica)}` }, ...parts);
+}
+
+function edges(outcome) {
+  const { element, body } = table(["from", "to", "bytes", "transport", "why", "worker"], "edges");
+  const workers = new Map(outcome.workers.map((each) => [each.rank, each]));
+  const ordered = [...outcome.edges].sort((one, other) => one.worker_rank - other.worker_rank || other.bytes - one.bytes);
+  const first = ordered.slice(0, 4 * AT_A_TIME);
+  let before = null;
+  for (const edge of first) {
+    const worker = workers.get(edge.worker_rank);
+    const again = before === edge.worker_rank;
+    before = edge.worker_rank;
+    body.append(make("div", { class: "row", role: "row" },
+      cell("from", "", named(edge.source) || (edge.source_rank === null ? "–" : `rank ${edge.source_rank}`)),
+      cell("to", "", `worker ${edge.worker_rank}`),
+      cell("bytes", "number", bytes(edge.bytes)),
+      cell("transport", "", edge.transport.replaceAll("_", " ")),
+      cell("why", "soft", edge.reason || "–"),
+      cell("worker", "number soft", worker && !again ? work(worker) : "")));
+  }
+  const left = ordered.length - first.length;
+  return left ? [element, make("p", { class: "soft" }, `and ${left} more edges, of fewer bytes or other workers`)] : [element];
+}
+
+function work(worker) {
+  if (worker.problem) return worker.problem.message;
+  const checked = worker.verified + worker.verified_as_loaded;
+  const fast = worker.transfer_seconds > 0 ? `${rate(worker.bytes, worker.transfer_seconds)}, ` : "";
+  return `${fast}${checked} of ${worker.tensors} verified`;
+}
+
+/** What is made of the first ones, and a button for more. */
+function some(items, create, things) {
+  const shown = items.slice(0, AT_A_TIME).map(create);
+  const rest = items.slice(AT_A_TIME);
+  if (!rest.length) return shown;
+  const more = make("button", { type: "button" }, `${rest.length} more ${things}`);
+  more.addEventListener("click", () => more.replaceWith(...some(rest, create, things)));
+  return [...shown, more];
+}

@@ -1,0 +1,230 @@
+"""What somebody asks on a command line, as a question to plan: layouts, places and sizes, checked together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from ckpt_engine.core.names import some
+from ckpt_engine.core.prediction import Rates
+from ckpt_engine.core.problems import invalid, not_found
+from ckpt_engine.core.sizes import bytes_of, rate_of
+from ckpt_engine.engine.adapter import load_adapter
+from ckpt_engine.machines.manager.collective_rule import TRANSPORT as COLLECTIVE
+from ckpt_engine.planning import foresight
+from ckpt_engine.planning.model import Model, read_model
+from ckpt_engine.planning.places import Cluster, place
+from ckpt_engine.planning.roles import role_of
+from ckpt_engine.planning.splits import EVERYWHERE, VOCABULARY_MULTIPLE, Fsdp, Parallel, Split, parallel
+from ckpt_engine.planning.update import Holding, Question
+from ckpt_engine.v1 import manager_pb2
+
+FILES = "files"
+PREFETCH = {"auto": manager_pb2.AUTO, "always": manager_pb2.ALWAYS, "never": manager_pb2.NEVER}
+UNTIL = {"installed": manager_pb2.INSTALLED, "held": manager_pb2.HELD}
+MOST = 8192
+"""Of ranks and of workers in all: more would take minutes, and say what a plan of fewer says."""
+
+MOST_GPUS = 64
+"""Of a host."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of `ckpt-engine plan`; texts as they were typed."""
+
+    model: Path
+    trainer: str = "fsdp=1"
+    replicas: int = 1
+    engine: str = "vllm"
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    dtype: str = ""
+    trainer_memory: str = "gpu"
+    cpu: bool = False
+    trainer_hosts: int | None = None
+    hosts: int | None = None
+    same_gpus: bool = False
+    gpus_per_host: int = 8
+    gpu_link: str = "nvlink"
+    network: str = ""
+    relays: bool = True
+    everything: bool = False
+    relay_memory: str = ""
+    host_memory: str = ""
+    prefetch: str = "auto"
+    until: str = "installed"
+    rates: Path | None = None
+
+
+def question_of(asked: Asked) -> Question:
+    """Raises INVALID_ARGUMENT or NOT_FOUND, in words, for what cannot be asked."""
+    _check(asked)
+    model = read_model(asked.model, asked.dtype or None)
+    if asked.trainer == FILES and model.quantised:
+        raise invalid(
+            f"--trainer files: config.json is of a checkpoint that is quantised ({model.quantised}), and does not say "
+            "how large its files are: give the directory with its safetensors files, or name a trainer's layout"
+        )
+    trainer = _trainer(asked.trainer, model)
+    replica = _replica(asked, model)
+    for what, count in (("--trainer", trainer.count), ("--replicas", asked.replicas * replica.count)):
+        if count > MOST:
+            raise invalid(f"{what}: {count} processes in all are more than the {MOST} that are planned for")
+    holding = cast(Holding, "files" if asked.trainer == FILES else asked.trainer_memory)
+    return Question(
+        model=model,
+        trainer=trainer,
+        replica=replica,
+        replicas=asked.replicas,
+        cluster=_cluster(asked, trainer, replica, holding),
+        holding=holding,
+        readers="host" if asked.cpu else "gpu",
+        relays=asked.relays,
+        everything=asked.everything,
+        prefetch=PREFETCH[asked.prefetch],
+        until=UNTIL[asked.until],
+        relay_memory=bytes_of(asked.relay_memory, "--relay-memory") if asked.relay_memory else None,
+        host_memory=bytes_of(asked.host_memory, "--host-memory") if asked.host_memory else None,
+    )
+
+
+def rates_of(asked: Asked) -> Rates:
+    """Rates by which seconds are predicted. Raises INVALID_ARGUMENT or NOT_FOUND for a file that tells none."""
+    network = rate_of(asked.network, "--network") if asked.network else None
+    told: object | None = None
+    if asked.rates is not None:
+        if not asked.rates.is_file():
+            raise not_found(f"--rates: {asked.rates} is no file; docs/plan.md shows what it has")
+        try:
+            told = json.loads(asked.rates.read_text())
+        except ValueError as error:
+            raise invalid(f"--rates: {asked.rates} cannot be read as JSON: {error}") from error
+    return foresight.rates_of(told, asked.engine, network, asked.replicas)
+
+
+def setting_of(asked: Asked, question: Question) -> Mapping[str, str]:
+    """What was asked for, in words, with what stands in for what is not known here."""
+    trainer, replica, cluster = question.trainer, question.replica, question.cluster
+    ranks, seats = {place.host for place in cluster.ranks}, {place.host for each in cluster.workers for place in each}
+    where = {"gpu": "on GPUs", "host": "in memory of the host", "files": "in files"}[question.holding]
+    links = {"nvlink": "NVLink", "pcie": "PCIe", "none": "nothing"}
+    parts = (("tp", asked.tp), ("pp", asked.pp), ("ep", asked.ep))
+    layout = ", ".join(f"{name}={count}" for name, count in parts if count > 1 or name == "tp")
+    whose = "of the trainer's" if seats <= ranks else "of their own"
+    on = "the trainer's GPUs" if asked.same_gpus else f"{_count(len(seats), 'host')} {whose}"
+    reach = f"{_count(cluster.gpus, 'GPU')} a host, which reach each other over {links[cluster.link]}"
+    gpus = "no GPUs" if asked.cpu else reach
+    return {
+        "trainer": f"{asked.trainer}: {_count(trainer.count, 'rank')} on {_count(len(ranks), 'host')}, "
+        f"weights {where}, sealed where they lie (nothing is copied or cast)",
+        "replicas": f"{asked.replicas} of {asked.engine} {layout}: {_count(replica.count, 'worker')} each, "
+        f"on {on}; {gpus}",
+        "needs": "what each worker reads follows from rules for tensor names, not from the engine's own loader, which "
+        "is recorded when a replica is prepared",
+        "relays": "one on each host" if question.relays else "none",
+        **_counted_whole(asked, question.model),
+    }
+
+
+def _counted_whole(asked: Asked, model: Model) -> Mapping[str, str]:
+    """Matrices that no rule knows how to split."""
+    names = [each.name for each in model.tensors if not role_of(each.name, len(each.shape)).known]
+    if not names or asked.tp == 1:
+        return {}
+    return {"counted whole in each worker": f"{some(names)}, which no rule splits; an engine may"}
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'s' * (number > 1)}"
+
+
+def _check(asked: Asked) -> None:
+    for option, number in (
+        ("--replicas", asked.replicas),
+        ("--tp", asked.tp),
+        ("--pp", asked.pp),
+        ("--ep", asked.ep),
+        ("--gpus-per-host", asked.gpus_per_host),
+    ):
+        if number < 1:
+            raise invalid(f"{option} {number}: a number from 1")
+    if asked.cpu and asked.trainer_memory == "gpu" and asked.trainer != FILES:
+        raise invalid("--cpu: workers without GPUs read no GPU memory; add --trainer-memory host, or leave --cpu out")
+    if asked.same_gpus and (asked.hosts is not None or asked.cpu or asked.trainer == FILES):
+        raise invalid("--same-gpus puts workers on the trainer's GPUs: leave out --hosts and --cpu, and name a trainer")
+    if asked.trainer_memory == COLLECTIVE:
+        raise invalid("collectives are not planned for; see docs/collective.md")
+    if asked.gpus_per_host > MOST_GPUS:
+        raise invalid(f"--gpus-per-host {asked.gpus_per_host}: a host has {MOST_GPUS} at most")
+
+
+def _trainer(text: str, model: Model) -> Split:
+    """ "fsdp=8", "fsdp=8,dp=2", "tp=4,pp=2,ep=4", "files"."""
+    if text == FILES:
+        return Fsdp(1)
+    given: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, number = part.strip().partition("=")
+        if name not in ("fsdp", "tp", "pp", "ep", "dp") or not number.isdecimal() or not int(number) or name in given:
+            raise invalid(
+                f"--trainer {text!r}: write fsdp=N, or tp=N with pp=N and ep=N, either with dp=N for copies of it all; "
+                "or files, for a directory of safetensors files"
+            )
+        given[name] = int(number)
+    if "fsdp" in given:
+        others = sorted(given.keys() & {"tp", "pp", "ep"})
+        if others:
+            raise invalid(f"--trainer {text!r}: fsdp together with {' and '.join(others)} is not planned for; name one")
+        return Fsdp(given["fsdp"], given.get("dp", 1))
+    tensor, pipeline, experts, copies = (given.get(name, 1) for name in ("tp", "pp", "ep", "dp"))
+    if tensor % experts and tensor * copies % experts == 0:
+        raise invalid(
+            f"--trainer {text!r}: expert parallelism wider than tp is not planned for (Megatron deals experts to "
+            f"tp * dp ranks): for a plan of all but that, name an ep that divides tp={tensor}"
+        )
+    return parallel("trainer", model, tensor, pipeline, experts, copies, 1, False)
+
+
+def _replica(asked: Asked, model: Model) -> Parallel:
+    able = load_adapter(asked.engine).CAPABILITIES.layouts
+    for name, count in (("tp", asked.tp), ("pp", asked.pp), ("ep", asked.ep)):
+        if count > 1 and name.upper() not in able:
+            raise invalid(
+                f"--{name} {count}: ckpt-engine drives {asked.engine} with {', '.join(able)} only "
+                f"(`ckpt-engine engines {asked.engine}`)"
+            )
+    if asked.engine == "vllm" and asked.ep not in (1, asked.tp):
+        raise invalid(
+            f"--ep {asked.ep}: vLLM deals experts to all workers of a stage, so --ep is 1 or as --tp ({asked.tp})"
+        )
+    if asked.tp > 1 and model.heads is None:
+        raise invalid(
+            f"--tp {asked.tp}: put the model's config.json beside its files, which says how many heads it has"
+        )
+    reference = asked.engine == "reference"
+    multiple = VOCABULARY_MULTIPLE * asked.tp if reference else VOCABULARY_MULTIPLE
+    split = parallel("replicas", model, asked.tp, asked.pp, asked.ep, 1, multiple, not reference)
+    return replace(split, everywhere=asked.engine == "vllm" and model.architecture in EVERYWHERE)
+
+
+def _cluster(asked: Asked, trainer: Split, replica: Split, holding: Holding) -> Cluster:
+    for option, number in (("--hosts", asked.hosts), ("--trainer-hosts", asked.trainer_hosts)):
+        if number is not None and number < 1:
+            raise invalid(f"{option} {number}: a number from 1")
+    return place(
+        trainer.count,
+        asked.replicas,
+        replica.count,
+        gpus=asked.gpus_per_host,
+        link=asked.gpu_link,
+        trainer_hosts=asked.trainer_hosts,
+        replica_hosts=asked.hosts,
+        shared_gpus=asked.same_gpus,
+        rank_gpus=holding == "gpu",
+        worker_gpus=not asked.cpu,
+    )

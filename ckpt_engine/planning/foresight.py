@@ -1,0 +1,97 @@
+"""How long a planned update would take: its bytes, over rates that were measured (core/prediction.py). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ckpt_engine.core.prediction import FILL, MEASURED, SEAL, Expected, Memory, Rates, Work, pause, predict
+from ckpt_engine.planning.update import Answer
+
+SOURCE = "H200 and two processors of an EPYC, docs/performance.md"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What an engine takes for an update, whatever its bytes, seconds. calls: within its pause, in no stage.
+    around: of the call, before and after the pause."""
+
+    quiesce: float
+    resume: float
+    calls: float
+    around: float
+
+
+ENGINES: Mapping[str, Engine] = {
+    "reference": Engine(0.0047, 0.0078, 0.0095, 0.008),
+    "sglang": Engine(0.0108, 0.0070, 0.0124, 0.0085),
+    "vllm": Engine(0.0044, 0.0037, 0.0186, 0.0268),
+}
+"""Medians of gpu_relay.json and gpu_many.json, gpu_sglang.json, gpu_same.json in benchmarks/results: one replica, no
+request in it."""
+
+CONTROL, CONTROL_REPLICA = 0.009, 0.0036
+"""Seconds of an update without weights, and for each replica (benchmarks/results/control_plane.json)."""
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """stages: in their order. pause: of the slowest replica. call: from the last rank's call to the report, or, if it
+    returns when relays hold the version, to that. All but the first update; None: nothing is known of a transport, or
+    no worker is reached, and then there are no stages."""
+
+    stages: Mapping[str, Expected]
+    pause: float | None
+    call: float | None
+    unknown: tuple[str, ...] = ()
+
+
+def rates_of(told: object | None, engine: str, network: float | None, replicas: int) -> Rates:
+    """Rates that were measured, changed by what a file tells. network: bytes a second of each host's card."""
+    seconds = {
+        "plan": CONTROL + CONTROL_REPLICA * replicas,
+        "quiesce": ENGINES[engine].quiesce,
+        "resume": ENGINES[engine].resume,
+    }
+    rates = replace(MEASURED, seconds=seconds)
+    if network is not None:
+        rates = replace(rates, links={**rates.links, "tcp": {"host": network}, "ucx": {"host": network}})
+    return rates if told is None else Rates.of(told, rates)
+
+
+def foresee(answer: Answer, rates: Rates, engine: str, held: bool) -> Foreseen:
+    """held: the call returns when relays hold the version."""
+    question, offers = answer.question, answer.offered
+    if offers is None or not answer.installs:
+        return Foreseen({}, None, None)
+    memory: Memory = "gpu" if question.holding == "gpu" else "host"
+    hosts = question.cluster.hosts
+    sealed = [
+        Work(f"rank {rank}", offers.held(rank), hosts[place.host], memory)
+        for rank, place in enumerate(question.cluster.ranks)
+    ]
+    needed = [offers.needed(worker) for worker in range(question.replica.count)]
+    served = {(line.replica, line.worker) for line in answer.installs}
+    verified = [
+        Work(f"{name} worker {worker}", needed[worker], hosts[place.host], question.readers)
+        for name, places in zip(question.names, question.cluster.workers, strict=True)
+        for worker, place in enumerate(places)
+        if (name, worker) in served
+    ]
+    fills = [[line.edge for line in wave] for wave in answer.fills]
+    installs = [line.edge for line in answer.installs]
+    stages = predict(rates, sealed=sealed, fills=fills, installs=installs, verified=verified)
+    unknown = tuple(
+        sorted(
+            {
+                edge.transport
+                for edge in (*installs, *(edge for wave in fills for edge in wave))
+                if rates.link(edge) is None
+            }
+        )
+    )
+    if unknown:
+        return Foreseen(stages, None, None, unknown)
+    paused = pause(stages) + ENGINES[engine].calls
+    before = ENGINES[engine].around + sum(stages[stage].seconds for stage in ("plan", SEAL, FILL) if stage in stages)
+    return Foreseen(stages, paused, before if held else before + paused)

@@ -1,0 +1,210 @@
+"""A model, as files that are at hand tell it: config.json, the headers of safetensors files, or an index beside a
+config. Reads no weights, and needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckpt_engine.core.dtypes import ITEMSIZES, itemsize
+from ckpt_engine.core.problems import invalid, not_found
+from ckpt_engine.planning.shapes import Config, key_value_heads, optional, shapes_of
+from ckpt_engine.source.safetensors import INDEX, SINGLE, read_header
+
+CONFIG = "config.json"
+_LARGEST = 64 << 20  # bytes of a JSON file: an index of 100,000 tensors has ten
+
+
+class Tensor(NamedTuple):
+    """dtype: as it is served."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * itemsize(self.dtype)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What has to divide. experts: 0: there are none."""
+
+    attention: int
+    pairs: int
+    experts: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """name: for people. heads: None: no config says. tied: there is no output head besides the embedding. notes: what
+    is to be known of how it was read. by_dtype: bytes. architecture: as config.json names it; empty: none says.
+    quantised: how the checkpoint is whose config.json alone was read; empty: it is not, or headers were read."""
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    heads: Heads | None
+    tied: bool
+    notes: tuple[str, ...] = ()
+    by_dtype: Mapping[str, int] = field(default_factory=dict)
+    architecture: str = ""
+    quantised: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one copy of the weights."""
+        return sum(self.by_dtype.values())
+
+
+def read_model(path: Path, dtype: str | None = None) -> Model:
+    """The model of a directory, a config.json, a safetensors file or an index. dtype: as it is served, for floating
+    point of two bytes or more; None: as the files say.
+
+    Raises INVALID_ARGUMENT for what does not say a model's shapes, NOT_FOUND for what is not there.
+    """
+    if dtype is not None and dtype not in ("bfloat16", "float16", "float32"):
+        raise invalid(f"--dtype {dtype!r}: weights are served as bfloat16, float16 or float32")
+    if not path.exists():
+        raise not_found(f"{path} is not there: give a config.json, a directory that has one, or safetensors files")
+    folder = path if path.is_dir() else path.parent
+    config = _config_of(path if path.name.endswith(".json") and path.name != INDEX else folder / CONFIG)
+    if path.is_dir():
+        index, single = path / INDEX, path / SINGLE
+        files = _indexed(index) if index.exists() else [single] if single.exists() else []
+        files = files or sorted(path.glob("*.safetensors"))
+    elif path.name.endswith(".safetensors.index.json"):
+        files = _indexed(path)
+    else:
+        files = [path] if path.suffix == ".safetensors" else []
+    if files and all(file.exists() for file in files):
+        return _from_headers(folder, files, config, dtype)
+    if config is None:
+        absent = next((file.name for file in files if not file.exists()), "")
+        lacks = f"it names {absent}, which is not there" if absent else "there are no safetensors files"
+        raise invalid(
+            f"{path} does not say any shapes: {lacks}, and {folder / CONFIG} is not there; put the model's config.json "
+            "there"
+        )
+    model = _from_config(folder, config, dtype)
+    index = path if path.name.endswith(".safetensors.index.json") else folder / INDEX
+    beside = path.is_dir() or path.name in (CONFIG, index.name)
+    return _compared(model, index) if beside and index.exists() else model
+
+
+def _from_config(folder: Path, config: Config, dtype: str | None) -> Model:
+    named = config.get("architectures")
+    if not isinstance(named, list) or not named or not isinstance(named[0], str):
+        raise invalid("config.json names no architecture (`architectures`); is it that of a model?")
+    found = shapes_of(named[0], config)
+    named_dtype = config.get("dtype") or config.get("torch_dtype")
+    said = str(named_dtype or "bfloat16").removeprefix("torch.")
+    notes = []
+    if not named_dtype and dtype is None:
+        notes.append("config.json names no dtype, and this counts bfloat16: name another one with --dtype")
+    quantised = config.get("quantization_config")
+    method = ""
+    if quantised:
+        method = str(quantised.get("quant_method", "?")) if isinstance(quantised, dict) else "?"
+        notes.append(
+            f"config.json is of a checkpoint that is quantised ({method}), and this counts {dtype or said}, as a "
+            "trainer publishes it; give the safetensors files to count those"
+        )
+    if _predicts_further(config):
+        notes.append("layers that predict further tokens (num_nextn_predict_layers) are left out")
+    served = dtype or said
+    if served not in ITEMSIZES:
+        raise invalid(f"config.json: dtype {said!r} is not known; name the served one with --dtype")
+    tensors = [Tensor(each.name, each.dtype or served, each.shape) for each in found]
+    model = _model(f"{named[0]} ({folder.resolve().name or folder})", tensors, config, notes)
+    return replace(model, quantised=method)
+
+
+def _predicts_further(config: Config) -> bool:
+    """Whether a config has layers that a published model mostly lacks."""
+    return bool(config.get("num_nextn_predict_layers")) and config.get("model_type") == "deepseek_v3"
+
+
+def _from_headers(folder: Path, files: list[Path], config: Config | None, dtype: str | None) -> Model:
+    tensors = []
+    for file in files:
+        for each in read_header(file).tensors:
+            cast = dtype if dtype and each.dtype in ("bfloat16", "float16", "float32", "float64") else each.dtype
+            tensors.append(Tensor(each.name, cast, each.shape))
+    twice = [name for name, count in Counter(tensor.name for tensor in tensors).items() if count > 1]
+    if twice:
+        raise invalid(f"two of the files of {folder} have a tensor {twice[0]!r}")
+    notes = [f"shapes from the headers of {len(files)} safetensors file{'s' * (len(files) > 1)}"]
+    return _model(str(folder.resolve().name or folder), tensors, config, notes)
+
+
+def _model(name: str, tensors: list[Tensor], config: Config | None, notes: list[str]) -> Model:
+    if not tensors:
+        raise invalid(f"{name} has no tensor")
+    by_dtype: Counter[str] = Counter()
+    for tensor in tensors:
+        by_dtype[tensor.dtype] += tensor.bytes
+    heads = None
+    if config is not None and optional(config, "num_attention_heads") and optional(config, "num_hidden_layers"):
+        experts = optional(config, "num_experts", "num_local_experts", "n_routed_experts") or 0
+        heads = Heads(config["num_attention_heads"], key_value_heads(config), experts, config["num_hidden_layers"])
+    tied = not any(tensor.name.split(".")[-2:-1] == ["lm_head"] for tensor in tensors)
+    named = (config or {}).get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else ""
+    by_name = dict(sorted(by_dtype.items()))
+    return Model(name, tuple(sorted(tensors)), heads, tied, tuple(notes), by_name, architecture)
+
+
+def _compared(model: Model, index: Path) -> Model:
+    """An index has names and no shapes: what the rule says is compared with them."""
+    names = set(_weight_map(index))
+    known = {tensor.name for tensor in model.tensors}
+    extra, missing = sorted(names - known), sorted(known - names)
+    if missing:
+        said = f"{index.name} lacks {len(missing)} tensors that config.json implies, such as {missing[0]}"
+        raise invalid(f"{said}: the two are of different models; give the safetensors files, whose headers have shapes")
+    notes = [*model.notes, f"names agree with {index.name}"]
+    if extra:
+        notes[-1] = f"{index.name} has {len(extra)} tensors more, such as {extra[0]}, which are not counted"
+    return replace(model, notes=tuple(notes))
+
+
+def _indexed(index: Path) -> list[Path]:
+    return [index.parent / name for name in sorted(set(_weight_map(index).values()))]
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    found = _json(index).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise invalid(f"{index} is no index of safetensors files: it has no weight_map from tensors to files")
+    return found
+
+
+def _config_of(path: Path) -> Config | None:
+    if not path.exists() or path.name.endswith(".index.json"):
+        return None
+    config = _json(path)
+    if "weight_map" in config:
+        raise invalid(f"{path} is an index of safetensors files: call it {INDEX}, beside the model's config.json")
+    # Models that also see or hear keep the language model's numbers in a part of their own.
+    inner = config.get("text_config")
+    return {**inner, "architectures": config.get("architectures")} if isinstance(inner, dict) else config
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise invalid(f"{path} has {path.stat().st_size} bytes, too many for a config or an index")
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise invalid(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise invalid(f"{path} holds no JSON object")
+    return found

@@ -1,0 +1,178 @@
+"""Where trainer ranks and workers run: made-up hosts that say of themselves what real ones would. Pure.
+
+The rules of reach (core/reach.py) then find the same transports as on such a cluster: each process has a GPU of its
+own, all processes of a host share its process ids, its network and its directory of relays, and each host has an
+address.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckpt_engine.core.problems import invalid
+from ckpt_engine.v1.weights_pb2 import Gpu, GpuReach, Host
+
+LINKS = {"nvlink": GpuReach.NVLINK, "pcie": GpuReach.PCIE, "none": GpuReach.NONE}
+"""How GPUs of one host reach each other."""
+
+
+class Spot(NamedTuple):
+    """host: its number. gpu: on that host; None: the process uses none."""
+
+    host: int
+    gpu: int | None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """hosts: names. gpus: of each host. link: one of LINKS. ranks: where each trainer rank is. workers: of each replica
+    where each worker is."""
+
+    hosts: tuple[str, ...]
+    gpus: int
+    link: str
+    ranks: tuple[Spot, ...]
+    workers: tuple[tuple[Spot, ...], ...]
+
+    def host(self, place: Spot) -> Host:
+        """What a process there tells of where it runs."""
+        found = self.relay_host(place.host)
+        if place.gpu is not None:
+            found.gpus.append(self._gpu(place.host, place.gpu))
+        return found
+
+    def relay_host(self, host: int) -> Host:
+        """What a host's relay tells."""
+        name = self.hosts[host]
+        return Host(
+            boot_id=name,
+            pid_namespace=name,
+            name=name,
+            address=name,
+            network_namespace=name,
+            relay_directory="/run/ckpt-engine",
+        )
+
+    def _gpu(self, host: int, gpu: int) -> Gpu:
+        reach = [
+            GpuReach(uuid=_uuid(self.hosts[host], other), link=LINKS[self.link])
+            for other in range(self.gpus)
+            if other != gpu
+        ]
+        return Gpu(uuid=_uuid(self.hosts[host], gpu), name=f"number {gpu}", reach=reach)
+
+
+def _uuid(host: str, gpu: int) -> bytes:
+    return hashlib.sha256(f"{host} {gpu}".encode()).digest()[:16]
+
+
+def place(
+    ranks: int,
+    replicas: int,
+    workers: int,
+    *,
+    gpus: int,
+    link: str,
+    trainer_hosts: int | None,
+    replica_hosts: int | None,
+    shared_gpus: bool,
+    rank_gpus: bool,
+    worker_gpus: bool,
+) -> Cluster:
+    """Deals processes to hosts.
+
+    workers: of each replica. gpus: of a host. trainer_hosts, replica_hosts: how many; None: as few as hold them, and
+    replicas beside the trainer where its hosts have GPUs left. shared_gpus: workers are on the ranks' GPUs. rank_gpus,
+    worker_gpus: whether each has a GPU.
+
+    Raises INVALID_ARGUMENT where they do not fit.
+    """
+    known = trainer_hosts if trainer_hosts is not None else (-(-ranks // gpus) if rank_gpus else 1)
+    if known > ranks:
+        raise invalid(f"--trainer-hosts {known}: the trainer has {ranks} rank{'s' * (ranks > 1)}, fewer than hosts")
+    per_host = -(-ranks // known)
+    if rank_gpus and per_host > gpus:
+        raise invalid(
+            f"--trainer-hosts {known}: {ranks} ranks are {per_host} a host, and a host has {gpus} GPUs "
+            "(--gpus-per-host): name more hosts"
+        )
+    placed = [divmod(rank, per_host) for rank in range(ranks)]
+    trainer = tuple(Spot(host, gpu if rank_gpus else None) for host, gpu in placed)
+    total = replicas * workers
+    names = [f"trainer-{host}" for host in range(known)]
+    if shared_gpus:
+        found = _on_ranks(placed, total)
+    elif replica_hosts is None and (
+        beside := _beside(placed, known, gpus if worker_gpus else max(total, gpus), replicas, workers, rank_gpus)
+    ):
+        found = beside
+    else:
+        found = _apart(known, replicas, workers, gpus, replica_hosts, worker_gpus)
+        names += [f"rollout-{host}" for host in range(1 + max(host for host, _ in found) - known)]
+    seats = [Spot(host, gpu if worker_gpus else None) for host, gpu in found]
+    dealt = tuple(tuple(seats[first : first + workers]) for first in range(0, total, workers))
+    return Cluster(tuple(names), gpus, link, trainer, dealt)
+
+
+def _on_ranks(placed: Sequence[tuple[int, int]], total: int) -> list[tuple[int, int]]:
+    if total > len(placed):
+        raise invalid(
+            f"--same-gpus: {total} workers in all, and the trainer is on {len(placed)}: name fewer replicas, or leave "
+            "--same-gpus out"
+        )
+    return list(placed[:total])
+
+
+def _beside(
+    placed: Sequence[tuple[int, int]], hosts: int, gpus: int, replicas: int, workers: int, rank_gpus: bool
+) -> list[tuple[int, int]] | None:
+    """Places on GPUs that the trainer's hosts have left, each replica on one host; None where they have too few."""
+    used = [sum(host == each for host, _ in placed) if rank_gpus else 0 for each in range(hosts)]
+    found: list[tuple[int, int]] = []
+    for host in range(hosts):
+        while used[host] + workers <= gpus and len(found) < replicas * workers:
+            found += [(host, used[host] + gpu) for gpu in range(workers)]
+            used[host] += workers
+    return found if len(found) == replicas * workers else None
+
+
+def _apart(
+    first: int, replicas: int, workers: int, gpus: int, hosts: int | None, worker_gpus: bool
+) -> list[tuple[int, int]]:
+    """Places on hosts of their own, numbered from `first`: as many replicas a host as it has room for, or one over
+    several."""
+    room = gpus if worker_gpus else max(gpus, workers)
+    spanned = -(-workers // room)
+    least = replicas * spanned if spanned > 1 else -(-replicas // (room // workers))
+    count = least if hosts is None else hosts
+    if count < least:
+        raise invalid(
+            f"--hosts {count}: {replicas} replicas of {workers} worker{'s' * (workers > 1)} take {least} hosts of "
+            f"{gpus} GPUs (--gpus-per-host)"
+        )
+    if spanned == 1 and count > replicas:
+        if workers == 1 or count % replicas or workers % (count // replicas):
+            raise invalid(
+                f"--hosts {count}: {replicas} replica{'s' * (replicas > 1)} of {workers} worker{'s' * (workers > 1)} "
+                f"cannot be spread evenly over so many hosts; name {least}, or leave it out"
+            )
+        spanned = count // replicas
+    if spanned > 1:
+        each = -(-workers // spanned)
+        return [
+            (first + replica * spanned + worker // each, worker % each)
+            for replica in range(replicas)
+            for worker in range(workers)
+        ]
+    found = []
+    seats = [0] * count
+    for replica in range(replicas):
+        host = replica * count // replicas
+        found += [(first + host, seats[host] + worker) for worker in range(workers)]
+        seats[host] += workers
+    if max(seats) > room:
+        raise invalid(f"--hosts {count}: {replicas} replicas cannot be dealt evenly to so many hosts; name more")
+    return found

@@ -1,0 +1,271 @@
+"""What relays would do in an update: the manager's own rules, asked about relays that are not there. Pure.
+
+Whether a relay is filled (machines/manager/prefetch_rule.py), from whom (core/relay_routes.py), and who passes on to
+whom (machines/manager/fan_out.py) is decided there. Here the bytes of that are counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from ckpt_engine.core.manifest import blob_digest, canonical
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.reach import Distance
+from ckpt_engine.core.relay_routes import Origin, Route, Routes, Station, as_reader, relay_routes
+from ckpt_engine.core.topology import Choice, choose_transport
+from ckpt_engine.core.transports import reading_kinds
+from ckpt_engine.machines.events import Peer
+from ckpt_engine.machines.manager.fan_out import OVER, Together, filled_together
+from ckpt_engine.machines.manager.filling import Filling
+from ckpt_engine.machines.manager.members import Holder
+from ckpt_engine.machines.manager.prefetch_rule import by_way_of, in_between, prefetch_decision
+from ckpt_engine.machines.manager.relay_facts import TRANSPORT
+from ckpt_engine.planning.offered import Offered
+from ckpt_engine.planning.places import Cluster
+from ckpt_engine.planning.slots import Slot, brought, slot_of
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+
+@dataclass(frozen=True)
+class Read:
+    """Bytes that a relay reads. source: a rank's id or another relay."""
+
+    source: str
+    choice: Choice
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Relay:
+    """One that is filled. replicas: that are installed from it. wave: 0: it begins at once. ahead: what its own sources
+    bring comes in the first wave. passes_to: relays that read it meanwhile."""
+
+    name: str
+    host: int
+    replicas: tuple[str, ...]
+    slot: Slot
+    wave: int
+    ahead: bool
+    reads: tuple[Read, ...]
+
+
+@dataclass(frozen=True)
+class Relays:
+    """filled: by name. why: a sentence for each relay. unreached: why some that replicas wait for cannot be filled.
+    trees: of relays that are filled together, by relay, whom it asks in each of them and for which share."""
+
+    filled: Mapping[str, Relay]
+    why: Mapping[str, str]
+    unreached: Mapping[str, str]
+    trees: Mapping[str, Sequence[tuple[str, float]]] = field(default_factory=dict)
+
+
+def relay_name(host: str) -> str:
+    """The relay's name, as the manager calls it."""
+    return f"relay {host}"
+
+
+def decide(
+    offered: Offered,
+    cluster: Cluster,
+    distances: Mapping[str, int | None],
+    workers: Mapping[str, Sequence[int]],
+    prefetch: manager_pb2.Prefetch,
+    until: manager_pb2.Until,
+    everything: bool,
+) -> Relays:
+    """Decides which relays are filled, with one on each host. distances: of each replica the farthest source that it
+    reads by itself; None: there is one that it does not reach. workers: by replica, the host of each of its workers."""
+    names = [relay_name(host) for host in cluster.hosts]
+    why: dict[str, str] = {}
+    fillings: dict[str, Filling] = {}
+    for host, name in enumerate(names):
+        near = {replica: distances[replica] for replica, hosts in workers.items() if host in hosts}
+        decision = prefetch_decision(name, prefetch, until, near)
+        why[name] = decision.why
+        if decision.replicas:
+            fillings[name] = Filling(name, decision.replicas)
+    deciding = _Deciding(offered, cluster, names, fillings, workers, everything)
+    return deciding.relays(why)
+
+
+class _Deciding:
+    def __init__(
+        self,
+        offered: Offered,
+        cluster: Cluster,
+        names: Sequence[str],
+        fillings: dict[str, Filling],
+        workers: Mapping[str, Sequence[int]],
+        everything: bool,
+    ) -> None:
+        self._offered = offered
+        self._cluster = cluster
+        self._host = {name: host for host, name in enumerate(names)}
+        self._fillings = fillings
+        self._workers = workers
+        self._everything = everything
+        self._tables = {table.id: table for table in offered.publication.tables}
+        self._slot = cache(self._slot_of)
+        self._choice = cache(self._choice_of)
+
+    def relays(self, why: dict[str, str]) -> Relays:
+        """All that is to be known of them."""
+        routes = self._routes()
+        for name, route in routes.by_relay.items():
+            filling = self._fillings.setdefault(name, Filling(name, ()))
+            filling.route = route
+            if not filling.replicas:
+                why[name] = in_between(name, route.children, "the trainer")
+            elif route.upstream:
+                why[name] += "; " + by_way_of(route.upstream, "the trainer", bool(route.sources))
+        filled = {name: self._fillings[name] for name in routes.by_relay}
+        together = self._together(filled)
+        for name, words in together.why.items():
+            why[name] += f"; {words}"
+        near = {name: self._near(filling) for name, filling in filled.items()}
+        trees = {name: self._trees(name, order) for name, order in together.orders.items()}
+        found = {}
+        for name, filling in filled.items():
+            reads = self._reads(name, filling.route, near, trees.get(name))
+            route = filling.route
+            slot = self._slot(self._needs(name, route))
+            host = self._host[name]
+            found[name] = Relay(name, host, filling.replicas, slot, route.stage, route.ahead, tuple(reads))
+        return Relays(found, why, routes.unreached, trees)
+
+    # -- the manager's rules
+
+    def _routes(self) -> Routes:
+        publication = self._offered.publication
+        origins = [
+            Origin(
+                table.id,
+                table.host,
+                tuple({frozenset(offer.transport for offer in region.offers): 0 for region in table.regions}),
+            )
+            for table in publication.tables
+            if table.shards
+        ]
+        sets = {frozenset(holder.source for holder in part.holders) for parts in publication.parts for part in parts}
+        parts = frozenset(frozenset(publication.tables[source].id for source in each) for each in sets)
+        lends = frozenset({TRANSPORT, OVER})
+        stations = [
+            Station(name, self._cluster.relay_host(host), (*reading_kinds(), OVER), lends)
+            for name, host in self._host.items()
+        ]
+        wanted = [name for name, filling in self._fillings.items() if filling.replicas]
+        return relay_routes(origins, parts, stations, wanted, {})
+
+    def _together(self, filled: Mapping[str, Filling]) -> Together:
+        """Fills relays together, as if all of a stage were told at one time."""
+        holders = {name: self._holder(name) for name in filled}
+        stages = sorted({filling.route.stage for filling in filled.values()})
+        orders: dict[str, manager_pb2.FanOut] = {}
+        why: dict[str, str] = {}
+        for stage in stages:
+            due = [filling for filling in filled.values() if filling.route.stage == stage]
+            found = filled_together(due, holders, self._command, weights_pb2.Fence())
+            orders |= found.orders
+            why |= found.why
+        return Together(orders, why)
+
+    def _holder(self, name: str) -> Holder:
+        host = self._cluster.relay_host(self._host[name])
+        filling = manager_pb2.Filling(everything=self._everything, passes_on=weights_pb2.Region(transport=OVER))
+        return Holder("relay", host.name, "", host, Peer(name), 0.0, (), filling)
+
+    def _command(self, filling: Filling) -> manager_pb2.FillRelay:
+        needs = [self._offered.needs[worker] for worker in self._needs(filling.relay, filling.route)]
+        refs = [
+            manager_pb2.BlobRef(digest=digest) for digest in sorted({blob_digest(canonical(each)) for each in needs})
+        ]
+        return manager_pb2.FillRelay(needs=refs, everything=self._everything)
+
+    # -- bytes
+
+    def _needs(self, name: str, route: Route) -> tuple[int, ...]:
+        """The workers, by their numbers in a replica, whose needs it holds."""
+        hosts = {self._host[each] for each in (name, *route.feeds)}
+        found = {worker for own in self._workers.values() for worker, host in enumerate(own) if host in hosts}
+        return tuple(sorted(found))
+
+    def _slot_of(self, workers: tuple[int, ...]) -> Slot:
+        return slot_of(self._offered, workers, self._everything)
+
+    def _near(self, filling: Filling) -> tuple[Counter[str], Counter[frozenset[str]]]:
+        name, sources = filling.relay, set(filling.route.sources)
+
+        def distance(source: str) -> int | None:
+            if source not in sources:
+                return None
+            found = self._choice(source, name).distance
+            # Files that another host may have are read last of all.
+            return None if found >= Distance.SHARED_FILE and filling.route.upstream else found
+
+        return brought(self._offered, self._slot(self._needs(name, filling.route)), distance)
+
+    def _choice_of(self, source: str, relay: str) -> Choice:
+        """The nearest way from a source to a relay."""
+        table, host = self._tables[source], self._cluster.relay_host(self._host[relay])
+        found = []
+        for offer in table.regions[0].offers:
+            try:
+                found.append(
+                    choose_transport(table.host, offer.transport, as_reader(host, table.host), reading_kinds())
+                )
+            except CkptEngineError:
+                continue  # another way leads there, or it would not be among its sources
+        best = min(found, key=lambda choice: choice.distance)
+        return best._replace(reason="the relay copies from the GPUs of its host") if table.host.gpus else best
+
+    def _over(self, upstream: str, relay: str) -> Choice:
+        source, reader = (self._cluster.relay_host(self._host[each]) for each in (upstream, relay))
+        return choose_transport(source, OVER, reader, [OVER])
+
+    def _trees(self, name: str, order: manager_pb2.FanOut) -> list[tuple[str, float]]:
+        """Whom a relay asks in each tree, empty: those who hold the version; and for which share of all."""
+        whole = sum(tree.share for tree in order.trees)
+        peers = [order.peers[tree.ask[0]].relay if tree.ask else "" for tree in order.trees]
+        return [(peer, tree.share / whole) for peer, tree in zip(peers, order.trees, strict=True)]
+
+    def _reads(
+        self,
+        name: str,
+        route: Route,
+        near: Mapping[str, tuple[Counter[str], Counter[frozenset[str]]]],
+        trees: Sequence[tuple[str, float]] | None,
+    ) -> list[Read]:
+        own, far = near[name]
+        reads = [Read(source, self._choice(source, name), size) for source, size in own.items()]
+        upstream: Counter[str] = Counter()
+        for holders, size in far.items():
+            has = (each for each in route.upstream if holders & near[each][0].keys())
+            chosen = next(has, route.upstream[0] if route.upstream else "")
+            upstream[chosen] += size
+        lacking = upstream.pop("", 0)
+        total = sum(upstream.values())
+        assert not lacking or route.lacks
+        found: Counter[str] = Counter()
+        left = total
+        for peer, share in (trees or ())[1:]:
+            size = round(total * share)
+            left -= size
+            _dealt(found, size, peer, upstream)
+        _dealt(found, left, trees[0][0] if trees else "", upstream)
+        return reads + [Read(other, self._over(other, name), size) for other, size in found.items() if size]
+
+
+def _dealt(found: Counter[str], size: int, peer: str, upstream: Mapping[str, int]) -> None:
+    """Counts bytes that come from one relay, or, if it is empty, from those who hold the version."""
+    if peer:
+        found[peer] += size
+        return
+    total, left = sum(upstream.values()), size
+    for number, (name, own) in enumerate(sorted(upstream.items())):
+        part = left if number + 1 == len(upstream) else size * own // max(total, 1)
+        found[name] += part
+        left -= part

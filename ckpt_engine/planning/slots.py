@@ -1,0 +1,61 @@
+"""What a relay would hold of a version, and from whom its bytes would come. Pure.
+
+A slot is laid out as core/relay_layout.py does it, kind by kind: atoms begin at multiples of 64 bytes, and what the
+same workers read lies together in groups that begin at multiples of 2 MiB.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt_engine.core.relay_layout import ATOM_BYTES, GROUP_BYTES, cut_pieces
+from ckpt_engine.planning.offered import Offered
+
+
+@dataclass(frozen=True)
+class Slot:
+    """bytes: of weights. size: gaps included. cells: bytes by kind and by the number of the part of the publication
+    that they lie in."""
+
+    bytes: int
+    size: int
+    cells: Mapping[tuple[int, int], int]
+
+
+def slot_of(offered: Offered, workers: Sequence[int], everything: bool = False) -> Slot:
+    """The slot of a relay that is read by these workers of a replica. everything: it holds the whole model."""
+    readers = list(dict.fromkeys(offered.wanted[worker] for worker in workers))
+    groups: Counter[tuple[int, ...]] = Counter()
+    cells: Counter[tuple[int, int]] = Counter()
+    total = 0
+    for kind, record in enumerate(offered.record):
+        width, count = offered.width(kind), offered.kinds[kind].many
+        needs = [(number, box) for number, wanted in enumerate(readers) for tensor, box in wanted if tensor == kind]
+        part_of = [offered.publication.partitions[kind].hits(box)[0].part for box in record.boxes]
+        for piece in cut_pieces(record, needs, everything):
+            size = piece.volume * width
+            groups[piece.readers] += -(-size // ATOM_BYTES) * ATOM_BYTES * count
+            cells[kind, part_of[piece.cell]] += size * count
+            total += size * count
+    return Slot(total, sum(-(-size // GROUP_BYTES) * GROUP_BYTES for size in groups.values()), cells)
+
+
+Distance = Callable[[str], int | None]
+"""Of a source from a relay, by the source's id; None: it is out of reach."""
+
+
+def brought(offered: Offered, slot: Slot, distance: Distance) -> tuple[Counter[str], Counter[frozenset[str]]]:
+    """Bytes that a relay reads from each source itself, and those that it does not reach, by who holds them."""
+    near: Counter[str] = Counter()
+    far: Counter[frozenset[str]] = Counter()
+    publication = offered.publication
+    for (kind, part), size in slot.cells.items():
+        names = [publication.tables[holder.source].id for holder in publication.parts[kind][part].holders]
+        reached = [(way, place) for place, name in enumerate(names) if (way := distance(name)) is not None]
+        if reached:
+            near[names[min(reached)[1]]] += size
+        else:
+            far[frozenset(names)] += size
+    return near, far

@@ -1,0 +1,195 @@
+"""A plan for people: what is alike is told once. Pure."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+
+from ckpt_engine.core.relay_layout import SLOTS
+from ckpt_engine.planning.foresight import SOURCE, Foreseen
+from ckpt_engine.planning.relays import Relay
+from ckpt_engine.planning.update import Answer, Line, traffic
+from ckpt_engine.report import human_bytes
+
+_NUMBER = re.compile(r"\d+")
+
+COLUMNS = 100
+
+
+def told(answer: Answer, foreseen: Foreseen, setting: Mapping[str, str]) -> str:
+    """The whole plan. setting: what was asked for, by what it is about."""
+    sections = [
+        _model(answer, setting),
+        _edges(answer),
+        _hosts(answer),
+        _relays(answer),
+        _time(answer, foreseen),
+        _impossible(answer),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def several(names: Iterable[str]) -> str:
+    """Names that differ in their numbers, as one: "replica-0..3 worker 0..1"."""
+    return ", ".join(merged(names))
+
+
+def merged(texts: Iterable[str]) -> list[str]:
+    """Texts that differ in their numbers only, each once, with all numbers."""
+    forms: dict[str, list[tuple[int, ...]]] = {}
+    for text in dict.fromkeys(texts):
+        forms.setdefault(_NUMBER.sub("\0", text), []).append(tuple(map(int, _NUMBER.findall(text))))
+    found = []
+    for form, numbers in forms.items():
+        between = form.split("\0")
+        runs = [*(_runs(column) for column in zip(*numbers, strict=True)), ""]
+        found.append("".join(text + run for text, run in zip(between, runs, strict=True)))
+    return found
+
+
+def _runs(numbers: Iterable[int]) -> str:
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
+
+
+def _wrapped(first: str, text: str, indent: str = "      ") -> list[str]:
+    return textwrap.wrap(
+        text,
+        COLUMNS,
+        initial_indent=first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _model(answer: Answer, setting: Mapping[str, str]) -> list[str]:
+    model = answer.question.model
+    dtypes = ", ".join(f"{human_bytes(size)} {dtype}" for dtype, size in model.by_dtype.items())
+    lines = [f"Model: {model.name}, {len(model.tensors)} tensors, {dtypes}"]
+    lines += [line for note in model.notes for line in _wrapped("  - ", note)]
+    lines += [line for what, words in setting.items() for line in _wrapped(f"  {what}: ", words)]
+    return lines
+
+
+def _edges(answer: Answer) -> list[str]:
+    count = len(answer.installs) + sum(map(len, answer.fills))
+    if not count:
+        return []
+    lines = [f"Edges: {count}"]
+    for number, wave in enumerate(answer.fills):
+        lines += _alike(wave, f"before any pause, wave {number + 1}")
+    lines += _alike(answer.installs, "in the pause")
+    return lines
+
+
+def _alike(lines: Sequence[Line], when: str) -> Iterator[str]:
+    groups: dict[tuple[object, ...], list[Line]] = {}
+    for line in lines:
+        ends = _NUMBER.sub("", line.edge.source), _NUMBER.sub("", line.edge.reader)
+        key = line.choice.transport, line.choice.distance, human_bytes(line.edge.bytes), *ends
+        groups.setdefault(key, []).append(line)
+    yield f"  {when}:"
+    for alike in sorted(groups.values(), key=lambda group: -group[0].edge.bytes)[:_SHOWN]:
+        edge, choice = alike[0].edge, alike[0].choice
+        size = human_bytes(edge.bytes)
+        total = human_bytes(sum(line.edge.bytes for line in alike))
+        each = f"{len(alike)} of {size} each, {total} in all" if len(alike) > 1 else size
+        between = f"{several(line.edge.source for line in alike)} -> {several(line.edge.reader for line in alike)}"
+        more = ", and the others likewise" if len(alike) > 1 else ""
+        yield from _wrapped("    ", f"{between}: {each}, by {choice.transport}: {choice.reason}{more}")
+    if len(groups) > _SHOWN:
+        yield f"    and {len(groups) - _SHOWN} more kinds of edges, of which --json tells each"
+
+
+_SHOWN = 12
+
+
+def _hosts(answer: Answer) -> list[str]:
+    by_way: dict[tuple[str, ...], list[str]] = {}
+    for host, ways in traffic(answer).items():
+        if ways:
+            by_way.setdefault(tuple(f"{way} {human_bytes(ways[way])}" for way in sorted(ways)), []).append(host)
+    lines = ["Hosts: bytes over each link"] if by_way else []
+    for said, hosts in by_way.items():
+        lines += _wrapped("  ", f"{several(hosts)}: {', '.join(said)}{' each' if len(hosts) > 1 else ''}")
+    trees = answer.relays.trees
+    if trees:
+        share = Counter(peer for asked in trees.values() for peer, _ in asked)
+        words = (
+            f"{several(trees)} are filled together: each reads a part from those who hold the version and the rest "
+            f"from each other, in {max(map(len, trees.values()))} trees; {len(share.keys() - {''})} of them pass on"
+        )
+        lines += _wrapped("  ", words)
+    return lines
+
+
+def _relays(answer: Answer) -> list[str]:
+    relays = answer.relays
+    if not relays.why:
+        return []
+    groups: dict[tuple[object, ...], list[Relay]] = {}
+    for relay in relays.filled.values():
+        brings = sum(read.bytes for read in relay.reads)
+        groups.setdefault((relay.slot.size, bool(relay.replicas), human_bytes(brings), relay.wave), []).append(relay)
+    lines = ["Relays"]
+    for alike in groups.values():
+        relay = alike[0]
+        size, brings = relay.slot.size, sum(read.bytes for read in relay.reads)
+        whom = f"for {several(chain(*(each.replicas for each in alike)))}" if relay.replicas else "a step in between"
+        gaps = human_bytes(size - relay.slot.bytes)
+        takes, all_of_it = human_bytes(size), human_bytes(SLOTS * size)
+        words = (
+            f"{several(each.name for each in alike)}: {whom}; brings {human_bytes(brings)} and takes {takes} of memory "
+            f"a version ({gaps} of it gaps), so --memory of {all_of_it} or more for {SLOTS}"
+        )
+        lines += _wrapped("  ", words)
+    said: dict[str, list[str]] = {}
+    for name, why in relays.why.items():
+        if name not in relays.filled:
+            said.setdefault(why.removeprefix(name), []).append(name)
+    for why, names in said.items():
+        lines += _wrapped("  ", f"{several(names)}{_short(why)}")
+    return lines
+
+
+def _short(text: str, most: int = 240) -> str:
+    return text if len(text) <= most else f"{text[:most]}… (--json has all of it)"
+
+
+def _time(answer: Answer, foreseen: Foreseen) -> list[str]:
+    if not foreseen.stages:
+        return []
+    lines = ["Time: at the rates of each link, of any update but the first"]
+    for stage, expected in foreseen.stages.items():
+        because = f"  {expected.because}" if expected.because else "  measured, whatever the bytes"
+        lines.append(f"  {stage:<10}{seconds(expected.seconds):>9}{because}")
+    if foreseen.unknown:
+        names = ", ".join(foreseen.unknown)
+        lines += _wrapped("  ", f"nothing is known of the rate of {names}, so neither is the pause: give it in --rates")
+    if foreseen.pause is not None and foreseen.call is not None:
+        call = f"the whole call: {seconds(foreseen.call)}"
+        lines.append(f"  pause of the slowest replica: {seconds(foreseen.pause)}; {call}")
+    lines += _wrapped("  ", f"rates: {SOURCE}, unless --network or --rates says another")
+    return lines
+
+
+def seconds(value: float) -> str:
+    """Seconds as people read them: "43 ms", "3.3 s"."""
+    return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s" if value < 1000 else f"{value:.0f} s"
+
+
+def _impossible(answer: Answer) -> list[str]:
+    if not answer.impossible:
+        return []
+    said = merged(answer.impossible)
+    lines = ["Impossible", *(line for why in said[:_SHOWN] for line in _wrapped("  - ", why))]
+    return [*lines, *([f"  and {len(said) - _SHOWN} more, in --json"] if len(said) > _SHOWN else [])]

@@ -1,0 +1,181 @@
+"""One lineage whose weights are directories: publishes each in turn and brings replicas to it.
+
+What it published stays so until the next one, so that replicas which start late are served from it. Used on one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+
+from ckpt_engine.client import error_of, manager_stub, open_blocking_channel
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.problems import CkptEngineError, error, invalid, not_found, precondition
+from ckpt_engine.extras import require
+from ckpt_engine.publishing.roots import check_file, inside, resolved
+from ckpt_engine.source.safetensors import read_directory
+from ckpt_engine.v1 import manager_pb2
+
+if TYPE_CHECKING:
+    from ckpt_engine.trainer import Trainer
+
+Files = tuple[tuple[str, int, int, int, int, int], ...]
+"""Of each file: where it lies, device, inode, bytes, and when it was modified and its inode changed (nanoseconds)."""
+
+Told = Callable[[manager_pb2.UpdateProgress], None]
+
+STALE_HEARTBEATS = 3
+"""In so many heartbeats a replica has said that it serves."""
+
+log = logging.getLogger("ckpt_engine.publishing")
+
+
+class Publisher:
+    """address: the manager. roots: what may be published lies below one of them."""
+
+    def __init__(self, address: str, lineage: str, roots: Sequence[Path], deadlines: Deadlines) -> None:
+        self._address, self._lineage, self._roots, self._deadlines = address, lineage, roots, deadlines
+        self._trainer: Trainer | None = None
+        self._last: tuple[bytes, Files, manager_pb2.UpdateReport] | None = None
+
+    def update(self, request: manager_pb2.UpdateFromDirectoryRequest, told: Told) -> manager_pb2.UpdateReport:
+        """Brings replicas to a directory; asked again for unchanged files that they serve, says so once more.
+
+        Raises CkptEngineError: as `roots.resolved` and `source.safetensors.read_directory`, before anybody is asked
+        for anything, and as `Trainer.publish` and `Trainer.update_weights`.
+        """
+        try:
+            path = resolved(request.directory, self._roots)
+            files = self._files(path)
+        except CkptEngineError as refused:
+            problem = refused.problem
+            raise error(
+                problem.code, f"{problem.message} (on {socket.gethostname()}, the manager's host)", problem.tensors
+            ) from refused
+        if self._repeats(request, files):
+            assert self._last is not None
+            log.info("asked again for %s, which is served already as version %s", path, self._last[2].identity.version)
+            return self._last[2]
+        require("trainer", "torch", "numpy", what=f"publishing {path} on the manager's host")
+        self._last = None
+        try:
+            report = self._bring(request, path, files, told)
+        except BaseException:
+            self.close()
+            raise
+        if report.ok:
+            self._last = _asked(request), files, report
+        return report
+
+    def close(self) -> None:
+        """Says goodbye to the manager. `update` may follow."""
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            trainer.close()
+
+    def _bring(
+        self, request: manager_pb2.UpdateFromDirectoryRequest, path: Path, files: Files, told: Told
+    ) -> manager_pb2.UpdateReport:
+        from ckpt_engine.trainer import Trainer  # takes seconds, for which no refusal above should wait
+
+        trainer = self._trainer
+        if trainer is None:
+            trainer = self._trainer = Trainer(self._address, lineage=self._lineage, deadlines=self._deadlines)
+        trainer.publish(path, check_finite=request.check_finite)
+        # It opened them by their names once more.
+        if resolved(request.directory, self._roots) != path or self._files(path) != files:
+            raise precondition(f"files of {path} changed while they were opened: call again when they lie still")
+        return trainer.update_weights(
+            request.version if request.HasField("version") else None,
+            pause_mode=_word(manager_pb2.PauseMode, request.pause_mode, "pause_mode"),
+            timeout=request.timeout_seconds or None,
+            min_replicas=request.min_replicas if request.HasField("min_replicas") else None,
+            replicas=list(request.replicas),
+            pool=request.pool,
+            prefetch=_word(manager_pb2.Prefetch, request.prefetch, "prefetch") or "auto",
+            until=_word(manager_pb2.Until, request.until, "until") or "installed",
+            on_progress=told,
+        ).message
+
+    def _files(self, path: Path) -> Files:
+        """Raises as `read_directory`, and as `check_file` for each file, before it is opened."""
+        files = []
+        for header in read_directory(path, lambda file: check_file(file, self._roots)):
+            real = inside(header.path, self._roots)
+            try:
+                of = os.stat(real)
+            except OSError as gone:
+                raise not_found(f"cannot look at {header.path}: {gone.strerror}") from gone
+            files.append((str(real), of.st_dev, of.st_ino, of.st_size, of.st_mtime_ns, of.st_ctime_ns))
+        return tuple(files)
+
+    def _repeats(self, request: manager_pb2.UpdateFromDirectoryRequest, files: Files) -> bool:
+        """Whether it asks for what was done last, and nothing else was brought to a replica that took it."""
+        if self._last is None:
+            return False
+        asked, before, report = self._last
+        same_version = not request.HasField("version") or request.version == report.identity.version
+        if not same_version or _asked(request) != asked or before != files:
+            return False
+        # A heartbeat from before the end of the last update may still say that a replica is closed.
+        end = time.monotonic() + STALE_HEARTBEATS * self._deadlines.heartbeat
+        while not (still := still_served(report, self._status())) and time.monotonic() < end:
+            time.sleep(self._deadlines.heartbeat / 4)
+        return still
+
+    def _status(self) -> manager_pb2.GetStatusResponse:
+        try:
+            with open_blocking_channel(self._address) as channel:
+                request = manager_pb2.GetStatusRequest()
+                status: manager_pb2.GetStatusResponse = manager_stub(channel).GetStatus(
+                    request, timeout=self._deadlines.status
+                )
+                return status
+        except grpc.RpcError as failed:
+            raise error_of(failed) from failed
+
+
+def still_served(report: manager_pb2.UpdateReport, status: manager_pb2.GetStatusResponse) -> bool:
+    """Whether each replica that took an update serves its version, or has told nothing else of itself since but that it
+    lost it: then it has started again, and the manager brings it up."""
+    took = {each.replica: each.fence for each in report.replicas if each.outcome == manager_pb2.NEW_SERVING}
+    have = {
+        replica.name
+        for replica in status.replicas
+        if replica.connected and replica.workers and not replica.asleep
+        if (
+            replica.serving
+            if replica.identity == report.identity
+            # The outcome may be known before the heartbeat that tells what it holds.
+            else replica.last_outcome.fence == took.get(replica.name) and not replica.HasField("unfit")
+        )
+    }
+    return took.keys() <= have
+
+
+def _asked(request: manager_pb2.UpdateFromDirectoryRequest) -> bytes:
+    """All that two calls of one update have in common. Files tell the directory, by whatever name it was called; the
+    version is compared with the one that the update got."""
+    same = manager_pb2.UpdateFromDirectoryRequest()
+    same.CopyFrom(request)
+    same.ClearField("directory")
+    same.ClearField("version")
+    return same.SerializeToString(deterministic=True)
+
+
+def _word(kind: object, number: int, what: str) -> str | None:
+    """A word as `Trainer.update_weights` writes it; None: unset. Raises INVALID_ARGUMENT for a number without a
+    meaning."""
+    if not number:
+        return None
+    try:
+        return str(kind.Name(number)).lower()  # type: ignore[attr-defined]
+    except ValueError as refused:
+        raise invalid(f"{what} {number} means nothing here") from refused

@@ -1,0 +1,82 @@
+"""Which directories may be published: those below roots that were named, wherever symbolic links lead.
+
+It looks at names and kinds of files and reads none of them. Who may write below a root decides what is published.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ckpt_engine.core.problems import CkptEngineError, forbidden, invalid, not_found
+
+WEIGHTS = (".safetensors", ".safetensors.index.json")
+"""How the names of files end that a checkpoint is read from, but for those that its index names otherwise."""
+
+
+def checked_roots(roots: Iterable[str | os.PathLike[str]]) -> tuple[Path, ...]:
+    """The roots, absolute. Raises INVALID_ARGUMENT for one that is no directory: a mistyped one would refuse all."""
+    found = tuple(Path(os.path.abspath(root)) for root in roots)
+    for root in found:
+        if not root.is_dir():
+            raise invalid(f"--allow-directory {root} is no directory")
+    return found
+
+
+def resolved(directory: str, roots: Sequence[Path]) -> Path:
+    """Where a directory, or one file, really lies. Reads nothing outside the roots.
+
+    Raises INVALID_ARGUMENT for what is no absolute path, PERMISSION_DENIED for what lies, or has weights that lie,
+    outside the roots, NOT_FOUND if it is not there.
+    """
+    if not directory.startswith("/") or "\0" in directory:
+        raise invalid(f"name the directory by its absolute path, as the hosts of the replicas know it: {directory!r}")
+    path = Path(directory)
+    real = inside(path, roots)
+    try:
+        if not stat.S_ISDIR(os.stat(real).st_mode):
+            _regular(real)
+            return real
+        for entry in sorted(os.listdir(real)):
+            if entry.endswith(WEIGHTS):
+                check_file(real / entry, roots)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return real
+
+
+def check_file(file: Path, roots: Sequence[Path]) -> None:
+    """Asks whether a file may be opened. Raises PERMISSION_DENIED for one outside the roots, NOT_FOUND if it is not
+    there, INVALID_ARGUMENT for what is no regular file."""
+    real = inside(file, roots)
+    try:
+        _regular(real)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def inside(path: Path, roots: Sequence[Path]) -> Path:
+    """Where a path leads. Raises PERMISSION_DENIED if that is below none of the roots, whether it is there or not."""
+    real = Path(os.path.realpath(path))
+    if any(real.is_relative_to(os.path.realpath(root)) for root in roots):
+        return real
+    leads = "" if real == path else f" (it leads to {real})"
+    allowed = ", ".join(str(root) for root in roots)
+    raise forbidden(
+        f"{path}{leads} lies outside the directories that this manager may publish: {allowed}; start it with "
+        "--allow-directory ROOT"
+    )
+
+
+def _regular(file: Path) -> None:
+    """What is neither a file nor a directory could be waited for without an end."""
+    if not stat.S_ISREG(os.stat(file).st_mode):
+        raise invalid(f"{file} is no regular file")
+
+
+def _unreadable(path: Path, error: OSError) -> CkptEngineError:
+    if isinstance(error, FileNotFoundError):
+        return not_found(f"{error.filename or path} is not there")
+    return invalid(f"cannot look at {error.filename or path}: {error.strerror}")

@@ -1,0 +1,159 @@
+"""Writes a version into a directory of safetensors files, which is there whole or not at all.
+
+A tensor is written once it was verified. Everything goes into a directory beside the one that is wanted, which gets
+its name when all of it is on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.problems import invalid, precondition, unavailable
+from ckpt_engine.reading.reader import Reader
+from ckpt_engine.source.safetensors import DTYPES, INDEX, SINGLE
+from ckpt_engine.torch_dtypes import dtype_name
+
+FILE_BYTES = 5_000_000_000
+"""Of weights in one file, unless one tensor is larger."""
+
+SPARE_BYTES = 16 << 20
+"""That must be free besides: for the index, and what a file system takes for itself."""
+
+CODES: Mapping[str, str] = {dtype: code for code, dtype in DTYPES.items()}
+
+Progress = Callable[[int, int], object]
+"""(bytes that are written, bytes in all)."""
+
+
+def pull(
+    address: str,
+    directory: str | os.PathLike[str],
+    lineage: str = "",
+    version: int | None = None,
+    *,
+    on_progress: Progress | None = None,
+    deadlines: Deadlines | None = None,
+) -> tuple[str, int]:
+    """Writes the weights of a version, verified, as safetensors files; returns its lineage and number.
+
+    address, lineage, version, deadlines: as for `Reader`. directory: is made; it may be there if it is empty. Several
+    files get an index, as transformers writes it. on_progress: called on this thread with bytes written and in all.
+
+    Raises CkptEngineError as `Reader` and `Reader.tensors` do; INVALID_ARGUMENT for a directory that is not empty, or
+    is none, or lies in none; FAILED_PRECONDITION, naming both numbers, for too little room; UNAVAILABLE if it cannot be
+    written. The directory is then as it was.
+    """
+    directory = Path(os.path.abspath(directory))
+    try:
+        _check_directory(directory)
+        with Reader(address, lineage, version, deadlines=deadlines) as reader:
+            files = _files(reader)
+            needed = reader.bytes + sum(len(header) for header, _ in files.values()) + SPARE_BYTES
+            free = shutil.disk_usage(directory.parent).free
+            if needed > free:
+                raise precondition(
+                    f"version {reader.version} of lineage {reader.lineage!r} takes {needed} bytes of disk, and "
+                    f"{directory.parent} has {free} left"
+                )
+            with _whole_or_not_at_all(directory) as made:
+                _write(made, files, reader, on_progress)
+            return reader.lineage, reader.version
+    except OSError as failed:
+        raise unavailable(f"cannot write {directory}: {failed.strerror or failed}") from failed
+
+
+def _check_directory(directory: Path) -> None:
+    if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
+        raise invalid(f"{directory} is there already, and is no directory")
+    if directory.is_dir() and any(directory.iterdir()):
+        raise invalid(f"{directory} is not empty: name another directory, or empty it")
+    if not directory.parent.is_dir():
+        raise invalid(f"{directory.parent}, in which the directory is to be, is no directory")
+
+
+def _files(reader: Reader) -> dict[str, tuple[bytes, list[str]]]:
+    """For each file, by name: its first bytes (length and header) and the tensors behind them, in order."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name in reader.names:
+        more = reader.size(name)
+        if shards[-1] and size + more > FILE_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += more
+    names = [SINGLE]
+    if len(shards) > 1:
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    return {name: (_header(reader, shard), shard) for name, shard in zip(names, shards, strict=True)}
+
+
+def _header(reader: Reader, names: Sequence[str]) -> bytes:
+    about = {"format": "pt", "lineage": reader.lineage, "version": str(reader.version), "root": reader.root}
+    entries: dict[str, object] = {"__metadata__": about}
+    at = 0
+    for name in names:
+        dtype = dtype_name(reader.dtype(name))
+        if dtype not in CODES:
+            raise precondition(f"safetensors has no dtype {dtype}", [name])
+        end = at + reader.size(name)
+        entries[name] = {"dtype": CODES[dtype], "shape": list(reader.shape(name)), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+@contextmanager
+def _whole_or_not_at_all(directory: Path) -> Iterator[Path]:
+    """A directory beside the target, of which the target gets all, or nothing."""
+    made = directory.parent / f".{directory.name[:100]}.{secrets.token_hex(4)}"
+    made.mkdir()
+    try:
+        yield made
+        _to_disk(made)
+        os.rename(made, directory)  # also over an empty directory; one that has got content meanwhile is refused
+        _to_disk(directory.parent)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _write(
+    made: Path, files: Mapping[str, tuple[bytes, Sequence[str]]], reader: Reader, progress: Progress | None
+) -> None:
+    done, total = 0, reader.bytes
+    for file, (header, names) in files.items():
+        with (made / file).open("wb") as written:
+            written.write(header)
+            for _, tensor in reader.tensors(names):
+                if tensor.numel():
+                    written.write(tensor.view(-1).view(torch.uint8).numpy().data)
+                done += tensor.nbytes
+                if progress is not None:
+                    progress(done, total)
+            written.flush()
+            os.fsync(written.fileno())
+    if len(files) > 1:
+        placed = {name: file for file, (_, names) in files.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+        with (made / INDEX).open("w", encoding="utf-8") as text:
+            json.dump(index, text, indent=2, ensure_ascii=False)
+            text.flush()
+            os.fsync(text.fileno())
+
+
+def _to_disk(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

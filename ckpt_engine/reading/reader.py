@@ -1,0 +1,203 @@
+"""Reads a version from whoever holds it: relays, and sources that stay sealed. Each tensor is verified, then given.
+
+No session is opened: the manager is asked once where the version lies. Used by one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any, Self, TypeVar
+
+import grpc
+import torch
+from google.protobuf.message import DecodeError, Message
+
+from ckpt_engine.client import blob_ref, error_of, manager_stub, open_blocking_channel
+from ckpt_engine.core.boxes import whole
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.dtypes import itemsize
+from ckpt_engine.core.problems import CkptEngineError, data_loss, error, precondition
+from ckpt_engine.core.relay_layout import RelayAtom, SlotLayout, lay_out
+from ckpt_engine.core.sealed_record import read_record
+from ckpt_engine.going_back import check_version
+from ckpt_engine.host.facts import this_host
+from ckpt_engine.relay.fill import Filling
+from ckpt_engine.relay.sources import Sources
+from ckpt_engine.torch_dtypes import torch_dtype
+from ckpt_engine.transport.registry import all_transports
+from ckpt_engine.transport.ucx.settings import UCX
+from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.v1.weights_pb2 import Problem, SealedRecord, SourceTable, TensorSpec
+
+GROUP_BYTES = 256 << 20
+"""Tensors are brought together up to so many bytes, into one buffer; a larger one comes by itself."""
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+class Reader:
+    """One version, as long as somebody holds it. Use it as a context manager, or call `close`.
+
+    address: the manager, host:port. lineage: of which run; empty: the only one of which a version can be read. version:
+    by its number; none: the lineage's latest one. deadlines: none: the defaults, changed by CKPT_ENGINE_DEADLINES.
+
+    lineage, version, root: of what was found. names: of its tensors, sorted.
+
+    Raises CkptEngineError: NOT_FOUND, naming what can be read, if nobody holds it; PERMISSION_DENIED without a grant of
+    a trainer, holder or replica; DATA_LOSS for a record that is not of this version; UNAVAILABLE.
+    """
+
+    def __init__(
+        self, address: str, lineage: str = "", version: int | None = None, *, deadlines: Deadlines | None = None
+    ) -> None:
+        if version is not None:
+            check_version(version)
+        self._deadlines = deadlines or Deadlines.from_environment(os.environ)
+        request = manager_pb2.LocateVersionRequest(lineage=lineage, version=version)
+        with open_blocking_channel(address) as channel:
+            stub = manager_stub(channel)
+            try:
+                found = stub.LocateVersion(request, timeout=self._deadlines.blobs)
+                record, *tables = (_blob(stub, ref, self._deadlines.blobs) for ref in (found.record, *found.tables))
+            except grpc.RpcError as failed:
+                raise error_of(failed, address) from failed
+        self.lineage, self.version = found.identity.lineage, found.identity.version
+        self.root: str = found.identity.root.hex()
+        self._recorded = read_record(_parsed(SealedRecord, record), found.identity.root)
+        self._specs = list(self._recorded.record.manifest.tensors)
+        self._numbers = {spec.name: number for number, spec in enumerate(self._specs)}
+        self._tables = [_parsed(SourceTable, table) for table in tables]
+        self._sources: Sources | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return sorted(self._numbers)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(map(_size, self._specs))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor. Raises NOT_FOUND."""
+        return tuple(self._specs[self._number(name)].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of one tensor, as it is served. Raises NOT_FOUND."""
+        return torch_dtype(self._specs[self._number(name)].dtype)
+
+    def size(self, name: str) -> int:
+        """Bytes of one tensor. Raises NOT_FOUND."""
+        return _size(self._specs[self._number(name)])
+
+    def tensors(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pairs of name and tensor (contiguous, on the CPU, the caller's own). names: only these, in this order; none:
+        all, sorted by name. Some hundred MB are brought at a time.
+
+        Raises CkptEngineError: NOT_FOUND for a name that there is not, or when nobody within reach holds a tensor any
+        more; DATA_LOSS, naming it, when all who do have other bytes; DEADLINE_EXCEEDED; FAILED_PRECONDITION if it is
+        closed in between. What was given before is right.
+        """
+        wanted = [self._number(name) for name in (self.names if names is None else names)]
+        layouts = [(group, self._layout(group)) for group in self._groups(wanted)]
+        self._open(max((layout.size for _, layout in layouts), default=0))
+        for group, layout in layouts:
+            self._bring(layout)
+            atoms: dict[int, list[RelayAtom]] = {number: [] for number in group}
+            for atom in layout.atoms:
+                atoms[atom.tensor].append(atom)
+            # All are taken out of the buffer before the caller has its turn, who may ask for others in between.
+            yield from [(self._specs[number].name, self._assembled(number, atoms[number])) for number in group]
+
+    def close(self) -> None:
+        """Lets go of what is mapped. May be repeated; `tensors` may follow."""
+        sources, self._sources = self._sources, None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        if sources is not None:
+            sources.close()
+
+    def _number(self, name: str) -> int:
+        if name not in self._numbers:
+            raise error(
+                Problem.NOT_FOUND, f"version {self.version} of lineage {self.lineage!r} has no tensor {name!r}", [name]
+            )
+        return self._numbers[name]
+
+    def _groups(self, wanted: Sequence[int]) -> Iterator[list[int]]:
+        group: list[int] = []
+        size = 0
+        for number in wanted:
+            more = _size(self._specs[number])
+            if group and size + more > GROUP_BYTES:
+                yield group
+                group, size = [], 0
+            group.append(number)
+            size += more
+        if group:
+            yield group
+
+    def _layout(self, group: Sequence[int]) -> SlotLayout:
+        needed = [(number, whole(self._specs[number].shape)) for number in group if _size(self._specs[number])]
+        return lay_out(self._recorded, [needed])
+
+    def _open(self, size: int) -> None:
+        """Sources that bring what they read into a buffer of so many bytes."""
+        if self._sources is not None and len(self._buffer) >= size:
+            return
+        self.close()
+        self._buffer = torch.empty(size, dtype=torch.uint8)
+        readers = {name: each for name, each in all_transports(relay=True).items() if name != UCX}
+        host = this_host()
+        self._sources = Sources(self._recorded, self._tables, readers, host, landing=self._buffer)
+
+    def _bring(self, layout: SlotLayout) -> None:
+        if not layout.atoms:
+            return
+        if self._sources is None:
+            raise precondition("the reader was closed while its tensors were given: ask for the others anew")
+        filling = Filling(layout, self._at, self._sources)
+        filling.check()
+        filled = filling.run(self._recorded, time.monotonic() + self._deadlines.fill)
+        if filled.missing:
+            raise CkptEngineError(filled.missing[0].problem)
+
+    def _at(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._buffer[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+
+    def _assembled(self, number: int, atoms: Sequence[RelayAtom]) -> torch.Tensor:
+        spec = self._specs[number]
+        found = torch.empty(tuple(spec.shape), dtype=torch_dtype(spec.dtype))
+        for atom in atoms:
+            part = tuple(slice(start, stop) for start, stop in zip(atom.box.start, atom.box.stop, strict=True))
+            found[part].copy_(self._at(atom.offset, atom.box.shape, found.dtype))
+        return found
+
+
+def _size(spec: TensorSpec) -> int:
+    return prod(spec.shape) * itemsize(spec.dtype)
+
+
+def _blob(stub: Any, ref: manager_pb2.BlobRef, seconds: float) -> bytes:
+    """Raises grpc.RpcError, and DATA_LOSS for other bytes."""
+    data = b"".join(chunk.data for chunk in stub.GetBlob(ref, timeout=seconds))
+    if blob_ref(data) != ref:
+        raise data_loss(f"a blob of {ref.size} bytes arrived as {len(data)} other bytes")
+    return data
+
+
+def _parsed(kind: type[MessageT], data: bytes) -> MessageT:
+    try:
+        return kind.FromString(data)
+    except DecodeError as failed:
+        raise data_loss(f"a {kind.DESCRIPTOR.name} of {len(data)} bytes cannot be read") from failed

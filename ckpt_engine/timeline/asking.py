@@ -1,0 +1,69 @@
+"""Asks a manager how an update went: its report, and where workers are."""
+
+from __future__ import annotations
+
+import grpc
+
+from ckpt_engine.client import error_of, manager_stub, open_channel
+from ckpt_engine.core.problems import CkptEngineError, deadline, invalid, not_found
+from ckpt_engine.timeline.predicted import Whereabouts
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+ASK_SECONDS = 10.0
+"""How long one answer may take; an update that still goes on is not waited for unless somebody asks for that."""
+
+LOOK_SECONDS = 1.0
+
+
+async def report_of(
+    manager: str, version: int, lineage: str = "", wait: float | None = None
+) -> tuple[manager_pb2.UpdateReport, Whereabouts]:
+    """The report of the last update to a version, and where its workers are now.
+
+    lineage: empty: the only one of which the manager knows such an update, among those of trainers, relays and replicas
+    that it knows. wait: seconds for an update that goes on. Raises CkptEngineError: what the manager answers;
+    INVALID_ARGUMENT if several lineages have that version; NOT_FOUND if none has; DEADLINE_EXCEEDED if it goes on.
+    """
+    seconds = LOOK_SECONDS if wait is None else wait
+    async with open_channel(manager) as channel:
+        stub = manager_stub(channel)
+        try:
+            status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=ASK_SECONDS)
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+        names = [lineage] if lineage else lineages_of(status)
+        if not names:
+            raise not_found("it knows no lineage now: name the one that you mean with --lineage")
+        found: list[manager_pb2.UpdateReport] = []
+        unknown: list[str] = []
+        for name in names:
+            request = manager_pb2.WaitForUpdateRequest(lineage=name, version=version, timeout_seconds=seconds)
+            try:
+                found.append(await stub.WaitForUpdate(request, timeout=seconds + ASK_SECONDS))
+            except grpc.RpcError as error:
+                unknown.append(_unknown(error, wait))
+    if not found:
+        among = "" if lineage else "; a lineage of which nobody is connected is named with --lineage"
+        raise not_found(f"{'; '.join(unknown)}{among}")
+    if len(found) > 1:
+        several = ", ".join(repr(report.identity.lineage) for report in found)
+        raise invalid(f"version {version} is one of several lineages: name one of {several} with --lineage")
+    return found[0], Whereabouts.of(status)
+
+
+def lineages_of(status: manager_pb2.GetStatusResponse) -> list[str]:
+    """The lineages that anybody has whom the manager knows."""
+    names = {trainer.lineage for trainer in status.trainers} | {status.latest.lineage}
+    names |= {replica.identity.lineage for replica in status.replicas}
+    names |= {held.lineage for holder in status.holders for held in holder.held}
+    return sorted(names - {""})
+
+
+def _unknown(failed: grpc.RpcError, wait: float | None) -> str:
+    """Why there is no such update; raises what is another reason for having no report."""
+    error = error_of(failed)
+    if error.problem.code == weights_pb2.Problem.NOT_FOUND:
+        return error.problem.message
+    if error.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED and wait is None:
+        raise deadline(f"{error.problem.message}; --wait SECONDS waits for its end") from error
+    raise CkptEngineError(error.problem) from failed

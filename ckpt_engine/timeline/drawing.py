@@ -1,0 +1,244 @@
+"""One update, from its report, as tracks: manager, trainers, relays, agents, workers, and the bytes between them. Pure.
+
+What a member of an older version does not tell is drawn from its durations and says so.
+"""
+
+from __future__ import annotations
+
+from ckpt_engine.core.enums import enum_word
+from ckpt_engine.timeline.clocks import Aligned, Window, aligned, guessed
+from ckpt_engine.timeline.told import believable
+from ckpt_engine.timeline.tracks import Arrow, Slice, Timeline, Track
+from ckpt_engine.v1 import manager_pb2
+
+MANAGER = "manager"
+KEPT = "weights stay as they were sealed"
+HOLDS = "holds the version"
+
+_AGENTS = {
+    manager_pb2.PLAN: "look, fetch the plan",
+    manager_pb2.READY: "workers get ready",
+    manager_pb2.QUIESCE: "quiesce",
+    manager_pb2.TRANSFER: "workers install",
+    manager_pb2.VERIFY: "look at the state words",
+    manager_pb2.RESUME: "resume",
+}
+"""What an agent does in each stage."""
+
+_INSTALLING = {_AGENTS[manager_pb2.TRANSFER], "transfer", "install", "verify"}
+"""Meanwhile its workers install. The last three: of an agent that tells only what these took the slowest of them."""
+
+
+def draw(report: manager_pb2.UpdateReport) -> Timeline:
+    """All tracks of an update that has ended. What a member tells that cannot be is not drawn, and named in `odd`."""
+    report, odd = believable(report)
+    drawing = _Drawing(report)
+    drawing.timeline.odd += odd
+    drawing.manager()
+    for source in report.timeline.sources:
+        drawing.source(source)
+    for relay in sorted(report.relays, key=lambda relay: (relay.stage, relay.relay)):
+        drawing.relay(relay)
+    for relay in report.relays:
+        for brought in relay.filled.brought:
+            drawing.brought(relay, brought)
+    for outcome in report.replicas:
+        drawing.replica(outcome)
+    return drawing.timeline
+
+
+def name_of_worker(rank: int) -> str:
+    """The name of its thread."""
+    return f"worker {rank}"
+
+
+class _Drawing:
+    def __init__(self, report: manager_pb2.UpdateReport) -> None:
+        self._report = report
+        self._began = report.timeline.began
+        identity = report.identity
+        self.timeline = Timeline(
+            about={
+                "lineage": identity.lineage,
+                "version": identity.version,
+                "root": identity.root.hex(),
+                "epoch": report.fence.epoch,
+                "cluster": report.fence.cluster,
+            }
+        )
+        self._phases = _phases(report)
+        self._filled: dict[str, Track] = {}
+
+    def manager(self) -> None:
+        """The manager's phases."""
+        report, track = self._report, self.timeline.track(MANAGER, "update")
+        begin = min((window.begin for _, window in self._phases), default=0.0)
+        whole = track.slice(
+            f"update to version {report.identity.version}",
+            begin,
+            report.seconds,
+            {**self.timeline.about, "ok": report.ok, "bytes": report.bytes},
+        )
+        for name, window in self._phases:
+            whole.part(name, window.begin, window.end)
+
+    def source(self, told: manager_pb2.Timeline.Source) -> None:
+        """How one source sealed."""
+        within = self._window("sealing")
+        seconds = told.copy_seconds + told.digest_seconds
+        span, clock = self._aligned(told.span, told.HasField("span"), seconds, within)
+        process, window = told.source, clock.window(span)
+        if told.source.startswith("rank "):
+            process = f"trainer {told.source}"
+        track = self.timeline.track(process, "weights")
+        self.timeline.clocks[process] = (clock.error, clock.by)
+        whole = track.slice("seal", window.begin, window.end, {"host": told.host, **_said(clock)})
+        digested = clock.at(told.digested) if told.digested and told.HasField("span") else None
+        whole.backwards([("copy", told.copy_seconds), ("digest", told.digest_seconds)], digested)
+        track.slice(KEPT, window.end, self._report.seconds)
+        self._filled[told.source] = track
+
+    def relay(self, told: manager_pb2.RelayReport) -> None:
+        """How a relay was filled."""
+        filled = told.filled
+        track = self._filled[told.relay] = self.timeline.track(told.relay, "memory")
+        if not told.HasField("filled") or filled.HasField("problem"):
+            within = self._window("filling")
+            why = filled.problem.message if told.HasField("filled") else "it did not answer"
+            track.slice("is not filled", within.begin, within.end, {"problem": why})
+            return
+        seconds = filled.wait_seconds + filled.fill_seconds
+        span, clock = self._aligned(filled.span, filled.HasField("span"), seconds, self._window("filling"))
+        window = clock.window(span)
+        self.timeline.clocks[told.relay] = (clock.error, clock.by)
+        numbers = {"bytes": filled.bytes, "cells_read_again": filled.again, "wave": told.stage}
+        whole = track.slice("fill", window.begin, window.end, {**numbers, **_said(clock)})
+        if seconds <= span.seconds:
+            whole.backwards([("wait for readers", filled.wait_seconds), ("read and digest", filled.fill_seconds)])
+        else:
+            whole.part("was filled before", window.begin, window.end, {"seconds": seconds})
+        track.slice(HOLDS, window.end, self._report.seconds)
+
+    def brought(self, told: manager_pb2.RelayReport, brought: manager_pb2.RelayFilled.Brought) -> None:
+        """Bytes that it was filled with."""
+        track = self._filled[told.relay]
+        self._arrow(brought.source, track, track.slices[0], {"bytes": brought.bytes, "source": brought.source})
+
+    def replica(self, outcome: manager_pb2.ReplicaOutcome) -> None:
+        """How a replica was installed."""
+        process = f"replica {outcome.replica}"
+        track = self.timeline.track(process, "agent")
+        said = enum_word(manager_pb2.Outcome, outcome.outcome)
+        args = {"outcome": said} | ({"problem": outcome.problem.message} if outcome.HasField("problem") else {})
+        within = self._window("installing")
+        if not outcome.sync_seconds:
+            name = "is not reached" if said == "not_reached" else "is left as it is"
+            track.slice(name, within.begin, within.end, args)
+            return
+        span, clock = self._aligned(outcome.span, outcome.HasField("span"), outcome.sync_seconds, within)
+        window = clock.window(span)
+        self.timeline.clocks[process] = (clock.error, clock.by)
+        numbers = {"bytes": outcome.bytes, "pause_seconds": outcome.pause_seconds}
+        whole = track.slice("install", window.begin, window.end, {**args, **numbers, **_said(clock)})
+        installs = _agents_steps(outcome, whole)
+        self._pause(outcome, whole)
+        for worker in outcome.workers:
+            self._worker(outcome, worker, clock, installs)
+
+    def _pause(self, outcome: manager_pb2.ReplicaOutcome, whole: Slice) -> None:
+        if outcome.pause_seconds <= 0:
+            return
+        begin = whole.end - outcome.pause_seconds  # a little late: what follows the resuming is not known
+        if outcome.HasField("pause_after"):
+            begin = whole.begin + outcome.pause_after
+        paused = self.timeline.track(f"replica {outcome.replica}", "engine")
+        paused.slice("paused", begin, min(begin + outcome.pause_seconds, whole.end))
+
+    def _worker(
+        self, outcome: manager_pb2.ReplicaOutcome, told: manager_pb2.WorkerReport, agent: Aligned, installs: Window
+    ) -> None:
+        steps = [
+            ("transfer", told.transfer_seconds),
+            ("install", told.install_seconds),
+            ("verify", told.verify_seconds),
+        ]
+        if told.HasField("span"):
+            begin = agent.at(told.span.begin)
+            window = Window(begin, begin + told.span.seconds)
+            said = {"clock_error_seconds": round(agent.error + told.span.error, 6), "clock_by": agent.by}
+        else:
+            span, clock = guessed(sum(seconds for _, seconds in steps), installs)
+            window, said = clock.window(span), _said(clock)
+        track = self.timeline.track(f"replica {outcome.replica}", name_of_worker(told.rank))
+        numbers = {"bytes": told.bytes, "tensors": told.tensors, "copies": told.copies}
+        verified = {"verified": told.verified, "verified_as_loaded": told.verified_as_loaded}
+        problem = {"problem": told.problem.message} if told.HasField("problem") else {}
+        whole = track.slice("install", window.begin, window.end, {**numbers, **verified, **problem, **said})
+        whole.backwards(steps)
+        reads = next((part for part in whole.parts if part.name == "transfer"), whole)
+        for edge in outcome.edges:
+            if edge.worker_rank == told.rank:
+                args = {"bytes": edge.bytes, "transport": edge.transport, "source": edge.source, "why": edge.reason}
+                self._arrow(_source_of(edge), track, reads, args)
+
+    def _arrow(self, source: str, target: Track, reads: Slice, args: dict[str, object]) -> None:
+        """An arrow from where the bytes lie when they begin to be read to the middle of what reads them."""
+        track = self._filled.get(source)
+        if track is None:  # of a version that was sealed before
+            track = self._filled[source] = self.timeline.track(source, "weights")
+            track.slice(KEPT, min(0.0, reads.begin), max(self._report.seconds, reads.end))
+        left = track.near(reads.begin)
+        arrived = max(left, (reads.begin + reads.end) / 2)  # what is read was sealed before, whatever clocks say
+        self.timeline.arrows.append(Arrow(track, left, target, arrived, args))
+
+    def _aligned(
+        self, span: manager_pb2.Span, told: bool, seconds: float, within: Window
+    ) -> tuple[manager_pb2.Span, Aligned]:
+        return (span, aligned(span, within, self._began)) if told else guessed(seconds, within)
+
+    def _window(self, phase: str) -> Window:
+        """The window from the first to the last time that the manager was in it; of a manager that does not say, the
+        whole."""
+        found = [window for name, window in self._phases if name == phase]
+        if not found:
+            return Window(0.0, self._report.seconds)
+        return Window(found[0].begin, found[-1].end)
+
+
+def _phases(report: manager_pb2.UpdateReport) -> list[tuple[str, Window]]:
+    """The phases in their order. Of an older manager those two that its seconds tell."""
+    told = report.timeline.phases
+    if not told:
+        planned = sum(each.seconds for each in report.stages if each.stage == manager_pb2.PLAN)
+        least = max((outcome.sync_seconds for outcome in report.replicas), default=0.0)
+        planned = max(0.0, min(planned, report.seconds - least))
+        return [("planning", Window(0.0, planned)), ("installing", Window(planned, report.seconds))]
+    ends = [phase.after for phase in told[1:]] + [report.seconds]
+    return [(phase.name, Window(phase.after, max(phase.after, end))) for phase, end in zip(told, ends, strict=True)]
+
+
+def _agents_steps(outcome: manager_pb2.ReplicaOutcome, whole: Slice) -> Window:
+    """An agent's stages, and when its workers installed."""
+    steps: list[tuple[manager_pb2.Stage, float, float]] = []
+    if outcome.entered:
+        begins = [whole.begin + entered.after for entered in outcome.entered]
+        for entered, begin, end in zip(outcome.entered, begins, [*begins[1:], whole.end], strict=True):
+            steps.append((entered.stage, begin, end))
+    else:
+        at = whole.begin
+        for each in outcome.stages:
+            steps.append((each.stage, at, at + each.seconds))
+            at += each.seconds
+    for stage, begin, end in steps:
+        plain = enum_word(manager_pb2.Stage, stage)
+        whole.part(_AGENTS.get(stage, plain) if outcome.entered else plain, begin, end)
+    installs = [part for part in whole.parts if part.name in _INSTALLING]
+    return Window(installs[0].begin, installs[-1].end) if installs else Window(whole.begin, whole.end)
+
+
+def _source_of(edge: manager_pb2.EdgeReport) -> str:
+    return edge.source or (f"rank {edge.source_rank}" if edge.HasField("source_rank") else "an unknown source")
+
+
+def _said(clock: Aligned) -> dict[str, object]:
+    return {"clock_error_seconds": round(clock.error, 6), "clock_by": clock.by}

@@ -1,0 +1,169 @@
+"""What the stages of an update should have taken, by its bytes and by rates, beside what they took. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckpt_engine.core.prediction import FILL, SEAL, STAGES, Edge, Expected, Memory, Rates, Work, predict
+from ckpt_engine.report import stage_seconds
+from ckpt_engine.timeline.told import believable
+from ckpt_engine.timeline.tracks import Slice, Timeline
+from ckpt_engine.v1 import manager_pb2
+
+PROCESS = "prediction"
+
+_SHOWN = {
+    "plan": ("preparing", "planning"),
+    SEAL: ("copy", "digest"),
+    FILL: ("read and digest",),
+    "ready": ("workers get ready",),
+}
+"""What slices are called that are of a stage and do not have its name."""
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where workers are, as far as anybody knows. hosts: of replicas, by name. gpus: workers, by replica and rank, with
+    weights on GPUs."""
+
+    hosts: Mapping[str, str] = field(default_factory=dict)
+    gpus: Collection[tuple[str, int]] = frozenset()
+
+    @classmethod
+    def of(cls, status: manager_pb2.GetStatusResponse) -> Whereabouts:
+        """What the manager knows now: replicas may have left since."""
+        return cls(
+            {replica.name: replica.host.name or replica.name for replica in status.replicas},
+            {(replica.name, worker.rank) for replica in status.replicas for worker in replica.gpus if worker.gpus},
+        )
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One stage. expected: None: nothing is known that would predict it. fact: None: it did not happen, or nobody
+    told."""
+
+    stage: str
+    expected: Expected | None
+    fact: float | None
+
+
+def compared(report: manager_pb2.UpdateReport, rates: Rates, places: Whereabouts) -> list[Compared]:
+    """Stages of which something is known, in their order. Facts are of the slowest source, relay, replica or worker."""
+    report, _ = believable(report)
+    model = _model_bytes(report)
+    expected = predict(
+        rates,
+        sealed=_sealed(report, model),
+        copied=_sealed(report, sum(each.bytes for each in report.copied) or model * bool(report.source_copies)),
+        fills=_fills(report),
+        installs=[edge for outcome in report.replicas for edge in _edges(outcome, places)],
+        verified=_verified(report, places),
+    )
+    facts = _facts(report)
+    found = [Compared(stage, expected.get(stage), facts.get(stage)) for stage in STAGES]
+    return [each for each in found if each.expected is not None or each.fact is not None]
+
+
+def add_prediction(timeline: Timeline, stages: Sequence[Compared]) -> None:
+    """Two threads for each stage that is predicted: what it took, and what it should have, both from when it began."""
+    ends = [each.end for each in _wholes(timeline)]
+    for each in stages:
+        if each.expected is None:
+            continue
+        begin = _began(timeline, each.stage)
+        begin = max(ends, default=0.0) if begin is None else begin
+        fact, said = each.fact or 0.0, each.expected.seconds
+        timeline.track(PROCESS, f"{each.stage}: took").slice(each.stage, begin, begin + fact, {"seconds": fact})
+        shown = {"seconds": said, "because": each.expected.because}
+        timeline.track(PROCESS, f"{each.stage}: predicted").slice(each.stage, begin, begin + said, shown)
+
+
+def _began(timeline: Timeline, stage: str) -> float | None:
+    """When the first one began what is compared."""
+    wanted = _SHOWN.get(stage, (stage,))
+    begins = [part.begin for whole in _wholes(timeline) for part in whole.parts if part.name in wanted]
+    return min(begins, default=None)
+
+
+def _wholes(timeline: Timeline) -> list[Slice]:
+    return [each for track in timeline.tracks if track.process != PROCESS for each in track.slices]
+
+
+def _model_bytes(report: manager_pb2.UpdateReport) -> int:
+    """Bytes of what was sealed: nobody tells, but the most that one relay or replica has brought is not more."""
+    brought = [relay.filled.bytes for relay in report.relays]
+    return max([*brought, *(outcome.bytes for outcome in report.replicas)], default=0)
+
+
+def _sealed(report: manager_pb2.UpdateReport, total: int) -> list[Work]:
+    """An even share for each source."""
+    sources = report.timeline.sources
+    share = total // len(sources) if sources else 0
+    return [
+        Work(source.source, share, source.host or source.source, "gpu" if source.gpu else "host") for source in sources
+    ]
+
+
+def _fills(report: manager_pb2.UpdateReport) -> list[list[Edge]]:
+    """Wave by wave. Relays read other relays over the network, and all else on their host."""
+    waves: dict[int, list[Edge]] = {}
+    gpus = {source.source for source in report.timeline.sources if source.gpu}
+    for relay in report.relays:
+        for brought in relay.filled.brought:
+            near = "cuda_ipc" if brought.source in gpus else "shared_memory"
+            transport = "tcp" if brought.source.startswith("relay ") else near
+            hosts = (brought.source.removeprefix("relay "), relay.relay.removeprefix("relay "))
+            edge = Edge(brought.source, relay.relay, transport, brought.bytes, *hosts)
+            waves.setdefault(relay.stage, []).append(edge)
+    return [waves[wave] for wave in sorted(waves)]
+
+
+def _edges(outcome: manager_pb2.ReplicaOutcome, places: Whereabouts) -> list[Edge]:
+    host = places.hosts.get(outcome.replica, outcome.replica)
+    found = []
+    for edge in outcome.edges:
+        memory = _memory(outcome, edge.worker_rank, places)
+        same = "share GPU" in edge.reason
+        reader = f"{outcome.replica}, worker {edge.worker_rank}"
+        found.append(Edge(edge.source, reader, edge.transport, edge.bytes, edge.source, host, memory, same))
+    return found
+
+
+def _verified(report: manager_pb2.UpdateReport, places: Whereabouts) -> list[Work]:
+    found = []
+    for outcome in report.replicas:
+        host = places.hosts.get(outcome.replica, outcome.replica)
+        for worker in outcome.workers:
+            memory = _memory(outcome, worker.rank, places)
+            found.append(Work(f"{outcome.replica}, worker {worker.rank}", worker.bytes, host, memory))
+    return found
+
+
+def _memory(outcome: manager_pb2.ReplicaOutcome, rank: int, places: Whereabouts) -> Memory:
+    """Transports that reach GPUs only tell it too, of a replica that has left."""
+    reads = {edge.transport for edge in outcome.edges if edge.worker_rank == rank}
+    on_gpu = (outcome.replica, rank) in places.gpus or "cuda_ipc" in reads
+    return "gpu" if on_gpu else "host"
+
+
+def _facts(report: manager_pb2.UpdateReport) -> dict[str, float]:
+    """The facts of the slowest; of relays in several waves, from the first one's begin to the last one's end."""
+    slowest = stage_seconds(report.stages)
+    facts = {stage: seconds for stage, seconds in slowest.items() if stage in STAGES and stage != "plan"}
+    phases = report.timeline.phases
+    ends = [phase.after for phase in phases[1:]] + [report.seconds]
+    spent: dict[str, float] = {}
+    for phase, end in zip(phases, ends, strict=False):
+        spent[phase.name] = spent.get(phase.name, 0.0) + end - phase.after
+    if phases:
+        facts["plan"] = spent.get("preparing", 0.0) + spent.get("planning", 0.0)
+    sealed = [source.copy_seconds + source.digest_seconds for source in report.timeline.sources]
+    if sealed:
+        facts[SEAL] = max(sealed)
+    waves = {relay.stage for relay in report.relays}
+    if report.relays:
+        alone = max(relay.filled.fill_seconds for relay in report.relays)
+        facts[FILL] = alone if len(waves) == 1 else max(alone, spent.get("filling", 0.0))
+    return facts

@@ -1,0 +1,52 @@
+"""What members and the lead tell each other of a ballot, read from bytes that anybody on the network may have sent."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ckpt_engine.core.arming import Answer, Word
+
+_VERBS = frozenset({"ask", "vote", "give up", "leave", "done"})
+
+
+class Voted(NamedTuple):
+    """What a member says to the ballot of an epoch. until: of "vote". why, blamed: of "leave"."""
+
+    epoch: int
+    verb: str
+    until: float
+    why: str
+    blamed: tuple[str, ...]
+
+
+def voted(data: bytes) -> Voted:
+    """Raises ValueError for what no member of ours would say."""
+    try:
+        asked = json.loads(data)
+        found = Voted(
+            int(asked["epoch"]),
+            str(asked["verb"]),
+            float(asked.get("until", 0.0)),
+            str(asked.get("why", "")),
+            tuple(map(str, asked.get("blamed", ()))),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"nothing that is said to a ballot: {error}") from error
+    if found.verb not in _VERBS or not math.isfinite(found.until):
+        raise ValueError(f"nothing that is said to a ballot: {found.verb!r} until {found.until}")
+    return found
+
+
+def answer_of(told: Mapping[str, Any]) -> Answer:
+    """What the lead answers. Raises ValueError for what no lead of ours would."""
+    try:
+        clock = None if told["clock"] is None else float(told["clock"])
+        answer = Answer(Word(told["word"]), clock, bool(told["voted"]), bool(told["aborted"]), str(told["why"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"no answer of a ballot: {error}") from error
+    if clock is not None and not math.isfinite(clock):
+        raise ValueError(f"no answer of a ballot: its clock says {clock}")
+    return answer

@@ -1,0 +1,59 @@
+"""`status` says which GPUs trainer ranks and workers are on, as their hellos told them to the manager."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from ckpt_engine.commands import status as status_command
+from ckpt_engine.machines.events import Message, Peer
+from ckpt_engine.machines.manager.machine import ManagerMachine
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+TRAINERS, WORKERS, OTHERS = bytes(range(16)), bytes(range(16, 32)), bytes(range(32, 48))
+NAMED = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+
+
+def host(*uuids: bytes) -> weights_pb2.Host:
+    reach = [weights_pb2.GpuReach(uuid=OTHERS, link=weights_pb2.GpuReach.NVLINK)]
+    gpus = [weights_pb2.Gpu(uuid=uuid, name="NVIDIA H200", pci="0000:19:00.0", reach=reach) for uuid in uuids]
+    return weights_pb2.Host(boot_id="b", name="node-a", gpus=gpus)
+
+
+def told() -> manager_pb2.GetStatusResponse:
+    """Of a rank with a GPU, and a replica of which one worker was started anew since it told its GPU."""
+    machine = ManagerMachine("cluster", 0)
+    rank = manager_pb2.TrainerHello(lineage="run", rank=0, world_size=1, session_id="t", host=host(TRAINERS))
+    replica = manager_pb2.ReplicaHello(
+        name="rollout",
+        session_id="r",
+        agent_epoch=1,
+        mode=manager_pb2.STANDALONE,
+        host=host(),
+        engine=manager_pb2.Engine(kind="reference"),
+        workers=[manager_pb2.WorkerStatus(rank=number, boot_id=b"%d" % number) for number in range(2)],
+        prepared=[
+            manager_pb2.PreparedWorker(rank=0, boot_id=b"0", host=host(WORKERS)),
+            manager_pb2.PreparedWorker(rank=1, boot_id=b"before", host=host(OTHERS)),
+        ],
+    )
+    machine.handle(Message(Peer("1"), rank), 0.0)
+    machine.handle(Message(Peer("2"), replica), 0.0)
+    return machine.status()
+
+
+def test_the_status_names_the_gpus_of_ranks_and_workers() -> None:
+    found = status_command.as_dict(told())
+    assert found["trainers"][0]["gpus"] == [{"uuid": NAMED, "name": "NVIDIA H200", "pci": "0000:19:00.0"}]
+    first, second = (worker["gpus"] for worker in found["replicas"][0]["workers"])
+    assert [gpu["uuid"] for gpu in first] == ["GPU-10111213-1415-1617-1819-1a1b1c1d1e1f"]
+    assert second == [], "another process by now"
+
+
+def test_a_wide_terminal_shows_them_and_a_narrow_one_has_no_room() -> None:
+    for wide in (True, False):
+        console = Console(width=300 if wide else 80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        console.print(status_command.as_tables("127.0.0.1:50051", told(), wide))
+        text = console.export_text()
+        assert ("GPU-00010203 (NVIDIA H200)" in text) == wide
+        assert ("GPU-10111213 (NVIDIA H200)" in text) == wide
+        assert "GPU-20212223" not in text

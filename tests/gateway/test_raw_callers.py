@@ -1,0 +1,141 @@
+"""Callers of every kind on a real socket, byte for byte: old HTTP, chunks, pipelines, huge heads, and some who do not
+read what they asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from ckpt_engine.gateway.server import running_gateway
+from ckpt_engine.gateway.settings import Settings
+from ckpt_engine.http_server import HttpServer
+from tests.gateway.misbehaving import BODY, WHOLE, Engine, told, until
+
+ROUTE = b"POST /v1/completions HTTP/1.1"
+CONTENT = json.dumps(BODY).encode()
+STREAM = json.dumps({**BODY, "stream": True}).encode()
+
+
+@contextlib.asynccontextmanager
+async def serving(engine: Engine, **settings: Any) -> AsyncIterator[int]:
+    """The port of a gateway before this engine."""
+    async with contextlib.AsyncExitStack() as stack:
+        made = Settings(replicas=(engine.listen(stack),), probe=0.2, **settings)
+        gateway = await stack.enter_async_context(running_gateway(made))
+        bound = socket.create_server(("127.0.0.1", 0))
+        server = HttpServer(gateway.application(), made.security, 60)
+        task = asyncio.ensure_future(server.serve(sockets=[bound]))
+        try:
+            await until(lambda: not gateway.why_not_ready())
+            yield bound.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await task
+
+
+async def sent(port: int, data: bytes) -> bytes:
+    """All that comes back until the gateway closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(data)
+        async with asyncio.timeout(60):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+def request(content: bytes, *headers: bytes, line: bytes = ROUTE, last: bool = True) -> bytes:
+    named = [line, b"Host: x", b"Content-Length: %d" % len(content), *headers, *([b"Connection: close"] * last)]
+    return b"\r\n".join((*named, b"", content))
+
+
+def sound() -> Engine:
+    return Engine(lambda _number, body: told(body))
+
+
+async def test_a_stream_over_http_1_0_has_no_chunks() -> None:
+    async with serving(sound()) as port:
+        answer = await sent(port, request(STREAM, line=b"POST /v1/completions HTTP/1.0", last=False))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"chunked" not in head.lower()
+    events = body.decode().split("\n\n")
+    assert all(event.startswith("data: ") for event in events[:-1])
+    assert events[-2:] == ["data: [DONE]", ""]
+
+
+async def test_requests_one_after_the_other_without_waiting() -> None:
+    engine = sound()
+    async with serving(engine) as port:
+        answer = await sent(port, request(CONTENT, last=False) * 2 + request(CONTENT))
+    assert answer.count(b"HTTP/1.1 200 OK") == answer.count(json.dumps(WHOLE).encode()) == 3
+    assert len(engine.asked) == 3
+
+
+async def test_a_body_in_chunks() -> None:
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in CONTENT)
+    async with serving(sound()) as port:
+        head = b"\r\n".join((ROUTE, b"Host: x", b"Transfer-Encoding: chunked", b"Connection: close", b"", b""))
+        answer = await sent(port, head + chunks + b"0\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status", "said"),
+    [
+        (gzip.compress(CONTENT), [b"Content-Encoding: gzip"], 415, "content-encoding: gzip"),
+        (b"", [], 400, "there is no body"),
+        (b'{"prompt": [1, 2.5]}', [], 400, "number 1 of it is 2.5"),
+        (b'{"prompt": "' + b"\xe9" + b'"}', [], 400, "not JSON"),
+        (b"a" * 1001, [], 413, "--body-bytes"),
+    ],
+    ids=["compressed", "no body", "no id", "no UTF-8", "too large"],
+)
+async def test_what_cannot_be_read_is_refused(content: bytes, headers: list[bytes], status: int, said: str) -> None:
+    """And the connection is closed where more would follow."""
+    engine = sound()
+    async with serving(engine, body_bytes=1000) as port:
+        answer = await sent(port, request(content, *headers, last=status != 413))
+    assert answer.startswith(b"HTTP/1.1 %d " % status), answer
+    assert said in answer.decode()
+    assert not engine.asked
+
+
+async def test_a_head_without_end_is_not_kept() -> None:
+    engine = sound()
+    async with serving(engine) as port:
+        with contextlib.suppress(ConnectionResetError):  # it may close while the rest is on its way
+            answer = await sent(port, request(CONTENT, b"X: " + b"a" * (1 << 20)))
+            assert answer.startswith(b"HTTP/1.1 400 ")
+    assert not engine.asked
+
+
+@pytest.mark.slow
+async def test_callers_who_do_not_read_hold_their_engine_up_and_are_let_go() -> None:
+    """What the gateway keeps for one of them is bounded; the engine is free again after --idle-seconds."""
+    made, most = 0, 10_000
+
+    async def much(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        nonlocal made
+        for _ in range(most):
+            made += 1
+            await asyncio.sleep(0)  # an engine makes one token after the other
+            yield b"data: " + json.dumps({"choices": [{"text": "a" * 65536, "token_ids": [1]}]}).encode() + b"\n\n"
+
+    engine = Engine(lambda _number, body: much(body))
+    asks = json.dumps({**BODY, "max_tokens": most, "stream": True}).encode()
+    async with serving(engine, idle=1.0) as port:
+        callers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        for _, writer in callers:
+            writer.write(request(asks))
+        await until(lambda: engine.inside > 0)
+        await until(lambda: engine.inside == 0)
+        assert made < most
+        for _, writer in callers:
+            writer.close()

@@ -1,0 +1,336 @@
+"""The page at `/` and what it asks for, as far as no browser is needed: who may read and change what, what is sent."""
+
+from __future__ import annotations
+
+import json
+import re
+import ssl
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+import trustme
+from scripted_members import ScriptedReplica, ScriptedTrainer, some_weights, stub_at, true
+from test_security import Keys, token
+from test_updates import one_update, refused
+
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.manager import kept_views
+from ckpt_engine.manager.blobs import BlobStore
+from ckpt_engine.manager.http_page import FILES
+from ckpt_engine.manager.kept_views import Lines
+from ckpt_engine.manager.ledger import Ledger, Record
+from ckpt_engine.manager.metrics import Metrics
+from ckpt_engine.manager.page_views import UpdateLine, percentile
+from ckpt_engine.manager.service import ManagerConfig, ManagerServer
+from ckpt_engine.manager.update_views import Update
+from ckpt_engine.security.grants import Caller
+from ckpt_engine.security.server import ServerSecurity
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
+
+EVIL = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture
+def config(config: ManagerConfig) -> ManagerConfig:
+    """Scripted members do not beat."""
+    return replace(config, deadlines=replace(config.deadlines, lease=600.0))
+
+
+@pytest.fixture
+async def client(manager: ManagerServer) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"http://{manager.http_address}", timeout=10, trust_env=False) as made:
+        yield made
+
+
+# -- what is sent
+
+
+def test_the_page_has_no_script_of_its_own_and_asks_nobody_else() -> None:
+    folder = files("ckpt_engine.manager") / "page"
+    assert {each.name for each in folder.iterdir()} == {name for name, _ in FILES.values()}
+    for each in folder.iterdir():
+        text = each.read_text()
+        assert len(text.splitlines()) <= 400, each.name
+        outside = set(re.findall(r"https?://[\w.]+", text)) - {"http://www.w3.org"}
+        assert not outside, each.name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(", text), (
+            each.name
+        )
+        assert not re.search(r"localStorage|sessionStorage|indexedDB|document\.cookie|EventSource", text), each.name
+    page = (folder / "index.html").read_text()
+    assert not re.search(r"<style|style=|\son\w+=|javascript:", page)
+    assert re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL) == [""]
+
+
+async def test_every_answer_says_what_a_browser_may_not_do(client: httpx.AsyncClient) -> None:
+    for route in (*FILES, "/v1/overview", "/v1/history", "/healthz", "/metrics", "/docs", "/nowhere", "/openapi.json"):
+        answer = await client.get(route)
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy, route
+        assert "frame-ancestors 'none'" in policy, route
+        scripts = re.search(r"script-src ([^;]*)", policy)
+        assert scripts is None or "unsafe" not in scripts[1], route
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+        assert answer.headers["cross-origin-resource-policy"] == "same-origin"
+        assert answer.headers["cache-control"] == "no-store"
+        assert "set-cookie" not in answer.headers
+        assert "access-control-allow-origin" not in answer.headers
+    page = await client.get("/", headers={"Host": "evil.example"})
+    assert (page.status_code, page.headers["x-content-type-options"]) == (403, "nosniff")
+
+
+async def test_the_interface_is_grouped_and_described(client: httpx.AsyncClient) -> None:
+    told = (await client.get("/openapi.json")).json()
+    groups = {tag["name"]: tag["description"] for tag in told["tags"]}
+    assert set(groups) == {"look", "update", "operate", "watch"}
+    assert all(groups.values())
+    assert "bearer" in told["info"]["description"].lower()
+    for path, methods in told["paths"].items():
+        for method, route in methods.items():
+            assert len(route["tags"]) == 1, path
+            assert set(route["tags"]) <= set(groups), path
+            assert route["summary"], path
+            assert (method == "get") == (route["tags"][0] in ("look", "watch")), path
+
+
+# -- who may ask
+
+
+async def test_a_strangers_name_that_leads_here_neither_reads_nor_changes(
+    client: httpx.AsyncClient, stub: CheckpointEngineManagerStub, manager: ManagerServer
+) -> None:
+    """The attack as a browser makes it: to it, it is the page's own server, so the Origin agrees with the Host."""
+    replica = ScriptedReplica(stub, "one")  # which is connected as long as there is this object
+    await replica.open()
+    rebound = {"Host": "evil.example:8080", "Origin": "http://evil.example:8080", "Sec-Fetch-Site": "same-origin"}
+    for route in ("/", "/page/page.js", "/v1/overview", "/v1/replicas", "/v1/history", "/metrics", "/healthz", "/docs"):
+        answer = await client.get(route, headers=rebound)
+        assert answer.status_code == 403, route
+        assert "one" not in answer.text.replace("none", ""), route
+    assert (await client.post("/v1/replicas/one/evict", json={}, headers=rebound)).status_code == 403
+    forged = {"Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site"}
+    for headers in (forged, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
+        assert (await client.post("/v1/replicas/one/evict", json={}, headers=headers)).status_code == 403
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    for headers in (form, {"content-type": "text/plain"}, {}):
+        assert (await client.post("/v1/replicas/one/evict", content=b"{}", headers=headers)).status_code in (400, 422)
+    assert [each.name for each in manager.status().replicas] == ["one"]
+    ours = {"Origin": f"http://{manager.http_address}", "Sec-Fetch-Site": "same-origin"}
+    assert (await client.post("/v1/replicas/one/evict", json={}, headers=ours)).json() == {"was_connected": True}
+    assert not manager.status().replicas
+
+
+async def test_beyond_loopback_a_strangers_name_reads_nothing_unless_callers_are_asked(config: ManagerConfig) -> None:
+    open_to_all = replace(
+        config,
+        http="0.0.0.0:0",
+        security=ServerSecurity(insecure=True),
+        advertise="manager.example.com",
+        http_names=("Node7.hpc.uni.edu",),
+    )
+    async with ManagerServer(open_to_all) as server:
+        port = server.http_address.rpartition(":")[2]
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+            answer = await client.get("/v1/overview", headers={"Host": "evil.example"})
+            assert answer.status_code == 403
+            assert "start it with --http-name evil.example" in answer.json()["detail"]
+            for host in ("127.0.0.1", "manager", "manager.example.com:1", "node7.hpc.uni.edu:8080"):
+                answer = await client.get("/v1/overview", headers={"Host": host})
+                assert answer.status_code == 200, host
+            assert answer.json()["manager"] == f"manager.example.com:{server.address.rpartition(':')[2]}"
+            for route in ("/healthz", "/metrics"):
+                assert (await client.get(route, headers={"Host": "evil.example"})).status_code == 200, route
+                assert (await client.post(route, headers={"Host": "evil.example"})).status_code == 403, route
+            through = {"Host": "127.0.0.1", "Origin": "https://node7.hpc.uni.edu", "Sec-Fetch-Site": "same-origin"}
+            for origin, status in ((through["Origin"], 404), ("https://evil.example", 403)):
+                headers = {**through, "Origin": origin}
+                assert (await client.post("/v1/replicas/no/evict", json={}, headers=headers)).status_code == status
+
+
+async def test_the_page_is_open_and_its_facts_want_a_token(config: ManagerConfig, tmp_path: Path) -> None:
+    keys = Keys(tmp_path, trustme.CA())
+    asking = replace(config, security=ServerSecurity(*keys.issue("server"), tokens=keys.tokens))
+    async with ManagerServer(asking) as server:
+        context = ssl.create_default_context(cafile=keys.authority_file)
+        async with httpx.AsyncClient(base_url=f"https://{server.http_address}", verify=context) as client:
+
+            async def sent(method: str, route: str, role: str, **more: Any) -> httpx.Response:
+                shown = {"Authorization": f"Bearer {token(role)}"}
+                return await client.request(method, route, headers=shown, **more)
+
+            for route in FILES:
+                assert (await client.get(route)).status_code == 200, route
+            for route in ("/v1/overview", "/v1/history", "/page/", "/page/../v1/overview", "/page/other.js"):
+                assert (await client.get(route)).status_code == 401, route
+            for role, may in (("viewer", False), ("replica", False), ("trainer", False), ("operator", True)):
+                told = (await sent("GET", "/v1/overview", role)).json()
+                assert told["asker"]["operates"] is may, role
+                assert token(role) not in str(told)
+                for what in ("retry", "evict"):
+                    answer = await sent("POST", f"/v1/replicas/one/{what}", role, json={})
+                    assert answer.status_code == (404 if may else 403), (role, what)
+            assert (await client.post("/v1/replicas/one/evict", json={})).status_code == 401
+
+
+# -- what it is told
+
+
+async def test_operators_retry_and_evict(
+    client: httpx.AsyncClient, stub: CheckpointEngineManagerStub, manager: ManagerServer
+) -> None:
+    for name in ("a/b", EVIL):
+        replica = ScriptedReplica(stub, name)
+        await replica.open()
+        path = f"/v1/replicas/{name.replace('/', '%2F')}"
+        assert (await client.get(path)).json()["name"] == name
+        answer = await client.post(f"{path}/retry", json={})
+        assert answer.status_code in (200, 409), answer.text
+        assert answer.json().get("message") or answer.json()["detail"]
+        assert (await client.post(f"{path}/retry", json={"reason": "x"})).status_code == 422
+        assert (await client.post(f"{path}/evict", json={"reason": "x" * 501})).status_code == 422
+        answer = await client.post(f"{path}/evict", json={"reason": f"because of {EVIL}"})
+        assert answer.json() == {"was_connected": True}
+        told = await replica.stream.until(manager_pb2.Refused)
+        assert f"was evicted by an operator: because of {EVIL}" in told.problem.message
+    assert not manager.status().replicas
+
+
+async def test_an_overview_says_who_lags_and_who_is_waited_for(
+    client: httpx.AsyncClient,
+    stub: CheckpointEngineManagerStub,
+    manager: ManagerServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kept_views, "OVERVIEW_SECONDS", 0.0)
+
+    async def lines() -> dict[str, Any]:
+        return {each["name"]: each for each in (await client.get("/v1/overview")).json()["replicas"]}
+
+    empty = (await client.get("/v1/overview")).json()
+    assert (empty["phase"], empty["replicas"], empty["runs"], empty["refused"]) == ("idle", [], [], 0)
+    assert empty["manager"] == manager.address
+    trainer = ScriptedTrainer(stub, lineage=EVIL)
+    replicas = [ScriptedReplica(stub, name) for name in (EVIL, "b")]
+    await trainer.join(some_weights())
+    await refused(trainer.update(timeout_seconds=3.0))  # there is no replica
+    for replica in replicas:
+        await replica.open()
+    await one_update([trainer], replicas, prepares=True)
+    assert {name: (each["state"], each["lag"]) for name, each in (await lines()).items()} == {
+        EVIL: ("serving", 0),
+        "b": ("serving", 0),
+    }
+
+    call = trainer.update()
+    await true(lambda: list(manager.status().waiting_for) == ["rank 0"], "the rank is waited for")
+    await trainer.seal()
+    await replicas[0].install()
+    await true(lambda: list(manager.status().waiting_for) == ["replica b"], "one replica is waited for")
+    told = (await client.get("/v1/overview")).json()
+    assert told["phase"].endswith("installing")
+    assert told["waiting_for"] == ["replica b"]
+    assert (await lines())["b"]["state"] == "updating"
+    assert ((await lines())["b"]["lag"], (await lines())[EVIL]["lag"]) == (1, 0)
+    replicas[1].workers[0].state = manager_pb2.DIRTY
+    reason = f"worker 0 is dirty: {EVIL}"
+    order = await replicas[1].stream.until(manager_pb2.Install)
+    outcome = manager_pb2.ReplicaOutcome(replica="b", fence=order.fence, outcome=manager_pb2.QUARANTINED)
+    outcome.problem.message = reason
+    await replicas[1].stream.send(outcome=outcome)
+    await call
+    closed = manager_pb2.ReplicaHeartbeat(sequence=2, workers=replicas[1].workers, closed_reason=reason)
+    await replicas[1].stream.send(heartbeat=closed)
+    await true(lambda: not manager.status().replicas[1].serving, "it is closed")
+    shown = (await lines())["b"]
+    assert (shown["state"], shown["reason"], shown["identity"]) == ("quarantined", reason, None)
+
+    history = (await client.get("/v1/history")).json()
+    newest = history["updates"][0]
+    assert newest["identity"]["lineage"] == EVIL
+    assert newest["outcomes"] == {"new_serving": 1, "quarantined": 1}
+    assert newest["pauses"] == {"replicas": 1, "p50": 0.01, "p99": 0.01, "longest": 0.01}
+    assert [(each["replica"], each["message"]) for each in newest["problems"]] == [("b", reason)]
+    assert "start some with `ckpt-engine replica`" in history["refused"][0]["problem"]["message"]
+    whole = (await client.get(f"/v1/updates/{newest['epoch']}")).json()["report"]
+    assert whole["replicas"][0]["edges"][0]["transport"] == "shared_memory"
+    assert whole["prefetch"] == "no relay has a session with this manager"
+    assert (await client.get("/v1/overview")).json()["refused"] == 1
+
+
+def test_percentiles_are_of_what_was_measured() -> None:
+    assert [percentile([1.0], part) for part in (0.5, 0.99)] == [1.0, 1.0]
+    assert [percentile([1.0, 2.0, 3.0, 4.0], part) for part in (0.5, 0.99)] == [2.0, 4.0]
+    hundred = [float(each) for each in range(1, 101)]
+    assert (percentile(hundred, 0.5), percentile(hundred, 0.99), percentile([*hundred, 200.0], 0.99)) == (50, 99, 100)
+
+
+async def test_a_manager_that_stops_operates_no_more(config: ManagerConfig) -> None:
+    async with ManagerServer(config) as server, stub_at(server.address) as stub:
+        replica = ScriptedReplica(stub, "one")
+        await replica.open()
+        await server.stop()
+        with pytest.raises(CkptEngineError, match="the manager is stopping"):
+            await server.operate(manager_pb2.EvictReplicaRequest(name="one"))
+
+
+def test_values_that_only_a_newer_agent_has_are_named_by_their_number() -> None:
+    report = manager_pb2.UpdateReport()
+    report.stages.add(stage=cast(Any, 99), seconds=1.0)
+    report.replicas.add(replica="newer", outcome=cast(Any, 77))
+    report.replicas[0].problem.code = cast(Any, 88)
+    report.replicas[0].stages.add(stage=cast(Any, 99), seconds=1.0)
+    record = Record(1, weights_pb2.Identity(lineage="run"), 0.0, report)
+    line, whole = UpdateLine.of(record), Update.of(record)
+    assert (line.stages, line.outcomes, line.problems[0].code) == ({"unknown_99": 1.0}, {"unknown_77": 1}, "UNKNOWN_88")
+    assert whole.report is not None
+    assert (whole.report.replicas[0].outcome, whole.report.replicas[0].stages) == ("unknown_77", {"unknown_99": 1.0})
+    metrics = Metrics(manager_pb2.GetStatusResponse, BlobStore(1, 1))
+    metrics.report(report)
+    assert 'ckpt_engine_replica_outcomes_total{outcome="unknown"} 1.0' in metrics.exposition().decode()
+
+
+async def test_an_overview_is_built_once_for_all_who_ask_and_says_who_asks(manager: ManagerServer) -> None:
+    now = [100.0]
+    overviews = kept_views.Overviews(manager, lambda: now[0])
+
+    def told(caller: Caller) -> dict[str, Any]:
+        overview: dict[str, Any] = json.loads(overviews.told(caller))
+        asker = overview.pop("asker")
+        assert (asker["who"], asker["operates"]) == (caller.who, caller.may_any("operator"))
+        return overview
+
+    one, other = Caller("one", ()), Caller("other", everything=True)
+    first = told(one)
+    now[0] += 0.4
+    assert told(other) == first
+    now[0] += 0.2
+    assert told(one)["now"] > first["now"]
+
+
+async def test_lines_of_reports_are_kept_until_they_are_corrected(tmp_path: Path) -> None:
+    ledger = await Ledger.open(tmp_path / "ledger")
+    try:
+        lines = Lines(ledger)
+        identity = weights_pb2.Identity(lineage="run", root=b"r")
+        await ledger.record_intent(1, identity)
+        assert [each.ok for each in await lines.newest(9)] == [None]
+        report = manager_pb2.UpdateReport(identity=identity)
+        report.fence.epoch = 1
+        await ledger.record_outcome(report)
+        (first,) = await lines.newest(9)
+        assert first.ok is False
+        (again,) = await lines.newest(9)
+        assert again is first
+        assert [each.report for each in await ledger.history(None, 9, [1])] == [None]
+        report.ok = True
+        await ledger.record_outcome(report)
+        assert [each.ok for each in await lines.newest(9)] == [True]
+    finally:
+        await ledger.close()
