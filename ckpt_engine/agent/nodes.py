@@ -23,8 +23,11 @@ TOKEN_BYTES = 32
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """nodes: of the engine; 1: it does not span nodes. leader: HOST:PORT at which the agent of node 0 listens for the
-    others, equal on all nodes. token: file with the secret that all nodes share; none: loopback only."""
+    """Which node of an engine this agent is beside, and where the agents meet.
+
+    nodes: of the engine; 1: it does not span nodes. leader: HOST:PORT at which the agent of node 0 listens for the
+    others, equal on all nodes. token: file with the secret that all nodes share; none: loopback only.
+    """
 
     nodes: int = 1
     rank: int = 0

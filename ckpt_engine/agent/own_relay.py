@@ -26,7 +26,10 @@ MOST_SECONDS = 60.0
 
 
 class OwnRelay:
-    """options: of `ckpt-engine relay`. say: gets one plain line an event."""
+    """The relay that an agent starts where the host has none (`replica --relay auto`).
+
+    options: of `ckpt-engine relay`. say: gets one plain line an event.
+    """
 
     def __init__(self, options: Sequence[str], deadlines: Deadlines, say: Callable[[str], None]) -> None:
         self._options = tuple(options)

@@ -53,8 +53,11 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """members: of the communicator, in the order of their ranks in it. steps: of each member, by round. slots: how many
-    each member uses. slot_bytes: of one slot."""
+    """Who sends which bucket to whom in which round, and the memory that this takes.
+
+    members: of the communicator, in the order of their ranks in it. steps: of each member, by round. slots: how many
+    each member uses. slot_bytes: of one slot.
+    """
 
     members: tuple[Member, ...]
     buckets: tuple[Bucket, ...]

@@ -35,8 +35,11 @@ class Reader(NamedTuple):
 
 
 class Together(NamedTuple):
-    """members: in the order of their ranks in the communicator, the lead first. refused: replicas that take no part,
-    and why."""
+    """The members of one collective.
+
+    members: in the order of their ranks in the communicator, the lead first. refused: replicas that take no part,
+    and why.
+    """
 
     members: tuple[Member, ...]
     refused: Mapping[str, Problem]

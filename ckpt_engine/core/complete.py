@@ -14,7 +14,9 @@ from ckpt_engine.v1.weights_pb2 import Manifest, WorkerNeeds
 
 
 def check_complete(manifest: Manifest, workers: Sequence[WorkerNeeds], replica: str) -> None:
-    """workers: all of `replica`, in any order.
+    """Checks that the workers of one replica together load every tensor.
+
+    workers: all of `replica`, in any order.
 
     Raises INVALID_ARGUMENT naming the tensors that each worker leaves to the others.
     """

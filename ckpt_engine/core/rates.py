@@ -26,7 +26,10 @@ measured."""
 
 
 class Flow(NamedTuple):
-    """start, stop: seconds of one clock, between which a connection had something to carry. bytes: that it carried."""
+    """A stretch of time in which one connection carried bytes.
+
+    start, stop: seconds of one clock, between which a connection had something to carry. bytes: that it carried.
+    """
 
     start: float
     stop: float
@@ -34,7 +37,10 @@ class Flow(NamedTuple):
 
 
 class Rate(NamedTuple):
-    """per_second: bytes. seconds: in how many that was measured."""
+    """How fast something was sent or received.
+
+    per_second: bytes. seconds: in how many that was measured.
+    """
 
     per_second: float
     seconds: float

@@ -20,8 +20,11 @@ KEY_BYTES = 16
 
 @dataclass(frozen=True)
 class SlotChunk:
-    """cells: numbers in the record. atoms: numbers in the layout. runs: (offset in the slot, length), what lies between
-    atoms that follow each other included. bytes: of the atoms."""
+    """A chunk as it lies in a relay's slot.
+
+    cells: numbers in the record. atoms: numbers in the layout. runs: (offset in the slot, length), what lies between
+    atoms that follow each other included. bytes: of the atoms.
+    """
 
     cells: tuple[int, ...]
     atoms: tuple[int, ...]

@@ -70,7 +70,10 @@ class Route:
 
 @dataclass(frozen=True)
 class Routes:
-    """by_relay: of the relays that are filled. unreached: why others, which replicas wait for, cannot be."""
+    """How all relays are filled.
+
+    by_relay: of the relays that are filled. unreached: why others, which replicas wait for, cannot be.
+    """
 
     by_relay: Mapping[str, Route]
     unreached: Mapping[str, str]

@@ -25,7 +25,9 @@ DISCARDS = 2
 
 @dataclass(frozen=True)
 class Sleeping:
-    """level: of the sleep; 0: awake. tags: the memory that is, or may be, given up now.
+    """How deep an engine sleeps.
+
+    level: of the sleep; 0: awake. tags: the memory that is, or may be, given up now.
 
     rousing: the rest shall be woken as soon as the workers hold whole weights. It survives the agent.
     """

@@ -31,7 +31,10 @@ class HostsError(Exception):
 
 @dataclass(frozen=True)
 class NetworkHost:
-    """keeper: the process that holds its network. address: of its interface `device`."""
+    """A host of the demo: a network namespace.
+
+    keeper: the process that holds its network. address: of its interface `device`.
+    """
 
     keeper: int
     address: str

@@ -15,8 +15,11 @@ RELAY_MEMORY = "128MiB"
 
 @dataclass(frozen=True)
 class Site:
-    """before: what a command that runs there begins with. address: at which the others reach it. directory: of what its
-    processes keep while they run. host: None: this machine itself."""
+    """A place where the demo's processes run.
+
+    before: what a command that runs there begins with. address: at which the others reach it. directory: of what its
+    processes keep while they run. host: None: this machine itself.
+    """
 
     name: str
     before: Sequence[str]

@@ -78,7 +78,10 @@ def authorities() -> ssl.SSLContext:
 
 
 class Connections:
-    """connect: seconds until one must be there."""
+    """The connections of one process to engines.
+
+    connect: seconds until one must be there.
+    """
 
     def __init__(self, connect: float) -> None:
         self._connect = connect

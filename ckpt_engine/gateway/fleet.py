@@ -141,7 +141,10 @@ class Want:
 
 
 class Fleet:
-    """members: by name. latest: the last version of each lineage, as told. heard: whether anybody has told anything."""
+    """All replicas that a gateway knows.
+
+    members: by name. latest: the last version of each lineage, as told. heard: whether anybody has told anything.
+    """
 
     def __init__(self) -> None:
         self.members: dict[str, Member] = {}

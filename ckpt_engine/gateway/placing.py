@@ -29,7 +29,10 @@ class Patience:
 
 
 class Placing:
-    """fleet: what is known. Call `changed` when it is told something new."""
+    """Finds replicas for this gateway's requests.
+
+    fleet: what is known. Call `changed` when it is told something new.
+    """
 
     def __init__(self, settings: Settings, fleet: Fleet, upstream: Upstream, metrics: Metrics) -> None:
         self.settings, self.fleet, self.upstream, self.metrics = settings, fleet, upstream, metrics

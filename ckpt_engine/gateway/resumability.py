@@ -30,7 +30,10 @@ NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 @dataclass(frozen=True)
 class Rule:
-    """neutral: values with which a field of NEVER or WHOLE changes nothing. why: in words, for the answer."""
+    """What becomes of one field of a request on later legs.
+
+    neutral: values with which a field of NEVER or WHOLE changes nothing. why: in words, for the answer.
+    """
 
     kind: Kind
     neutral: tuple[Any, ...] = NOTHING

@@ -15,9 +15,12 @@ SEED_BITS = 62
 
 @dataclass(frozen=True, slots=True)
 class Single:
-    """prompt: token ids, as the engine is to see them. max_tokens None: as many as the model has room for. seed None:
+    """One sample that is to be made.
+
+    prompt: token ids, as the engine is to see them. max_tokens None: as many as the model has room for. seed None:
     the engine draws one. fields, sampling: what else was asked for, in the caller's dialect. echo: the answer begins
-    with the prompt."""
+    with the prompt.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int | None

@@ -22,7 +22,10 @@ class CallerGoneError(Exception):
 
 
 class Writer:
-    """send: of the request. idle: seconds that a caller may leave its answer unread."""
+    """Writes one answer.
+
+    send: of the request. idle: seconds that a caller may leave its answer unread.
+    """
 
     def __init__(self, send: Send, idle: float) -> None:
         self._send, self._idle = send, idle

@@ -60,7 +60,9 @@ Handler = Callable[[Request], Awaitable[JSONResponse]]
 
 @dataclass(frozen=True)
 class Settings:
-    """manager: host:port. lineage: of the run; empty: a fresh one. pool: of the replicas. replicas: so many must be
+    """How the prime-rl front runs.
+
+    manager: host:port. lineage: of the run; empty: a fresh one. pool: of the replicas. replicas: so many must be
     connected before `/health` says so. min_replicas: so many suffice; None: all that are registered. models: what
     `/v1/models` names. timeout: of an update, seconds; None: the manager's. tokens: of callers; None: nobody is asked.
     loopback: whether it listens there only.

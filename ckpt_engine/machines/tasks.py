@@ -193,8 +193,11 @@ class FetchBlobs:
 
 @dataclass(frozen=True)
 class SealResult:
-    """digests: stored, in the order of the atoms. broken: a communicator with which nothing more can be begun.
-    digested: when the digest ended, monotonic seconds; 0: not known."""
+    """What sealing one source came to.
+
+    digests: stored, in the order of the atoms. broken: a communicator with which nothing more can be begun.
+    digested: when the digest ended, monotonic seconds; 0: not known.
+    """
 
     digests: manager_pb2.BlobRef
     copy_seconds: float

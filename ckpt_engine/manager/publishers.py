@@ -46,7 +46,10 @@ def lineage_of(request: Request) -> str:
 
 
 class Publishers:
-    """roots: what may be published; none: nothing. Used on the manager's event loop thread."""
+    """Runs the processes that publish directories, one a lineage.
+
+    roots: what may be published; none: nothing. Used on the manager's event loop thread.
+    """
 
     def __init__(self, roots: Sequence[Path], deadlines: Deadlines) -> None:
         self._roots, self._deadlines = roots, deadlines

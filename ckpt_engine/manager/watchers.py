@@ -33,7 +33,10 @@ Told = Outbox[manager_pb2.WatchReplicasResponse]
 
 
 class Watchers:
-    """look: what is to be told now."""
+    """Tells all who watch replicas what has changed.
+
+    look: what is to be told now.
+    """
 
     def __init__(self, look: Callable[[], Watched]) -> None:
         self._look = look

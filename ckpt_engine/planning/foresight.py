@@ -36,9 +36,12 @@ CONTROL, CONTROL_REPLICA = 0.009, 0.0036
 
 @dataclass(frozen=True)
 class Foreseen:
-    """stages: in their order. pause: of the slowest replica. call: from the last rank's call to the report, or, if it
+    """Seconds that a planned update would take.
+
+    stages: in their order. pause: of the slowest replica. call: from the last rank's call to the report, or, if it
     returns when relays hold the version, to that. All but the first update; None: nothing is known of a transport, or
-    no worker is reached, and then there are no stages."""
+    no worker is reached, and then there are no stages.
+    """
 
     stages: Mapping[str, Expected]
     pause: float | None

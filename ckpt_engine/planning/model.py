@@ -21,7 +21,10 @@ _LARGEST = 64 << 20  # bytes of a JSON file: an index of 100,000 tensors has ten
 
 
 class Tensor(NamedTuple):
-    """dtype: as it is served."""
+    """One tensor of a model.
+
+    dtype: as it is served.
+    """
 
     name: str
     dtype: str
@@ -45,9 +48,12 @@ class Heads:
 
 @dataclass(frozen=True)
 class Model:
-    """name: for people. heads: None: no config says. tied: there is no output head besides the embedding. notes: what
+    """A model's tensors, and what is known of how they may be split.
+
+    name: for people. heads: None: no config says. tied: there is no output head besides the embedding. notes: what
     is to be known of how it was read. by_dtype: bytes. architecture: as config.json names it; empty: none says.
-    quantised: how the checkpoint is whose config.json alone was read; empty: it is not, or headers were read."""
+    quantised: how the checkpoint is whose config.json alone was read; empty: it is not, or headers were read.
+    """
 
     name: str
     tensors: tuple[Tensor, ...]

@@ -26,7 +26,10 @@ from ckpt_engine.v1.weights_pb2 import Host, Need, Offer, OfferedRegion, Shard, 
 
 
 class Kind(NamedTuple):
-    """tensor: one of `many` tensors that are split alike."""
+    """Tensors that are split alike.
+
+    tensor: one of `many` tensors that are split alike.
+    """
 
     tensor: Tensor
     many: int
@@ -45,8 +48,11 @@ def kinds_of(model: Model, trainer: Split, replica: Split) -> tuple[Kind, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Offered:
-    """publication: of one tensor of each kind, in the order of `kinds`. needs: of each worker of a replica. model:
-    bytes of one copy of the weights."""
+    """What a trainer would publish, and what the workers of a replica would need of it.
+
+    publication: of one tensor of each kind, in the order of `kinds`. needs: of each worker of a replica. model:
+    bytes of one copy of the weights.
+    """
 
     kinds: tuple[Kind, ...]
     publication: Publication

@@ -20,7 +20,10 @@ LINKS = {"nvlink": GpuReach.NVLINK, "pcie": GpuReach.PCIE, "none": GpuReach.NONE
 
 
 class Spot(NamedTuple):
-    """host: its number. gpu: on that host; None: the process uses none."""
+    """Where one process runs.
+
+    host: its number. gpu: on that host; None: the process uses none.
+    """
 
     host: int
     gpu: int | None
@@ -28,8 +31,11 @@ class Spot(NamedTuple):
 
 @dataclass(frozen=True)
 class Cluster:
-    """hosts: names. gpus: of each host. link: one of LINKS. ranks: where each trainer rank is. workers: of each replica
-    where each worker is."""
+    """Which process runs on which host.
+
+    hosts: names. gpus: of each host. link: one of LINKS. ranks: where each trainer rank is. workers: of each replica
+    where each worker is.
+    """
 
     hosts: tuple[str, ...]
     gpus: int

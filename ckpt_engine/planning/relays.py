@@ -54,8 +54,11 @@ class Relay:
 
 @dataclass(frozen=True)
 class Relays:
-    """filled: by name. why: a sentence for each relay. unreached: why some that replicas wait for cannot be filled.
-    trees: of relays that are filled together, by relay, whom it asks in each of them and for which share."""
+    """What all relays would do.
+
+    filled: by name. why: a sentence for each relay. unreached: why some that replicas wait for cannot be filled.
+    trees: of relays that are filled together, by relay, whom it asks in each of them and for which share.
+    """
 
     filled: Mapping[str, Relay]
     why: Mapping[str, str]

@@ -21,10 +21,13 @@ _EXPERT = re.compile(r"\.experts\.(?:(\d+)\.|(gate_up_proj|down_proj)$)")
 
 
 class Role(NamedTuple):
-    """axis: along which tensor parallelism splits it; None: everybody has it whole. vocabulary: its rows are tokens.
+    """What a tensor is in its model.
+
+    axis: along which tensor parallelism splits it; None: everybody has it whole. vocabulary: its rows are tokens.
     pairs: its rows are key-value heads. layer: None: it is of no layer. first: before all layers, or after them.
     expert: its number; None: of none. fused: all experts of a layer in one tensor. halves: its axis has two parts,
-    each of which is split. known: False: nothing is known of this name, and it is as large as a matrix."""
+    each of which is split. known: False: nothing is known of this name, and it is as large as a matrix.
+    """
 
     axis: int | None = None
     vocabulary: bool = False

@@ -16,8 +16,11 @@ from ckpt_engine.planning.offered import Offered
 
 @dataclass(frozen=True)
 class Slot:
-    """bytes: of weights. size: gaps included. cells: bytes by kind and by the number of the part of the publication
-    that they lie in."""
+    """What a relay's memory would hold of one version.
+
+    bytes: of weights. size: gaps included. cells: bytes by kind and by the number of the part of the publication
+    that they lie in.
+    """
 
     bytes: int
     size: int

@@ -38,7 +38,10 @@ log = logging.getLogger("ckpt_engine.publishing")
 
 
 class Publisher:
-    """address: the manager. roots: what may be published lies below one of them."""
+    """Publishes directories of one lineage, one after the other.
+
+    address: the manager. roots: what may be published lies below one of them.
+    """
 
     def __init__(self, address: str, lineage: str, roots: Sequence[Path], deadlines: Deadlines) -> None:
         self._address, self._lineage, self._roots, self._deadlines = address, lineage, roots, deadlines

@@ -25,8 +25,11 @@ NEAR = "relay_memory"
 
 
 class Ways:
-    """transports: that this relay uses. slot_grace, users: see Door. network: where relays of other hosts find it;
-    None: they do not. names: of the transports over which it is read. Raises as Door and lenders between relays."""
+    """All ways in which one relay lends its slots.
+
+    transports: that this relay uses. slot_grace, users: see Door. network: where relays of other hosts find it;
+    None: they do not. names: of the transports over which it is read. Raises as Door and lenders between relays.
+    """
 
     def __init__(
         self,

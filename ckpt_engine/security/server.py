@@ -15,7 +15,9 @@ from ckpt_engine.security.grants import Tokens
 
 @dataclass(frozen=True)
 class ServerSecurity:
-    """certificate, key: ours (PEM files). authority: set: callers show a certificate that it has signed, and its common
+    """What a server shows to its callers, and asks of them.
+
+    certificate, key: ours (PEM files). authority: set: callers show a certificate that it has signed, and its common
     name is their grant unless there are tokens. tokens: a tokens file, see `Tokens.parse`. insecure: serve others than
     this machine without any of it.
     """

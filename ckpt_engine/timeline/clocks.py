@@ -30,8 +30,11 @@ class Window(NamedTuple):
 
 
 class Aligned(NamedTuple):
-    """offset: to take away from the member's seconds. error: by how much that may be wrong, seconds. by: what it is
-    known by."""
+    """How a member's clock maps onto the time of an update.
+
+    offset: to take away from the member's seconds. error: by how much that may be wrong, seconds. by: what it is
+    known by.
+    """
 
     offset: float
     error: float

@@ -80,8 +80,11 @@ class Arrow:
 
 @dataclass
 class Timeline:
-    """tracks: in the order in which they are to be shown. clocks: by process, how wrong its times may be, seconds, and
-    what they are known by. about: of the whole. odd: what somebody told that cannot be, a sentence each."""
+    """One update as tracks.
+
+    tracks: in the order in which they are to be shown. clocks: by process, how wrong its times may be, seconds, and
+    what they are known by. about: of the whole. odd: what somebody told that cannot be, a sentence each.
+    """
 
     tracks: list[Track] = field(default_factory=list)
     arrows: list[Arrow] = field(default_factory=list)

@@ -26,7 +26,10 @@ _WAITING, _KEPT, _SECONDS, _REFUSED = 2, 3, 4, 5
 
 @dataclass
 class Counts:
-    """held: requests that wait now; held_total and held_seconds: all that have waited, and for how long together."""
+    """What one API process counts of the requests at its gate.
+
+    held: requests that wait now; held_total and held_seconds: all that have waited, and for how long together.
+    """
 
     held: int = 0
     held_total: int = 0

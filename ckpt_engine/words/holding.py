@@ -35,8 +35,11 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """reason: for programs, detail: for people; both empty when it is let in. until: monotonic seconds; the end of the
-    update for which it waits or is refused, 0.0: there is nothing to wait for. verdict: of the weights."""
+    """What the gate does with one request, and why.
+
+    reason: for programs, detail: for people; both empty when it is let in. until: monotonic seconds; the end of the
+    update for which it waits or is refused, 0.0: there is nothing to wait for. verdict: of the weights.
+    """
 
     kind: Kind
     reason: str

@@ -18,8 +18,11 @@ _PLACE = re.compile(r"\{\w+(:path)?\}")
 
 
 class Access(Enum):
-    """open: says nothing of the weights, answered in any state. gated: generates, or says something of the weights.
-    control: changes the engine, or what it computes with; only with the token. unknown: likewise."""
+    """Who may use a route, and when.
+
+    open: says nothing of the weights, answered in any state. gated: generates, or says something of the weights.
+    control: changes the engine, or what it computes with; only with the token. unknown: likewise.
+    """
 
     OPEN = "open"
     GATED = "gated"

@@ -18,7 +18,10 @@ _DEFAULT_TOKENS = 16
 
 
 class InferenceSampling(BaseModel):
-    """logprobs: 0 or 1, of the chosen tokens. max_tokens None: as many as the model has room for."""
+    """How tokens are chosen: `sampling_params` of `/inference/v1/generate`.
+
+    logprobs: 0 or 1, of the chosen tokens. max_tokens None: as many as the model has room for.
+    """
 
     model_config = ConfigDict(extra="ignore")
 

@@ -34,7 +34,10 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """epoch: of the update that INSTALL is for; 0 with all other actions."""
+    """What the driver tells SGLang's workers to do, as the hook finds it among the weights.
+
+    epoch: of the update that INSTALL is for; 0 with all other actions.
+    """
 
     action: Action
     epoch: int = 0

@@ -23,7 +23,10 @@ class Candidate(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """replicas: those that are updated by a collective; none: there is none. why: a sentence for people."""
+    """Which replicas a collective updates.
+
+    replicas: those that are updated by a collective; none: there is none. why: a sentence for people.
+    """
 
     replicas: tuple[str, ...]
     why: str

@@ -26,7 +26,10 @@ class _Guess:
 
 @dataclass
 class Corrections:
-    """guesses: the last one of each replica."""
+    """Corrects reports that had to guess how an update ended for a replica.
+
+    guesses: the last one of each replica.
+    """
 
     state: State
     guesses: dict[str, _Guess] = field(default_factory=dict)

@@ -20,8 +20,11 @@ OVER = "tcp"
 
 @dataclass(frozen=True)
 class Together:
-    """orders: by relay, what is to be added to its command. why: by relay, a sentence that says what that is for, or
-    why nothing of it is done."""
+    """What relays that are filled together are told of each other.
+
+    orders: by relay, what is to be added to its command. why: by relay, a sentence that says what that is for, or
+    why nothing of it is done.
+    """
 
     orders: Mapping[str, manager_pb2.FanOut] = field(default_factory=dict)
     why: Mapping[str, str] = field(default_factory=dict)

@@ -27,7 +27,9 @@ MOST_DESCRIBED = 4
 
 @dataclass
 class Gathers:
-    """by_lineage: oldest first. turns: lineages that lack nothing, with their goals, in the order of their turns.
+    """The calls that wait for their update, one gather a lineage.
+
+    by_lineage: oldest first. turns: lineages that lack nothing, with their goals, in the order of their turns.
 
     lonely: lineages that call while none of their ranks has a session.
     """

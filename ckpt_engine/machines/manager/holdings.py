@@ -31,8 +31,11 @@ class Joining:
 
 @dataclass
 class Holdings:
-    """by_lineage: what was joined last for the version of each lineage that was asked for last. step: the first word
-    of its tasks' and timers' keys."""
+    """Joins what holders hold into sources of a version.
+
+    by_lineage: what was joined last for the version of each lineage that was asked for last. step: the first word
+    of its tasks' and timers' keys.
+    """
 
     state: State
     step: str = "join"

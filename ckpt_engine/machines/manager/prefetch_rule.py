@@ -14,7 +14,10 @@ from ckpt_engine.v1 import manager_pb2
 
 
 class Decision(NamedTuple):
-    """replicas: those that are to be installed from the relay; none: it is not filled. why: a sentence for people."""
+    """Whether a relay is filled, and for whom.
+
+    replicas: those that are to be installed from the relay; none: it is not filled. why: a sentence for people.
+    """
 
     replicas: tuple[str, ...]
     why: str

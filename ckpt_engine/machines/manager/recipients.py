@@ -29,7 +29,9 @@ class Way:
 
 
 class Recipients:
-    """outcomes: by name; grows until every replica has one. awaited: those that are to come back before they are asked
+    """The replicas that an update is for, and what becomes of each.
+
+    outcomes: by name; grows until every replica has one. awaited: those that are to come back before they are asked
     for anything. told: those that were told to install. guessed: those of them of which nobody knows what became, with
     the session that was told. cut_off: those that cannot read the sources, and may be
     installed from relays; with the reason.

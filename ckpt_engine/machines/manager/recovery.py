@@ -29,8 +29,11 @@ NAMED = 8
 
 @dataclass
 class Recovery:
-    """strangers: by their cluster, members that were refused since they belong to it. unbelieved: by their names, the
-    epochs of members that cannot be."""
+    """Members that this manager does not let in or does not believe, and whether its ledger was rolled back.
+
+    strangers: by their cluster, members that were refused since they belong to it. unbelieved: by their names, the
+    epochs of members that cannot be.
+    """
 
     state: State
     rolled_back: str = ""

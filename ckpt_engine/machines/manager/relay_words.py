@@ -10,8 +10,11 @@ from ckpt_engine.v1 import manager_pb2
 
 @dataclass
 class RelayWords:
-    """last_filled, progress: what it said of the last filling that ended, and of the one that goes on. measured: how
-    fast its network was in its last fillings."""
+    """What one relay has said of its fillings.
+
+    last_filled, progress: what it said of the last filling that ended, and of the one that goes on. measured: how
+    fast its network was in its last fillings.
+    """
 
     last_filled: manager_pb2.RelayFilled | None = None
     progress: manager_pb2.RelayProgress | None = None

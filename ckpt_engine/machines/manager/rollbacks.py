@@ -42,7 +42,10 @@ class Asked:
 
 @dataclass
 class Rollbacks:
-    """waiting: by number, in the order of their turns. running: orders of those that have begun and are not over."""
+    """Rollbacks that wait, and those that run.
+
+    waiting: by number, in the order of their turns. running: orders of those that have begun and are not over.
+    """
 
     state: State
     waiting: dict[int, Asked] = field(default_factory=dict)

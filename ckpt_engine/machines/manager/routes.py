@@ -38,8 +38,11 @@ Problem = weights_pb2.Problem
 
 @dataclass
 class Route:
-    """fillings: of its relays. way: what their replicas are installed with, once it is known. problem: why not. out:
-    relays that failed on it; others go on in its place if `replaced`."""
+    """The relays that together serve some replicas, and how far their plans have come.
+
+    fillings: of its relays. way: what their replicas are installed with, once it is known. problem: why not. out:
+    relays that failed on it; others go on in its place if `replaced`.
+    """
 
     fillings: tuple[Filling, ...]
     published: Published | None = None

@@ -25,7 +25,10 @@ from ckpt_engine.v1 import manager_pb2
 
 @dataclass
 class Turns:
-    """updates: those that run."""
+    """Takes calls about updates, and decides which update or rollback begins next.
+
+    updates: those that run.
+    """
 
     state: State
     publications: Publications

@@ -21,7 +21,10 @@ from ckpt_engine.v1 import manager_pb2
 
 @dataclass
 class Updates:
-    """going: those that are not over, in the order in which they began. ended: called with each that is over."""
+    """The updates that run, side by side.
+
+    going: those that are not over, in the order in which they began. ended: called with each that is over.
+    """
 
     state: State
     ended: Callable[[Update], None]

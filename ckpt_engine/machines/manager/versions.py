@@ -65,10 +65,13 @@ class Latest:
 
 @dataclass
 class Versions:
-    """meant: by replica, the last update that was for it; by `everybody`, the last one for a pool. pools: of each
+    """Which version each lineage, and each replica, is to have.
+
+    meant: by replica, the last update that was for it; by `everybody`, the last one for a pool. pools: of each
     replica that has said hello, its pool. known_pools: all of these that there were. ledger_epoch: what the ledger knew
     of when the manager began. highest: of each lineage the version with the highest number, which need not be its
-    latest one. roots: of versions that were meant for installing, by lineage and number."""
+    latest one. roots: of versions that were meant for installing, by lineage and number.
+    """
 
     ledger_epoch: int = 0
     latest: dict[str, Latest] = field(default_factory=dict)

@@ -36,7 +36,10 @@ class Waiting:
 
 @dataclass
 class Waits:
-    """waiting: by number. ended: reports by version, oldest first."""
+    """Calls of WaitForUpdate, and the reports that answer them.
+
+    waiting: by number. ended: reports by version, oldest first.
+    """
 
     state: State
     waiting: dict[int, Waiting] = field(default_factory=dict)
