@@ -54,7 +54,7 @@ def with_port(address: str, port: int, option: str) -> str:
 
 
 def check_free(address: str) -> None:
-    """Raises UNAVAILABLE for an address that cannot be bound. gRPC would say it, too, among lines of its own."""
+    """Binds an address for a moment. Raises UNAVAILABLE if that cannot be; gRPC would say so among lines of its own."""
     host, port = split_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

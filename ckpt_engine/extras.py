@@ -13,7 +13,8 @@ def missing(*modules: str) -> list[str]:
 
 
 def require(extra: str, *modules: str, what: str) -> None:
-    """Raises FAILED_PRECONDITION if one of `modules` is not installed, with the extra that brings it to `what`."""
+    """Checks that `modules` are installed. Raises FAILED_PRECONDITION if one is not, with the extra that brings it to
+    `what`."""
     lacking = missing(*modules)
     if lacking:
         raise precondition(

@@ -61,13 +61,13 @@ def rollback(
 
 
 def check_version(version: int) -> None:
-    """Raises INVALID_ARGUMENT for what counts no steps."""
+    """Refuses a version that counts no steps: INVALID_ARGUMENT."""
     if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 63:
         raise invalid(f"version {version!r} is not a count of steps: give a whole number from 0")
 
 
 def check_asked(pause_mode: str | None, timeout: float | None, replicas: Sequence[str]) -> None:
-    """Raises INVALID_ARGUMENT for what no update can be asked for with."""
+    """Checks what an update is asked for with. Raises INVALID_ARGUMENT."""
     modes = [name.lower() for name, number in manager_pb2.PauseMode.items() if number]
     if pause_mode is not None and pause_mode not in modes:
         raise invalid(f"pause_mode {pause_mode!r} is none of {', '.join(modes)}")

@@ -69,13 +69,13 @@ class ReplicaReport:
 
     @property
     def ok(self) -> bool:
-        """It serves the new weights."""
+        """Whether it serves the new weights."""
         return self.message.outcome == manager_pb2.NEW_SERVING
 
     @property
     def verified(self) -> bool:
-        """Its workers read back every need and found what was sealed (or hashed it as handed to the loader), in this
-        update, or in an earlier one if it held these very weights already."""
+        """Whether its workers read back every need and found what was sealed (or hashed it as handed to the loader), in
+        this update, or in an earlier one if it held these very weights already."""
         return self.ok and all(is_verified(worker) for worker in self.message.workers)
 
     @property
@@ -90,7 +90,7 @@ class ReplicaReport:
 
     @property
     def bytes(self) -> int:
-        """Read from the trainer by all its workers."""
+        """Bytes that all its workers read, from trainers, files or relays."""
         return self.message.bytes
 
     @property
@@ -129,7 +129,7 @@ class ReplicaReport:
         return tuple(sorted(found, key=lambda use: -use.bytes))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as a dictionary for JSON."""
         return {
             "name": self.name,
             "outcome": self.outcome,
@@ -184,12 +184,12 @@ class RelayReport:
 
     @property
     def bytes(self) -> int:
-        """What it holds of the version; 0 if it was not filled."""
+        """Bytes of the version that it holds; 0 if it was not filled."""
         return self.message.filled.bytes
 
     @property
     def seconds(self) -> float:
-        """For filling it, the wait for readers of its memory included."""
+        """Seconds of filling it, the wait for readers of its memory included."""
         return self.message.filled.wait_seconds + self.message.filled.fill_seconds
 
     @property
@@ -198,7 +198,7 @@ class RelayReport:
         return self.message.filled.problem.message if self.message.HasField("filled") else "it did not answer"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as a dictionary for JSON."""
         return {
             "name": self.name,
             "replicas": list(self.replicas),
@@ -225,17 +225,17 @@ class UpdateReport:
 
     @property
     def ok(self) -> bool:
-        """Every replica serves the new weights; if the caller named `min_replicas`, at least so many do."""
+        """Whether every replica serves the new weights; if the caller named `min_replicas`, at least so many do."""
         return self.message.ok
 
     @property
     def verified(self) -> bool:
-        """`ok`, and every worker of the replicas that serve the new weights holds what was sealed, bit for bit."""
+        """Whether `ok`, and all workers of replicas that serve the new weights hold what was sealed, bit for bit."""
         return self.message.verified
 
     @property
     def lineage(self) -> str:
-        """The trainer run."""
+        """The lineage: the name of the training run."""
         return self.message.identity.lineage
 
     @property
@@ -250,7 +250,7 @@ class UpdateReport:
 
     @property
     def epoch(self) -> int:
-        """The manager's count of updates."""
+        """The epoch of the update's install fence: it rises from update to update, and some numbers are left out."""
         return self.message.fence.epoch
 
     @property
@@ -260,7 +260,7 @@ class UpdateReport:
 
     @property
     def bytes(self) -> int:
-        """Read by all workers of all replicas together."""
+        """Bytes that all workers of all replicas read together."""
         return self.message.bytes
 
     @property
@@ -288,7 +288,7 @@ class UpdateReport:
 
     @property
     def held(self) -> bool:
-        """It was told when relays held the version: installs go on, and `ok` says nothing."""
+        """Whether the report came when relays held the version: installs go on, and `ok` says nothing."""
         return self.message.held
 
     @property
@@ -307,7 +307,7 @@ class UpdateReport:
         return self.message.collective
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as a dictionary for JSON."""
         return {
             "ok": self.ok,
             "held": self.held,

@@ -34,7 +34,7 @@ class EngineEvents(Protocol):
     def engine_ready(self, ready: EngineReady) -> None: ...
 
     def engine_exited(self, reason: str) -> None:
-        """After each `engine_ready` at most one. Its workers hold nothing any more."""
+        """The engine has gone: at most once after each `engine_ready`. Its workers hold nothing any more."""
         ...
 
     def say(self, line: str) -> None:
@@ -54,7 +54,7 @@ class EngineHost(Protocol):
         ...
 
     async def run(self) -> None:
-        """Until cancelled, or until the engine is gone for good: EngineFailedError.
+        """Keeps the engine until cancelled, or until it is gone for good: EngineFailedError.
 
         Being cancelled does not end the engine; `close` does.
         """

@@ -80,8 +80,8 @@ class FollowingAgent:
         self._questions: dict[int, asyncio.Future[worker_pb2.AgentReply | None]] = {}
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set; ends its part of the engine in every case. Raises CkptEngineError: it cannot begin, or
-        its machine has failed."""
+        """Runs until `stop` is set; ends its part of the engine in every case. Raises CkptEngineError: it cannot begin,
+        or its machine has failed."""
         root = self._root = self._root or default_root()
         directory = self._directory = EngineDirectory.create(root)
         directory.lock()

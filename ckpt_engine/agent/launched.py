@@ -177,7 +177,7 @@ class LaunchedEngine:
                 self._port = self._reserve_port()
 
     async def close(self) -> None:
-        """SIGTERM, a grace, SIGKILL to all that the engine started; then the directory goes."""
+        """Ends all that the engine started: SIGTERM, a grace, SIGKILL. Then the directory goes."""
         async with AsyncExitStack() as closings:
             if self._reserved is not None:
                 closings.callback(self._reserved.release)
@@ -203,7 +203,7 @@ class LaunchedEngine:
         page.close()
 
     def replace(self, reason: str) -> bool:
-        """It is ended within `engine_watch` seconds, and started again as after any failure."""
+        """Ends it within `engine_watch` seconds; it is started again as after any failure."""
         self._given_up = reason
         return True
 

@@ -40,7 +40,7 @@ CANNOT_START = 127
 
 
 def prctl(option: int, value: int) -> None:
-    """Raises OSError when the kernel refuses."""
+    """Calls prctl(2). Raises OSError when the kernel refuses."""
     library = ctypes.CDLL(None, use_errno=True)
     if library.prctl(option, value, 0, 0, 0) != 0:
         number = ctypes.get_errno()

@@ -44,7 +44,7 @@ class LeaderLink:
         self._receiving: asyncio.Task[None] | None = None
 
     def open(self) -> None:
-        """Raises FAILED_PRECONDITION if the address cannot be listened at."""
+        """Listens. Raises FAILED_PRECONDITION if the address cannot be listened at."""
         self._context = zmq.asyncio.Context()
         socket = _socket(self._context, zmq.ROUTER)
         self._socket = socket
@@ -63,7 +63,7 @@ class LeaderLink:
         self._receiving = asyncio.create_task(self._receive(socket), name="node link")
 
     def send(self, receiver: bytes, command: worker_pb2.NodeCommand) -> None:
-        """Never waits; dropped for a receiver that is gone or does not read."""
+        """Queues a command. Never waits; what is for a receiver that is gone or does not read is dropped."""
         _send(self._socket, [receiver, command.SerializeToString()])
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class FollowerLink:
         self._receiving: asyncio.Task[None] | None = None
 
     def open(self) -> None:
-        """The leader need not listen yet."""
+        """Begins to dial. The leader need not listen yet."""
         self._context = zmq.asyncio.Context()
         socket = _socket(self._context, zmq.DEALER)
         self._socket = socket
@@ -120,7 +120,7 @@ class FollowerLink:
         self._receiving = asyncio.create_task(self._receive(socket), name="node link")
 
     def send(self, message: worker_pb2.NodeMessage) -> None:
-        """Never waits; dropped while there is no leader to send to."""
+        """Queues a message. Never waits; it is dropped while there is no leader to send to."""
         _send(self._socket, [message.SerializeToString()])
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ class AgentState:
 
 
 def of_agent(state: AgentState) -> Iterable[Metric]:
-    """Everything, with the replica's name as the only label beside reasons."""
+    """All metrics, with the replica's name as the only label beside reasons."""
     gauges = {
         "ckpt_engine_agent_connected": ("1 while the agent has a session with the manager.", state.connected),
         "ckpt_engine_engine_up": ("1 while the engine answers its agent.", state.up),

@@ -32,7 +32,7 @@ def heard(body: Message) -> str:
 
 
 def not_brought(body: manager_pb2.NotBrought) -> str:
-    """For what a late replica waits."""
+    """What a late replica waits for."""
     return f"waits for version {body.identity.version} of {body.identity.lineage}: {body.reason}"
 
 

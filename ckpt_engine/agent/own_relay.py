@@ -38,7 +38,8 @@ class OwnRelay:
         self._said = ""
 
     async def run(self) -> None:
-        """Until it is cancelled: then the relay that it started ends, too. Never raises anything else."""
+        """Keeps a relay on this host until it is cancelled: then the relay that it started ends, too. Never raises
+        anything else."""
         wait = LOOK_SECONDS
         while True:
             why = self._why_not()

@@ -239,7 +239,7 @@ class EngineProcess:
         self.pid = int(answer)
 
     async def wait(self) -> int:
-        """Until the whole tree has gone; the status as Popen.returncode. Has no deadline of its own."""
+        """Waits until the whole tree has gone; returns the status as Popen.returncode. Has no deadline of its own."""
         assert self._process is not None
         status = await self._process.wait()
         await self._clean_up()
@@ -248,10 +248,11 @@ class EngineProcess:
     async def wait_healthy(
         self, check: HealthCheck, seconds: float, waiting: Callable[[float], None] | None = None
     ) -> None:
-        """Until `check` says True. Raises EngineProcessError with the engine's last lines if it ends, or takes longer.
+        """Waits until `check` says True. Raises EngineProcessError with the engine's last lines if it ends, or takes
+        longer.
 
-        check is given the seconds that are left for it and must not take longer. The engine is not ended here.
-        waiting: is told the seconds that are left, after a while and then now and again.
+        check is given the seconds that are left for it and must not take longer. The engine is not ended here. waiting:
+        is told the seconds that are left, after a while and then now and again.
         """
         deadline = time.monotonic() + seconds
         notice = time.monotonic() + NOTICE_SECONDS
@@ -279,7 +280,8 @@ class EngineProcess:
         return self._with_lines(f"the engine {describe_status(self._process.returncode)}")
 
     async def stop(self) -> int | None:
-        """SIGTERM, the grace, SIGKILL to everything; None if it was never started. Safe to call twice."""
+        """Ends everything: SIGTERM, the grace, SIGKILL. Returns the status, None if it was never started. Safe to call
+        twice."""
         if self._process is None:
             return None
         with contextlib.suppress(ProcessLookupError):

@@ -109,7 +109,7 @@ class ReplicaAgent:
         return self._host
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set. Ends a launched engine in every case.
+        """Runs until `stop` is set. Ends a launched engine in every case.
 
         Raises EvictedError, CkptEngineError (the engine has another agent, or cannot be found), EngineFailedError (it
         cannot be launched, or is not to be launched again), and CkptEngineError (INTERNAL) once the machine has failed.

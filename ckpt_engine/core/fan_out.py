@@ -70,12 +70,12 @@ class Tree:
 
     @cached_property
     def place(self) -> dict[int, int]:
-        """For each host, its position in the order."""
+        """The position of each host in the order."""
         return {host: place for place, host in enumerate(self.hosts)}
 
     @cached_property
     def children(self) -> dict[int, tuple[int, ...]]:
-        """For each host that passes on, those who read from it, those first that most others wait for."""
+        """Those who read from each host that passes on, those first that most others wait for."""
         below = dict.fromkeys(self.hosts, 1)
         found: dict[int, list[int]] = {}
         for host, parent in zip(reversed(self.hosts), reversed(self.parents), strict=True):
@@ -162,7 +162,7 @@ def plan_fan_out(
 
 
 def relative_rates(hosts: Sequence[HostRate]) -> list[float]:
-    """For each host its rate, as a multiple of the median of those that are known; 1 if it is not known."""
+    """The rate of each host, as a multiple of the median of those that are known; 1 if it is not known."""
     known = [host.rate for host in hosts if host.rate is not None]
     usual = median(known) if known else 1.0
     return [1.0 if host.rate is None else host.rate / usual for host in hosts]
@@ -179,8 +179,8 @@ def slow_hosts(rates: dict[int, float]) -> frozenset[int]:
 def alternates_of(
     order: Sequence[int], parents: Sequence[int], able: Sequence[bool], kept: Sequence[Sequence[int]] = ()
 ) -> list[tuple[int, ...]]:
-    """For each host two others to read from if its parent is lost: earlier in the order, able to pass on, and if it
-    can be not below that parent, who are orphans then themselves. The trainers' hosts where there are no two.
+    """Two others for each host to read from if its parent is lost: earlier in the order, able to pass on, and if it can
+    be not below that parent, who are orphans then themselves. The trainers' hosts where there are no two.
 
     order: hosts. parents: of each of them. able: of each of them, whether it may pass on. kept: of each of them, those
     that it has had, which stay if they can.

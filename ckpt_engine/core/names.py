@@ -27,7 +27,7 @@ def check_pool(pool: str) -> None:
 
 
 def in_pool(pool: str) -> str:
-    """For a message: "in pool 'actor'", or "in the pool without a name"."""
+    """Words for a message: "in pool 'actor'", or "in the pool without a name"."""
     return f"in pool {pool!r}" if pool else "in the pool without a name"
 
 
@@ -37,6 +37,6 @@ def full_name(module: str, name: str) -> str:
 
 
 def some(names: Sequence[str], most: int = NAMES_SHOWN) -> str:
-    """Such as "a, b, c, d and 21 more"."""
+    """The names for a message, such as "a, b, c, d and 21 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -49,54 +49,54 @@ def error(
 
 
 def invalid(message: str, tensors: Sequence[str] = (), ranks: Sequence[int] = (), replica: str = "") -> CkptEngineError:
-    """The request can never work."""
+    """An error for a request that can never work."""
     return error(weights_pb2.Problem.INVALID_ARGUMENT, message, tensors, ranks, replica)
 
 
 def precondition(
     message: str, tensors: Sequence[str] = (), ranks: Sequence[int] = (), replica: str = ""
 ) -> CkptEngineError:
-    """It could work in another state of the system."""
+    """An error for what could work in another state of the system."""
     return error(weights_pb2.Problem.FAILED_PRECONDITION, message, tensors, ranks, replica)
 
 
 def not_found(message: str, replica: str = "") -> CkptEngineError:
-    """What was named is not there."""
+    """An error for what was named and is not there."""
     return error(weights_pb2.Problem.NOT_FOUND, message, replica=replica)
 
 
 def aborted(message: str, ranks: Sequence[int] = (), replica: str = "") -> CkptEngineError:
-    """Overtaken by a newer fence, session or call."""
+    """An error for what was overtaken by a newer fence, session or call."""
     return error(weights_pb2.Problem.ABORTED, message, (), ranks, replica)
 
 
 def unavailable(message: str, ranks: Sequence[int] = (), replica: str = "") -> CkptEngineError:
-    """A member is gone; trying again may work."""
+    """An error since a member is gone; trying again may work."""
     return error(weights_pb2.Problem.UNAVAILABLE, message, (), ranks, replica)
 
 
 def deadline(message: str, ranks: Sequence[int] = (), replica: str = "") -> CkptEngineError:
-    """It took longer than it may."""
+    """An error for what took longer than it may."""
     return error(weights_pb2.Problem.DEADLINE_EXCEEDED, message, (), ranks, replica)
 
 
 def unauthenticated(message: str) -> CkptEngineError:
-    """The caller did not prove who it is."""
+    """An error for a caller that did not prove who it is."""
     return error(weights_pb2.Problem.UNAUTHENTICATED, message)
 
 
 def forbidden(message: str) -> CkptEngineError:
-    """The caller may not do this, or not under this name."""
+    """An error for a caller that may not do this, or not under this name."""
     return error(weights_pb2.Problem.PERMISSION_DENIED, message)
 
 
 def internal(message: str, tensors: Sequence[str] = (), replica: str = "") -> CkptEngineError:
-    """A fault of ours."""
+    """An error for a fault of ours."""
     return error(weights_pb2.Problem.INTERNAL, message, tensors, (), replica)
 
 
 def data_loss(
     message: str, tensors: Sequence[str] = (), ranks: Sequence[int] = (), replica: str = ""
 ) -> CkptEngineError:
-    """Bytes differ from what was sealed."""
+    """An error for bytes that differ from what was sealed."""
     return error(weights_pb2.Problem.DATA_LOSS, message, tensors, ranks, replica)

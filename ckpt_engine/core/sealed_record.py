@@ -67,7 +67,7 @@ class Recorded:
 
     @property
     def boxes(self) -> tuple[tuple[Box, ...], ...]:
-        """For each tensor of the manifest its cells, sorted."""
+        """The cells of each tensor of the manifest, sorted."""
         return self.cut.boxes
 
     @property

@@ -46,7 +46,7 @@ class Sleeping:
         return bool(self.tags) and not (self.rousing and WEIGHTS not in self.tags)
 
     def describe(self) -> str:
-        """For people."""
+        """What sleeps, in words for people."""
         if not self.tags:
             return "awake"
         what = "its weights are discarded" if self.level >= DISCARDS else "its weights are kept on the host"
@@ -55,7 +55,7 @@ class Sleeping:
         return f"asleep (level {self.level}): {what}"
 
     def without(self, tags: Collection[str]) -> Sleeping:
-        """After these tags were woken."""
+        """What still sleeps after these tags were woken."""
         left = self.tags.difference(tags)
         return replace(self, tags=left) if left else AWAKE
 

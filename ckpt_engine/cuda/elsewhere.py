@@ -20,13 +20,13 @@ _lock = threading.Lock()
 
 
 def note_elsewhere(span: Span) -> None:
-    """It is mapped now. Spans do not overlap."""
+    """Notes that a span is mapped now. Spans do not overlap."""
     with _lock:
         insort(_spans, span)
 
 
 def forget_elsewhere(span: Span) -> None:
-    """It is about to be unmapped. Raises ValueError for one that was not noted."""
+    """Notes that a span is about to be unmapped. Raises ValueError for one that was not noted."""
     with _lock:
         _spans.remove(span)
 

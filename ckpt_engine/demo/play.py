@@ -69,11 +69,11 @@ class Outcome:
 
     @property
     def final_text_matches(self) -> bool:
-        """After the last update every replica recites the text."""
+        """Whether every replica recites the text after the last update."""
         return bool(self.acts) and self.acts[-1].matches
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The outcome as a dictionary for JSON."""
         replicas = [replica for act in self.acts for replica in act.report["replicas"]]
         return {
             "ok": self.ok,

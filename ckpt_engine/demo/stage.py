@@ -72,7 +72,7 @@ class Settings:
 
     @property
     def start_seconds(self) -> float:
-        """For all processes to be up. Engines import for long on a small machine."""
+        """Seconds for all processes to be up. Engines import for long on a small machine."""
         return 150.0 if self.engine == "reference" else 600.0
 
 

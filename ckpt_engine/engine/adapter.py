@@ -5,8 +5,8 @@ weights and decides nothing about versions: `prepare` and `install` only make th
 workers, and what became of that arrives from the workers over the ZeroMQ channel. So a successful `install()` is no
 proof that weights are in place, and a failed one is no proof that they are not.
 
-An adapter is a module that offers two functions, see `AdapterModule`. It is imported only when its kind is asked for,
-so that an engine which is not installed costs nothing and breaks nothing.
+An adapter is a module that offers what `AdapterModule` lists. It is imported only when its kind is asked for, so that
+an engine which is not installed costs nothing and breaks nothing.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def check_refused(
     environment: Mapping[str, str],
     variables: Mapping[str, str],
 ) -> None:
-    """Raises ValueError, in words for the user: a server of this command could not be kept behind the gate, or not be
-    updated.
+    """Checks a command's options. Raises ValueError, in words for the user, if a server of this command could not be
+    kept behind the gate, or not be updated.
 
     refused: option to the values that are harmless (none: there is none), and why others are refused. variables: of the
     environment, and why they may not be set.

@@ -19,7 +19,7 @@ _EXPERT = re.compile(r"\.(\d+)\.")
 
 
 class Elsewhere:
-    """For one worker's model, which stays as it is."""
+    """What other workers load, as one worker's model tells it; the model stays as it is."""
 
     def __init__(self, model: nn.Module, mapper: str, missing: tuple[type[nn.Module], ...]) -> None:
         """mapper: the model's attribute that maps a checkpoint's names to its own, if it has one. missing: classes of

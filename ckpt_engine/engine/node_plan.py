@@ -22,13 +22,13 @@ class NodePart:
     port: int
 
     def check(self, workers: int) -> None:
-        """Raises ValueError if an engine of so many workers cannot be shared evenly."""
+        """Checks that an engine of so many workers can be shared evenly. Raises ValueError."""
         if workers % self.nodes:
             raise ValueError(f"{workers} workers cannot be shared by {self.nodes} nodes")
 
 
 def leave_to_nodes(given: Collection[str]) -> None:
-    """Raises ValueError if there are any: options of an engine that say where its parts run."""
+    """Refuses options of an engine that say where its parts run. Raises ValueError if any are given."""
     if given:
         options = ", ".join(sorted(given))
         raise ValueError(f"leave {options} out of the engine's arguments: `ckpt-engine replica --nodes` sets it")
@@ -43,7 +43,8 @@ class NodePlan(Protocol):
 
 
 def node_plan_of(kind: str) -> NodePlan:
-    """Raises ValueError if engines of this kind cannot be driven on several nodes."""
+    """What makes one node's command for engines of this kind. Raises ValueError if they cannot be driven on several
+    nodes."""
     found: NodePlan | None = getattr(load_adapter(kind), "node_plan", None)
     if found is None:
         raise ValueError(f"--nodes: an engine of kind {kind} on several nodes cannot be driven yet; start it on one")

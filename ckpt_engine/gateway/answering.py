@@ -67,7 +67,7 @@ class Answering:
         await self._writer.events([self._dialect.chunk(number, stitch, piece, over)])
 
     def so_far(self) -> dict[str, Any]:
-        """For an answer that is not whole: the ids of each sample, and the versions that made them."""
+        """What there is of an answer that is not whole: the ids of each sample, and the versions that made them."""
         if not any(stitch.tokens for stitch in self._stitches):
             return {}
         return {"choices": [_told(self._dialect, number, each) for number, each in enumerate(self._stitches)]}

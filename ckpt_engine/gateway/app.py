@@ -245,7 +245,7 @@ class Gateway:
             await writer.whole({"ready": True})
 
     def why_not_ready(self) -> str:
-        """Empty: requests are answered, or held until they can be."""
+        """Why requests are neither answered nor held until they can be; empty: they are."""
         fleet, now, after = self.placing.fleet, time.monotonic(), self.placing.settings.unready_after
         if self.stopping:
             return "this gateway is stopping"

@@ -39,7 +39,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Answer:
-    """A small one. headers: names in lower case."""
+    """A small answer, read as a whole. headers: names in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -51,13 +51,13 @@ class Answer:
         return self.content.decode(errors="replace")
 
     def json(self) -> Any:
-        """Raises ValueError."""
+        """The content as JSON. Raises ValueError."""
         return json.loads(self.content)
 
 
 @lru_cache(1024)
 def origin_of(url: str) -> Origin:
-    """Raises ConnectError for what is no URL of HTTP."""
+    """The origin of a URL. Raises ConnectError for what is no URL of HTTP."""
     if not all("!" <= each <= "~" for each in url):
         raise ConnectError(f"{url!r} is no URL: all but visible ASCII has to be escaped in it (%.., and xn-- in names)")
     try:
@@ -73,7 +73,8 @@ def origin_of(url: str) -> Origin:
 
 @cache
 def authorities() -> ssl.SSLContext:
-    """This machine's, or those that SSL_CERT_FILE and SSL_CERT_DIR name."""
+    """The certificates that engines' must be signed by: this machine's, or those that SSL_CERT_FILE and SSL_CERT_DIR
+    name."""
     return ssl.create_default_context()
 
 
@@ -145,7 +146,7 @@ class Connections:
             connection.close()
 
     def close(self) -> None:
-        """All of them."""
+        """Closes all of them."""
         for connection in list(self._all):
             connection.close()
 

@@ -12,7 +12,7 @@ BEARER = "bearer "
 
 
 class Door:
-    """Raises INVALID_ARGUMENT if the tokens file cannot be understood."""
+    """Lets callers in. Raises INVALID_ARGUMENT if the tokens file cannot be understood."""
 
     def __init__(self, security: ServerSecurity) -> None:
         self._tokens = security.known_tokens()

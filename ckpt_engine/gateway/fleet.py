@@ -81,12 +81,12 @@ class Member:
         return max(self.own, self.reported + self.own - self.own_then)
 
     def died(self) -> None:
-        """Nobody takes connections there. What answers next is another engine."""
+        """Notes that nobody takes connections there. What answers next is another engine."""
         self.life += not self.down
         self.down = True
 
     def answers(self) -> None:
-        """Somebody does."""
+        """Notes that somebody takes connections there."""
         self.down = False
 
     def identify(self, said: Identity) -> Identity:
@@ -105,7 +105,8 @@ class Member:
         return min([admitted, *back], key=_number), max(since, key=_number)
 
     def tell(self, told: Told) -> None:
-        """News of it. A rollback is remembered: what is older than what it held is news then, and not a late word."""
+        """Takes in what is told of it. A rollback is remembered: what is older than what it held is news then, and not
+        a late word."""
         before, self.told = self.told.identity, told
         lower = [
             each
@@ -155,7 +156,7 @@ class Fleet:
     # -- what is told
 
     def tell(self, told: Iterable[Told], gone: Iterable[str] = (), whole: bool = False) -> None:
-        """News. whole: whoever is not named is gone."""
+        """Takes in what is told of replicas. whole: whoever is not named is gone."""
         told = list(told)
         self.heard = True
         for each in told:
@@ -179,7 +180,7 @@ class Fleet:
                 member.told = replace(member.told, state=State.CLOSED, reason="it was taken out")
 
     def tell_latest(self, latest: Iterable[Identity]) -> None:
-        """The last version of every lineage."""
+        """Takes in the last version of every lineage."""
         self.latest = {each.lineage: each for each in latest}
         for each in self.latest.values():
             self._highest[each.lineage] = max(each.version, self._highest.get(each.lineage, each.version))
@@ -194,14 +195,15 @@ class Fleet:
     # -- what is seen
 
     def failed(self, member: Member, now: float, why: str, wait: float = 0.0) -> None:
-        """It did not answer, or refused. wait: seconds that it named."""
+        """Notes that a replica did not answer, or refused. wait: seconds that it named."""
         member.failures += 1
         most = min(MOST_SHUN_SECONDS, SHUN_SECONDS * 2 ** min(member.failures - 1, 8))
         member.shunned_until = now + max(most, min(wait, MOST_SHUN_SECONDS))
         member.seen = why
 
     def answered(self, member: Member, admitted: Identity | None) -> Identity | None:
-        """It let a request in. Returns the version under which it did, with the lineage if that is known."""
+        """Notes that a replica let a request in. Returns the version under which it did, with the lineage if that is
+        known."""
         member.failures, member.shunned_until, member.seen = 0, 0.0, ""
         member.answers()
         if admitted is None:

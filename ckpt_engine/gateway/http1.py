@@ -35,8 +35,8 @@ class NobodyError(ConnectError):
 
 
 class Connection(asyncio.Protocol):
-    """For one request at a time. status, headers (names in lower case): of its answer, once `ask` has returned. left:
-    called once when the connection is gone."""
+    """A connection that carries one request at a time. status, headers (names in lower case): of its answer, once `ask`
+    has returned. left: called once when the connection is gone."""
 
     def __init__(self, left: Callable[[Connection], None]) -> None:
         self.status = 0

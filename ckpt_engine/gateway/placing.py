@@ -44,7 +44,7 @@ class Placing:
         self._news = asyncio.Event()
 
     def patience(self, seconds: float) -> Patience:
-        """For a request that begins to wait now."""
+        """The patience of a request that begins to wait now."""
         return Patience(seconds, time.monotonic() + seconds)
 
     async def place(self, want: Want, key: bytes, patience: Patience, resumed: bool = False) -> Member:
@@ -61,7 +61,7 @@ class Placing:
                 await asyncio.wait_for(self._news.wait(), LOOK_SECONDS)
 
     def check(self, want: Want, patience: Patience) -> None:
-        """Raises RefusedError if it has waited as long as it may."""
+        """Looks whether a request may wait on. Raises RefusedError if it has waited as long as it may."""
         now = time.monotonic()
         if now >= patience.end:
             why = self.fleet.why_nobody(want, now)
@@ -71,7 +71,7 @@ class Placing:
 
     @contextlib.contextmanager
     def inside(self, member: Member, resumed: bool) -> Iterator[Callable[[], None]]:
-        """While a leg runs. Gives what is to be called once its first token is there."""
+        """Counts a leg as inside its replica while it runs. Gives what is to be called at its first token."""
         prefilling = resumed
         member.own += 1
         member.prefills += resumed
@@ -88,11 +88,11 @@ class Placing:
             begun()
 
     def refused(self, member: Member, error: NotAdmittedError) -> None:
-        """It did not let a request in."""
+        """Notes that a replica did not let a request in."""
         if error.nobody:
             member.died()
         self.failed(member, str(error), error.wait)
 
     def failed(self, member: Member, why: str, wait: float = 0.0) -> None:
-        """It is left alone for a moment."""
+        """Leaves a replica alone for a moment."""
         self.fleet.failed(member, time.monotonic(), why, wait)

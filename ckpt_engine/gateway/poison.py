@@ -45,9 +45,9 @@ class Suspects:
         self._dead: set[tuple[str, int]] = set()
 
     def add(self, member: Member, url: str, life: int, silent: bool, seconds: float, tokens: int) -> None:
-        """It broke the request off, now (seconds, monotonic), when the answer had so many tokens. url, life: as they
-        were when it let the request in. silent: it brought nothing for as long as an engine may, which is a death to
-        whoever waits."""
+        """Notes that an engine broke the request off, now (seconds, monotonic), when the answer had so many tokens.
+        url, life: as they were when it let the request in. silent: it brought nothing for as long as an engine may,
+        which is a death to whoever waits."""
         for key in [key for key, broken in self._broke.items() if broken.cleared(seconds, tokens)]:
             del self._broke[key]
             self._dead.discard(key)

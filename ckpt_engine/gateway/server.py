@@ -37,7 +37,7 @@ log = logging.getLogger("ckpt_engine.gateway")
 
 
 def check(settings: Settings) -> None:
-    """Raises INVALID_ARGUMENT for settings that cannot be."""
+    """Checks settings. Raises INVALID_ARGUMENT for those that cannot be."""
     if bool(settings.manager) == bool(settings.replicas):
         raise invalid("give --manager HOST:PORT, or --replica URL for each replica")
     for url in settings.replicas:

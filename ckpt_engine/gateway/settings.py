@@ -48,14 +48,14 @@ class Settings:
     security: ServerSecurity = field(default_factory=ServerSecurity)
 
     def to_json(self) -> str:
-        """For a worker process."""
+        """The settings as text, for a worker process."""
         security = {name: None if value is None else str(value) for name, value in asdict(self.security).items()}
         security["insecure"] = "1" if self.security.insecure else ""
         return json.dumps({**asdict(self), "security": security})
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
-        """The inverse."""
+        """The settings that `to_json` wrote."""
         values: dict[str, Any] = json.loads(text)
         given = values.pop("security")
         paths = {name: Path(given[name]) if given[name] else None for name in given if name != "insecure"}

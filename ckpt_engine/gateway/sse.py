@@ -16,7 +16,8 @@ class EventTooLargeError(Exception):
 
 
 class Events:
-    """Takes what arrives, gives what is whole. What of an event is missing at the end of a stream is lost with it."""
+    """Cuts a stream into events: takes what arrives, gives what is whole. What of an event is missing at the end of a
+    stream is lost with it."""
 
     def __init__(self) -> None:
         self._rest = b""

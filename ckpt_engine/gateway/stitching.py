@@ -46,7 +46,7 @@ class Piece:
     about: dict[str, Any] = field(default_factory=dict)
 
     def add(self, later: Piece) -> None:
-        """What the next event brought, for a caller who gets both at once."""
+        """Adds what the next event brought, for a caller who gets both at once."""
         self.tokens += later.tokens
         self.records += later.records
         self.text += later.text
@@ -119,11 +119,11 @@ class Stitch:
 
     @property
     def leg(self) -> Leg:
-        """The one that runs, or ran last."""
+        """The leg that runs, or ran last."""
         return self.legs[-1]
 
     def begin(self, replica: str) -> Leg:
-        """A leg is about to be asked for."""
+        """Begins a leg, which is about to be asked for."""
         self.legs.append(Leg(replica, len(self.tokens), text_before=len(self.text)))
         return self.leg
 
@@ -152,7 +152,8 @@ class Stitch:
         return piece
 
     def broken(self, finishes: Callable[[str, Any], Finish]) -> bool:
-        """A leg ended without its end. Whether all that was asked for has come all the same: then it is finished.
+        """Notes that a leg ended without its end. Whether all that was asked for has come all the same: then it is
+        finished.
 
         finishes: makes the dialect's words for a kind of end (and the token that stopped it).
         """

@@ -42,7 +42,7 @@ class Span:
     caches: str
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The span as a dictionary for JSON."""
         one = self.lowest if self.lowest == self.highest else None
         either = self.lowest or self.highest
         return {
@@ -89,8 +89,8 @@ def leg_spans(
 
 
 def joined(spans: Sequence[Span]) -> list[Span]:
-    """Neighbours that say the same become one: a leg that goes on under the version of the one before it is no seam
-    between versions."""
+    """Joins neighbours that say the same: a leg that goes on under the version of the one before it is no seam between
+    versions."""
     result: list[Span] = []
     for span in spans:
         last = result[-1] if result else None
@@ -119,7 +119,7 @@ def told(spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def lineages(spans: Sequence[Span]) -> set[str]:
-    """That are known to have made tokens."""
+    """Lineages that are known to have made tokens."""
     return {identity.lineage for span in spans for identity in (span.lowest, span.highest) if identity} - {""}
 
 

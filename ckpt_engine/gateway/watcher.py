@@ -50,7 +50,7 @@ class News:
         self._named: set[str] = set()
 
     def take(self, message: manager_pb2.WatchReplicasResponse) -> None:
-        """Raises StaleError: dial again."""
+        """Takes one message in. Raises StaleError: dial again."""
         fence = message.fence
         if fence.cluster == self._cluster and fence.epoch < self._epoch:
             raise StaleError(f"the manager tells of epoch {fence.epoch}, and epoch {self._epoch} was seen")

@@ -79,7 +79,8 @@ class Resolved:
 
 
 def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Resolved:
-    """Raises FAILED_PRECONDITION if the plan was made for another recording, INVALID_ARGUMENT if it is inconsistent."""
+    """Makes the moves of a plan for this recording. Raises FAILED_PRECONDITION if the plan was made for another
+    recording, INVALID_ARGUMENT if it is inconsistent."""
     if (plan.manifest_digest, plan.needs_digest) != (recording.manifest_digest, recording.needs_digest):
         raise precondition(f"the plan is not for what worker {rank} prepared; it has to be prepared again")
     copies: list[list[Copy]] = [[] for _ in recording.needs]

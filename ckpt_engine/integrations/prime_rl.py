@@ -110,7 +110,7 @@ class Steps:
 
 
 class Facade:
-    """The answers. Used on one event loop."""
+    """What answers prime-rl's orchestrator. Used on one event loop."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -118,7 +118,7 @@ class Facade:
         self._pause_mode: str | None = None
 
     def application(self) -> Starlette:
-        """For any ASGI server."""
+        """The application, for any ASGI server."""
         routes = [
             *(Route(path, self._answered(self._health), methods=["GET"]) for path in OPEN),
             Route("/v1/models", self._answered(self._models), methods=["GET"]),

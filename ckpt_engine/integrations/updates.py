@@ -51,7 +51,7 @@ class Updates:
 
     @property
     def version(self) -> int | None:
-        """That the replicas serve."""
+        """The version that the replicas serve."""
         return None if self.served is None else self.served.version
 
     @property

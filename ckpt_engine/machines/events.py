@@ -1,4 +1,4 @@
-"""What goes into the three machines and what comes out of them.
+"""What goes into the machines and what comes out of them.
 
 A machine decides; a shell does. The whole shell is one loop, on one thread::
 

@@ -1,7 +1,8 @@
 """A member's way to the manager: dial, say hello, keep the lease, dial again.
 
-Used by the agent's and the trainer's machine, which say what a hello contains and what must be stored first. Decides
-when a manager counts as lost; what that means for weights is decided elsewhere, and mostly it means nothing.
+Used by the machines of agents and of members that offer weights, which say what a hello contains and what must be
+stored first. Decides when a manager counts as lost; what that means for weights is decided elsewhere, and mostly it
+means nothing.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Combined:
 
 @dataclass(frozen=True)
 class MergeTables:
-    """Merge the tables of all ranks (core.manifest.merge_tables), store the manifest. Result: Published.
+    """Merge the tables of all ranks (core.publication.merge_tables), store the manifest. Result: Published.
 
     Fails with the Problem that names tensors and ranks; NOT_FOUND if a table's blob is not held any more.
     """

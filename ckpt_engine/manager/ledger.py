@@ -217,7 +217,7 @@ class Ledger:
         return Found(epoch, ended, tuple(number for (number,) in last))
 
     async def meant(self) -> dict[str, Meant]:
-        """The last update that was for each replica; versions.EVERYBODY: that was for all."""
+        """The last update that was for each replica, by name; by `versions.everybody`, that was for all of a pool."""
         rows = await self._run(lambda: self._connection.execute("SELECT replica, epoch, lineage FROM meant").fetchall())
         return {replica: (epoch, lineage) for replica, epoch, lineage in rows}
 

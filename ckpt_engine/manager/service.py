@@ -64,8 +64,8 @@ log = logging.getLogger("ckpt_engine.manager")
 class ManagerConfig:
     """How a manager runs.
 
-    listen: host:port of the gRPC server; port 0 takes a free one. The channel is not encrypted, so by default only
-        this machine reaches it; another address works and warns.
+    listen: host:port of the gRPC server; port 0 takes a free one. An address that other machines reach is refused
+        unless `security` asks who calls, or says that nobody is asked.
     http: host:port of the HTTP side; empty: none.
     ledger: its file; None: ``ledger.default_path()``. cluster: the id of a new one, in place of a ledger that was lost;
         empty: a random id.

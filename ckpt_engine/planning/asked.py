@@ -62,7 +62,7 @@ class Asked:
 
 
 def question_of(asked: Asked) -> Question:
-    """Raises INVALID_ARGUMENT or NOT_FOUND, in words, for what cannot be asked."""
+    """Makes a question of options. Raises INVALID_ARGUMENT or NOT_FOUND, in words, for what cannot be asked."""
     _check(asked)
     model = read_model(asked.model, asked.dtype or None)
     if asked.trainer == FILES and model.quantised:

@@ -13,8 +13,8 @@ SOURCE = "H200 and two processors of an EPYC, docs/performance.md"
 
 @dataclass(frozen=True)
 class Engine:
-    """What an engine takes for an update, whatever its bytes, seconds. calls: within its pause, in no stage.
-    around: of the call, before and after the pause."""
+    """Seconds that an engine takes for an update, whatever its bytes. calls: within its pause, in no stage. around: of
+    the call, before and after the pause."""
 
     quiesce: float
     resume: float
@@ -63,7 +63,7 @@ def rates_of(told: object | None, engine: str, network: float | None, replicas: 
 
 
 def foresee(answer: Answer, rates: Rates, engine: str, held: bool) -> Foreseen:
-    """held: the call returns when relays hold the version."""
+    """Predicts a planned update. held: the call returns when relays hold the version."""
     question, offers = answer.question, answer.offered
     if offers is None or not answer.installs:
         return Foreseen({}, None, None)

@@ -38,7 +38,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Heads:
-    """What has to divide. experts: 0: there are none."""
+    """Numbers that tensor and expert parallelism have to divide. experts: 0: there are none."""
 
     attention: int
     pairs: int

@@ -157,7 +157,7 @@ class Arena:
         return ArenaMemory(self.id, whole, self.descriptor, self.slot_bytes)
 
     def close(self) -> None:
-        """Nobody gets its descriptor from now on. The memory goes when nobody maps it any more. May be repeated."""
+        """Gives its descriptor to nobody from now on. The memory goes when nobody maps it any more. May be repeated."""
         self._memory = None
         if self.lanes is not None:
             self.lanes.close()

@@ -110,7 +110,7 @@ class Batch:
         return sum(piece.bytes for piece in self.pieces)
 
     def by_source(self) -> Iterator[tuple[str, Cells, Words]]:
-        """For each source that is read, the cells of its pieces, and their bytes."""
+        """The cells of the pieces of each source that is read, and their bytes."""
         for source in dict.fromkeys(reading.source for reading in self.readings):
             its = [index for index, reading in enumerate(self.readings) if reading.source == source]
             yield source, self.cells[its], np.array([self.pieces[index].bytes for index in its], dtype=np.uint64)
@@ -167,7 +167,7 @@ class Batch:
         return found
 
     def abandon(self) -> None:
-        """Nobody waits for it any more. When it returns, nothing of it can land."""
+        """Gives the batch up. When it returns, nothing of it can land."""
         for landing in self._landings:
             if landing.started:
                 landing.sever()

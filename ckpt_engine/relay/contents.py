@@ -35,7 +35,8 @@ class Contents:
 def contents_of(
     source: SourceTable, recorded: Recorded, layout: SlotLayout, missing: Collection[int], memory: Memory
 ) -> Contents:
-    """source: who has it. missing: cells of the record that nobody brought. memory: of the slot."""
+    """What can be read of a version in a slot. source: who has it. missing: cells of the record that nobody brought.
+    memory: of the slot."""
     specs = recorded.record.manifest.tensors
     atoms = [atom for atom in layout.atoms if atom.cell not in missing and atom.box.volume]
     tensors = sorted({atom.tensor for atom in atoms})

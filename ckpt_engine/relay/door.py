@@ -115,7 +115,7 @@ class Door:
         return found
 
     def lend(self, slot: int) -> None:
-        """Readers may hold the slot from now on."""
+        """Lets readers hold the slot from now on."""
         with self._changed:
             self._lent[slot] = True
 

@@ -39,7 +39,7 @@ class RelayState:
 
 
 def of_relay(state: RelayState) -> Iterable[Metric]:
-    """Everything, with the relay's name as the only label beside outcomes."""
+    """All metrics, with the relay's name as the only label beside outcomes."""
     gauges = {
         "ckpt_engine_relay_session": ("1 while the relay has a session with the manager.", state.connected),
         "ckpt_engine_relay_filling": ("1 while the relay brings a version into its memory.", state.filling),

@@ -56,7 +56,7 @@ class Reading:
         return Move(self.region, offset, box.shape, stride, self.dtype, destination, stored)
 
     def place(self, box: Box) -> tuple[str, int, int]:
-        """For reading in the order in which it lies there."""
+        """Where a box lies, for reading in that order."""
         return self.source, self.region.id, self.offset(box)
 
 
@@ -109,7 +109,7 @@ class Sources:
             yield hit.box, tuple(near)
 
     def why_not(self, tensor: int, box: Box) -> Problem:
-        """Nobody within reach holds all of a box."""
+        """Why nobody within reach holds all of a box."""
         name = self._specs[tensor].name
         why = "; ".join(dict.fromkeys(fault.message for fault in self.faults))
         asked = ", ".join(label(table) for table in self._publication.tables) or "no source"
@@ -120,7 +120,7 @@ class Sources:
         )
 
     def begin(self) -> None:
-        """Before each filling: asks the sources whether they are unchanged, and to stay so for now."""
+        """Asks, before each filling, the sources whether they are unchanged, and to stay so for now."""
         self._lost.clear()
         for opened in self._each():
             self._ask(opened)
@@ -154,7 +154,7 @@ class Sources:
         return next((each for each in readings if id(each.opened) not in self._lost), None)
 
     def end(self) -> None:
-        """After each filling: nothing is read for now."""
+        """Tells the sources, after each filling, that nothing is read for now."""
         for opened in self._each():
             if isinstance(opened, Leased):
                 opened.rest()

@@ -86,7 +86,7 @@ class Ways:
         ]
 
     def lend(self, slot: int) -> None:
-        """It may be read from now on."""
+        """Lets a slot be read from now on."""
         self._door.lend(slot)
         for lender in self._lenders:
             lender.lend(slot)

@@ -39,7 +39,8 @@ class ClientSecurity:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> ClientSecurity:
-        """Raises INVALID_ARGUMENT, naming the variable, for files that cannot be read and for half of a pair."""
+        """Reads what the environment names. Raises INVALID_ARGUMENT, naming the variable, for files that cannot be read
+        and for half of a pair."""
         authority, certificate, key, token = (
             _read(environment, name) for name in (AUTHORITY, CERTIFICATE, KEY, TOKEN_FILE)
         )
@@ -61,7 +62,7 @@ class ClientSecurity:
         return cls(authority, certificate, key, words[0] if words else "", environment.get(SERVER_NAME, ""))
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """For a channel; None: a plain one."""
+        """Credentials for a channel; None: a plain one."""
         if not self.authority:
             return None
         tls = grpc.ssl_channel_credentials(self.authority, self.key or None, self.certificate or None)

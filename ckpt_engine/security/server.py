@@ -34,7 +34,8 @@ class ServerSecurity:
         return self.authority is not None or self.tokens is not None
 
     def check(self) -> None:
-        """Raises INVALID_ARGUMENT for settings that cannot work together or files that cannot be read."""
+        """Checks the settings. Raises INVALID_ARGUMENT for those that cannot work together and for files that cannot be
+        read."""
         if (self.certificate is None) != (self.key is None):
             raise invalid("--certificate and --key belong together: give both or none")
         if self.authenticates and self.certificate is None:
@@ -53,7 +54,7 @@ class ServerSecurity:
         return None if self.tokens is None else Tokens.parse(_read(self.tokens).decode(errors="replace"))
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """For the gRPC port; None: a plain one."""
+        """Credentials for the gRPC port; None: a plain one."""
         if self.certificate is None or self.key is None:
             return None
         return grpc.ssl_server_credentials(

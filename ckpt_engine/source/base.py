@@ -39,8 +39,8 @@ class Source(Protocol):
         ...
 
     def digest(self, atoms: Atoms) -> list[int]:
-        """The DESIGN digest of each atom, in their order, over the sealed bytes. Raises INVALID_ARGUMENT for an atom
-        outside its shard and FAILED_PRECONDITION before the first `seal`."""
+        """The digest (docs/protocol.md) of each atom, unsigned 64-bit, in their order, over the sealed bytes. Raises
+        INVALID_ARGUMENT for an atom outside its shard and FAILED_PRECONDITION before the first `seal`."""
         ...
 
     def withdraw(self, seconds: float) -> None:

@@ -28,7 +28,7 @@ ALIASED = (
 
 
 def why_not(boxes: Sequence[Sequence[torch.Tensor]]) -> list[str]:
-    """For each box, why its memory cannot move; empty if it can. boxes: all tensor objects of each that can be moved.
+    """Why the memory of each box cannot move; empty if it can. boxes: all tensor objects of each that can be moved.
 
     Collects garbage if something seems to use their memory besides: what only waits to be freed is in nobody's way.
     """

@@ -53,10 +53,10 @@ def may_share(box: Held, wish: Wish) -> bool:
 
 
 def copy_reasons(boxes: Sequence[Held], served: Sequence[torch.dtype], wish: Wish, keep: str) -> list[str]:
-    """For each box, why it is copied at each seal; empty if it is not.
+    """Why each box is copied at each seal; empty if it is not.
 
-    keep: why CPU memory is not to be moved although it could be, if the wish does not say; empty: it is to be.
-    Raises INVALID_ARGUMENT for a wish that cannot be fulfilled.
+    keep: why CPU memory is not to be moved although it could be, if the wish does not say; empty: it is to be. Raises
+    INVALID_ARGUMENT for a wish that cannot be fulfilled.
     """
     must = [_must_copy(box, kept, wish) for box, kept in zip(boxes, served, strict=True)]
     if wish.snapshot is True:
@@ -79,7 +79,7 @@ def copy_reasons(boxes: Sequence[Held], served: Sequence[torch.dtype], wish: Wis
 def tell_copied(
     rank: int, boxes: Sequence[Held], served: Sequence[torch.dtype], reasons: Sequence[str]
 ) -> list[CopiedTensors]:
-    """For the report: what is copied at each seal, one entry a reason, most bytes first."""
+    """What is copied at each seal, for the report: one entry a reason, most bytes first."""
     told: dict[str, CopiedTensors] = {}
     for box, kept, why in zip(boxes, served, reasons, strict=True):
         if why and box.tensor.numel():

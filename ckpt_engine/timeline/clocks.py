@@ -50,8 +50,8 @@ class Aligned(NamedTuple):
 
 
 def aligned(span: manager_pb2.Span, within: Window, began: float) -> Aligned:
-    """For one member. within: from its command to its answer, by the manager. began: the update, by the manager's own
-    clock."""
+    """Aligns one member's clock. within: from its command to its answer, by the manager. began: the update, by the
+    manager's own clock."""
     least, most = span.begin + span.seconds - within.end, span.begin - within.begin
     if least > most:  # longer than what it lies in: rounded, or what was answered had been done before
         least = most = (least + most) / 2
@@ -63,7 +63,7 @@ def aligned(span: manager_pb2.Span, within: Window, began: float) -> Aligned:
 
 
 def guessed(seconds: float, within: Window) -> tuple[manager_pb2.Span, Aligned]:
-    """For a member that tells how long it took and not when: in the middle of that window."""
+    """A span for a member that tells how long it took and not when: in the middle of that window."""
     span = manager_pb2.Span(begin=0.0, seconds=seconds)
     return span, aligned(span, within, 0.0)._replace(by=GUESSED)
 

@@ -28,7 +28,7 @@ class Slice:
     parts: list[Slice] = field(default_factory=list)
 
     def part(self, name: str, begin: float, end: float, args: Args = NOTHING) -> Slice:
-        """Another part, after those that it has and within the whole: what sticks out is cut off."""
+        """Adds a part after those that it has and within the whole: what sticks out is cut off."""
         lowest = self.parts[-1].end if self.parts else self.begin
         begin = min(max(begin, lowest), self.end)
         made = Slice(name, begin, min(max(end, begin), self.end), args)
@@ -36,7 +36,7 @@ class Slice:
         return made
 
     def backwards(self, steps: list[tuple[str, float]], until: float | None = None) -> None:
-        """Parts of so many seconds, the last of which ends with the whole, or then. Those of no time are left out."""
+        """Adds parts of so many seconds, the last of which ends with the whole, or then. Empty parts are left out."""
         end = self.end if until is None else until
         begin = end - sum(seconds for _, seconds in steps)
         for name, seconds in steps:
@@ -54,7 +54,7 @@ class Track:
     slices: list[Slice] = field(default_factory=list)
 
     def slice(self, name: str, begin: float, end: float, args: Args = NOTHING) -> Slice:
-        """Another slice, after those that there are."""
+        """Adds a slice after those that there are."""
         if self.slices:
             begin = max(begin, self.slices[-1].end)
         made = Slice(name, begin, max(begin, end), args)

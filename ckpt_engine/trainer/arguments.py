@@ -23,19 +23,19 @@ def whole(number: object) -> bool:
 
 
 def checked_version(version: object) -> None:
-    """Versions count steps."""
+    """Refuses what is no version: a version counts steps, from 0."""
     if not (isinstance(version, Integral) and whole(version) and 0 <= int(version) < MOST_VERSION):
         raise invalid(f"version {version!r} is not a count of steps: give a whole number from 0")
 
 
 def checked_count(what: str, count: object, of: str) -> None:
-    """A number of things, from 0; `of` names them."""
+    """Refuses what is no number of things, from 0. of: the things, for the message."""
     if not (isinstance(count, Integral) and whole(count) and 0 <= int(count) < MOST_COUNT):
         raise invalid(f"{what} {count!r} is not a number of {of}: give a whole number from 0")
 
 
 def checked_names(what: str, names: Sequence[str]) -> Sequence[str]:
-    """A list of names; one name by itself would be taken for a list of letters."""
+    """Returns the names. Refuses one name by itself, which would be taken for a list of letters."""
     if isinstance(names, str):
         raise invalid(f"{what} is a list of names: [{names!r}]")
     if not all(isinstance(name, str) for name in names):
@@ -44,13 +44,13 @@ def checked_names(what: str, names: Sequence[str]) -> Sequence[str]:
 
 
 def choice(what: str, word: str, choices: Mapping[str, Choice]) -> Choice:
-    """What one of a few words means."""
+    """Looks up what `word` stands for. choices: every word that there is, with its meaning."""
     if not isinstance(word, str) or word not in choices:
         raise invalid(f"{what} {word!r} is none of {', '.join(choices)}")
     return choices[word]
 
 
 def checked_flag(what: str, flag: object) -> None:
-    """True, False, or None where that has a meaning of its own. A text such as "no" would count as true."""
+    """Refuses what is neither True, False nor None: a text such as "no" would count as true."""
     if not (flag is None or isinstance(flag, bool)):
         raise invalid(f"{what} {flag!r} is neither True nor False")

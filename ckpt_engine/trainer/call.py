@@ -36,7 +36,8 @@ class _Ended:
 
 
 class UpdateCall:
-    """Made by the trainer's thread before the call starts; `close` when it has left `serve`, however it left."""
+    """One call in flight. The trainer's thread makes it before the call starts, and closes it when it has left `serve`,
+    however it left."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[_Work[Any] | manager_pb2.UpdateEvent | _Ended] = queue.SimpleQueue()

@@ -55,9 +55,9 @@ class RankPart:
         meeting: Meeting | None,
         stop_at: float,
     ) -> PartTaken:
-        """Joins, votes and sends. held: what the rank has sealed. meeting: if it leads; it is waited then until all are
-        done, or one failed. stop_at: monotonic seconds by which all of it has ended. Raises an interrupt, nothing
-        else."""
+        """Joins, votes and sends. held: what the rank has sealed. meeting: of a rank that leads, which then waits until
+        all are done or one has failed. stop_at: monotonic seconds by which all of it has ended. Raises
+        KeyboardInterrupt and the like, and nothing else."""
         order = order_of(task, plan)
         problem = None
         try:

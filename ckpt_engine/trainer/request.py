@@ -41,7 +41,7 @@ def update_request(
     prefetch: str,
     until: str,
 ) -> manager_pb2.UpdateWeightsRequest:
-    """Everything but who calls. Raises INVALID_ARGUMENT for what cannot be."""
+    """The request of an update: everything but who calls. Raises INVALID_ARGUMENT for what cannot be."""
     if version is not None:
         checked_version(version)
     check_pool(pool)

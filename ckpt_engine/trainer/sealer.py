@@ -30,10 +30,11 @@ class Sealer:
         self._withdrawing = False
 
     def offer(self, source: Source, check_finite: bool = False) -> bytes:
-        """Takes the place of the former source, which is closed. Returns the table to publish, serialised. The first
-        time it compiles what its digests need, a second or two, so that no update waits for that.
+        """Puts a source in the place of the former one, which is closed. Returns the table to publish, serialised. The
+        first time it compiles what its digests need, a second or two, so that no update waits for that.
 
-        check_finite: refuse to seal what holds NaN or infinity."""
+        check_finite: refuse to seal what holds NaN or infinity.
+        """
         if not all(_on_gpu(region) for region in source.table().regions):
             warm_up()
         table = canonical(source.table())
@@ -80,8 +81,8 @@ class Sealer:
             return held_of(manifest, self._source.table(), list(self._source.tensors()))
 
     def withdraw(self, seconds: float) -> None:
-        """Takes the source back once no reader maps its GPU memory; see Source.withdraw, which says what it raises. One
-        that did not end so is not offered any more, and may be repeated."""
+        """Takes the source back once no reader maps its GPU memory; raises as Source.withdraw does. After it has
+        raised, the source is not offered any more, and the call may be repeated."""
         with self._lock:
             if self._source is not None:
                 self._withdrawing = True

@@ -46,9 +46,9 @@ OPEN_SECONDS = 60.0
 
 
 class CannotOpenError(CkptEngineError):
-    """Raised by `open` and `connect` for a region that is offered, and that this process cannot open: it may not, or
-    its system refuses. UNAVAILABLE. The same region is then opened another way, if there is one. An owner that has gone
-    is no case of it."""
+    """A region that is offered, and that this process cannot open: it may not, or its system refuses. Raised by `open`
+    and `connect`. UNAVAILABLE. The same region is then opened another way, if there is one. An owner that has gone is
+    no case of it."""
 
     def __init__(self, message: str, region: Region) -> None:
         super().__init__(unavailable(message).problem)
@@ -99,7 +99,7 @@ class Leased(Protocol):
     """What OpenedRegions can do besides, if their owner waits for its readers before it writes to them."""
 
     def rest(self) -> None:
-        """The install that `open` or `check` began is over: nothing is read before the next `check`. Never raises."""
+        """Ends the install that `open` or `check` began: nothing is read before the next `check`. Never raises."""
         ...
 
 
@@ -128,7 +128,8 @@ class Transport(Protocol):
         ...
 
     def open(self, regions: Sequence[Region], seconds: float = OPEN_SECONDS) -> OpenedRegions:
-        """seconds: how long their owners may take to answer, all together; memory of this host answers at once."""
+        """Opens regions for reading. seconds: how long their owners may take to answer, all together; memory of this
+        host answers at once. Raises CannotOpenError, naming the region, and CkptEngineError."""
         ...
 
 
@@ -292,7 +293,7 @@ class ArenaLender(Protocol):
     """The owner's side of a transport between relays. One instance an arena; any thread.
 
     A region is a part of a slot, and the same from version to version: so is its locator. What changes with each
-    version is the lending: `lend` begins one, `refuse` ends it. A reader holds a lending before it reads, and what it
+    version is the lending: `lend` begins one, `retire` ends it. A reader holds a lending before it reads, and what it
     asks for after the lending has ended is refused, whoever it is.
     """
 
@@ -306,11 +307,11 @@ class ArenaLender(Protocol):
         ...
 
     def lend(self, slot: int) -> None:
-        """Readers may hold the slot from now on."""
+        """Lets readers hold the slot from now on."""
         ...
 
     def refuse(self, slot: int) -> None:
-        """Nobody who does not hold the slot may from now on. Waits for nobody."""
+        """Lets nobody else hold the slot from now on. Waits for nobody."""
         ...
 
     def retire(self, slot: int) -> int:
@@ -332,23 +333,24 @@ class Passing(Protocol):
         ...
 
     def verified(self, chunk: int) -> None:
-        """A chunk lies in the slot as it was sealed, and is not written to any more: it may be read from now on."""
+        """Says that a chunk lies in the slot as it was sealed, and is not written to any more: it may be read from now
+        on."""
         ...
 
     def never(self, chunk: int) -> None:
-        """A chunk will not come from here."""
+        """Says that a chunk will not come from here."""
         ...
 
     def moved(self) -> None:
-        """Something has come: who waits sees that it gets on."""
+        """Says that something has come: who waits sees that it gets on."""
         ...
 
     def finish(self) -> None:
-        """The filling is over; what is verified can be read until the slot is retired, and nothing else comes."""
+        """Ends a filling that is over; what is verified can be read until the slot is retired, and nothing else comes."""
         ...
 
     def end(self, why: str) -> None:
-        """The filling has failed: nothing of it is sent any more."""
+        """Ends a filling that has failed: nothing of it is sent any more."""
         ...
 
 
@@ -368,9 +370,9 @@ class PassesOn(Protocol):
         chunks: Sequence[Sequence[tuple[int, int]]],
         passed: Callable[[Rate], None],
     ) -> Passing:
-        """The filling of a slot, which nobody reads, begins. key: 16 bytes by which readers name it. chunks: of each
-        its runs, (offset in the slot, length), in the order in which they are sent. passed: told, on any thread, how
-        fast it was passed on, whenever the last of its readers has left."""
+        """Begins the filling of a slot that nobody reads. key: 16 bytes by which readers name it. chunks: of each its
+        runs, (offset in the slot, length), in the order in which they are sent. passed: told, on any thread, how fast
+        it was passed on, whenever the last of its readers has left."""
         ...
 
 

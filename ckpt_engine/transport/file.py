@@ -101,7 +101,7 @@ class FileTransport:
 
 
 class FileCheck:
-    """Raises unless the files (path, modified nanoseconds, size) are those that were published."""
+    """A check that raises unless the files (path, modified nanoseconds, size) are those that were published."""
 
     def __init__(self, files: Sequence[tuple[str, int, int]]) -> None:
         self._files = tuple(files)

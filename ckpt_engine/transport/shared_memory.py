@@ -148,7 +148,7 @@ class SharedArena:
         return HostMemory(self.tensor(0, (self.size,), torch.uint8), self._descriptor)
 
     def close(self) -> None:
-        """Nobody can open it from now on. May be repeated. The memory goes when no tensor of any process uses it."""
+        """Lets nobody open it from now on. May be repeated. The memory goes when no tensor of any process uses it."""
         self._memory = None
         self._closer()
 
@@ -175,11 +175,11 @@ class SharedMemoryLender:
         return True
 
     def withdraw(self, seconds: float) -> None:
-        """Nobody can open it from now on."""
+        """Lets nobody open it from now on."""
         self.close()
 
     def close(self) -> None:
-        """Nobody can open it from now on."""
+        """Lets nobody open it from now on."""
         descriptors, self._descriptors = self._descriptors, []
         for descriptor in descriptors:
             os.close(descriptor)

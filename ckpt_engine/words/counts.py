@@ -55,19 +55,19 @@ class GateCounts:
         self._write()
 
     def refused(self, reason: str) -> None:
-        """A request was refused; one without a place in the file is not counted."""
+        """Counts a request that was refused; a reason without a place in the file is not counted."""
         if reason in REASONS:
             self._values[_REFUSED + REASONS.index(reason)] += 1
             self._write()
 
     def waits(self) -> None:
-        """A request begins to wait."""
+        """Counts a request that begins to wait."""
         self._values[_WAITING] += 1
         self._values[_KEPT] += 1
         self._write()
 
     def waited(self, seconds: float) -> None:
-        """It waits no longer."""
+        """Counts a request that waits no longer."""
         self._values[_WAITING] -= 1
         self._values[_SECONDS] += seconds
         self._write()

@@ -111,11 +111,12 @@ class Gate:
             await self.control(route, scope, receive, send)
 
     async def open(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """A route that answers in any state. The engine answers; route: as for `control`."""
+        """Passes on a request for a route that answers in any state. The engine answers; route: as for `control`."""
         await self._app(scope, receive, send)
 
     async def control(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """A control route, called with the token. The engine answers; adapters may have routes of their own here.
+        """Passes on a request for a control route that showed the token. The engine answers; adapters may have routes
+        of their own here.
 
         route: the path without the root path that the server may have been given.
         """

@@ -113,7 +113,8 @@ class Queue:
         return len(self) >= limits.requests or self.bytes > limits.bytes
 
     def arrive(self, decision: Decision, size: int, now: float, limits: HoldLimits) -> Decision | Ticket:
-        """A request comes: let in or refused at once, or a ticket. Nobody overtakes those that wait."""
+        """Takes a request in: a decision to let it in or refuse it at once, or a ticket. Nobody overtakes those that
+        wait."""
         if decision.kind is Kind.REFUSE or (decision.kind is Kind.ADMIT and self.empty):
             return decision
         if decision.kind is Kind.HOLD and limits.seconds <= 0:
@@ -138,12 +139,13 @@ class Queue:
         return None
 
     def leave(self, ticket: Ticket) -> None:
-        """It waits no longer, for whatever reason; its place is free. Nothing if it has left already."""
+        """Takes a ticket out, which waits no longer for whatever reason; its place is free. Does nothing if it has left
+        already."""
         self._called.discard(ticket)
         self._free(ticket)
 
     def turn(self, decision: Decision, now: float, limits: HoldLimits) -> list[tuple[Ticket, Decision]]:
-        """Who waits no longer, in order, and what becomes of each. Call it every few milliseconds.
+        """The tickets that wait no longer, in order, and what becomes of each. Call it every few milliseconds.
 
         Their places are free; each is on its way in until it leaves.
         """

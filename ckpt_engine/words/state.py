@@ -189,7 +189,8 @@ class WorkerSlot:
         self._write(CLEAN, epoch, identity)
 
     def gone(self) -> None:
-        """For who writes of a worker on another host of which nothing is heard: it reads as dead, holding nothing."""
+        """Writes, of a worker on another host of which nothing is heard, that it is dead and holds nothing. Called by
+        the agent that leads."""
         self._write(NONE, self.epoch, None, start_time=0)
 
     def _write(

@@ -67,7 +67,7 @@ class _Body:
 
 
 class WaitingRoom:
-    """See the module."""
+    """The requests that wait at one gate, and the task that lets them go on."""
 
     def __init__(self, state: StateReader) -> None:
         self.queue = Queue()
@@ -76,8 +76,8 @@ class WaitingRoom:
         self._calling: asyncio.Task[None] | None = None
 
     async def wait(self, ticket: Ticket, receive: Receive) -> Held:
-        """Until it is the ticket's turn, or its client has gone. Reads the request's body: a server tells that the
-        client has gone only to who has read what came before."""
+        """Waits until it is the ticket's turn, or its client has gone. Reads the request's body: a server tells that
+        the client has gone only to who has read what came before."""
         turn = self._turns[ticket] = asyncio.get_running_loop().create_future()
         if self._calling is None or self._calling.done():
             self._calling = asyncio.create_task(self._call())

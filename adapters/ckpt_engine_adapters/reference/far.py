@@ -14,7 +14,7 @@ from ckpt_engine_adapters.reference.pool import Meeting, WorkerFailedError, star
 
 
 async def serve_far(directory: EngineDirectory, arguments: Sequence[str], world_size: int, meeting: Meeting) -> None:
-    """Until cancelled. Raises WorkerFailedError, naming the worker that ended first."""
+    """Runs until cancelled. Raises WorkerFailedError, naming the worker that ended first."""
     ranks = meeting.ranks(world_size)
     processes: dict[asyncio.Task[int], tuple[int, asyncio.subprocess.Process]] = {}
     try:

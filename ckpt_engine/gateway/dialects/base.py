@@ -74,7 +74,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def whole(self, stitches: Sequence[Stitch]) -> Any:
-        """The answer at once."""
+        """The whole answer, for a caller who does not stream."""
 
     def about_versions(self, stitch: Stitch) -> dict[str, Any]:
         """What each sample's answer says of its versions and legs."""
@@ -143,7 +143,8 @@ def prompts(value: Any, where: str) -> list[tuple[int, ...]] | None:
 
 
 def whole_number(value: Any, where: str, default: int | None, least: int = 0) -> int | None:
-    """Raises RefusedError for what is no number, or below the least. None stands for the default."""
+    """A number of a request; None stands for the default. Raises RefusedError for what is no whole number, or below the
+    least."""
     if value is None:
         return default
     if type(value) is not int or value < least:
@@ -161,14 +162,14 @@ def samples(value: Any, where: str) -> int:
 
 
 def seed_of(value: Any, where: str) -> int | None:
-    """Raises RefusedError."""
+    """The seed of a request. Raises RefusedError."""
     if value is not None and type(value) is not int:
         raise bad_request(f"{where}: {value!r} is no whole number")
     return value
 
 
 def stop_ids(value: Any, where: str) -> frozenset[int]:
-    """Raises RefusedError."""
+    """The token ids at which an answer stops. Raises RefusedError."""
     if value is None:
         return frozenset()
     if not isinstance(value, list) or not all(token is None or type(token) is int for token in value):
@@ -177,7 +178,7 @@ def stop_ids(value: Any, where: str) -> frozenset[int]:
 
 
 def an_object(value: Any, where: str) -> dict[str, Any]:
-    """Raises RefusedError."""
+    """An object of a request. Raises RefusedError."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -186,7 +187,8 @@ def an_object(value: Any, where: str) -> dict[str, Any]:
 
 
 def truth(value: Any, where: str) -> bool:
-    """Raises RefusedError: what one engine takes for true another takes for an error."""
+    """A truth value of a request. Raises RefusedError for all else: what one engine takes for true another takes for an
+    error."""
     if value is None or isinstance(value, bool):
         return bool(value)
     raise bad_request(f"{where}: true or false")
@@ -223,14 +225,14 @@ def made_by(label: Any) -> Identity | None:
 
 
 def output_tokens(value: Any) -> list[int]:
-    """Raises MalformedError."""
+    """The token ids of an engine's event. Raises MalformedError."""
     if not isinstance(value, list) or not all(type(token) is int for token in value):
         raise MalformedError("an event has no token ids")
     return value
 
 
 def clean(value: Any) -> Any:
-    """JSON has no infinities, some log-probabilities are such: they become null, as engines have it."""
+    """The value for JSON: infinities, which some log-probabilities are, become null, as engines have it."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -27,15 +27,15 @@ class ServedReplica(RolloutReplica):  # type: ignore[misc, unused-ignore]
         await self.launch_servers()
 
     async def init_hybrid(self, worker_group: Any) -> None:
-        """Raises INVALID_ARGUMENT."""
+        """Refuses: raises INVALID_ARGUMENT, since our replicas run outside of verl's processes."""
         raise invalid(f"a rollout inside the trainer's process (hybrid) is not supported: {REMEDY}")
 
     async def init_hybrid_colocated(self, worker_group: Any, resource_pool: Any) -> None:
-        """Raises INVALID_ARGUMENT."""
+        """Refuses: raises INVALID_ARGUMENT, since our replicas run outside of verl's processes."""
         raise invalid(f"a rollout inside the trainer's process (hybrid) is not supported: {REMEDY}")
 
     async def init_colocated(self, resource_pool: Any) -> None:
-        """Raises INVALID_ARGUMENT."""
+        """Refuses: raises INVALID_ARGUMENT, since our replicas run outside of verl's processes."""
         raise invalid(f"a rollout on the trainer's GPUs (colocated) is not supported: {REMEDY}")
 
     async def launch_servers(self) -> None:
@@ -71,7 +71,7 @@ class ServedReplica(RolloutReplica):  # type: ignore[misc, unused-ignore]
         """See `release_kv_cache`."""
 
     async def start_profile(self, **kwargs: Any) -> None:
-        """Raises INVALID_ARGUMENT."""
+        """Refuses: raises INVALID_ARGUMENT."""
         raise invalid(f"the engines of rollout.name={NAME} are not verl's to profile")
 
     async def stop_profile(self) -> None:
@@ -79,7 +79,7 @@ class ServedReplica(RolloutReplica):  # type: ignore[misc, unused-ignore]
 
 
 class NoHybrid:
-    """Where verl would make a rollout inside a trainer's process."""
+    """What stands where verl would make a rollout inside a trainer's process."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise invalid(f"a rollout inside the trainer's process (hybrid) is not supported: {REMEDY}")

@@ -140,7 +140,7 @@ class Readying:
         return self._giving
 
     def stop(self) -> bool:
-        """Nobody waits for the engine's answer any more, and no worker gets an order; whether somebody did."""
+        """Gives no more orders and waits no more for the engine's answer; returns whether it was waited for."""
         before, self._giving = self._giving, False
         return before
 

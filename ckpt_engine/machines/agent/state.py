@@ -239,16 +239,16 @@ class Operation(ABC):
 
 
 def acknowledged() -> worker_pb2.AgentReply:
-    """The worker's message has arrived."""
+    """The answer that a worker's message has arrived."""
     return worker_pb2.AgentReply(acknowledged=worker_pb2.Acknowledged())
 
 
 def no_order(replica: Replica) -> worker_pb2.AgentReply:
-    """For a worker that asks for an order when there is none."""
+    """The answer to a worker that asks for an order when there is none."""
     message = "no such order now: its update is over, or none was asked for"
     return refusal(replica.problem(weights_pb2.Problem.ABORTED, message))
 
 
 def refusal(problem: weights_pb2.Problem) -> worker_pb2.AgentReply:
-    """The worker shall do nothing."""
+    """The answer that the worker shall do nothing."""
     return worker_pb2.AgentReply(refused=problem)

@@ -53,7 +53,7 @@ class Absences:
             self._timer(absence(member), self._state.deadlines.lease)
 
     def back(self, member: Member) -> None:
-        """It is connected again."""
+        """Notes that a member is connected again."""
         if not isinstance(member, Replica) or member.engine is not None:
             self._cancel(absence(member))
         if isinstance(member, Replica) and member.engine is not None:
@@ -61,7 +61,7 @@ class Absences:
             self._overdue.discard(member.name)
 
     def not_back(self, step: str) -> Member | None:
-        """Who has stayed away until the timer of this step fired."""
+        """The member that has stayed away until the timer of this step fired."""
         ranks = self._state.members.ranks(self._goal.lineage).values()
         replicas = (self._state.members.replicas.get(name) for name in self._goal.replicas)
         holders = self._state.members.holders.values()
@@ -87,7 +87,7 @@ class Absences:
                     self._recipients.leave_out(name, not_there(replica, now).problem)
 
     def leave_out(self, replica: Replica, now: float) -> None:
-        """It did not come back in time, or will not. Nothing if it has an outcome already."""
+        """Leaves out a replica that did not come back in time, or will not. Does nothing if it has an outcome already."""
         if replica.name not in self._recipients.outcomes:
             problem = not_there(replica, now).problem
             if replica.name in self._recipients.told:

@@ -49,7 +49,7 @@ class CatchUp:
 
     def goal(self, busy: Collection[str], may: Callable[[Goal], bool], now: float) -> Goal | None:
         """The next replica's turn, if there is one; sets a timer for the next one that must wait. busy: pools whose
-        replicas have no turn now. may: whether an order may begin."""
+        replicas have no turn now. may: whether a goal may begin."""
         waits = []
         for replica in self.state.members.receivers():
             if replica.pool in busy:

@@ -193,7 +193,7 @@ class Collecting:
         self._gone.add(trainer.rank)
 
     def out_of_time(self) -> None:
-        """Nobody is waited for any more."""
+        """Waits for nobody any more."""
         self._gone.update(self.waiting_for())
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
@@ -229,7 +229,7 @@ class Collecting:
         return sorted({name for body in self._took.values() for name in body.blamed})
 
     def said(self) -> str:
-        """For the report."""
+        """What the report says of the collective."""
         dirty = [name for name in sorted(self.replicas) if self._ended(name) == manager_pb2.QUARANTINED]
         problems = [body.problem.message for _, body in sorted(self._took.items()) if body.HasField("problem")]
         said = self.why

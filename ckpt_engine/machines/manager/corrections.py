@@ -44,7 +44,8 @@ class Corrections:
             self.guesses[name] = _Guess(report, min_replicas, session)
 
     def look(self, replica: Replica) -> None:
-        """It was heard: changes the report, in memory and in the ledger, once it is known what became of it."""
+        """Changes the report of a replica that was heard, in memory and in the ledger, once it is known what became of
+        it."""
         guess = self.guesses.get(replica.name)
         if guess is None:
             return

@@ -106,7 +106,7 @@ class Course:
         return True
 
     def share_none(self) -> None:
-        """It does without those that it has asked for."""
+        """Does without those that it has asked for."""
         self.state.sharing.waits.pop(self.number, None)
 
     @property
@@ -115,7 +115,7 @@ class Course:
         return bool(self.state.sharing.in_the_way(self.number))
 
     def use(self, relays: frozenset[str]) -> None:
-        """It fills and reads these from now on: none of them is `taken`."""
+        """Fills and reads these relays from now on: none of them is `taken`."""
         self.state.sharing.add(self.number, relays)
         self.state.sharing.told |= dict.fromkeys(relays, self.filling.epoch)
 
@@ -125,7 +125,7 @@ class Course:
         return sharing.taken(self.number) | {name for name, told in sharing.told.items() if told > self.filling.epoch}
 
     def note(self, phase: str, now: float) -> None:
-        """For the timeline: it began then, and what went on before has ended."""
+        """Notes a phase for the timeline: it began then, and what went on before has ended."""
         self.timeline.phases.add(name=phase, after=now - self.started)
 
     def hurry(self, seconds: float, now: float) -> None:

@@ -36,8 +36,8 @@ def filled_together(
     command_of: Callable[[Filling], manager_pb2.FillRelay],
     fence: weights_pb2.Fence,
 ) -> Together:
-    """For relays that are to be told something now for the first time. command_of: what one is told without it, but for
-    tables."""
+    """What relays are told that are now told something for the first time. command_of: what one is told without it, but
+    for tables."""
     slow = slow_relays(holders.values())
     classes: dict[tuple[object, ...], list[str]] = {}
     others: dict[tuple[str, ...], list[str]] = {}

@@ -18,8 +18,8 @@ def fill_command(
     route: Route,
     upstream: Sequence[manager_pb2.BlobRef],
 ) -> manager_pb2.FillRelay:
-    """For the relay of this name, without a record. upstream: tables of the relays that it reads. It keeps the
-    lineage's last version."""
+    """The command for the relay of this name, without a record. upstream: tables of the relays that it reads. It keeps
+    the lineage's last version."""
     holders, published = course.state.members.holders, course.goal.published
     tables = {source.source: source.table for source in published.sources}
     # Others that hold it, and of which nobody knows how they are read: whoever reads finds out.

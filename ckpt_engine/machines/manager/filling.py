@@ -87,7 +87,7 @@ def reports(fillings: Iterable[Filling]) -> list[manager_pb2.RelayReport]:
 
 
 def lacking(fillings: Iterable[Filling], sources: Iterable[SourceOffer]) -> dict[str, str]:
-    """For each replica, what its relay was not to bring, since nobody reaches it."""
+    """What the relay of each replica was not to bring, since nobody reaches it."""
     hosts = {source.source: name_of(source.host) for source in sources}
     return {
         name: f"{each.relay} reaches nobody who has what {source} holds; start a relay on host {hosts[source]}"
@@ -98,8 +98,8 @@ def lacking(fillings: Iterable[Filling], sources: Iterable[SourceOffer]) -> dict
 
 
 def shortfalls(fillings: Iterable[Filling], holders: Mapping[str, Holder]) -> dict[str, Problem]:
-    """For each replica, why the relay that was to serve it does not count, or what of the version that has not brought.
-    It names the relay, and those that it reads, with their addresses."""
+    """Why the relay of each replica does not count, or what of the version it has not brought. It names the relay, and
+    those that it reads, with their addresses."""
     return {name: told for each in fillings if (told := _shortfall(each, holders)) for name in each.replicas}
 
 

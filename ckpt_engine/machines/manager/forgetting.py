@@ -30,7 +30,7 @@ class Forgetting:
         self.state.set_timer(_key(member), self.state.deadlines.forget)
 
     def back(self, member: Trainer | Holder) -> None:
-        """It said hello again."""
+        """Notes that a member said hello again."""
         self.state.cancel_timer(_key(member))
 
     def due(self, name: str, rank: int) -> list[Trainer | Holder]:

@@ -25,7 +25,8 @@ class _Readable:
 
 
 def located(state: State, request: manager_pb2.LocateVersionRequest) -> manager_pb2.LocateVersionResponse:
-    """Raises NOT_FOUND, naming what can be read, and INVALID_ARGUMENT if several lineages are meant."""
+    """Where a version can be read. Raises NOT_FOUND, naming what can be read, and INVALID_ARGUMENT if several lineages
+    are meant."""
     readable = _readable(state)
     lineages = sorted({lineage for lineage, _ in readable})
     if not request.lineage and len(lineages) > 1:

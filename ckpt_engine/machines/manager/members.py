@@ -215,7 +215,7 @@ class Members:
         return member
 
     def forget(self, member: Member) -> None:
-        """It said goodbye."""
+        """Forgets a member that said goodbye."""
         if member.peer is not None:
             self.by_peer.pop(member.peer, None)
         if isinstance(member, Trainer):

@@ -117,7 +117,7 @@ class Prefetch:
                 self._tell(filling, seconds)
 
     def take(self, holder: Holder, body: manager_pb2.RelayFilled) -> None:
-        """An answer."""
+        """Takes an answer."""
         filling = self._fillings.get(holder.source)
         if filling is None or filling.left_out is not None or filling.command is None:
             return
@@ -131,8 +131,8 @@ class Prefetch:
             self._course.timer(f"relay {holder.source}", self._state.deadlines.lease)
 
     def back(self, holder: Holder) -> bool:
-        """It said hello; whether it is one of these. Another process of this name holds nothing of what the one before
-        it has brought, and cannot be asked for the rest of it."""
+        """Notes that a relay said hello; returns whether it is one of these. Another process of this name holds nothing
+        of what the one before it has brought, and cannot be asked for the rest of it."""
         filling = self._fillings.get(holder.source)
         if filling is None:
             return False
@@ -144,14 +144,14 @@ class Prefetch:
         return True
 
     def again(self, source: str) -> None:
-        """It has waited for a moment since it failed."""
+        """Tells a relay again that has waited for a moment since it failed."""
         filling = self._fillings.get(source)
         if filling is not None:
             filling.pausing = False
             filling.tried.clear()
 
     def gone(self, source: str, why: str) -> None:
-        """It will not come back, or has not in time."""
+        """Leaves out a relay that will not come back, or has not in time."""
         filling = self._fillings.get(source)
         holder = self._state.members.holders.get(source)
         if filling is not None and filling.left_out is None and (holder is None or holder.peer is None):
@@ -164,7 +164,7 @@ class Prefetch:
             filling.left_out = why or filling.too_late(waits, f"{seconds:.1f} s after the update began")
 
     def leave_out(self, relay: str, problem: Problem) -> None:
-        """It was filled, and cannot be installed from."""
+        """Leaves out a relay that was filled, and cannot be installed from."""
         filling = self._fillings[relay]
         filling.left_out = filling.left_out or problem
 
@@ -173,7 +173,7 @@ class Prefetch:
         return reports(self._fillings.values())
 
     def why_not(self) -> dict[str, Problem]:
-        """For each replica, why the relay that was to serve it does not count, or what of the version that lacks."""
+        """Why the relay of each replica does not count, or what of the version that lacks."""
         return shortfalls(self._fillings.values(), self._state.members.holders)
 
     def warnings(self) -> list[str]:
@@ -193,7 +193,7 @@ class Prefetch:
         return [ref for command in commands for ref in (command.record, *command.tables, *command.needs)]
 
     def lacking(self) -> dict[str, str]:
-        """For each replica, what its relay was not to bring, since nobody reaches it."""
+        """What the relay of each replica was not to bring, since nobody reaches it."""
         return lacking(self._fillings.values(), self._goal.published.sources)
 
     def _reasons(self) -> str:

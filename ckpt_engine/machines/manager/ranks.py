@@ -57,7 +57,7 @@ class Ranks:
             self._without(_problem(trainer, f"rank {trainer.rank} {did} while {self._course.phase}"))
 
     def gone(self, member: Trainer | Holder) -> None:
-        """Somebody whose weights are read will not come back."""
+        """Goes on, or refuses, without somebody whose weights are read and who will not come back."""
         self._without(_problem(member, f"{speaker(member)} is gone while {self._course.phase}"))
 
     def _without(self, problem: weights_pb2.Problem) -> bool:

@@ -125,8 +125,8 @@ class Recipients:
         return bool(known)
 
     def take_unplanned(self, problems: Mapping[str, Problem], near_relays: Collection[str]) -> None:
-        """For these no plan can be made. Other sources may be within their reach, so they are asked again; those near
-        relays may be installed from these."""
+        """Takes in for whom no plan can be made. Other sources may be within their reach, so they are asked again;
+        those near relays may be installed from these."""
         for name, problem in problems.items():
             if name in near_relays:
                 self.cut_off[name] = problem
@@ -136,8 +136,9 @@ class Recipients:
     def take_ways(
         self, identity: weights_pb2.Identity, planned: Collection[str], why: Mapping[str, Problem], never: str
     ) -> None:
-        """planned: those that are installed from relays. never: why the others may not read the trainer; empty: they
-        may. Those that cannot, or may not, are left out. why: of all, why they are not installed from relays."""
+        """Takes in who is installed from relays; those that cannot read the trainer, or may not, are left out. planned:
+        those that are installed from relays. never: why the others may not read the trainer; empty: they may. Those
+        that cannot, or may not, are left out. why: of all, why they are not installed from relays."""
         for name in self.lacking(identity):
             if name in planned:
                 continue
@@ -168,7 +169,7 @@ class Recipients:
         return problem
 
     def remember_unfit(self) -> None:
-        """For the status, and so that what can never work is not asked for again."""
+        """Remembers who is unfit: for the status, and so that what can never work is not asked for again."""
         for name in self._goal.replicas:
             replica = self._state.members.replicas.get(name)
             if replica is not None and (name in self._unfit or name in self._prepared):

@@ -107,7 +107,7 @@ class Recovery:
         self.state.spend_ahead()
 
     def warnings(self) -> list[str]:
-        """For the status: sentences that say what is wrong and what helps."""
+        """Sentences for the status that say what is wrong and what helps."""
         said = (
             [] if self.state.ledger_problem is None else [f"no update can begin: {self.state.ledger_problem.message}"]
         )

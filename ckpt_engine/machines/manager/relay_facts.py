@@ -48,7 +48,7 @@ def slow_relays(holders: Iterable[Holder]) -> dict[str, str]:
 
 
 def near_relays(state: State, recipients: Recipients) -> dict[str, set[str]]:
-    """For each relay, the replicas with a worker that reaches it."""
+    """The replicas, by relay, with a worker that reaches it."""
     relays = connected_relays(state)
     found: dict[str, set[str]] = {holder.source: set() for holder in relays}
     near: dict[Neighbourhood, list[str]] = {}
@@ -70,8 +70,8 @@ def readers_of(
     distances: Mapping[WorkerKey, int],
     only: Collection[str] | None,
 ) -> dict[str, dict[str, int | None]]:
-    """For each relay, the replicas that lack the version and reach it, each with the distance of what it would read
-    without it; None: it could not read all of it. only: replicas of which alone this is asked; None: all."""
+    """The replicas, by relay, that lack the version and reach it, each with the distance of what it would read without
+    it; None: it could not read all of it. only: replicas of which alone this is asked; None: all."""
     lacking = set(recipients.lacking(identity))
     if only is not None:
         lacking &= set(only)

@@ -133,8 +133,8 @@ class Relaying:
         self._recipients.take_ways(self._identity, self.ways.keys(), why, never)
 
     def alone(self, problem: weights_pb2.Problem) -> bool:
-        """The trainer is gone, or may change its weights: whether the update goes on without it, from relays that hold
-        the version or are being filled. Then nobody is to read the trainer."""
+        """Gives the trainer up, which is gone or may change its weights: returns whether the update goes on without it,
+        from relays that hold the version or are being filled. Then nobody is to read the trainer."""
         if self._course.phase == "queueing":
             return False  # no relay was told anything
         if self.left is None and (self._prefetch.missing() or self._prefetch.held()):
@@ -159,11 +159,11 @@ class Relaying:
             self._prefetch.lost(holder)
 
     def back(self, holder: Holder) -> bool:
-        """It said hello; whether it takes part."""
+        """Notes that a member said hello; returns whether it takes part."""
         return self._prefetch.back(holder)
 
     def gone(self, relay: str, why: str, now: float) -> None:
-        """It is not there any more, and nobody waits for it."""
+        """Goes on without a relay that is not there any more, and that nobody waits for."""
         if self._course.refusable:
             self._prefetch.gone(relay, why)
             self._routes.gone(relay, why, now)

@@ -44,7 +44,7 @@ class Asked:
 class Rollbacks:
     """Rollbacks that wait, and those that run.
 
-    waiting: by number, in the order of their turns. running: orders of those that have begun and are not over.
+    waiting: by number, in the order of their turns. running: goals of those that have begun and are not over.
     """
 
     state: State

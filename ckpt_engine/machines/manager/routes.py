@@ -97,7 +97,7 @@ class Routes:
         self._routes: list[Route] = []
 
     def start(self, fillings: Sequence[Filling], now: float) -> None:
-        """fillings: those that hold the version."""
+        """Begins with the relays that hold the version. fillings: theirs."""
         for each in _connected(fillings):
             self._join(each, now)
 
@@ -113,7 +113,7 @@ class Routes:
                 route.sealing.send(self._course.left(now))
 
     def take(self, body: manager_pb2.Sealed, now: float) -> None:
-        """An answer of a relay."""
+        """Takes an answer of a relay."""
         for number, route in enumerate(tuple(self._routes)):
             if route.sealing is None or route.over or not route.sealing.missing():
                 continue
@@ -160,7 +160,7 @@ class Routes:
         }
 
     def gone(self, relay: str, why: str, now: float) -> None:
-        """It is not there any more: what is still to be done goes on without it."""
+        """Goes on without a relay that is not there any more."""
         problem = unavailable(f"{relay}: {why}").problem
         for route in tuple(self._routes):
             if relay in route.relays and not route.over:

@@ -18,10 +18,10 @@ from itertools import takewhile
 
 @dataclass
 class Sharing:
-    """By update, and in the order in which they asked. uses: what it has. waits: what it has asked for; below 0 those
-    that have not begun, since others use what they read. beside: the update whose installs it goes on beside. reading:
-    those that tell holders nothing any more: others may begin to read these too. told: by holder, the highest fence
-    that it was told."""
+    """Who uses which holders, and who waits for them: by update, in the order in which they asked. uses: what it has.
+    waits: what it has asked for; below 0 those that have not begun, since others use what they read. beside: the update
+    whose installs it goes on beside. reading: those that tell holders nothing any more: others may begin to read these
+    too. told: by holder, the highest fence that it was told."""
 
     uses: dict[int, Set[str]] = field(default_factory=dict)
     waits: dict[int, Set[str]] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Sharing:
         return all(map(names.isdisjoint, (*used, *(self.waits[other] for other in before))))
 
     def reserve(self, wanted: Mapping[int, Set[str]]) -> None:
-        """Those that only wait for what they read, of all that have not begun: nobody who asks later passes them."""
+        """Reserves for those that have not begun and only wait for what they read: nobody who asks later passes them."""
         for key in [key for key in self.waits if key < 0 and key not in wanted]:
             del self.waits[key]
         self.waits.update(wanted)
@@ -89,7 +89,7 @@ class Sharing:
         return {name for other in self._others(number) for name in self.uses[other]}
 
     def add(self, number: int, names: Set[str]) -> None:
-        """It has these too; nobody else has them."""
+        """Gives an update these too; nobody else has them."""
         self.uses[number] |= names
 
     def over(self, number: int) -> None:

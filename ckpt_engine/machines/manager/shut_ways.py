@@ -18,13 +18,13 @@ KEPT = 256
 
 @dataclass
 class ShutWays:
-    """Of one replica. By worker process, transport and region."""
+    """What the workers of one replica could not open, by worker process, transport and region."""
 
     _told: dict[tuple[bytes, str, bytes], weights_pb2.Unopened] = field(default_factory=dict)
 
     def note(self, workers: Sequence[manager_pb2.WorkerStatus], told: Iterable[weights_pb2.Unopened]) -> None:
-        """workers: that there are now; what others could not open is forgotten, unless it is told now: these may be
-        known here a little later than what they tell."""
+        """Takes in what workers tell. workers: those that there are now; what others could not open is forgotten,
+        unless it is told now: these may be known here a little later than what they tell."""
         new = {(each.boot_id, each.transport, each.locator): each for each in told if each.boot_id}
         boots = {worker.boot_id for worker in workers} | {key[0] for key in new}
         here = [(key, each) for key, each in (self._told | new).items() if key[0] in boots]
@@ -40,7 +40,7 @@ class ShutWays:
         return [each for key, each in self._told.items() if key[0] in present]
 
     def forget(self) -> bool:
-        """They are to try again; whether there is anything that they could not open."""
+        """Forgets all, so that they try again; returns whether there was anything that they could not open."""
         known = bool(self._told)
         self._told.clear()
         return known

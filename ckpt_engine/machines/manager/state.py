@@ -130,7 +130,7 @@ class State:
         return self.fence(self.epoch)
 
     def intent_ended(self, fence: weights_pb2.Fence) -> None:
-        """It is on the disk, and its epoch with it."""
+        """Notes that an intent is on the disk, and its epoch with it."""
         self.spent, self.installs = max(self.spent, fence.epoch), max(self.installs, fence.epoch)
 
     def fence(self, epoch: int) -> weights_pb2.Fence:
@@ -140,7 +140,7 @@ class State:
     # -- the way out
 
     def send(self, member: Member, body: ProtobufMessage) -> None:
-        """Dropped if the member is not connected; what must arrive is sent again by its owner."""
+        """Sends a message; it is dropped if the member is not connected: what must arrive is sent again by its owner."""
         if member.peer is not None:
             self.out.append(Send(member.peer, body))
 

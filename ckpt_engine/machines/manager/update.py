@@ -113,7 +113,7 @@ class Update:
             self._refuse(unavailable("the ledger was rolled back, and epochs are skipped: try again").problem)
 
     def caller_left(self, rank: int) -> None:
-        """A rank's call was cancelled."""
+        """Notes that a rank's call was cancelled."""
         self._ranks.caller_left(rank)
 
     def look(self, now: float) -> None:
@@ -129,14 +129,14 @@ class Update:
     # -- members come and go
 
     def member_lost(self, member: Member, now: float) -> None:
-        """It gets some time to come back."""
+        """Gives a lost member some time to come back."""
         if isinstance(member, Holder) and self._relaying is not None:
             self._relaying.lost(member)
         if self._absences.concern(member):
             self._absences.lost(member, now)
 
     def member_back(self, member: Member, now: float) -> None:
-        """It said hello again, or published: it gets what it may have missed."""
+        """Tells a member that said hello again, or published, what it may have missed."""
         relay = isinstance(member, Holder) and self._relaying is not None and self._relaying.back(member)
         if not relay and not self._absences.concern(member):
             return
@@ -148,7 +148,7 @@ class Update:
         self._send_missing(now)
 
     def member_gone(self, member: Member, now: float) -> None:
-        """It said goodbye, was replaced by another process, or did not come back in time."""
+        """Goes on without a member that said goodbye, was replaced by another process, or did not come back in time."""
         if isinstance(member, Holder) and self._relaying is not None:
             self._relaying.gone(member.source, "it left while it was being filled", now)
             self._go_on(now)

@@ -1,6 +1,6 @@
 """The updates that go on side by side, and which of them take turns.
 
-Updates of different pools go on side by side, from the first step to the report. Two that meet (`Order.meets`: one
+Updates of different pools go on side by side, from the first step to the report. Two that meet (`Goal.meets`: one
 pool, one lineage) take turns, with one exception: an update of which only the installs go on, since its callers have
 returned when relays held its version, lets the next one prepare, seal and fill. There are never more than these two:
 the intent of the one waits for the end of the other.
@@ -86,7 +86,7 @@ class Updates:
             update.message(member, body, now)
 
     def back(self, member: Member, now: float) -> None:
-        """It said hello, or published."""
+        """Notes that a member said hello, or published."""
         for update in self.all():
             update.member_back(member, now)
 
@@ -96,17 +96,17 @@ class Updates:
             update.member_lost(member, now)
 
     def gone(self, member: Member, now: float) -> None:
-        """It will not come back."""
+        """Notes that a member will not come back."""
         for update in self.all():
             update.member_gone(member, now)
 
     def outrun(self) -> None:
-        """Members have seen higher epochs."""
+        """Notes that members have seen higher epochs."""
         for update in self.all():
             update.outrun()
 
     def cancelled(self, call: Call) -> None:
-        """A caller has gone."""
+        """Notes that a caller has gone."""
         for update in self.all():
             for rank in [rank for rank, other in update.goal.calls.items() if other == call]:
                 update.caller_left(rank)

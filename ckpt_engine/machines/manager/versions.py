@@ -127,7 +127,7 @@ class Versions:
         return self.roots.get((identity.lineage, identity.version)) == identity.root
 
     def next_number(self, lineage: str) -> int:
-        """For an update that names none: a new lineage begins with 0. Raises FAILED_PRECONDITION if none is left."""
+        """The number of an update that names none: 0 in a new lineage. Raises FAILED_PRECONDITION if none is left."""
         known = self.highest.get(lineage)
         if known is not None and known.version >= HIGHEST_VERSION:
             raise precondition(f"no number is left above {describe(known)}: start a new lineage")

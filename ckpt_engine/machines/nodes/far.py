@@ -59,7 +59,7 @@ class FarWorkers:
         return far is not None and far.node == node
 
     def ordered(self, rank: int, boot_id: bytes, epoch: int) -> bool:
-        """Before an install order leaves for a far worker: from now on it may write at any time.
+        """Notes, before an install order leaves for a far worker, that it may write at any time from now on.
 
         False: there is no such worker, and the order must not leave.
         """

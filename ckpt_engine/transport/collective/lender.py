@@ -54,5 +54,5 @@ class CollectiveLender:
         self.close()
 
     def close(self) -> None:
-        """Nobody finds this process for a collective any more. May be repeated."""
+        """Lets nobody find this process for a collective any more. May be repeated."""
         self._door.close()

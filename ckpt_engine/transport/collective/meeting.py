@@ -294,7 +294,7 @@ class Attendance:
         return [str(name) for name in self._told(WHO, "", list)]
 
     def reached(self) -> dict[str, str]:
-        """For each member that has come, the address of the lead's host that it came to."""
+        """The address of the lead's host to which each member came, by member."""
         return {str(name): str(address) for name, address in self._told(REACHED, "", dict).items()}
 
     def hear(self, running: bool) -> str:

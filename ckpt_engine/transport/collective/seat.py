@@ -106,7 +106,7 @@ class Seat:
             raise
 
     def bind(self, key: Hashable, held: Callable[[], Held]) -> None:
-        """What runs from now on packs from and unpacks to this memory. key: another one than before: memory has
+        """Binds memory: what runs from now on packs from and unpacks to it. key: another one than before: memory has
         changed, and `held` is asked.
 
         Raises INVALID_ARGUMENT if it does not fit the schedule or is on another device, FAILED_PRECONDITION if there is
@@ -137,7 +137,8 @@ class Seat:
         wait_for_go(self._attendance, epoch, patience, seconds)
 
     def run(self, epoch: int, seconds: float, on_bytes: Callable[[int], None] | None = None) -> int:
-        """After *go*: see `HostMember.run`. The member is given up if it raises, and all others have been told."""
+        """Runs this member's part, after *go*: see `HostMember.run`. The member is given up if it raises, and all
+        others have been told."""
         member = self._there()
         try:
             return member.run(seconds, on_bytes)
@@ -147,8 +148,8 @@ class Seat:
             raise
 
     def done(self, epoch: int) -> None:
-        """Everything that this member receives is there, and everything that others want of it is sent. Never raises:
-        who has all its bytes does not need the lead any more."""
+        """Says that everything that this member receives is there, and that everything others want of it is sent. Never
+        raises: who has all its bytes does not need the lead any more."""
         if self._attendance is not None:
             try:
                 self._attendance.ballot(epoch, "done")

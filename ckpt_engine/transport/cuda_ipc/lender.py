@@ -65,7 +65,7 @@ class CudaIpcLender:
         self._office.withdraw(seconds)
 
     def close(self) -> None:
-        """Readers are asked to let go, and not waited for."""
+        """Asks readers to let go, and does not wait for them."""
         try:
             self._office.withdraw(0)
         except CkptEngineError:

@@ -81,7 +81,7 @@ class Lendings:
             return found.lending
 
     def release(self, slot: int, reader: object) -> None:
-        """It reads the slot no more. May be repeated."""
+        """Notes that a reader reads the slot no more. May be repeated."""
         with self._changed:
             self._slots[slot].held.pop(reader, None)
             self._changed.notify_all()
@@ -97,7 +97,7 @@ class Lendings:
             return ""
 
     def lend(self, slot: int) -> None:
-        """A new lending begins."""
+        """Begins a new lending."""
         with self._changed:
             found = self._slots[slot]
             found.lending, found.refused = secrets.token_bytes(LENDING_BYTES), False
@@ -144,14 +144,14 @@ class Lendings:
             return self._open and passing is not None and hmac.compare_digest(passing.key, key)
 
     def leave(self, reader: object) -> None:
-        """It asks for nothing more that is being filled."""
+        """Notes that a reader asks for nothing more that is being filled."""
         with self._changed:
             found = [slot.passing.left(reader) for slot in self._slots if slot.passing is not None]
         for tell in filter(None, found):
             tell()
 
     def refuse(self, slot: int) -> None:
-        """Nobody who does not hold the slot may from now on."""
+        """Lets nobody else hold the slot from now on."""
         with self._changed:
             self._refuse(self._slots[slot])
 

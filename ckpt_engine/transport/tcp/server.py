@@ -121,11 +121,11 @@ class TcpArenaLender:
         return Region(id=id, transport=NAME, size=size, locator=locator.SerializeToString(deterministic=True))
 
     def lend(self, slot: int) -> None:
-        """Readers may hold the slot from now on."""
+        """Lets readers hold the slot from now on."""
         self._lendings.lend(slot)
 
     def refuse(self, slot: int) -> None:
-        """Nobody who does not hold the slot may from now on."""
+        """Lets nobody else hold the slot from now on."""
         self._lendings.refuse(slot)
 
     def retire(self, slot: int) -> int:

@@ -50,7 +50,7 @@ def resolved(host: str, port: int, seconds: float) -> list[tuple[Any, ...]]:
 
 
 def tuned(connection: socket.socket, seconds: float) -> None:
-    """For long runs and short questions. seconds: how long it waits in each call."""
+    """Sets a socket's options for long runs and short questions. seconds: how long it waits in each call."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE:

@@ -91,15 +91,15 @@ class Lanes:
     # -- the owner's side
 
     def lend(self, slot: int) -> None:
-        """Readers find the slot's token on the board from now on."""
+        """Puts the slot's token on the board, where readers find it."""
         self._board[slot * _TOKEN_BYTES : (slot + 1) * _TOKEN_BYTES] = self.tokens[slot]
 
     def refuse(self, slot: int) -> None:
-        """They find it no more."""
+        """Takes the slot's token off the board."""
         self._board[slot * _TOKEN_BYTES : (slot + 1) * _TOKEN_BYTES] = bytes(_TOKEN_BYTES)
 
     def metadata(self, slot: int) -> list[tuple[bytes, int, int]]:
-        """For each lane what readers need for a slot: the metadata of its helper's agent, where the arena lies in it,
+        """What readers need of each lane for a slot: the metadata of its helper's agent, where the arena lies in it,
         and where the slot's token does. Equal from call to call while no slot takes more memory and no helper has
         ended.
 
