@@ -346,7 +346,7 @@ class Passing(Protocol):
         ...
 
     def finish(self) -> None:
-        """Ends a filling that is over; what is verified can be read until the slot is retired, and nothing else comes."""
+        """Ends a filling that is over: what is verified can be read until the slot is retired, nothing else comes."""
         ...
 
     def end(self, why: str) -> None:

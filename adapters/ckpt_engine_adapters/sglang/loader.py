@@ -1,7 +1,7 @@
 """Our end inside an SGLang scheduler: the custom weight loader that SGLang calls, and the worker that it leads to.
 
 `attach` makes the worker when the scheduler has loaded its model, before the server answers anybody. SGLang then calls
-`load` through its weight route, on each rank, on the scheduler's main thread between steps, with an order (instruction.py):
+`load` through its weight route, on each rank, on the scheduler's main thread between steps, with an `Instruction`:
 
     prepare  -> record the loader against the agent's manifest; touches no weight
     install  -> pull, verify, stamp the state word

@@ -87,7 +87,7 @@ class Absences:
                     self._recipients.leave_out(name, not_there(replica, now).problem)
 
     def leave_out(self, replica: Replica, now: float) -> None:
-        """Leaves out a replica that did not come back in time, or will not. Does nothing if it has an outcome already."""
+        """Leaves out a replica that did not come back in time, or will not; nothing if it has an outcome already."""
         if replica.name not in self._recipients.outcomes:
             problem = not_there(replica, now).problem
             if replica.name in self._recipients.told:

@@ -36,7 +36,7 @@ class Sharing:
         return all(map(names.isdisjoint, (*used, *(self.waits[other] for other in before))))
 
     def reserve(self, wanted: Mapping[int, Set[str]]) -> None:
-        """Reserves for those that have not begun and only wait for what they read: nobody who asks later passes them."""
+        """Reserves what those wait for that have not begun and lack nothing else: nobody who asks later passes them."""
         for key in [key for key in self.waits if key < 0 and key not in wanted]:
             del self.waits[key]
         self.waits.update(wanted)

@@ -140,7 +140,7 @@ class State:
     # -- the way out
 
     def send(self, member: Member, body: ProtobufMessage) -> None:
-        """Sends a message; it is dropped if the member is not connected: what must arrive is sent again by its owner."""
+        """Sends a message, or drops it if the member is not connected; what must arrive its owner sends again."""
         if member.peer is not None:
             self.out.append(Send(member.peer, body))
 
