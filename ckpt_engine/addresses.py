@@ -8,6 +8,7 @@ import logging
 import socket
 from typing import TYPE_CHECKING
 
+from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.problems import invalid, unavailable
 
 if TYPE_CHECKING:  # it loads gRPC, which is in no engine
@@ -79,14 +80,6 @@ def listening(address: str) -> socket.socket:
         raise unavailable(said) from error
     bound.listen(2048)
     return bound
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the host; names other than localhost count as reachable."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def check_reach(host: str, security: ServerSecurity) -> None:

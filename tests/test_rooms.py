@@ -22,6 +22,7 @@ ROOMS = (
     "trace",
     "core",
     "torch_dtypes",
+    "torch_storages",
     "machines",
     "security",
     "addresses",

@@ -13,7 +13,8 @@ from pathlib import Path
 import zmq
 import zmq.utils.z85
 
-from ckpt_engine.addresses import is_loopback, join_address, split_address
+from ckpt_engine.addresses import join_address, split_address
+from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.problems import CkptEngineError, precondition
 
 MOST_NODES = 256

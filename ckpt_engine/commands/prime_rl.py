@@ -12,12 +12,13 @@ from typing import Annotated
 import typer
 from starlette.types import ASGIApp
 
-from ckpt_engine.addresses import MANAGER, check_reach, is_loopback, join_address, listening, split_address
+from ckpt_engine.addresses import MANAGER, check_reach, join_address, listening, split_address
 from ckpt_engine.commands.asking import Manager, Pool
 from ckpt_engine.commands.choices import Form, Level
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr
 from ckpt_engine.commands.options import Certificate, ClientAuthority, Insecure, Key, configured_deadlines, waited
 from ckpt_engine.connection import checked_address
+from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.names import LINEAGE_BYTES, check_pool
 from ckpt_engine.core.problems import CkptEngineError, invalid
 from ckpt_engine.http_server import HttpServer

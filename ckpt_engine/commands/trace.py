@@ -19,9 +19,8 @@ from ckpt_engine.core.prediction import MEASURED, Rates
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.report import human_bytes
 from ckpt_engine.timeline.asking import report_of
-from ckpt_engine.timeline.drawing import draw
-from ckpt_engine.timeline.perfetto import trace_events
-from ckpt_engine.timeline.predicted import Compared, add_prediction, compared
+from ckpt_engine.timeline.perfetto import trace_text
+from ckpt_engine.timeline.predicted import Compared, drawn
 from ckpt_engine.timeline.tracks import Timeline
 from ckpt_engine.v1 import manager_pb2
 
@@ -61,9 +60,8 @@ def trace(
         raise failed(manager, error) from error
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    timeline, stages = draw(report), compared(report, known, places)
-    add_prediction(timeline, stages)
-    _write(output, json.dumps(trace_events(timeline), separators=(",", ":")), force)
+    timeline, stages = drawn(report, known, places)
+    _write(output, trace_text(timeline), force)
     typer.echo("\n".join(_summary(report, timeline, stages, output)), err=output == STDOUT)
 
 

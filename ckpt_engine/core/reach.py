@@ -6,11 +6,11 @@ the doctor's and the transport's own job.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
+from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.v1.weights_pb2 import Gpu, GpuReach, Host
 
 
@@ -141,7 +141,7 @@ def by_network(source: Host, worker: Host) -> Verdict:
             f"host {where} told no address at which others reach it; start its relay with --listen HOST:PORT and "
             "--advertise",
         )
-    if _is_loopback(source.address) and not (
+    if is_loopback(source.address) and not (
         same_host(source, worker) and source.network_namespace and source.network_namespace == worker.network_namespace
     ):
         return Verdict(
@@ -161,7 +161,7 @@ def by_collective(source: Host, worker: Host) -> Verdict:
     """Memory that its owner sends to all who take part: they find each other where one of the owners listens."""
     where = name_of(source)
     near = same_host(source, worker) and source.network_namespace == worker.network_namespace
-    if not (near and source.network_namespace) and (not source.address or _is_loopback(source.address)):
+    if not (near and source.network_namespace) and (not source.address or is_loopback(source.address)):
         at = f"at {source.address} only" if source.address else "at no address of its network"
         return Verdict(
             False,
@@ -170,14 +170,6 @@ def by_collective(source: Host, worker: Host) -> Verdict:
             "CKPT_ENGINE_ADVERTISE)",
         )
     return Verdict(True, f"it takes part in a collective with the trainer on host {where}", Distance.NETWORK)
-
-
-def _is_loopback(address: str) -> bool:
-    """Whether only processes of one network namespace reach it. A name counts as reachable."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
 
 
 def _across_gpus(source: Host, worker: Host) -> Verdict:

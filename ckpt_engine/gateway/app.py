@@ -25,6 +25,7 @@ from ckpt_engine.gateway.dialects.completions import Completions
 from ckpt_engine.gateway.dialects.inference import Inference
 from ckpt_engine.gateway.dialects.sglang import Sglang
 from ckpt_engine.gateway.door import Door
+from ckpt_engine.gateway.json_numbers import load_asked
 from ckpt_engine.gateway.passing import Passing
 from ckpt_engine.gateway.placing import Placing
 from ckpt_engine.gateway.refusals import RefusedError, bad_request
@@ -298,7 +299,7 @@ async def read_body(receive: Receive, headers: Mapping[str, str], most: int) -> 
     if not size:
         raise bad_request("there is no body: send a JSON object")
     try:
-        body = json.loads(b"".join(parts))
+        body = load_asked(b"".join(parts))
     except (ValueError, RecursionError) as error:
         raise bad_request(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):

@@ -13,6 +13,7 @@ from typing import Any
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.fleet import Member
 from ckpt_engine.gateway.journey import Wishes
+from ckpt_engine.gateway.json_numbers import passed
 from ckpt_engine.gateway.placing import Placing
 from ckpt_engine.gateway.refusals import RefusedError
 from ckpt_engine.gateway.upstream import BrokenError, NotAdmittedError, Stream
@@ -66,13 +67,14 @@ class Passing:
 
     async def _relay(self, stream: Stream) -> None:
         if not stream.content_type.startswith("text/event-stream"):
-            body = await stream.whole()
+            body = passed(await stream.whole())
             await self._writer.answer(stream.status, (stream.content_type or "application/json").encode(), body, {})
             return
         async for told in stream.events():
-            for data in told:
+            events = [passed(data) for data in told]
+            for data in events:
                 self._remember(data)
-            await self._writer.raw(b"".join(b"data: " + data + b"\n\n" for data in told), True)
+            await self._writer.raw(b"".join(b"data: " + data + b"\n\n" for data in events), True)
         await self._writer.events([], done=True)
 
     def _remember(self, data: bytes) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+from ckpt_engine.gateway.json_numbers import dump
 
 DONE = b"[DONE]"
 COMMENT = b": waiting\n\n"
@@ -32,7 +33,7 @@ class Events:
 
 def event(content: Any) -> bytes:
     """One event with this object."""
-    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + dump(content) + b"\n\n"
 
 
 def done() -> bytes:

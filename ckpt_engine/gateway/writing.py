@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Generator, Iterable
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from starlette.types import Send
 
 from ckpt_engine.gateway import sse
+from ckpt_engine.gateway.json_numbers import dump
 from ckpt_engine.gateway.refusals import RefusedError
 
 PROBLEM = b"application/problem+json"
@@ -48,14 +48,14 @@ class Writer:
 
     async def whole(self, content: Any) -> None:
         """Everything at once."""
-        await self.answer(200, JSON, json.dumps(content).encode(), {})
+        await self.answer(200, JSON, dump(content), {})
 
     async def refuse(self, refused: RefusedError, **more: Any) -> None:
         """An answer that is none; in a stream that has begun an event that says so, and the end."""
         if self.begun:
             await self.events([refused.event(reason=refused.reason, **more)], done=True)
         else:
-            body = json.dumps(refused.problem(**more)).encode()
+            body = dump(refused.problem(**more))
             await self.answer(refused.status, PROBLEM, body, refused.headers)
 
     async def answer(self, status: int, content_type: bytes, body: bytes, headers: dict[str, str]) -> None:

@@ -26,8 +26,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from ckpt_engine import CkptEngineError, Deadlines, UpdateReport, update_from_directory
-from ckpt_engine.addresses import is_loopback
 from ckpt_engine.client import error_of, manager_stub, open_channel
+from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.problems import forbidden, invalid, unauthenticated, unavailable
 from ckpt_engine.manager.browsers import host_of
 from ckpt_engine.manager.errors import http_status

@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Mapping
 from urllib.parse import urlsplit
 
-from ckpt_engine.addresses import is_loopback
+from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.problems import forbidden, invalid
 
 READING = frozenset({"GET", "HEAD", "OPTIONS"})

@@ -24,6 +24,7 @@ from ckpt_engine.manager.errors import problem_document
 from ckpt_engine.manager.http_access import CALLER, PROBLEM_TYPE
 from ckpt_engine.manager.http_operate import OperatorRequest, OperatorResponse, add_operations
 from ckpt_engine.manager.http_page import add_docs, add_page
+from ckpt_engine.manager.http_trace import add_traces
 from ckpt_engine.manager.http_updates import add_updates
 from ckpt_engine.manager.kept_views import Lines, Overviews
 from ckpt_engine.manager.ledger import Ledger
@@ -88,6 +89,7 @@ def build_app(manager: Shown) -> FastAPI:
     _add_looks(app, manager)
     _add_replicas(app, manager)
     _add_history(app, manager)
+    add_traces(app, manager)
     add_updates(app, lambda: manager.publishers)
     add_operations(app, manager.operate)
 

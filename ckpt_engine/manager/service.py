@@ -19,9 +19,10 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from ckpt_engine.addresses import MANAGER, check_free, check_reach, is_loopback, join_address, split_address, with_port
+from ckpt_engine.addresses import MANAGER, check_free, check_reach, join_address, split_address, with_port
 from ckpt_engine.client import MESSAGE_BYTES
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.problems import CkptEngineError, unavailable
 from ckpt_engine.grpc_loops import quiet_loop
 from ckpt_engine.http_server import HttpServer

@@ -19,17 +19,10 @@ from ckpt_engine.core.problems import CkptEngineError, invalid
 from ckpt_engine.core.strides import span
 from ckpt_engine.record.recording import Fill, TensorLayout
 from ckpt_engine.record.views import Block, Digit, Undecodable, View, blocks, view_of
+from ckpt_engine.torch_storages import storage_key
 from ckpt_engine.v1 import weights_pb2
 
 _Row = weights_pb2.Accounted
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Names the storage of a tensor for as long as it lives; equal only for tensors that share memory."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # opaque tensors, such as oneDNN's, have none
-        return -id(tensor)
 
 
 class StorageSlice(NamedTuple):

@@ -19,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ckpt_engine.core.boxes import remainder
 from ckpt_engine.core.problems import CkptEngineError, internal
 from ckpt_engine.engine.target import LoadTarget, Weights
-from ckpt_engine.record.coverage import Owners, StorageSlice, storage_key
+from ckpt_engine.record.coverage import Owners, StorageSlice
 from ckpt_engine.record.origins import is_composite, written_by
 from ckpt_engine.record.recording import Handover
 from ckpt_engine.record.views import Undecodable
+from ckpt_engine.torch_storages import storage_key
 
 
 def load(handover: Handover, target: LoadTarget, weights: Weights, tensors: Mapping[str, torch.Tensor]) -> None:

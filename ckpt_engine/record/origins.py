@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from ckpt_engine.core.dtypes import UnsupportedDtypeError
 from ckpt_engine.core.problems import CkptEngineError, invalid
-from ckpt_engine.record.coverage import storage_key
 from ckpt_engine.record.views import Digit, View, through
 from ckpt_engine.torch_dtypes import torch_dtype
+from ckpt_engine.torch_storages import storage_key
 from ckpt_engine.v1 import weights_pb2
 
 

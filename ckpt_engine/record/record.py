@@ -169,7 +169,6 @@ def _recording(manifest: weights_pb2.Manifest, digest: bytes, run: _Run, found: 
         copies=tuple(copies),
         fills=fills,
         handovers=tuple(found),
-        accounted=tuple(run.accounted),
         layouts=layouts,
         needs_bytes=needs_bytes,
         needs_digest=blob_digest(needs_bytes),

@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ckpt_engine.core.boxes import Box, intersect, remainder
 from ckpt_engine.core.problems import CkptEngineError, deadline
-from ckpt_engine.record.coverage import Owner, Owners, storage_key
+from ckpt_engine.record.coverage import Owner, Owners
 from ckpt_engine.record.origins import Computed, NotRecordable, Origins, is_composite, memoryless, spell, written_by
 from ckpt_engine.record.recording import Copy, NeedBox
 from ckpt_engine.record.views import Undecodable, blocks, copy_of, row_major
+from ckpt_engine.torch_storages import storage_key
 from ckpt_engine.v1 import weights_pb2
 
 _aten = torch.ops.aten

@@ -97,7 +97,6 @@ class Recording:
     copies: tuple[Copy, ...]
     fills: tuple[Fill, ...]
     handovers: tuple[Handover, ...]
-    accounted: tuple[weights_pb2.Accounted, ...]
     layouts: dict[str, TensorLayout]
     needs_bytes: bytes
     needs_digest: bytes

@@ -6,9 +6,10 @@ import os
 import socket
 from dataclasses import dataclass, field
 
-from ckpt_engine.addresses import is_loopback, split_address
+from ckpt_engine.addresses import split_address
 from ckpt_engine.connection import checked_address
 from ckpt_engine.core.deadlines import LONGEST_SECONDS, Deadlines
+from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS
 from ckpt_engine.core.sizes import in_words

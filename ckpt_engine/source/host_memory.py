@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ckpt_engine.source.rehome import byte_range, move, storage_bytes, storage_key
+from ckpt_engine.source.rehome import byte_range, move, storage_bytes
+from ckpt_engine.torch_storages import storage_key
 from ckpt_engine.transport.base import HostMemory
 from ckpt_engine.transport.shared_memory import ALIGNMENT, SharedArena
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from ckpt_engine.core.strides import span
+from ckpt_engine.torch_storages import storage_key
 from ckpt_engine.transport.shared_memory import lies_in_arena
 
 SHARED = "is in memory that torch shares between processes (share_memory)"
@@ -47,11 +48,6 @@ def by_storage(tensors: Sequence[torch.Tensor], of: Sequence[torch.Tensor] | Non
         if tensor.numel() and tensor.device.type == "cpu" and (key := storage_key(tensor)) in found:
             found[key][id(tensor)] = tensor
     return [list(group.values()) for group in found.values()]
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Equal for tensors of one storage while it lives."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:

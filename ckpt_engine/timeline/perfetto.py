@@ -6,13 +6,19 @@ microseconds from the first slice on.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from ckpt_engine.timeline.tracks import Slice, Timeline, Track
 
 
+def trace_text(timeline: Timeline) -> str:
+    """The whole file."""
+    return json.dumps(trace_events(timeline), separators=(",", ":"))
+
+
 def trace_events(timeline: Timeline) -> dict[str, Any]:
-    """The whole file, for json.dump."""
+    """What is in the file."""
     zero = min((each.begin for track in timeline.tracks for each in track.slices), default=0.0)
     numbers = _Numbers(timeline)
     events: list[dict[str, Any]] = list(numbers.names(timeline))

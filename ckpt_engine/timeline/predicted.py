@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ckpt_engine.core.prediction import FILL, SEAL, STAGES, Edge, Expected, Memory, Rates, Work, predict
 from ckpt_engine.report import stage_seconds
+from ckpt_engine.timeline.drawing import draw
 from ckpt_engine.timeline.told import believable
 from ckpt_engine.timeline.tracks import Slice, Timeline
 from ckpt_engine.v1 import manager_pb2
@@ -47,6 +48,13 @@ class Compared:
     stage: str
     expected: Expected | None
     fact: float | None
+
+
+def drawn(report: manager_pb2.UpdateReport, rates: Rates, places: Whereabouts) -> tuple[Timeline, list[Compared]]:
+    """An update that has ended, with what its stages should have taken beside it; and those stages."""
+    timeline, stages = draw(report), compared(report, rates, places)
+    add_prediction(timeline, stages)
+    return timeline, stages
 
 
 def compared(report: manager_pb2.UpdateReport, rates: Rates, places: Whereabouts) -> list[Compared]:

@@ -11,13 +11,13 @@ An adapter subclasses it with the routes of its engine. Any framework that takes
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import json
 import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
+from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.words.counts import GateCounts
 from ckpt_engine.words.directory import TOKEN_HEADER, EngineDirectory
 from ckpt_engine.words.holding import Decision, Kind
@@ -178,7 +178,7 @@ class Gate:
 
     async def _information(self, scope: Scope, send: Send) -> None:
         client = scope.get("client")
-        if client is not None and not _is_loopback(client[0]):
+        if client is not None and not is_loopback(client[0]):
             await _refuse(scope, send, 403, f"{INFO_ROUTE} answers on this host only", "not_local")
             return
         mark = self._page.marked()
@@ -255,10 +255,3 @@ async def _answer(
     standard = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": standard + headers})
     await send({"type": "http.response.body", "body": body})
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False

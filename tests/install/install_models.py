@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_engine.engine.target import ModuleTarget
+from ckpt_engine.record.recording import Recording
+from ckpt_engine.v1 import weights_pb2
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -177,3 +179,8 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert torch.equal(bits(tensor), bits(other[name])), name
+
+
+def accounted(recording: Recording) -> list[weights_pb2.Accounted]:
+    """What an agent is told of every tensor of the model."""
+    return list(weights_pb2.WorkerNeeds.FromString(recording.needs_bytes).accounted)

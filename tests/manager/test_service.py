@@ -27,7 +27,8 @@ from scripted_members import (
     true,
 )
 
-from ckpt_engine.addresses import is_loopback, join_address, split_address
+from ckpt_engine.addresses import join_address, split_address
+from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.machine import ManagerMachine

@@ -14,19 +14,8 @@ from typer.testing import CliRunner
 from ckpt_engine.cli import app_for
 from ckpt_engine.planning import shapes
 from ckpt_engine.planning.words import merged, seconds
+from tests.planning.known_models import QWEN3_8B
 
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-}
 DEEPSEEK_V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",

@@ -16,20 +16,13 @@ from ckpt_engine.planning.asked import Asked, question_of, rates_of
 from ckpt_engine.planning.foresight import Foreseen, foresee
 from ckpt_engine.planning.update import planned
 from ckpt_engine.planning.words import seconds
+from tests.planning.known_models import QWEN3_8B
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "dtype": "bfloat16",
-}
+NEWER = {name: value for name, value in QWEN3_8B.items() if name != "torch_dtype"} | {"dtype": "bfloat16"}
+"""As transformers 5 writes it."""
+
 SIXTEEN = {"digest": {"host": 61.88}}
 """benchmarks/results/digest_16_processors.json: 400 mixed tensors."""
 
@@ -118,7 +111,7 @@ def others() -> Iterator[Row]:
 
 
 def foreseen(row: Row, tmp_path: Path) -> Foreseen:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    (tmp_path / "config.json").write_text(json.dumps(NEWER))
     (tmp_path / "rates.json").write_text(json.dumps(row.rates))
     asked = replace(row.asked, model=tmp_path, rates=tmp_path / "rates.json" if row.rates else None)
     answer = planned(question_of(asked))

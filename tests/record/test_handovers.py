@@ -15,7 +15,7 @@ from ckpt_engine.engine.target import ModuleTarget, Weights
 from ckpt_engine.record.record import record
 from ckpt_engine.record.recording import handed
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from tests.install.install_models import Plain, target_of
+from tests.install.install_models import Plain, accounted, target_of
 from tests.install.install_world import Checkpoint, OneWorker, random_tensor
 from tests.install.test_staging import LAYERS, Repacking, RepackingTarget, weights
 
@@ -185,10 +185,10 @@ def test_only_what_depends_on_computed_values_is_handed_over() -> None:
     assert sorted(names) == [["a", "b"], ["scale", "scaled"]]
     assert {copy.tensor for copy in recording.copies} == {"plain", *map(handed, ("a", "b", "scale", "scaled"))}
     assert {need.box for need in recording.needs} == {whole((3, 3)), whole((4, 3)), whole((2, 2))}
-    notes = {row.name: row.note for row in recording.accounted}
+    notes = {row.name: row.note for row in accounted(recording)}
     assert notes["plain"] == ""
     assert notes["fused"] == "by the engine's own loader, from whole tensors: aten.add.Tensor"
-    assert {row.kind for row in recording.accounted} == {weights_pb2.Accounted.LOADED}
+    assert {row.kind for row in accounted(recording)} == {weights_pb2.Accounted.LOADED}
 
 
 def test_plain_tensors_are_copied_and_the_others_loaded(tmp_path: Path) -> None:

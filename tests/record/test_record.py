@@ -14,7 +14,7 @@ from ckpt_engine.engine.target import LoadTarget, ModuleTarget
 from ckpt_engine.record.record import NotRecordable, record
 from ckpt_engine.record.recording import Recording
 from ckpt_engine.v1 import weights_pb2
-from tests.install.install_models import Plain, TensorParallel, state, target_of
+from tests.install.install_models import Plain, TensorParallel, accounted, state, target_of
 
 Accounted = weights_pb2.Accounted
 
@@ -68,7 +68,7 @@ def test_a_worker_needs_its_slices_and_nothing_else() -> None:
 def test_every_tensor_is_accounted_for_once() -> None:
     model = TensorParallel(tied=True)
     recording = record(manifest_for(model), ModuleTarget(model))
-    rows = {row.name: row for row in recording.accounted}
+    rows = {row.name: row for row in accounted(recording)}
     assert rows.keys() == state(model).keys()
     assert rows["layers.0.qkv"].kind == Accounted.LOADED
     assert rows["layers.0.qkv"].bytes == model.layers[0].qkv.numel() * 2
@@ -92,7 +92,7 @@ def test_fills_that_loading_covers_are_not_replayed() -> None:
 
     recording = record(manifest(w=(3, 4)), target_of(load_one, w=torch.zeros(3, 4)))
     assert recording.fills == ()
-    assert recording.accounted[0].kind == Accounted.LOADED
+    assert accounted(recording)[0].kind == Accounted.LOADED
 
 
 def test_a_model_on_the_meta_device_can_be_recorded() -> None:
@@ -123,7 +123,7 @@ def test_columns_of_one_storage_are_told_apart() -> None:
             getattr(model, name).data[row].copy_(weight[row])
 
     target = target_of(load_one, a=memory[:, :4], b=memory[:, 4:])
-    assert {row.name for row in record(manifest(a=(5, 4), b=(5, 3)), target).accounted} == {"a", "b"}
+    assert {row.name for row in accounted(record(manifest(a=(5, 4), b=(5, 3)), target))} == {"a", "b"}
     assert list(refused(target, manifest(a=(5, 4))).tensors) == ["b"]
 
 
@@ -153,7 +153,7 @@ def test_what_an_adapter_declares_is_not_missing_unless_half_loaded() -> None:
         model.a.data[:2].copy_(weight)
 
     model = Plain(load_one, a=torch.zeros(2, 2), scale=torch.zeros(1))
-    rows = record(manifest(w=(2, 2)), ModuleTarget(model, constant={"scale": "always 1"})).accounted
+    rows = accounted(record(manifest(w=(2, 2)), ModuleTarget(model, constant={"scale": "always 1"})))
     assert [(row.name, row.kind) for row in rows] == [("a", Accounted.LOADED), ("scale", Accounted.CONSTANT)]
     half = Plain(load_one, a=torch.zeros(3, 2))
     assert list(refused(ModuleTarget(half, constant={"a": "no"}), manifest(w=(2, 2))).tensors) == ["a"]

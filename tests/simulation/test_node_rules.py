@@ -106,8 +106,9 @@ def a_part_begins_after_the_one_before_has_ended(patch: Patch) -> None:
     def bring_about(self: FollowerMachine) -> None:
         original(self)
         ours = self._command.session_id, self._command.generation
-        if self.has_part and self._command.run and ours != self._ours:
-            self._part = type(self._part).NONE
+        none = type(self._part).NONE
+        if self._part is not none and self._command.run and ours != self._ours:
+            self._part = none
             original(self)
 
     patch.setattr(FollowerMachine, "_bring_about", bring_about)

@@ -7,12 +7,12 @@ callers get. It decides nothing about replicas.
 from __future__ import annotations
 
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ckpt_engine.gateway.json_numbers import load_told
 from ckpt_engine.gateway.refusals import bad_request
 from ckpt_engine.gateway.single import Single
 from ckpt_engine.gateway.stitching import ABORT, ERROR, Finish, Piece, Stitch
@@ -100,7 +100,7 @@ class EngineError(Exception):
 def load_event(data: bytes) -> Mapping[str, Any]:
     """The object in an event. Raises MalformedError, and EngineError for one that tells of an error."""
     try:
-        event = json.loads(data)
+        event = load_told(data)
     except ValueError as error:
         raise MalformedError(f"an engine's event is not JSON: {data[:80]!r}") from error
     if not isinstance(event, dict):
@@ -211,7 +211,7 @@ def labels_of(value: Any) -> list[Label] | None:
         return None
     try:
         return [Label(int(span["start"]), int(span["end"]), made_by(span["version"])) for span in value]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise MalformedError(f"versions that are none: {value!r}") from error
 
 
@@ -229,11 +229,6 @@ def output_tokens(value: Any) -> list[int]:
     if not isinstance(value, list) or not all(type(token) is int for token in value):
         raise MalformedError("an event has no token ids")
     return value
-
-
-def clean(value: Any) -> Any:
-    """The value for JSON: infinities, which some log-probabilities are, become null, as engines have it."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def vllm_finish(reason: Any, stop_reason: Any) -> Finish | None:

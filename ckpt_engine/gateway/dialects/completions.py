@@ -166,7 +166,7 @@ def _records(logprobs: Any, count: int, before: int) -> list[Any]:
     return [
         {
             "tokens": token,
-            "token_logprobs": base.clean(value),
+            "token_logprobs": value,
             "top_logprobs": top,
             "text_offset": before + offset - first,
         }

@@ -95,7 +95,7 @@ class Waits:
         report, problem = self.ended.get(waiting.version), done.problem
         if report is None and problem is None:
             found = cast(Found, done.result)
-            early, unknown = _ended_early(waiting.version, found.epoch), _unknown(waiting.version, found.last)
+            early, unknown = _ended_early(waiting.version, found.epoch), unknown_version(waiting.version, found.last)
             report, problem = found.report, unknown if found.epoch is None else early
         self._finish(number, FinishCall(waiting.call, None if report is not None else problem, report))
 
@@ -131,7 +131,8 @@ def _ended_early(version: Version, epoch: int | None) -> weights_pb2.Problem:
     ).problem
 
 
-def _unknown(version: Version, last: Sequence[int]) -> weights_pb2.Problem:
+def unknown_version(version: Version, last: Sequence[int]) -> weights_pb2.Problem:
+    """That no update to a version is known. last: versions of its lineage that updates were to, newest first."""
     lineage, number = version
     said = f"its last ones were to {', '.join(map(str, last))}" if last else "none of this lineage is"
     return not_found(f"no update to version {number} of lineage {lineage!r} is known: {said}").problem

@@ -82,11 +82,6 @@ class FollowerMachine:
         self._stopped = ""
         self._questions: dict[int, worker_pb2.WorkerRequest] = {}
 
-    @property
-    def has_part(self) -> bool:
-        """Whether there is, or may be, anything of the engine."""
-        return self._part is not Part.NONE
-
     def handle(self, event: FollowerEvent, now: float) -> list[FollowerCommand]:
         """Takes one event and says what is to be done. now: monotonic seconds."""
         return commands_of(self._out, lambda: self._take(event))

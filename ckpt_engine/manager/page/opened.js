@@ -1,7 +1,7 @@
 // One update opened: for each replica its stages, its workers, and its edges: which bytes came from where, how and why.
 
-import { ask } from "./asking.js";
-import { make } from "./dom.js";
+import { ask, save } from "./asking.js";
+import { make, say } from "./dom.js";
 import { badge, bar, cell, table, total } from "./parts.js";
 import { bytes, named, OUTCOMES, rate, seconds } from "./words.js";
 
@@ -25,11 +25,29 @@ function inside(update) {
   const longest = Math.max(...report.replicas.map((each) => total(each.stages)), 1e-9);
   const said = [report.prefetch, report.collective].filter(Boolean);
   return [
-    make("p", { class: "soft" }, about.join(", ")),
+    make("div", { class: "line" }, make("p", { class: "soft" }, about.join(", ")), ...trace(update.epoch)),
     ...said.map((words) => make("p", { class: "soft" }, words)),
     ...(report.relays.length ? [relays(report.relays)] : []),
     ...some(report.replicas, (each) => replica(each, longest), "replicas"),
   ];
+}
+
+/** A button that saves the update's timeline, and where it says why it could not. */
+function trace(epoch) {
+  const told = make("span", { class: "told bad", role: "status" });
+  const button = make("button", { type: "button", title: "a timeline of this update, a file for Perfetto" }, "Trace");
+  button.addEventListener("click", async () => {
+    button.disabled = true;
+    say(told, "");
+    try {
+      await save(`/v1/updates/${epoch}/trace`);
+    } catch (error) {
+      say(told, `there is no trace: ${error.message}`);
+    } finally {
+      button.disabled = false;
+    }
+  });
+  return [button, told];
 }
 
 function relays(reports) {

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 
-from ckpt_engine.addresses import is_loopback
+from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.transport.collective.frames import CALL_SECONDS, HELLO, LATER, read, tune, write
 from ckpt_engine.transport.collective.meeting import SILENCE_SECONDS, Meeting
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ckpt_engine.addresses import is_loopback
 from ckpt_engine.core.boxes import Box
 from ckpt_engine.core.collective import Schedule
 from ckpt_engine.core.collective_plan import read_collective_plan, read_meeting
+from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.manifest import blob_digest
 from ckpt_engine.core.problems import CkptEngineError, deadline, invalid, precondition, unavailable
 from ckpt_engine.cuda.driver import CudaDriverError, driver

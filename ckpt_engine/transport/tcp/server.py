@@ -14,7 +14,8 @@ import ssl
 import threading
 from collections.abc import Callable, Sequence
 
-from ckpt_engine.addresses import is_loopback, join_address, split_address
+from ckpt_engine.addresses import join_address, split_address
+from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.problems import CkptEngineError, invalid, unavailable
 from ckpt_engine.core.rates import Rate
 from ckpt_engine.host.forks import forget_in_children

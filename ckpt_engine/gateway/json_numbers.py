@@ -1,0 +1,75 @@
+"""Numbers that JSON does not have: NaN and the infinities. Callers may not send them; what engines say of them becomes
+null, since a log-probability of minus infinity is none that anybody could send. Pure.
+
+Python reads and writes them without a word. An engine would take a temperature of NaN, and other callers' parsers
+refuse an answer with one in it, so what cannot be JSON ends here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+NAMES = (b"NaN", b"Infinity")
+
+
+def load_asked(data: bytes) -> Any:
+    """What a caller sent. Raises ValueError, also for a number that is not finite, naming where it stands."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            raise ValueError(f"{_where(data)}{text[:40]} is no number that JSON and a double can have")
+        return value
+
+    return json.loads(data, parse_constant=number, parse_float=number)
+
+
+def load_told(data: bytes) -> Any:
+    """What an engine said, with null for what is not finite. Raises ValueError."""
+    return json.loads(data, parse_constant=lambda name: None)
+
+
+def dump(content: Any) -> bytes:
+    """JSON, with null for what is not finite."""
+    try:
+        return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError:
+        return json.dumps(_finite(content), separators=(",", ":"), allow_nan=False).encode()
+
+
+def passed(data: bytes) -> bytes:
+    """Bytes that an engine wrote, changed only if they are JSON but for numbers that are not finite."""
+    if not any(name in data for name in NAMES):
+        return data
+    found: list[str] = []
+    try:
+        content = json.loads(data, parse_constant=found.append)
+    except (ValueError, RecursionError):
+        return data
+    return dump(content) if found else data  # the names may stand in a text
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _where(data: bytes) -> str:
+    """The way to the first number that is not finite; empty if it was written over."""
+    way = _way(json.loads(data))
+    return f"{''.join(way).removeprefix('.')[:80]}: " if way else ""
+
+
+def _way(value: Any) -> list[str]:
+    """Keys and places that lead to it."""
+    named = isinstance(value, dict)
+    for key, each in value.items() if named else enumerate(value) if isinstance(value, list) else ():
+        rest = _way(each) if isinstance(each, dict | list) else []
+        if rest or (isinstance(each, float) and not math.isfinite(each)):
+            return [f".{key}" if named else f"[{key}]", *rest]
+    return []
