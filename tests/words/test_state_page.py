@@ -46,7 +46,7 @@ def spawned():
     yield start
     for process in processes:
         process.kill()
-        process.join(10)
+        process.join(60)
 
 
 def test_a_new_page_is_closed(tmp_path):
@@ -130,7 +130,7 @@ def test_an_engine_with_weights_of_its_own_is_closed_by_a_dead_worker_too(tmp_pa
     page = EnginePage(path)
     assert verdict(page.read(), own_weights=True).open, "rank 1 has not started, and need not hold anything"
     process.kill()
-    process.join(10)
+    process.join(60)
     found = verdict(page.read(), own_weights=True)
     assert (found.open, found.identity) == (False, None)
     assert f"worker 0 (pid {process.pid}) is dead" in found.reason
@@ -156,7 +156,7 @@ def test_words_are_never_torn_and_a_writer_killed_in_the_middle_leaves_no_open_g
                 os.sched_yield()  # the writer waits for the processor
             seen.add(word.epoch)
     process.kill()
-    process.join(10)
+    process.join(60)
     assert not verdict(page.read()).open
 
 
