@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Before torch is imported, and for all that tests start: threads of small models only wait for each other, and
 several processes share the machine."""
+
+settings.register_profile("busy machines", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machines")
+"""Unless it is told, Hypothesis fails an example that takes 200 ms, on a machine that others use as well."""
 
 pytest_plugins = ["tests.short_paths"]
 
