@@ -106,7 +106,7 @@ class Replica:
                 self.process.wait(seconds)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait(10)
+                self.process.wait(60)
         self._output.close()
 
 

@@ -1,20 +1,21 @@
-"""What holds for every test process."""
+"""What holds for every test process. Where tests write: tests/short_paths.py."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Before torch is imported, and for all that tests start: threads of small models only wait for each other, and
 several processes share the machine."""
 
-_BASE = pytest.StashKey[Path]()
-"""Of the first process of a run: the directory that it made for what tests write."""
+settings.register_profile("busy machines", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machines")
+"""Unless it is told, Hypothesis fails an example that takes 200 ms, on a machine that others use as well."""
+
+pytest_plugins = ["tests.short_paths"]
 
 LONGEST = (
     "test_updates_reach_replicas.py",
@@ -45,21 +46,6 @@ LONGEST = (
     "test_sharded.py",
 )
 """Files whose tests take longest together: they are begun first, so that none of them is what all others wait for."""
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Tests write below a short path: sockets stand there, and a socket's path has at most 107 bytes. That of pytest
-    itself gets longer by every tenth, hundredth and thousandth run."""
-    if config.option.basetemp is None and not hasattr(config, "workerinput"):
-        config.stash[_BASE] = Path(tempfile.mkdtemp(prefix="ck"))
-        config.option.basetemp = str(config.stash[_BASE])
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Of a run in which something failed, what its tests have written stays."""
-    base = session.config.stash.get(_BASE, None)
-    if base is not None and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        shutil.rmtree(base, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -80,7 +80,7 @@ class LineProcess:
     def kill(self) -> None:
         """Safe to call twice."""
         self.process.kill()
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=60)
         self._in.close()
         self._out.close()
 

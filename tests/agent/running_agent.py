@@ -12,6 +12,8 @@ from tests.agent.plain_manager import CLUSTER, PlainManager
 from tests.agent.small_engine import SmallAdapter
 
 SECONDS = 60.0
+DEADLINE = 240.0
+"""Of an install: of a part of it, a second and more, an engine is to take a label."""
 QUICK = "engine_restart_first=0.1 engine_watch=0.1"
 MANIFEST = weights_pb2.Manifest(tensors=[weights_pb2.TensorSpec(name="w", dtype="float32", shape=[1])])
 IDENTITY = weights_pb2.Identity(lineage="run", version=3, root=bytes(range(32)))
@@ -64,14 +66,14 @@ def fence(epoch: int) -> weights_pb2.Fence:
 
 async def prepare(manager: PlainManager, epoch: int) -> manager_pb2.Prepared:
     ref = manager.put(MANIFEST.SerializeToString(deterministic=True))
-    manager.send(manager_pb2.Prepare(fence=fence(epoch), manifest=ref, deadline_seconds=10))
+    manager.send(manager_pb2.Prepare(fence=fence(epoch), manifest=ref, deadline_seconds=SECONDS))
     return await manager.next(manager_pb2.Prepared)
 
 
 def install(manager: PlainManager, epoch: int) -> manager_pb2.Install:
     plan, expected = manager.put(b"plan"), manager.put(b"")
     worker = manager_pb2.WorkerInstall(rank=0, plan=plan, expected=expected)
-    return manager_pb2.Install(fence=fence(epoch), identity=IDENTITY, workers=[worker], deadline_seconds=10)
+    return manager_pb2.Install(fence=fence(epoch), identity=IDENTITY, workers=[worker], deadline_seconds=DEADLINE)
 
 
 async def calls(agent: RunningAgent) -> list[str]:

@@ -134,7 +134,7 @@ def by_hand(port: int, root: Path, *arguments: str) -> list[str]:
 
 async def answers(port: int) -> None:
     """Until the engine at that port is healthy."""
-    async with asyncio.timeout(15), httpx.AsyncClient() as client:
+    async with asyncio.timeout(60), httpx.AsyncClient() as client:
         while True:
             with contextlib.suppress(httpx.HTTPError):
                 if (await client.get(f"http://127.0.0.1:{port}/health")).status_code == 200:

@@ -130,7 +130,7 @@ class World:
         with grpc.insecure_channel(self.manager_address) as channel:
             stub = manager_pb2_grpc.CheckpointEngineManagerStub(channel)  # type: ignore[no-untyped-call]
             try:
-                answer = stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=30)
+                answer = stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
             except grpc.RpcError:
                 return None
         return next((replica for replica in answer.replicas if replica.name == NAME), None)
@@ -145,7 +145,7 @@ class World:
 
     def generate(self, prompt: list[int]) -> httpx.Response | None:
         try:
-            return httpx.post(f"{self.url}/generate", json={"input_ids": prompt, "max_tokens": TOKENS}, timeout=30)
+            return httpx.post(f"{self.url}/generate", json={"input_ids": prompt, "max_tokens": TOKENS}, timeout=60)
         except httpx.HTTPError:
             return None
 
@@ -249,7 +249,7 @@ def test_an_engine_dies_with_its_agent_and_a_new_agent_takes_its_place(world: Wo
     engine = engine_of(world.agent)
     tree = [engine, *descendants(engine)]
     world.agent.kill()
-    eventually("the engine dies with its agent", lambda: not any(alive(pid) for pid in tree), 20)
+    eventually("the engine dies with its agent", lambda: not any(alive(pid) for pid in tree))
     agent = world.start_agent()
     eventually("the new agent's engine is caught up", world.serving)
     world.check_tokens()
@@ -257,7 +257,7 @@ def test_an_engine_dies_with_its_agent_and_a_new_agent_takes_its_place(world: Wo
     # Asked nicely, it takes its engine and its directory with it.
     tree = [engine_of(agent), *descendants(engine_of(agent))]
     agent.process.send_signal(signal.SIGTERM)
-    assert agent.process.wait(30) == 0
+    assert agent.process.wait(60) == 0
     assert not any(alive(pid) for pid in tree)
     left = [path.name for path in (world.folder / "run" / "ckpt-engine").iterdir() if (path / "page").exists()]
     assert len(left) == 1, "only the killed agent could not remove its directory"

@@ -210,7 +210,9 @@ async def test_a_killed_engine_is_reported_and_comes_back_empty(manager: PlainMa
     await manager.until(lambda: manager.all(manager_pb2.ReplicaHeartbeat)[-1].serving)
     boot_id = manager.all(manager_pb2.ReplicaHeartbeat)[-1].workers[0].boot_id
     os.kill(agent.engine_pid, signal.SIGKILL)
-    await manager.until(lambda: "killed by SIGKILL" in manager.all(manager_pb2.ReplicaHeartbeat)[-1].closed_reason)
+    await manager.until(
+        lambda: any("killed by SIGKILL" in beat.closed_reason for beat in manager.all(manager_pb2.ReplicaHeartbeat))
+    )
 
     def empty_again() -> bool:
         beat = manager.all(manager_pb2.ReplicaHeartbeat)[-1]

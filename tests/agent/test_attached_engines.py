@@ -111,11 +111,15 @@ async def test_a_url_where_nothing_answers(events: Events, monkeypatch: pytest.M
     monkeypatch.setattr(attached, "SAID_FIRST_SECONDS", 0.1)
     monkeypatch.setattr(attached, "SAID_AGAIN_SECONDS", 0.1)
     port = free_port()
+    url = f"waiting for the engine: http://127.0.0.1:{port}"
+    opening = asyncio.ensure_future(attach(port, events).open())
+    await events.until(lambda: sum(f"{url} does not answer" in line for line in events.lines) > 1)
+    opening.cancel()
+    await asyncio.gather(opening, return_exceptions=True)
+    assert all(f"{url} does not answer" in line or f"{url} has not answered yet" in line for line in events.lines)
+    assert all("s left (--startup-timeout)" in line for line in events.lines)
     with pytest.raises(CkptEngineError, match="does not answer"):
         await attach(port, events, seconds=0.5).open()
-    assert len(events.lines) > 1
-    assert all(f"waiting for the engine: http://127.0.0.1:{port} does not answer" in line for line in events.lines)
-    assert all("s left (--startup-timeout)" in line for line in events.lines)
 
 
 async def test_a_server_that_takes_connections_and_says_nothing(

@@ -284,7 +284,7 @@ async def test_an_engine_that_is_there_but_deaf_is_replaced(
 async def test_whoever_else_holds_the_port_is_not_taken_for_ours(
     events: Events, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ENVIRONMENT, f"{QUICK} engine_grace=0.3")
+    monkeypatch.setenv(ENVIRONMENT, f"{QUICK} engine_grace=2")
     port = free_port()
     other = await asyncio.create_subprocess_exec(*by_hand(port, root), env=environment())
     try:
@@ -301,7 +301,7 @@ async def test_whoever_else_holds_the_port_is_not_taken_for_ours(
                     EngineFailedError, match=rf"port {port} is taken by .*small_engine.py .*pid {other.pid}"
                 ):
                     await asyncio.wait_for(run, SECONDS)
-            assert any(f"port {port} is taken by" in line and "waiting up to 0.3 s" in line for line in events.lines)
+            assert any(f"port {port} is taken by" in line and "waiting up to 2 s" in line for line in events.lines)
             assert not any("launched" in line for line in events.lines), "it would load for minutes, and not get it"
         finally:
             await host.close()

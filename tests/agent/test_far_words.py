@@ -175,7 +175,7 @@ sys.stdin.read()
         assert verdict(page.read()).open
     finally:
         agent.kill()
-        agent.wait(30)
+        agent.wait(60)
     assert "is dead" in verdict(page.read()).reason
 
 

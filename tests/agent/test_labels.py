@@ -36,7 +36,7 @@ async def test_a_stamp_that_fails_is_repeated_before_the_engine_resumes(manager:
 async def test_a_label_that_an_engine_does_not_take_is_told_and_tried_again(
     manager: PlainManager, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ENVIRONMENT, f"{QUICK} resume=1.6")
+    monkeypatch.setenv(ENVIRONMENT, f"{QUICK} resume=6")
     agent = start("--refused-stamps", "4")
     await ready(manager)
     await prepare(manager, 1)

@@ -53,7 +53,7 @@ class Server:
 
     def why_closed(self) -> str:
         """The server lives, and answers no request, for this reason."""
-        assert httpx.get(f"{self.replica.url}/health", timeout=30).status_code == 200
+        assert httpx.get(f"{self.replica.url}/health", timeout=60).status_code == 200
         answer = self.engine.complete(self.replica, [1, 2, 3], 2)
         assert answer.status == 503, answer
         return answer.detail

@@ -107,7 +107,7 @@ def test_an_update_from_a_checkpoint_is_served_under_its_version(server: Server)
     root = status.identity.root.hex()
     assert (status.serving, status.identity.version) == (True, 7)
     assert server.engine.complete(server.replica, [1, 2, 3], 2).root == root
-    gate = httpx.get(f"{server.replica.url}/ckpt_engine/info", timeout=30).json()
+    gate = httpx.get(f"{server.replica.url}/ckpt_engine/info", timeout=60).json()
     assert (gate["open"], gate["version"]) == (True, 7)
 
 

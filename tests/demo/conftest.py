@@ -19,7 +19,7 @@ def runs() -> Iterator[list[Run]]:
     yield started
     for run in started:
         run.process.kill()
-        run.process.wait(10)
+        run.process.wait(60)
         for pid in run.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

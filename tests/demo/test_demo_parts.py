@@ -79,7 +79,7 @@ def engine() -> Iterator[tuple[str, type[_Engine]]]:
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}", handler
     server.shutdown()
-    thread.join(10)
+    thread.join(60)
     server.server_close()
 
 

@@ -105,7 +105,7 @@ def test_a_user_whom_the_system_does_not_know_can_do_without_a_home(manager: Clu
     unshare = shutil.which("unshare") or "unshare"
     nobody = [unshare, "--user", "--map-user=54321"]
     try:
-        subprocess.run([*nobody, "true"], check=True, capture_output=True, timeout=30)
+        subprocess.run([*nobody, "true"], check=True, capture_output=True, timeout=60)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no user namespaces here")
     update_in(manager, {"XDG_RUNTIME_DIR": str(tmp_path)}, "nobody", nobody)

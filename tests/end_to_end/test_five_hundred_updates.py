@@ -25,7 +25,7 @@ from tests.cluster import Cluster, Replica, eventually, running_cluster
 WARM_UP = 50
 UPDATES = 500
 
-SETTLE_SECONDS = 10.0
+SETTLE_SECONDS = 60.0
 """For what an update leaves behind for a moment: a closing connection, an idle worker thread of a pool."""
 
 MORE_DESCRIPTORS = 4
@@ -97,7 +97,7 @@ class TrainerProcess:
 
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
-        self._process.wait(10)
+        self._process.wait(60)
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +124,7 @@ def processes(cluster: Cluster, replica: Replica, trainer: TrainerProcess) -> di
     """Everyone who takes part, by name."""
     agent = psutil.Process(replica.process.pid)
     (worker,) = replica.workers()
-    (manager,) = [
-        child
-        for child in psutil.Process().children()
-        if cluster.address in child.cmdline() and "serve" in child.cmdline()
-    ]
+    manager = psutil.Process(cluster.manager.pid)
     found = {"manager": manager, "trainer": psutil.Process(trainer.pid), "agent": agent, "worker": worker}
     others = [child for child in agent.children(recursive=True) if child.pid != worker.pid]
     return {**found, **{f"engine {index}": child for index, child in enumerate(others)}}

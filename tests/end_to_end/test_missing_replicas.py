@@ -30,7 +30,7 @@ def run(*arguments: str) -> Result:
 
 def served(url: str) -> tuple[int, str]:
     """What the engine answers to a prompt: its status, and the version in its headers."""
-    answer = httpx.post(f"{url}/generate", json={"input_ids": [1, 2], "max_tokens": 2}, timeout=30)
+    answer = httpx.post(f"{url}/generate", json={"input_ids": [1, 2], "max_tokens": 2}, timeout=60)
     return answer.status_code, json.dumps({name: value for name, value in answer.headers.items() if "version" in name})
 
 
@@ -104,7 +104,7 @@ def test_a_replica_that_is_away_counts_and_a_misfit_is_left_out(
 
         # An agent is killed, and its engine goes on answering under the version before.
         beside.process.send_signal(signal.SIGKILL)
-        beside.process.wait(30)
+        beside.process.wait(60)
         eventually("it is known to be away", 60, lambda: (seen := beside.status) and not seen.connected)
         before = served(server.url)
         assert before[0] == 200

@@ -36,7 +36,7 @@ class Network(NamedTuple):
 
 
 def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=60)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def network() -> Iterator[Network]:
         ip("netns", "add", name)
         ip("link", "add", found.device, "type", "veth", "peer", "name", found.device, "netns", name)
     except subprocess.CalledProcessError as error:
-        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=30)
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=60)
         pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
     try:
         ip("addr", "add", f"{found.address}/30", "dev", found.device)
@@ -107,7 +107,7 @@ def test_a_server_spans_a_network(
 
         def is_closed() -> bool:
             try:
-                answer = httpx.get(f"{wide.url.replace(network.address, '127.0.0.1')}/ckpt_engine/ready", timeout=10)
+                answer = httpx.get(f"{wide.url.replace(network.address, '127.0.0.1')}/ckpt_engine/ready", timeout=60)
             except httpx.TransportError:
                 return True
             return answer.status_code == 503

@@ -234,7 +234,7 @@ def test_a_link_that_breaks_for_a_moment_costs_no_engine(nodes: TwoNodes, traine
                 found.append(str(error))  # refused: no replica could be prepared while it was cut off
     finally:
         ended.set()
-        cutting.join(30)
+        cutting.join(60)
     assert len(found) == 10
     eventually("an update", 60, lambda: trainer.update_weights(version=45).ok)
     check_serves(nodes, model)

@@ -53,7 +53,7 @@ def assert_serves(replica: Replica, model: Any) -> None:
 
 
 def why_closed(url: str) -> str:
-    response = httpx.post(f"{url}/generate", json={"input_ids": [1, 2], "max_tokens": 2}, timeout=30)
+    response = httpx.post(f"{url}/generate", json={"input_ids": [1, 2], "max_tokens": 2}, timeout=60)
     assert response.status_code == 503, response.text
     detail: str = response.json()["detail"]
     return detail
@@ -61,7 +61,7 @@ def why_closed(url: str) -> str:
 
 def memory(url: str) -> list[str]:
     """What of its memory the engine itself says is given up."""
-    given_up: list[str] = httpx.get(f"{url}/info", timeout=30).json()["asleep"]
+    given_up: list[str] = httpx.get(f"{url}/info", timeout=60).json()["asleep"]
     return given_up
 
 
@@ -138,7 +138,7 @@ def test_sleep_outlives_the_agent(tmp_path: Path, bare_model: Path) -> None:
             assert trainer.update_weights().ok
             trainer.sleep(2)
             first.process.kill()
-            first.process.wait(30)
+            first.process.wait(60)
             assert "discarded" in why_closed(server.url)
             second = attach(running, "second", server.url)
             eventually("it is told to be asleep", 60, lambda: (status := second.status) and status.asleep)

@@ -40,7 +40,7 @@ def assert_serves(cluster: Cluster, model: Any) -> None:
 
 def test_before_the_first_update_no_replica_answers(cluster: Cluster) -> None:
     for replica in cluster.replicas:
-        response = httpx.post(f"{replica.url}/generate", json={"input_ids": [1, 2], "max_tokens": 2}, timeout=30)
+        response = httpx.post(f"{replica.url}/generate", json={"input_ids": [1, 2], "max_tokens": 2}, timeout=60)
         assert response.status_code == 503
         assert "holds no weights yet" in response.json()["detail"]
 
@@ -301,7 +301,7 @@ def test_bytes_that_change_after_they_were_sealed_never_serve(cluster: Cluster, 
         for replica in report.replicas:
             assert name in replica.problem
         for replica in cluster.replicas:
-            response = httpx.post(f"{replica.url}/generate", json={"input_ids": [1], "max_tokens": 2}, timeout=30)
+            response = httpx.post(f"{replica.url}/generate", json={"input_ids": [1], "max_tokens": 2}, timeout=60)
             assert response.status_code == 503
         assert trainer.update_weights(version=12).ok
         assert_serves(cluster, model)

@@ -48,20 +48,20 @@ def check_serves(
 
 def label_of(replica: Replica) -> str:
     """What its engine is to call its tokens by, made of what its gate says that the workers hold."""
-    held = httpx.get(f"{replica.url}/ckpt_engine/info", timeout=30).json()
+    held = httpx.get(f"{replica.url}/ckpt_engine/info", timeout=60).json()
     return f"{held['version']}:{held['root'][:8]}:{held['lineage']}"
 
 
 def check_closed(complete: Complete, replica: Replica) -> None:
     """The server lives and answers no request."""
-    assert httpx.get(f"{replica.url}/health", timeout=30).status_code == 200
+    assert httpx.get(f"{replica.url}/health", timeout=60).status_code == 200
     response = complete(replica, [1, 2, 3], 2)
     assert response.status_code == 503, response.text
 
 
 def token_of(replica: Replica) -> dict[str, str]:
     """The header with which the agent shows its token."""
-    directory = Path(httpx.get(f"{replica.url}/ckpt_engine/info", timeout=30).json()["directory"])
+    directory = Path(httpx.get(f"{replica.url}/ckpt_engine/info", timeout=60).json()["directory"])
     return {TOKEN_HEADER: EngineDirectory(directory).token()}
 
 
@@ -70,13 +70,13 @@ def check_routes(replica: Replica, gate: type[Gate], root_path: str = "") -> Non
 
     One that this engine has and the gate does not know fails here by name: it must be judged by somebody.
     """
-    routes = httpx.get(replica.url + ROUTES_ROUTE, headers=token_of(replica), timeout=30).json()
+    routes = httpx.get(replica.url + ROUTES_ROUTE, headers=token_of(replica), timeout=60).json()
     assert [route for route, access in routes.items() if access == "unknown"] == []
     assert set(routes.values()) == {"open", "gated", "control"}
     for route in {*gate.control_routes, *(route for route, access in routes.items() if access == "control")}:
         for path in {route, root_path + route}:
             for method in ("POST", "GET"):
-                assert httpx.request(method, replica.url + path, timeout=30).status_code == 403, (method, path)
+                assert httpx.request(method, replica.url + path, timeout=60).status_code == 403, (method, path)
 
 
 def start_on_two_nodes(

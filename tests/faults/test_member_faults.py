@@ -65,7 +65,7 @@ def test_an_engine_restarted_between_two_heartbeats_answers_nothing_until_it_is_
     try:
         world.restart_engine("one")
         world.until("the new engine answers", SECONDS, lambda: info(world))
-        refused = httpx.post(f"{url(world)}/generate", json={"input_ids": [1], "max_tokens": 1}, timeout=30)
+        refused = httpx.post(f"{url(world)}/generate", json={"input_ids": [1], "max_tokens": 1}, timeout=60)
         assert refused.status_code == 503
     finally:
         os.kill(agent, signal.SIGCONT)

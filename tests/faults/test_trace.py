@@ -33,7 +33,7 @@ def test_a_process_stands_at_the_point_until_it_is_let_go(tmp_path: Path) -> Non
     with Listener(tmp_path / "trace.sock") as listener:
         with listener.holding("here.inside") as held:
             process = start(listener.path)
-            assert held.wait(30)
+            assert held.wait(60)
             assert held.pid == process.pid
             assert set(listener.seen) == {"here.does.Work.begin", "here.inside"}
             assert process.poll() is None
@@ -45,5 +45,5 @@ def test_a_listener_that_is_not_there_or_goes_away_holds_nobody(tmp_path: Path) 
     assert start(tmp_path / "nothing.sock").communicate(timeout=120)[0] == "done\n"
     with Listener(tmp_path / "trace.sock") as listener, listener.holding("here.does.Work.begin") as held:
         process = start(listener.path)
-        assert held.wait(30)
+        assert held.wait(60)
     assert process.communicate(timeout=120)[0] == "done\n"

@@ -173,9 +173,9 @@ class World:
         process.kill()
         for member in (self.trainer, self.manager, self.replicas[name].agent, self.relay):
             if member is not None and member.pid == process.pid:
-                member.process.wait(30)
+                member.process.wait(60)
                 return
-        process.wait(30)
+        process.wait(60)
 
     def engine(self, name: str) -> list[psutil.Process]:
         """The API server and the workers of a replica; empty while the engine is being started."""

@@ -135,21 +135,21 @@ async def asking(*engines: Engine, **settings: Any) -> AsyncIterator[httpx.Async
     """A client of a gateway before these engines, in this process."""
     async with contextlib.AsyncExitStack() as stack:
         urls = [engine.listen(stack) for engine in engines]
-        made = Settings(replicas=tuple(urls), jitter=0.0, **{"queue_seconds": 1.0, "probe": 0.2, **settings})
+        made = Settings(replicas=tuple(urls), jitter=0.0, **{"queue_seconds": 20.0, "probe": 0.2, **settings})
         gateway = await stack.enter_async_context(running_gateway(made))
         for engine in engines:
             engine.gateway = gateway
         transport = httpx.ASGITransport(app=gateway.application())
         client = await stack.enter_async_context(
-            httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=30)
+            httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=120)
         )
         await until(lambda: not gateway.why_not_ready())
         yield client
 
 
 async def until(look: Callable[[], bool]) -> None:
-    """As soon as it is so; TimeoutError after ten seconds."""
-    async with asyncio.timeout(10):
+    """As soon as it is so; TimeoutError after a minute."""
+    async with asyncio.timeout(60):
         for pause in itertools.repeat(0.02):
             if look():
                 return

@@ -136,24 +136,29 @@ def ask_in_the_background(world: World, body: dict[str, Any], **headers: str) ->
 LONG = {"prompt": PROMPT, "max_tokens": 400, "temperature": 0, "return_token_ids": True}
 
 
+TIMES = 20
+"""An update is to come in the middle of a request; an engine may be faster than one, on a busy machine."""
+
+
 def running(world: World) -> list[Replica]:
     """Replicas inside which a request runs."""
-    return [each for each in world.cluster.replicas if httpx.get(f"{each.url}/info", timeout=10).json()["running"]]
+    return [each for each in world.cluster.replicas if httpx.get(f"{each.url}/info", timeout=60).json()["running"]]
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 def test_an_update_in_the_middle_is_no_end(world: World, mode: str) -> None:
-    thread, found = ask_in_the_background(world, LONG)
-    eventually("it runs", 90, lambda: running(world))
-    before, after = world.version, world.update(pause_mode=mode)
-    thread.join(120)
-    choice = found[0].json()["choices"][0]
-    said = choice["ckpt_engine"]
+    for _ in range(TIMES):
+        before, answer = updated(world, LONG, mode)
+        choice = answer.json()["choices"][0]
+        said = choice["ckpt_engine"]
+        if said["min_version"] != said["max_version"]:
+            break
+    after = world.version
     assert_right(world, PROMPT, choice["token_ids"], 400)
     assert (said["min_version"], said["max_version"], said["exact"]) == (before, after, True)
     assert said["resumes"] == (1 if mode == "abort" else 0)
     assert [span["caches"] for span in said["spans"]] == ["recomputed", "recomputed"]
-    assert found[0].json()["usage"] == {"prompt_tokens": 3, "completion_tokens": 400, "total_tokens": 403}
+    assert answer.json()["usage"] == {"prompt_tokens": 3, "completion_tokens": 400, "total_tokens": 403}
 
 
 def test_what_is_not_resumable_ends_with_the_reason_and_the_ids_so_far(world: World) -> None:
@@ -169,12 +174,21 @@ def test_what_is_not_resumable_ends_with_the_reason_and_the_ids_so_far(world: Wo
     assert world.gateway.post("/v1/completions", {**body, "max_tokens": 2}).status_code == 200
 
 
-def interrupted(world: World, body: dict[str, Any], **headers: str) -> httpx.Response:
+def updated(world: World, body: dict[str, Any], mode: str, **headers: str) -> tuple[int, httpx.Response]:
+    """The version before an update that begins while a request runs, and the request's answer."""
+    before = world.version
     thread, found = ask_in_the_background(world, body, **headers)
-    eventually("it runs", 90, lambda: running(world))
-    world.update(pause_mode="abort")
+    eventually("it runs", 90, lambda: found or running(world))
+    world.update(pause_mode=mode)
     thread.join(120)
-    answer: httpx.Response = found[0]
+    return before, found[0]
+
+
+def interrupted(world: World, body: dict[str, Any], **headers: str) -> httpx.Response:
+    for _ in range(TIMES):
+        _, answer = updated(world, body, "abort", **headers)
+        if answer.status_code != 200 and answer.json()["choices"][0]["token_ids"]:
+            break
     return answer
 
 
@@ -202,13 +216,12 @@ def test_versions_that_are_asked_for(world: World) -> None:
 
 
 def test_an_exact_version_ends_where_the_replica_goes_on(world: World) -> None:
-    before = world.version
-    thread, found = ask_in_the_background(world, LONG, x_ckpt_engine_version=str(before))
-    eventually("it runs", 90, lambda: running(world))
-    world.update(pause_mode="keep")
-    thread.join(120)
-    problem = found[0].json()
-    assert (found[0].status_code, problem["reason"]) == (409, "version_changed")
+    for _ in range(TIMES):
+        before, answer = updated(world, LONG, "keep", x_ckpt_engine_version=str(world.version))
+        if answer.status_code != 200:
+            break
+    problem = answer.json()
+    assert (answer.status_code, problem["reason"]) == (409, "version_changed")
     spans = problem["choices"][0]["ckpt_engine"]["spans"]
     assert [(span["version"], span["count"]) for span in spans] == [(before, len(problem["choices"][0]["token_ids"]))]
 
@@ -220,8 +233,8 @@ def test_requests_are_bounded_and_refused_by_name(world: World) -> None:
     refused = gateway.post("/v1/completions", {"prompt": [1], "presence_penalty": 1.0})
     assert (refused.status_code, refused.json()["reason"]) == (422, "engine_refused")
     assert "presence_penalty" in refused.json()["detail"]
-    assert httpx.post(f"{gateway.url}/generate", content=b"{" * 9, timeout=10).json()["reason"] == "bad_request"
-    assert httpx.get(f"{gateway.url}/v1/models", timeout=10).json()["data"][0]["id"] == "tiny"
+    assert httpx.post(f"{gateway.url}/generate", content=b"{" * 9, timeout=60).json()["reason"] == "bad_request"
+    assert httpx.get(f"{gateway.url}/v1/models", timeout=60).json()["data"][0]["id"] == "tiny"
     with running_gateway(
         world.cluster.path / "small.log", "--manager", world.cluster.address, "--body-bytes", "64", "--requests", "1"
     ) as small:
@@ -265,11 +278,11 @@ def asleep(world: World) -> Iterator[None]:
     """No replica serves: their engines sleep, as in hybrid training."""
     with grpc.insecure_channel(world.cluster.address) as channel:
         stub = manager_pb2_grpc.CheckpointEngineManagerStub(channel)
-        stub.Sleep(manager_pb2.SleepRequest(level=1, timeout_seconds=30), timeout=40)
+        stub.Sleep(manager_pb2.SleepRequest(level=1, timeout_seconds=120), timeout=150)
         try:
             yield
         finally:
-            stub.Wake(manager_pb2.WakeRequest(timeout_seconds=30), timeout=40)
+            stub.Wake(manager_pb2.WakeRequest(timeout_seconds=120), timeout=150)
 
 
 def test_while_all_sleep_requests_wait_and_the_gateway_is_ready(world: World) -> None:
@@ -277,7 +290,7 @@ def test_while_all_sleep_requests_wait_and_the_gateway_is_ready(world: World) ->
         impatient = world.gateway.post("/v1/completions", {**LONG, "max_tokens": 2}, x_ckpt_engine_queue_seconds="0.2")
         assert (impatient.status_code, impatient.json()["reason"]) == (503, "no_replica")
         assert "asleep" in impatient.json()["detail"]
-        assert httpx.get(f"{world.gateway.url}/readyz", timeout=10).status_code == 200
+        assert httpx.get(f"{world.gateway.url}/readyz", timeout=60).status_code == 200
         with pytest.raises(httpx.ReadTimeout):  # a caller who leaves while it waits
             world.gateway.post("/v1/completions", LONG, timeout=0.3)
         eventually("nobody waits", 60, lambda: inside(world) == 0)
@@ -290,7 +303,7 @@ def test_while_all_sleep_requests_wait_and_the_gateway_is_ready(world: World) ->
 
 def inside(world: World) -> float:
     """Requests that run or wait in the gateway."""
-    lines = httpx.get(f"{world.gateway.url}/metrics", timeout=10).text.splitlines()
+    lines = httpx.get(f"{world.gateway.url}/metrics", timeout=60).text.splitlines()
     return next(float(line.split()[-1]) for line in lines if line.startswith("ckpt_engine_gateway_requests_inside "))
 
 
@@ -298,7 +311,7 @@ def inside(world: World) -> float:
 def test_what_the_manager_told_last_stays_while_it_is_away(world: World) -> None:
     manager = world.cluster.manager
     manager.kill()
-    manager.wait(10)
+    manager.wait(60)
     try:
         assert world.gateway.post("/v1/completions", {**LONG, "max_tokens": 2}).status_code == 200
     finally:
@@ -317,7 +330,7 @@ def test_a_gateway_without_a_manager_knows_replicas_by_their_answers(world: Worl
         answer = gateway.ready().post("/v1/completions", {**LONG, "max_tokens": 4})
         (span,) = answer.json()["choices"][0]["ckpt_engine"]["spans"]
         assert (span["version"], span["lineage"], span["exact"]) == (world.version, None, True)
-        assert "ckpt_engine_gateway_legs_total" in httpx.get(f"{gateway.url}/metrics", timeout=10).text
+        assert "ckpt_engine_gateway_legs_total" in httpx.get(f"{gateway.url}/metrics", timeout=60).text
 
 
 def test_sigterm_lets_requests_end_and_then_ends_them_with_what_they_have(world: World) -> None:
@@ -383,6 +396,6 @@ def running_among_the_living(world: World) -> list[Replica]:
     found = []
     for replica in world.cluster.replicas:
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{replica.url}/info", timeout=10).json()["running"]:
+            if httpx.get(f"{replica.url}/info", timeout=60).json()["running"]:
                 found.append(replica)
     return found

@@ -75,14 +75,14 @@ async def _without_end(body: dict[str, Any]) -> AsyncIterator[bytes]:
 
 async def test_legs_without_progress_are_bounded() -> None:
     engine = Engine(lambda _number, body: told(body, 0, done=False))
-    async with asking(engine, dry=2, queue_seconds=20.0) as client:
+    async with asking(engine, dry=2) as client:
         answer = await client.post("/v1/completions", json=BODY)
     assert (answer.status_code, answer.json()["reason"], len(engine.asked)) == (502, "no_progress", 3)
 
 
 async def test_resumes_are_bounded_and_what_there_is_comes_with_the_reason() -> None:
     engine = Engine(lambda _number, body: told(body, 1, done=False))
-    async with asking(engine, resumes=2, queue_seconds=20.0) as client:
+    async with asking(engine, resumes=2) as client:
         answer = await client.post("/v1/completions", json=BODY)
     problem = answer.json()
     assert (answer.status_code, problem["reason"], len(engine.asked)) == (502, "too_many_resumes", 3)
@@ -99,7 +99,7 @@ async def test_what_an_engine_should_not_send_is_not_passed_on(wrong: str) -> No
         return _wrong(body, wrong)
 
     engine = Engine(behave)
-    async with asking(engine, queue_seconds=10.0) as client:
+    async with asking(engine) as client:
         answer = await client.post("/v1/completions", json=BODY)
     assert answer.json()["choices"][0]["token_ids"] == WHOLE
     assert len(engine.asked) == 2
@@ -131,7 +131,7 @@ async def test_a_replica_that_refuses_is_left_and_waiting_ends() -> None:
     async with asking(closed, open_) as client:
         answers = await asyncio.gather(*(client.post("/v1/completions", json=BODY) for _ in range(8)))
     assert [answer.status_code for answer in answers] == [200] * 8
-    async with asking(closed, queue_seconds=0.3) as client:
+    async with asking(closed, queue_seconds=2.0) as client:
         answer = await client.post("/v1/completions", json=BODY)
     assert (answer.status_code, answer.json()["reason"]) == (503, "no_replica")
     assert "it sleeps" in answer.json()["detail"]

@@ -36,7 +36,7 @@ def paced(seconds: float) -> Iterator[str]:
         yield url
     finally:
         engine.kill()
-        engine.wait(10)
+        engine.wait(60)
 
 
 async def lines(url: str, body: dict[str, Any]) -> list[str]:

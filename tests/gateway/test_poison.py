@@ -47,7 +47,7 @@ async def test_a_prompt_that_kills_engines_is_given_up_however_long_they_take_to
     engines = [Engine(lambda *_: told(BODY)) for _ in range(3)]
     for engine in engines:
         engine.behave = behave(engine)
-    async with asking(*engines, dying=20.0, queue_seconds=20.0) as client:
+    async with asking(*engines, dying=20.0) as client:
         answer = await client.post("/v1/completions", json=BODY)
     problem = answer.json()
     assert (answer.status_code, problem["reason"]) == (502, "poisoned")
@@ -71,7 +71,7 @@ async def test_an_engine_whose_gate_tells_of_a_dead_worker_is_dead(monkeypatch: 
     engines = [Engine(lambda *_: told(BODY)) for _ in range(3)]
     for engine in engines:
         engine.behave = behave(engine)
-    async with asking(*engines, dying=0.0, queue_seconds=20.0) as client:
+    async with asking(*engines, dying=0.0) as client:
         answer = await client.post("/v1/completions", json=BODY)
     assert (answer.status_code, answer.json()["reason"]) == (502, "poisoned")
     assert sorted(len(engine.asked) for engine in engines) == [0, 1, 1]
@@ -79,7 +79,7 @@ async def test_an_engine_whose_gate_tells_of_a_dead_worker_is_dead(monkeypatch: 
 
 async def test_engines_that_live_on_are_no_deaths() -> None:
     engines = [Engine(lambda _number, body: told(body, 2, done=False)) for _ in range(2)]
-    async with asking(*engines, dying=0.1, queue_seconds=20.0) as client:
+    async with asking(*engines, dying=0.1) as client:
         answer = await client.post("/v1/completions", json=BODY)
     assert answer.json()["choices"][0]["token_ids"] == WHOLE
     assert sum(len(engine.asked) for engine in engines) == 6
@@ -92,7 +92,7 @@ async def test_a_prompt_after_which_engines_fall_silent_is_given_up() -> None:
         await asyncio.sleep(3600)
 
     engines = [Engine(lambda _number, body: silent(body)) for _ in range(3)]
-    async with asking(*engines, idle=0.3, queue_seconds=20.0) as client:
+    async with asking(*engines, idle=0.3) as client:
         answer = await client.post("/v1/completions", json=BODY)
     assert (answer.status_code, answer.json()["reason"]) == (502, "poisoned")
     assert sum(len(engine.asked) for engine in engines) == 2
@@ -137,11 +137,11 @@ async def test_a_stream_may_last_longer_than_every_idle_limit() -> None:
 
     async def slow(body: dict[str, Any]) -> AsyncIterator[bytes]:
         async for event in told(body):
-            await asyncio.sleep(0.25)
+            await asyncio.sleep(0.5)
             yield event
 
     engine = Engine(lambda _number, body: slow(body))
-    async with asking(engine, idle=1.9, queue_seconds=1.0, comment=0.1, connect=1.0, drain=1.0) as client:
+    async with asking(engine, idle=4.0, queue_seconds=4.0, comment=0.1, connect=4.0, drain=4.0) as client:
         answer = await client.post("/v1/completions", json={**BODY, "stream": True})
     events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
     assert [token for event in events for token in event["choices"][0]["token_ids"]] == WHOLE

@@ -127,7 +127,7 @@ def test_nothing_waits_longer_than_its_deadline(
 ) -> None:
     agent = Agent(directory.endpoint, lambda request, times: []) if listening else None
     with pytest.raises(CkptEngineError) as caught:
-        channel.ask(question(), 0.7)
+        channel.ask(question(), 2.0)
     assert caught.value.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
     assert "worker 3 got no answer" in caught.value.problem.message
     if agent is not None:
@@ -140,7 +140,7 @@ def test_an_agent_that_starts_late_or_starts_again_is_found(directory: EngineDir
     late = threading.Timer(0.5, lambda: first.append(Agent(directory.endpoint, acknowledge)))
     late.start()
     assert channel.ask(question(), 60).sequence == 1
-    late.join(5)
+    late.join(60)
     first[0].stop()
     second = Agent(directory.endpoint, acknowledge)
     assert channel.ask(question(), 60).sequence == 2

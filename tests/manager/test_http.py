@@ -15,7 +15,7 @@ from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
 
 @pytest.fixture
 async def client(manager: ManagerServer) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://{manager.http_address}", timeout=10, trust_env=False) as made:
+    async with httpx.AsyncClient(base_url=f"http://{manager.http_address}", timeout=60, trust_env=False) as made:
         yield made
 
 

@@ -215,7 +215,7 @@ def test_an_agent_is_scraped(tmp_path: Path) -> None:
     GateCounts(tmp_path).refused(UPDATING)
     state = AgentState("rollout-0", tmp_path, connected=True, up=True, starts=2)
     with scraped_at("127.0.0.1:0", lambda: of_agent(state)) as address:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
             text = answer.read().decode()
     assert 'ckpt_engine_gate_refusals_total{reason="updating",replica="rollout-0"} 1.0' in text
     assert 'ckpt_engine_engine_starts_total{replica="rollout-0"} 2.0' in text

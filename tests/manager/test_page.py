@@ -44,7 +44,7 @@ def config(config: ManagerConfig) -> ManagerConfig:
 
 @pytest.fixture
 async def client(manager: ManagerServer) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://{manager.http_address}", timeout=10, trust_env=False) as made:
+    async with httpx.AsyncClient(base_url=f"http://{manager.http_address}", timeout=60, trust_env=False) as made:
         yield made
 
 

@@ -28,7 +28,7 @@ async def address(tmp_path: Path) -> AsyncIterator[str]:
     line = (await asyncio.wait_for(process.stderr.readline(), 60)).decode()
     yield dict(word.split("=", 1) for word in line.split() if "=" in word)["grpc"]
     process.terminate()
-    await asyncio.wait_for(process.communicate(), 30)
+    await asyncio.wait_for(process.communicate(), 60)
 
 
 class Answers:
@@ -44,7 +44,7 @@ class Answers:
 
         async def ask() -> None:
             while True:
-                await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=30)
+                await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=120)
                 self.given[what] += 1
 
         asking = asyncio.ensure_future(ask())

@@ -321,7 +321,7 @@ async def test_a_machine_that_raises_ends_the_manager_and_everybody_is_told(
             with pytest.raises((grpc.aio.AioRpcError, AssertionError), match=r"UNAVAILABLE|the manager ends"):
                 await late
         with pytest.raises(CkptEngineError, match="a defect of ours"):
-            await asyncio.wait_for(serving, 10)
+            await asyncio.wait_for(serving, WAIT)
 
 
 async def test_a_member_that_does_not_read_is_closed(config: ManagerConfig, monkeypatch: pytest.MonkeyPatch) -> None:

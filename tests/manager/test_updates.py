@@ -7,7 +7,7 @@ from typing import Any
 import grpc.aio
 import pytest
 import torch
-from scripted_members import ScriptedReplica, ScriptedTrainer, get, problem_of, some_weights, true
+from scripted_members import WAIT, ScriptedReplica, ScriptedTrainer, get, problem_of, some_weights, true
 
 from ckpt_engine.digest.boxes import digest_box
 from ckpt_engine.manager.service import ManagerServer
@@ -114,7 +114,7 @@ async def test_disagreeing_ranks_are_refused_naming_tensor_and_ranks(stub: Check
         await trainer.publish()
     replica = ScriptedReplica(stub)
     await replica.open()
-    for call in [trainer.update(timeout_seconds=5.0) for trainer in (first, second)]:
+    for call in [trainer.update(timeout_seconds=WAIT) for trainer in (first, second)]:
         problem = await refused(call)
         assert problem.code == Code.INVALID_ARGUMENT
         assert sorted(problem.ranks) == [0, 1]
@@ -236,7 +236,7 @@ async def test_a_long_problem_still_arrives(stub: CheckpointEngineManagerStub) -
     await trainer.publish()
     await ScriptedReplica(stub).open()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await trainer.update(timeout_seconds=5.0)
+        await trainer.update(timeout_seconds=WAIT)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     problem = problem_of(caught.value)
     assert problem.message.startswith("missing part [3:4] of tensor xxx")

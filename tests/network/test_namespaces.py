@@ -74,7 +74,7 @@ def test_weights_cross_a_network_as_they_were_sealed_and_a_dead_owner_is_told_at
     assert there["bytes"] == sum(weight.nbytes for weight in odd().values())
     assert world.cable.sent() - before < 1.05 * there["bytes"] + 30_000, "each byte once, and little else"
     os.kill(process_inside(world.near.process.pid), signal.SIGKILL)
-    world.near.process.wait(timeout=30)
+    world.near.process.wait(timeout=60)
     dead = world.far.fill(0, world.wish(first["table"]))
     assert len(dead["missing"]) == len([each for each in world.recorded.boxes if each and each[0].volume])
     assert world.cable.address in dead["missing"][0]

@@ -159,7 +159,7 @@ def test_who_is_gone_is_done_without(world: World) -> None:
 
 
 def test_who_never_begins_is_waited_for_and_not_for_ever(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "STUCK_SECONDS", 0.1)
+    monkeypatch.setattr(asking, "STUCK_SECONDS", 0.5)
     monkeypatch.setattr(passer, "PULSE_SECONDS", 0.02)
     monkeypatch.setattr(fan_in, "rate_of", lambda flows: Rate(2.0, float(len(flows))))
     for found in others_find_all(world, world.orders()):
@@ -185,10 +185,10 @@ def test_what_a_relay_cannot_bring_is_not_waited_for(world: World, monkeypatch: 
 
 def test_who_says_nothing_at_all_is_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one is whose process was stopped, or whose cable was cut."""
-    monkeypatch.setattr(asking, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(asking, "SILENCE_SECONDS", 1.0)
     monkeypatch.setattr(passer, "PULSE_SECONDS", 20.0)
     for found in others_find_all(world, world.orders()):
-        assert any("relay a said nothing for 0.2 s while chunk" in each.message for each in found.filled.faults)
+        assert any("relay a said nothing for 1 s while chunk" in each.message for each in found.filled.faults)
 
 
 def test_a_parent_that_would_take_twice_as_long_as_all_others_is_left(

@@ -210,7 +210,7 @@ def test_an_owner_that_sends_nothing_is_a_timeout_with_its_name_and_address(
     table = filled(near, 0, recorded, tables(checkpoint)).table
     monkeypatch.setattr(connection, "STALL_SECONDS", 0.2)
     stopped = threading.Event()
-    monkeypatch.setattr(sending.Sender, "send", lambda self, slot, runs: stopped.wait(30) and None)
+    monkeypatch.setattr(sending.Sender, "send", lambda self, slot, runs: stopped.wait(60) and None)
     held = filled(far, 0, recorded, [table])
     stopped.set()
     assert len(held.filled.missing) == len([value for value in recorded.boxes if value])
@@ -228,7 +228,7 @@ def test_a_filling_that_is_overtaken_leaves_nothing_that_could_still_land(
     recorded = seal(checkpoint, [])
     table = filled(near, 0, recorded, tables(checkpoint)).table
     asked, silent = threading.Event(), threading.Event()
-    monkeypatch.setattr(sending.Sender, "send", lambda self, slot, runs: asked.set() or (silent.wait(30) and None))
+    monkeypatch.setattr(sending.Sender, "send", lambda self, slot, runs: asked.set() or (silent.wait(60) and None))
     over: list[CkptEngineError] = []
 
     def fill() -> None:
@@ -239,9 +239,9 @@ def test_a_filling_that_is_overtaken_leaves_nothing_that_could_still_land(
 
     filling = threading.Thread(target=fill)
     filling.start()
-    assert asked.wait(30)
+    assert asked.wait(60)
     far.stop()
-    filling.join(30)
+    filling.join(60)
     alive = [lane for lane in lanes() if lane._thread.is_alive()]
     silent.set()
     assert not alive
@@ -256,7 +256,7 @@ def waiting(owner: Slots) -> int:
 
 
 def eventually(is_so: Callable[[], bool]) -> None:
-    stop_at = time.monotonic() + 30
+    stop_at = time.monotonic() + 60
     while not is_so():
         assert time.monotonic() < stop_at
         time.sleep(0.002)
@@ -293,7 +293,7 @@ def test_a_slot_is_filled_again_once_its_readers_are_done(lent: tuple[Slots, Reg
         eventually(lambda: other.hold(10.0) or False)  # type: ignore[func-returns-value]
     assert gone.is_alive()
     link.rest()
-    gone.join(30)
+    gone.join(60)
     assert not gone.is_alive()
     link.sever()
     other.sever()
@@ -435,18 +435,18 @@ def test_a_severed_link_has_returned_only_when_nothing_can_land(
 
     def slow(found: socket.socket, into: memoryview) -> int:
         about.set()
-        assert go.wait(30)
+        assert go.wait(60)
         return receive(found, into)
 
     monkeypatch.setattr(connection, "receive_some", slow)
     link.read([Run(0, 0, lent[1].size)])
-    assert about.wait(30)
+    assert about.wait(60)
     severing = threading.Thread(target=link.sever)
     severing.start()
     severing.join(0.1)
     assert severing.is_alive()
     go.set()
-    severing.join(30)
+    severing.join(60)
     assert not severing.is_alive()
     as_it_was = landing.clone()
     assert not [lane for lane in lanes() if lane._thread.is_alive()]

@@ -100,7 +100,7 @@ def test_between_hosts_an_owner_that_hangs_is_read_over_tcp_the_next_time(tmp_pa
                     before=host.inside,
                     address=host.address,
                     **{DIRECTORY: str(tmp_path / host.namespace), DEVICES: "eth0", "UCX_TLS": "tcp"},
-                    STALL_SECONDS="1.5",
+                    STALL_SECONDS="6",
                 )
             )
             for host in stack.enter_context(hosts(2))

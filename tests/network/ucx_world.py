@@ -43,7 +43,7 @@ def alive(pid: int) -> bool:
     return process_start_time(pid) != 0
 
 
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Waits for something that is to come true."""
     end = time.monotonic() + seconds
     while not condition():

@@ -104,7 +104,7 @@ def test_a_relay_that_is_killed_leaves_its_workers_as_they_were(tmp_path: Path) 
         filled = relay.fill(0, wish(recorded, 1, tables(checkpoint), [replica]))
         assert_installed(replica, replica.install(filled["table"], recorded, 1), recorded, checkpoint)
         os.kill(relay.pid, signal.SIGKILL)
-        relay.process.wait(timeout=30)
+        relay.process.wait(timeout=60)
         for answer in replica.install(filled["table"], recorded, 2):
             assert "relay has gone" in answer.report.problem.message
     for worker in replica.workers:

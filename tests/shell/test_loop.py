@@ -59,7 +59,7 @@ class Scripted:
         self.failures.append((event, problem))
 
     async def until(self, count: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(self.events) < count:
                 self.came.clear()
                 await self.came.wait()

@@ -65,14 +65,14 @@ class Keeper:
         loop, session, _ = self._running.result(20)
         version = OfferedVersion(canonical(self._table), canonical(self.record()), identity)
         loop.call_soon_threadsafe(session.feed, HoldVersions((version,)))
-        assert self.opened.wait(20)
+        assert self.opened.wait(60)
         return self
 
     def stop(self) -> None:
         """Says goodbye."""
         loop, _, ending = self._running.result(20)
         loop.call_soon_threadsafe(ending.set)
-        self._thread.join(20)
+        self._thread.join(60)
         self._source.close()
 
     def record(self) -> weights_pb2.SealedRecord:

@@ -128,19 +128,19 @@ def test_replicas_go_back_bit_for_bit_and_numbers_go_on_also_after_a_kill(
         held: dict[int, Weights] = {}
         for version in (1, 2):
             held[version] = trained(model, float(version))
-            assert trainer.update_weights(version, timeout=30).ok
+            assert trainer.update_weights(version, timeout=60).ok
             assert plain.identity is not None
             hold(address, f"keeper-{version}", plain.identity, held[version])
         assert same(plain.weights, held[2])
 
         said: list[str] = []
-        back = rollback(address, 1, timeout=30, on_progress=lambda each: said.append(each.message))
+        back = rollback(address, 1, timeout=60, on_progress=lambda each: said.append(each.message))
         assert (back.ok, back.verified, back.lineage, back.version) == (True, True, "run", 1)
         assert "recording" in said
         assert same(plain.weights, held[1])
         assert [each.version for each in process.latest()] == [1]
         trained(model, 3.0)
-        third = trainer.update_weights(timeout=30)
+        third = trainer.update_weights(timeout=60)
         assert (third.ok, third.version) == (True, 3)
 
         process.kill()
@@ -152,7 +152,7 @@ def test_replicas_go_back_bit_for_bit_and_numbers_go_on_also_after_a_kill(
         assert "plain: transfer" in shown.stderr
         assert same(plain.weights, held[1])
         assert trainer.wait(3).message == third.message, "the ledger knows it"
-        fourth = trainer.update_weights(timeout=30)
+        fourth = trainer.update_weights(timeout=60)
         assert (fourth.ok, fourth.version) == (True, 4)
 
         reading, go_on = threading.Event(), threading.Event()
@@ -176,7 +176,7 @@ def test_refusals_name_what_is_held_and_touch_nothing(manager: str, replica: Sta
         trainer.publish(model)
         trainer.wait_for_replicas(1)
         weights = trained(model, 1.0)
-        assert trainer.update_weights(1, timeout=30).ok
+        assert trainer.update_weights(1, timeout=60).ok
     assert plain.identity is not None
     hold(manager, "one", plain.identity, weights)
     nobody = free_address()
@@ -208,8 +208,8 @@ def test_an_update_is_waited_for_while_another_thread_is_in_it(manager: str, rep
         ended, results = trained_on_thread(trainer)
         assert reading.wait(60)
         with pytest.raises(CkptEngineError, match=r"it goes on: update \d+ \(version 0 of lineage 'run'\): installing"):
-            trainer.wait(0, timeout=0.3)
+            trainer.wait(0, timeout=2.0)
         go_on.set()
-        report = trainer.wait(0, timeout=40)
-        assert ended.wait(40)
+        report = trainer.wait(0, timeout=60)
+        assert ended.wait(60)
         assert results[0] == report

@@ -53,10 +53,10 @@ def served(manager: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     try:
         yield f"http://{address}/v1", process
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(60)
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def trained(address: str, first: PlainReplica) -> tuple[weights_pb2.Identity, di
     with Trainer(address, lineage="run") as trainer:
         trainer.publish(model)
         trainer.wait_for_replicas(1)
-        assert trainer.update_weights(timeout=30).ok
+        assert trainer.update_weights(timeout=60).ok
     assert first.identity is not None
     return first.identity, weights
 

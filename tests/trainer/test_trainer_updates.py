@@ -35,7 +35,7 @@ def a_trainer(address: str, lineage: str = "run") -> Trainer:
 def update(trainer: Trainer, version: int | None = None, **wishes: object) -> UpdateReport:
     """An update once a replica is there."""
     trainer.wait_for_replicas(timeout=60)
-    return trainer.update_weights(version, timeout=10, **wishes)
+    return trainer.update_weights(version, timeout=60, **wishes)
 
 
 def holds(replica: PlainReplica, wanted: dict[str, torch.Tensor]) -> bool:

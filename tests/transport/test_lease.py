@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.transport.cuda_ipc.lease import Lease, fetch_descriptors
+from ckpt_engine.transport.cuda_ipc.lease import Lease, LeaseOffice, fetch_descriptors
 from ckpt_engine.v1.weights_pb2 import Problem
 from tests.transport.lease_owner import Owner
 
@@ -41,6 +41,15 @@ def test_a_reader_that_closes_or_is_killed_is_no_reader_any_more() -> None:
         assert ended.wait(WAIT_SECONDS)
         with pytest.raises(CkptEngineError, match="gone or taken it back"):
             Lease(name, ended.set)
+
+
+def test_nobody_comes_in_once_it_is_withdrawn() -> None:
+    """Also before the office's thread has heard of it."""
+    for _ in range(20):
+        office = LeaseOffice()
+        office.withdraw(WAIT_SECONDS)
+        with pytest.raises(CkptEngineError, match="gone or taken it back"):
+            Lease(office.name, lambda: None)
 
 
 def test_withdrawing_waits_until_readers_have_let_go() -> None:

@@ -57,7 +57,7 @@ def test_one_agent_at_a_time_and_the_lock_dies_with_its_holder(tmp_path):
             directory.lock()
     finally:
         holder.kill()
-        holder.wait(10)
+        holder.wait(60)
     directory.lock()
     directory.unlock()
 

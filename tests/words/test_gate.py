@@ -118,7 +118,7 @@ def test_a_dead_worker_is_noticed_within_a_tenth_of_a_second(tmp_path):
         assert reader.verdict().open
     finally:
         worker.kill()
-        worker.wait(20)
+        worker.wait(60)
     now[0] += 0.1
     assert "is dead" in reader.verdict().reason
 

@@ -113,7 +113,7 @@ def test_no_way_of_writing_a_control_route_reaches_it_without_the_token(director
 
 def status_of_raw(port: int, target: str) -> int:
     """Of a request whose target is sent as it is; no client has tidied it up. 0: the server hung up."""
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(
             f"POST {target} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
         )

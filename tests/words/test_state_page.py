@@ -46,7 +46,7 @@ def spawned():
     yield start
     for process in processes:
         process.kill()
-        process.join(10)
+        process.join(60)
 
 
 def test_a_new_page_is_closed(tmp_path):
@@ -130,7 +130,7 @@ def test_an_engine_with_weights_of_its_own_is_closed_by_a_dead_worker_too(tmp_pa
     page = EnginePage(path)
     assert verdict(page.read(), own_weights=True).open, "rank 1 has not started, and need not hold anything"
     process.kill()
-    process.join(10)
+    process.join(60)
     found = verdict(page.read(), own_weights=True)
     assert (found.open, found.identity) == (False, None)
     assert f"worker 0 (pid {process.pid}) is dead" in found.reason
@@ -145,16 +145,18 @@ def test_words_are_never_torn_and_a_writer_killed_in_the_middle_leaves_no_open_g
     process = spawned(path, 0, 1, "write")
     page = EnginePage(path)
     seen = set()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 400
     while len(seen) < WORDS:
         assert time.monotonic() < deadline, f"only {len(seen)} of {WORDS} words were read whole"
         word = page.read()[0]
         if word.state == CLEAN:
             assert word.identity == identity(word.identity.version), "lineage, version and root of different words"
             assert word.epoch == word.identity.version
+            if word.epoch in seen:
+                os.sched_yield()  # the writer waits for the processor
             seen.add(word.epoch)
     process.kill()
-    process.join(10)
+    process.join(60)
     assert not verdict(page.read()).open
 
 

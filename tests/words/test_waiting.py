@@ -167,7 +167,7 @@ def test_too_many_and_too_large_ones_are_refused_at_once(engine: Engine, threads
 
 def test_bytes_are_counted_as_they_come_if_nobody_has_announced_them(engine: Engine) -> None:
     engine.update()
-    with socket.create_connection(("127.0.0.1", int(engine.url.rsplit(":", 1)[1])), timeout=30) as client:
+    with socket.create_connection(("127.0.0.1", int(engine.url.rsplit(":", 1)[1])), timeout=60) as client:
         client.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         engine.wait_until_held(1)
         with contextlib.suppress(ConnectionError):  # it need not take the rest of what it has refused
@@ -182,7 +182,7 @@ def test_a_client_that_leaves_frees_its_place(engine: Engine) -> None:
     engine.update()
     clients = []
     for count, rest in enumerate((b"\r\n" + b"x" * 10, b"\r\n" + b"x" * 3, b"Expect: 100-continue\r\n\r\n"), 1):
-        client = socket.create_connection(("127.0.0.1", int(engine.url.rsplit(":", 1)[1])), timeout=30)
+        client = socket.create_connection(("127.0.0.1", int(engine.url.rsplit(":", 1)[1])), timeout=60)
         client.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n" + rest)
         clients.append(client)
         engine.wait_until_held(count)
@@ -197,7 +197,7 @@ def test_a_client_that_leaves_frees_its_place(engine: Engine) -> None:
 def test_a_slow_body_is_taken_along(engine: Engine, threads: ThreadPoolExecutor) -> None:
     """It is let in with the part that came while it waited, and the engine reads the rest."""
     engine.update()
-    with socket.create_connection(("127.0.0.1", int(engine.url.rsplit(":", 1)[1])), timeout=30) as client:
+    with socket.create_connection(("127.0.0.1", int(engine.url.rsplit(":", 1)[1])), timeout=60) as client:
         client.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\nConnection: close\r\n\r\nabc")
         engine.wait_until_held(1)
         engine.end()
@@ -313,7 +313,7 @@ async def test_a_page_that_cannot_be_read_any_more_leaves_nobody_waiting(
     await asyncio.sleep(0.02)
     directory.page.write_bytes(b"overwrit" + directory.page.read_bytes()[8:])
     with pytest.raises(ValueError, match="not a page of state words"):
-        await asyncio.wait_for(request, 20)
+        await asyncio.wait_for(request, 60)
 
 
 @pytest.mark.parametrize("turns", range(8))

@@ -86,6 +86,8 @@ class LeaseOffice:
         with self._changed:
             if self._open:
                 self._open = False
+                with contextlib.suppress(OSError):
+                    self._listener.shutdown(socket.SHUT_RD)  # connections are refused before the thread closes it
                 for reader in self._readers:
                     _half_close(reader)
                 self._wake()
