@@ -7,6 +7,7 @@ neither needs a public network. Every error is an ``application/problem+json`` d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Protocol
 
 from fastapi import FastAPI, Query, Request, Response
@@ -17,6 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from ckpt_engine.core.problems import CkptEngineError, invalid, not_found
+from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.watching import Watched
 from ckpt_engine.manager import page_views, update_views, views
 from ckpt_engine.manager.about import software_version
@@ -66,7 +68,12 @@ class Shown(Protocol):
     @property
     def dialled(self) -> str: ...
 
-    def status(self) -> manager_pb2.GetStatusResponse: ...
+    @property
+    def changes(self) -> int: ...
+
+    def status(self, *, replicas: bool = True) -> manager_pb2.GetStatusResponse: ...
+
+    def replicas(self) -> Mapping[str, Replica]: ...
 
     def watched(self) -> Watched: ...
 
@@ -108,7 +115,7 @@ def _add_looks(app: FastAPI, manager: Shown) -> None:
         description="Needs no token. `degraded`: it works, and an operator should read the warnings.",
     )
     async def healthz() -> views.Health:
-        status = manager.status()
+        status = manager.status(replicas=False)
         return views.Health(
             status="degraded" if status.warnings else "ok",
             cluster=status.fence.cluster,

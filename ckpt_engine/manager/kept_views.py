@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.watching import Watched
 from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.page_views import Asker, Everything, UpdateLine
@@ -29,29 +30,40 @@ class Seen(Protocol):
     @property
     def dialled(self) -> str: ...
 
-    def status(self) -> manager_pb2.GetStatusResponse: ...
+    @property
+    def changes(self) -> int: ...
+
+    def status(self, *, replicas: bool = True) -> manager_pb2.GetStatusResponse: ...
+
+    def replicas(self) -> Mapping[str, Replica]: ...
 
     def watched(self) -> Watched: ...
 
 
 class Overviews:
-    """The overview as JSON, built once for all who ask within half a second. On the manager's loop."""
+    """The overview as JSON, built once for all who ask within half a second, and for as long as nothing changes. On the
+    manager's loop."""
 
     def __init__(self, manager: Seen, clock: Callable[[], float] = time.monotonic) -> None:
         self._manager = manager
         self._clock = clock
         self._built = b""
         self._until = 0.0
+        self._changes = 0
 
     def told(self, caller: Caller) -> bytes:
         """An `Overview`."""
-        now = self._clock()
-        if not self._built or now >= self._until:
-            manager = self._manager
-            found = Everything.of(manager.status(), manager.watched(), manager.dialled, manager.refusals.count)
-            self._built = found.model_dump_json().encode()
+        now, manager = self._clock(), self._manager
+        if not self._built or (now >= self._until and manager.changes != self._changes):
+            self._changes = manager.changes
             self._until = now + OVERVIEW_SECONDS
-        return b'{"asker":%b,%b' % (Asker.of(caller).model_dump_json().encode(), self._built[1:])
+            status = manager.status(replicas=False)
+            found = Everything.of(
+                status, manager.replicas(), manager.watched(), manager.dialled, manager.refusals.count
+            )
+            self._built = found.model_dump_json().encode()
+        asker = Asker.of(caller).model_dump_json().encode()
+        return b'{"asker":%b,"now":%r,%b' % (asker, time.time(), self._built[1:])
 
 
 class Lines:

@@ -7,12 +7,12 @@ is `update_views.py`'s.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import BaseModel, Field
 
 from ckpt_engine.core.enums import enum_word
+from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.watching import Watched
 from ckpt_engine.manager.ledger import Record
 from ckpt_engine.manager.relay_views import Progress
@@ -66,28 +66,26 @@ class ReplicaLine(BaseModel):
     pause_seconds: float | None = Field(description="of its last update")
 
     @classmethod
-    def of(
-        cls, status: manager_pb2.ReplicaStatus, seen: manager_pb2.WatchedReplica, latest: weights_pb2.Identity | None
-    ) -> ReplicaLine:
-        outcome = status.last_outcome if status.HasField("last_outcome") else None
+    def of(cls, replica: Replica, seen: manager_pb2.WatchedReplica, latest: weights_pb2.Identity | None) -> ReplicaLine:
+        outcome, unfit = replica.last_outcome, replica.why_unfit()
         identity = seen.identity if seen.HasField("identity") else None
         state = _STATES.get(seen.state, "closed")
         if state == "closed" and outcome is not None and outcome.outcome == manager_pb2.QUARANTINED:
             state = "quarantined"
         known = identity is not None and latest is not None and latest.lineage == identity.lineage
         return cls(
-            name=status.name,
-            pool=status.pool,
+            name=replica.name,
+            pool=replica.pool,
             state=state,
             reason=seen.reason,
-            unfit=status.unfit.message if status.HasField("unfit") else "",
+            unfit="" if unfit is None else unfit.message,
             label_problem=seen.label_problem,
             identity=None if identity is None else Identity.of(identity),
             lag=latest.version - identity.version if known and latest and identity else None,
-            engine=f"{status.engine.kind} {status.engine.version}".strip(),
-            mode="" if not status.mode else enum_word(manager_pb2.Mode, status.mode),
-            host=status.host.name,
-            workers=len(status.workers),
+            engine=f"{seen.engine} {seen.engine_version}".strip(),
+            mode="" if not replica.mode else enum_word(manager_pb2.Mode, replica.mode),
+            host=replica.host.name,
+            workers=len(replica.workers),
             pause_seconds=None if outcome is None else outcome.pause_seconds,
         )
 
@@ -154,9 +152,8 @@ class RunLine(BaseModel):
 
 
 class Everything(BaseModel):
-    """Everything that is there now, in a line each; the same for all who ask."""
+    """Everything that is there, in a line each; the same for all who ask."""
 
-    now: float = Field(description="the manager's clock, Unix seconds")
     cluster: str
     epoch: int
     software_version: str
@@ -170,15 +167,21 @@ class Everything(BaseModel):
     replicas: list[ReplicaLine]
 
     @classmethod
-    def of(cls, status: manager_pb2.GetStatusResponse, watched: Watched, manager: str, refused: int) -> Everything:
+    def of(
+        cls,
+        status: manager_pb2.GetStatusResponse,
+        replicas: Mapping[str, Replica],
+        watched: Watched,
+        manager: str,
+        refused: int,
+    ) -> Everything:
+        """status: without replicas, which are read where they are: to copy them takes longer than all the rest."""
         waited = list(status.waiting_for)
         beyond = [f"and {len(waited) - WAITED_SHOWN} more"] if len(waited) > WAITED_SHOWN else []
         lines = []
-        for replica in status.replicas:
-            seen = watched.replicas[replica.name]
-            lines.append(ReplicaLine.of(replica, seen, watched.latest.get(seen.identity.lineage)))
+        for name, seen in watched.replicas.items():
+            lines.append(ReplicaLine.of(replicas[name], seen, watched.latest.get(seen.identity.lineage)))
         return cls(
-            now=time.time(),
             cluster=status.fence.cluster,
             epoch=status.fence.epoch,
             software_version=status.software_version,
@@ -194,9 +197,10 @@ class Everything(BaseModel):
 
 
 class Overview(Everything):
-    """What is there now, and who asks. At most half a second old."""
+    """What is there, and who asks. At most half a second old."""
 
     asker: Asker
+    now: float = Field(description="the manager's clock, Unix seconds")
 
 
 class Pauses(BaseModel):

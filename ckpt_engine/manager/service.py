@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from ckpt_engine.grpc_loops import quiet_loop
 from ckpt_engine.http_server import HttpServer
 from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.machine import ManagerMachine
+from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.watching import Watched
 from ckpt_engine.manager.about import software_version
 from ckpt_engine.manager.access import Access
@@ -142,9 +143,18 @@ class ManagerServer:
         """What brings replicas to directories."""
         return self._publishers
 
-    def status(self) -> manager_pb2.GetStatusResponse:
-        """What GetStatus answers."""
-        return self._shell.status()
+    def status(self, *, replicas: bool = True) -> manager_pb2.GetStatusResponse:
+        """What GetStatus answers. replicas: False leaves them out, which are nearly all of the work."""
+        return self._shell.status(replicas=replicas)
+
+    def replicas(self) -> Mapping[str, Replica]:
+        """All of them by name, as they were heard of last. To be read only, and at once."""
+        return self._shell.replicas()
+
+    @property
+    def changes(self) -> int:
+        """A number that is the same as long as `status` and `watched` tell the same."""
+        return self._shell.changes
 
     @property
     def dialled(self) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, assert_never
@@ -18,6 +18,7 @@ from ckpt_engine.core.problems import CkptEngineError, internal, unavailable
 from ckpt_engine.machines import events
 from ckpt_engine.machines.events import Call, ManagerEvent, Peer
 from ckpt_engine.machines.manager.machine import ManagerMachine
+from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.watching import Watched
 from ckpt_engine.machines.wire import pack
 from ckpt_engine.manager.blobs import BlobStore
@@ -60,6 +61,7 @@ class Shell:
         self._rollbacks: dict[Call, manager_pb2.RollbackRequest] = {}
         self.refusals = Refusals()
         self._pinned: dict[str, list[manager_pb2.BlobRef]] = {}
+        self._shown = 0
         self._numbers = count(1)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -129,9 +131,18 @@ class Shell:
         if request is not None and not any(each.lineage == request.lineage for each in self._updates.values()):
             self._metrics.left(request.lineage)
 
-    def status(self) -> manager_pb2.GetStatusResponse:
-        """What GetStatus answers."""
-        return self._machine.status()
+    @property
+    def changes(self) -> int:
+        """How many events were taken that may have changed what is shown."""
+        return self._machine.changes
+
+    def status(self, *, replicas: bool = True) -> manager_pb2.GetStatusResponse:
+        """What GetStatus answers. replicas: False leaves them out."""
+        return self._machine.status(replicas=replicas)
+
+    def replicas(self) -> Mapping[str, Replica]:
+        """All of them by name. To be read only, and at once."""
+        return self._machine.replicas()
 
     def watched(self) -> Watched:
         """What WatchReplicas tells."""
@@ -172,6 +183,9 @@ class Shell:
 
     def _handled(self, event: object, commands: Sequence[object]) -> None:
         self._count_refusal(commands)
+        if self._machine.changes == self._shown:
+            return
+        self._shown = self._machine.changes
         beat = _changes_no_blobs(event)
         if not beat:
             self._pin()

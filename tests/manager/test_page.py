@@ -296,8 +296,12 @@ def test_values_that_only_a_newer_agent_has_are_named_by_their_number() -> None:
     assert 'ckpt_engine_replica_outcomes_total{outcome="unknown"} 1.0' in metrics.exposition().decode()
 
 
-async def test_an_overview_is_built_once_for_all_who_ask_and_says_who_asks(manager: ManagerServer) -> None:
-    now = [100.0]
+async def test_an_overview_is_built_once_for_all_who_ask_and_says_who_asks(
+    manager: ManagerServer, stub: CheckpointEngineManagerStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, built = [100.0], []
+    look = manager.watched
+    monkeypatch.setattr(manager, "watched", lambda: built.append(1) or look())
     overviews = kept_views.Overviews(manager, lambda: now[0])
 
     def told(caller: Caller) -> dict[str, Any]:
@@ -308,10 +312,29 @@ async def test_an_overview_is_built_once_for_all_who_ask_and_says_who_asks(manag
 
     one, other = Caller("one", ()), Caller("other", everything=True)
     first = told(one)
+    replica = ScriptedReplica(stub, "a")
+    await replica.open()
     now[0] += 0.4
-    assert told(other) == first
+    second = told(other)
+    assert second["now"] > first["now"]
+    assert ({**second, "now": 0}, len(built)) == ({**first, "now": 0}, 1)
     now[0] += 0.2
-    assert told(one)["now"] > first["now"]
+    assert [(each["name"], each["state"]) for each in told(one)["replicas"]] == [("a", "closed")]
+    assert len(built) == 2
+
+    async def beat(number: int, serving: bool) -> None:
+        """It is over when the manager has answered."""
+        answered = manager_pb2.ReplicaHeartbeat(sequence=number, workers=replica.workers, serving=serving)
+        await replica.stream.send(heartbeat=answered)
+        while (await replica.stream.call.read()).heartbeat.sequence != number:
+            pass
+
+    for number, (serving, expected) in enumerate([(True, 3), (True, 3), (True, 3), (False, 4)], 10):
+        await beat(number, serving)
+        now[0] += 0.6
+        for caller in (one, other):
+            assert told(caller)["replicas"][0]["state"] == ("serving" if serving else "closed")
+        assert len(built) == expected, "what changes nothing is not looked at"
 
 
 async def test_lines_of_reports_are_kept_until_they_are_corrected(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from ckpt_engine.machines.events import (
     WaitCall,
     WakeCall,
 )
+from ckpt_engine.machines.manager.beats import take_beat, tells_nothing
 from ckpt_engine.machines.manager.catch_up import CATCH_UP, CatchUp
 from ckpt_engine.machines.manager.forgetting import Forgetting
 from ckpt_engine.machines.manager.giving_way import GivingWay
@@ -65,6 +66,8 @@ class ManagerMachine:
     cluster, epoch: from the ledger, as are intents, the last one of each lineage (Ledger.last_intents), meant, the last
     update that was for each replica (Ledger.meant), highest, each lineage's highest number (Ledger.highest), and
     identities, all versions that it knows (Ledger.identities).
+
+    changes: how many events were taken that may have changed what it shows or does.
     """
 
     def __init__(
@@ -94,6 +97,8 @@ class ManagerMachine:
         self._restarted = epoch > 0
         self._settled = False
         self._begun = False
+        self._news = False
+        self.changes = 0
 
     def handle(self, event: ManagerEvent, now: float) -> list[ManagerCommand]:
         """Takes one event and says what is to be done."""
@@ -102,6 +107,7 @@ class ManagerMachine:
     def _take(self, event: ManagerEvent, now: float) -> None:
         if not self._begun:
             self._begin()
+        self._news = not tells_nothing(event, self._members)
         match event:
             case Message(peer, body):
                 self._message(peer, body, now)
@@ -119,15 +125,20 @@ class ManagerMachine:
                 self._operator_call(event, now)
             case CallCancelled(call):
                 self._cancelled(call, now)
-        if not _is_beat(event):
+        if self._news:
+            self.changes += 1
             self._next(now)
 
-    def status(self) -> manager_pb2.GetStatusResponse:
-        """What GetStatus answers."""
+    def status(self, *, replicas: bool = True) -> manager_pb2.GetStatusResponse:
+        """What GetStatus answers. replicas: False leaves them out, which are nearly all of the work."""
         warnings, holdings = self._recovery.warnings(), self.blobs_in_use()
-        answer = status_of(self._state, self._phase(), self._software_version, warnings, holdings)
+        answer = status_of(self._state, self._phase(), self._software_version, warnings, holdings, replicas=replicas)
         answer.waiting_for.extend(name for update in self._updates.all() for name in update.course.waiting_for())
         return answer
+
+    def replicas(self) -> Mapping[str, Replica]:
+        """All of them by name, as they were heard of last. To be read only, and at once."""
+        return self._members.replicas
 
     def located(self, request: manager_pb2.LocateVersionRequest) -> manager_pb2.LocateVersionResponse:
         """What LocateVersion answers. Raises CkptEngineError."""
@@ -166,11 +177,10 @@ class ManagerMachine:
                 self._publications.publish(member, body)
                 self._updates.back(member, now)
             case manager_pb2.ReplicaHeartbeat() if isinstance(member, Replica):
-                member.workers = tuple(body.workers)
+                take_beat(member, body)
                 if self._recovery.learn_epochs(member):
                     self._updates.outrun()
-                member.serving, member.asleep = body.serving, body.asleep
-                member.closed_reason, member.label_problem = body.closed_reason, body.label_problem
+                    self._news = True
                 self._state.send(member, manager_pb2.Heartbeat(sequence=body.sequence, clock=now))
                 self._turns.heard(member.name)
             case manager_pb2.ReplicaOutcome() if isinstance(member, Replica):
@@ -385,8 +395,3 @@ class ManagerMachine:
                 self._state.spend_ended(done.problem)
             case _:
                 assert done.key == SPEND
-
-
-def _is_beat(event: ManagerEvent) -> bool:
-    """Trainers' heartbeats are nearly all events of a large run, and begin nothing."""
-    return isinstance(event, Message) and isinstance(event.body, manager_pb2.Heartbeat)

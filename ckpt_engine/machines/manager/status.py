@@ -30,9 +30,11 @@ def status_of(
     software_version: str,
     warnings: Sequence[str],
     holdings: Mapping[str, Sequence[manager_pb2.BlobRef]],
+    *,
+    replicas: bool = True,
 ) -> manager_pb2.GetStatusResponse:
     """All members by name, the last sealed version, what goes on, what is kept for whom, and what an operator should
-    know of."""
+    know of. replicas: False leaves them out."""
     newest = state.versions.newest()
     answer = manager_pb2.GetStatusResponse(
         fence=state.fence(state.epoch),
@@ -69,7 +71,7 @@ def status_of(
     for owner in sorted(holdings):
         if size := sum({ref.digest: ref.size for ref in holdings[owner]}.values()):
             answer.holdings.add(owner=owner, bytes=size)
-    for name in sorted(state.members.replicas):
+    for name in sorted(state.members.replicas) if replicas else ():
         answer.replicas.append(_replica(state.members.replicas[name]))
     return answer
 
