@@ -48,7 +48,7 @@ class Deadlines:
     ledger: making an epoch, an intent or a report durable.
     gather: from the first rank's call of an update to the last one's.
     merge: merging the tables of all ranks into one manifest.
-    prepare: recording the engine's loader, all workers.
+    prepare: recording the engine's loader, all workers; never more than half of an update if enough others are ready.
     plan: compiling transfer plans, and combining digests.
     seal: one rank's snapshot and digests.
     fill: relays' bringing a version, before anything is paused; never more than half of what an update has left.
@@ -58,7 +58,8 @@ class Deadlines:
         version is left alone before it is told again.
     report: what an update keeps back of its deadline for outcomes to travel and the report to be stored.
     update: a whole update, when the caller sets no timeout.
-    catch_up: bringing one late replica to the latest version.
+    catch_up: bringing one late replica to the latest version. What waits for it waits no longer than `resume` after it
+        last told something new.
     catch_up_retry: before a failed catch-up is tried again; doubles with each attempt.
     sleep_wake: putting an engine to sleep or waking it, when the caller sets no timeout.
     forget: a trainer rank or a holder that lost its session and did not come back, until the manager forgets it.

@@ -10,9 +10,11 @@ import torch
 
 from ckpt_engine import Trainer
 from ckpt_engine.core.deadlines import ENVIRONMENT
-from tests.cluster import eventually, outcomes, running_cluster
+from ckpt_engine.trace import ENVIRONMENT as TRACE
+from tests.cluster import eventually, generate, outcomes, running_cluster
 from tests.end_to_end.conftest import PADDED_VOCABULARY
-from tests.tiny_model import make_tiny_qwen3
+from tests.faults.listener import Listener
+from tests.tiny_model import decisive_prompts, make_tiny_qwen3
 
 pytestmark = pytest.mark.slow
 
@@ -47,3 +49,43 @@ def test_an_update_does_not_wait_for_a_late_replica_with_a_stopped_worker(
         finally:
             worker.send_signal(signal.SIGCONT)
         hung.serving(2)
+
+
+@pytest.mark.parametrize("point", ["worker.install.transfer", "agent.does.PrepareEngine.begin"])
+def test_a_worker_that_stops_while_its_replica_is_brought_up_holds_nobody_up(
+    point: str, tmp_path: Path, bare_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has its order and stands at the first byte, or it is asked to record its loader. Bringing it up may take 300 s
+    and the update has 40; when the worker goes on, its replica comes to the version that the others serve."""
+    monkeypatch.setenv(ENVIRONMENT, "resume=3")
+    torch.set_num_threads(1)
+    model = make_tiny_qwen3(tmp_path / "model", 1, vocabulary=PADDED_VOCABULARY)
+    with Listener(tmp_path / "trace") as listener:
+        monkeypatch.setenv(TRACE, str(listener.path))
+        with running_cluster(tmp_path / "cluster") as cluster, Trainer(cluster.address, lineage="run") as trainer:
+            well, hung = (cluster.replica(name, "reference", bare_model) for name in ("well", "hung"))
+            for replica in (well, hung):
+                replica.registered()
+            trainer.publish(model, snapshot=True)
+            assert trainer.update_weights(version=0).ok
+            (killed,) = hung.workers()
+            others = {well.process.pid, *(each.pid for each in well.workers())}
+            with listener.holding(point, lambda pid: pid not in others) as held:
+                killed.kill()
+                assert held.wait(120), "it is not brought up"
+                (worker,) = hung.workers()
+                worker.send_signal(signal.SIGSTOP)
+            try:
+                assert "bringing up hung" in cluster.status().phase
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.neg_()
+                report = trainer.update_weights(version=1, timeout=40.0)
+                assert outcomes(report)["well"] == "new_serving", report
+                (told,) = (each for each in report.replicas if each.name == "hung")
+                assert told.outcome == "quarantined", told
+            finally:
+                worker.send_signal(signal.SIGCONT)
+            hung.serving(1)
+            prompt = decisive_prompts(model, 1, 8)[0]
+            assert generate(hung, prompt, 8) == generate(well, prompt, 8)

@@ -53,9 +53,18 @@ RELAY_STAGES = {
 }
 """Where a relay suffers. join: a replica has come whose workers need finer pieces of the version that is held, and the
 relay is to digest them."""
+COLLECTIVE_STAGES = {
+    stage.name: stage
+    for stage in (
+        Stage("setup", "worker.ready.join.begin", "worker"),
+        Stage("arming", "worker.install.vote", "worker"),
+    )
+}
+"""Where a member of a collective suffers, beside quiesce and transfer. setup: it is about to join a communicator that
+is made anew. arming: its engine is paused, and it is about to vote."""
 WRITING = ("transfer", "install", "verify", "commit")
 BEFORE = ("register", "publish", "plan", "idle")
-ALL_STAGES = {**STAGES, **RELAY_STAGES}
+ALL_STAGES = {**STAGES, **RELAY_STAGES, **COLLECTIVE_STAGES}
 
 FAULTS = {
     "kill": "SIGKILL",

@@ -111,6 +111,8 @@ def _reaching(world: World, cell: Cell, timeout: float) -> Iterator[Held]:
             assert held.wait(REACH_SECONDS), f"nobody reached {stage.point}"
             yield held
         return
+    if cell.stage == "setup":
+        world.restart_trainer()  # no communicator of the one before is kept
     pids = {world.pid_of(str(stage.holder), VICTIM)}
     with world.listener.holding(stage.point, pids.__contains__) as held:
         if cell.stage in ("register", "hello"):

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from ckpt_engine.machines import events
-from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.v1 import manager_pb2, worker_pb2
 from tests.simulation.engine import Engine
 from tests.simulation.manager import ManagerShell
 from tests.simulation.members import TrainerShell
-from tests.simulation.story import NEW, Problem, Story, outcomes, refused
+from tests.simulation.story import NEW, QUARANTINED, Problem, Story, outcomes, refused
 from tests.simulation.weights import Source
 from tests.simulation.world import Steps
 
@@ -144,32 +144,100 @@ def test_an_update_does_not_wait_for_a_late_replica_of_which_a_worker_is_stopped
     assert outcomes(result[0])[first.name] == NEW
 
 
-def test_an_update_waits_for_a_late_replica_whose_workers_read(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The update seals over what they read; it has more time than they take."""
+def late_that_reads(story: Story, monkeypatch: pytest.MonkeyPatch, read: Callable[..., Steps]) -> Any:
+    """A replica that is brought up, of which a worker has begun to read: before it does it goes through `read`."""
     story.replica()
     late, group = story.replica(), story.ranks(kind="snapshot")
     assert story.update(group).ok
     group.train()
-    original, reading = Engine._read, []
+    original, began = Engine._read, []
 
-    def read(self: Engine, worker: Any, order: Any, end: float) -> Steps:
-        if self is late.engine and not reading:
-            reading.append(worker)
-            yield story.deadlines.resume + 4.0
-            reading.append(worker)
+    def reading(self: Engine, worker: Any, order: Any, end: float) -> Steps:
+        if self is late.engine and not began:
+            began.append(worker)
+            yield from read(self, worker, order)
         yield from original(self, worker, order, end)
 
-    monkeypatch.setattr(Engine, "_read", read)
+    monkeypatch.setattr(Engine, "_read", reading)
     story.engine_again(late)
-    wait_until(story, lambda: bool(reading), 20.0)
+    wait_until(story, lambda: bool(began), 20.0)
     assert "bringing up" in manager_of(story).machine.status().phase
+    return group
+
+
+def test_an_update_waits_for_a_late_replica_whose_workers_read(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update seals over what they read; it has more time than they take, and they tell how far they are."""
+    done = []
+
+    def read(self: Engine, worker: Any, order: Any) -> Steps:
+        for number in range(6):
+            yield story.deadlines.resume - 0.5
+            progress = worker_pb2.WorkerProgress(fence=order.fence, stage=manager_pb2.TRANSFER, bytes_done=number + 1)
+            yield from self._ask(worker, worker_pb2.WorkerRequest(progress=progress), 0.1)
+        done.append(worker)
+
+    group = late_that_reads(story, monkeypatch, read)
     seals = sent(story, manager_pb2.Seal)
-    result = story.call(group.trainers[0], timeout_seconds=15.0)
-    wait_until(story, lambda: bool(seals), 10.0)
-    assert len(reading) == 2
+    result = story.call(group.trainers[0], timeout_seconds=18.0)
+    wait_until(story, lambda: bool(seals), 12.0)
+    assert done
     wait_until(story, lambda: bool(result), 15.0)
     assert result[0].ok
     assert len(result[0].replicas) == 2
+
+
+@pytest.mark.parametrize("told", [0, 1], ids=["at the first byte", "in the middle"])
+def test_an_update_does_not_wait_for_a_late_replica_of_which_a_worker_stops_reading(
+    monkeypatch: pytest.MonkeyPatch, told: int
+) -> None:
+    """It has its order, so nobody can call it back; it tells nothing new. It is named, and mended when it goes on."""
+    story = Story(catch_up=20.0)
+
+    def read(self: Engine, worker: Any, order: Any) -> Steps:
+        progress = worker_pb2.WorkerProgress(fence=order.fence, stage=manager_pb2.TRANSFER, bytes_done=1)
+        for _ in range(told):
+            yield from self._ask(worker, worker_pb2.WorkerRequest(progress=progress), 0.1)
+        yield 30.0
+
+    group = late_that_reads(story, monkeypatch, read)
+    first, late = story.agents.values()
+
+    def update() -> None:
+        wait_until(story, lambda: "bringing up" in story.phase and story.phase.endswith("installing"))
+        before = story.held_by(first)
+        result = story.call(group.trainers[0], timeout_seconds=8.0)
+        wait_until(story, lambda: story.held_by(first) != before, story.deadlines.resume + 2.0)
+        wait_until(story, lambda: bool(result), 9.0)
+        assert outcomes(result[0]) == {first.name: NEW, late.name: QUARANTINED}
+        (problem,) = (each.problem.message for each in result[0].replicas if each.replica == late.name)
+        said.append(problem)
+
+    said: list[str] = []
+    update()
+    assert "its agent said last that it does not serve: worker" in said[0]
+    group.train()
+    update()  # its agent still has the first order, so it does not even say that it was told of another one
+    story.wait(40.0)
+    group.train()
+    assert outcomes(story.update(group)) == {first.name: NEW, late.name: NEW}
+
+
+def test_who_does_not_prepare_costs_the_others_half_of_the_time(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is stopped does not record its loader; the rest of the time is enough for the others."""
+    first, group = story.replica(), story.ranks()
+    hung = story.replica()
+    original = Engine.call
+
+    def call(self: Engine, task: Any) -> Steps:
+        if self is hung.engine and isinstance(task, events.PrepareEngine):
+            yield task.seconds
+        yield from original(self, task)
+
+    monkeypatch.setattr(Engine, "call", call)
+    report = story.update(group, timeout_seconds=4.0)
+    assert outcomes(report) == {first.name: NEW, hung.name: QUARANTINED}
+    (problem,) = (each.problem.message for each in report.replicas if each.replica == hung.name)
+    assert problem.startswith("its engine's loader was not recorded within 2.0 s")
 
 
 def test_members_of_other_runs_do_not_disturb_an_update(story: Story) -> None:

@@ -45,7 +45,7 @@ class Course:
         self.awaited: dict[str, Callable[[], list[str]]] = {}
         self._phase_end = 0.0
         self.timeline = manager_pb2.Timeline()
-        self._hurried = False
+        self._heard: object = None
 
     @property
     def refusable(self) -> bool:
@@ -92,6 +92,8 @@ class Course:
         self._phase_end = max(now + SHORTEST_SECONDS, min(now + seconds, end))
         if phase in TIMED:
             self.timer(phase, self._phase_end - now)
+        if phase == "preparing":
+            self.timer("half", (self.goal.end - now) / 2)
         self.tell(manager_pb2.UpdateProgress(stage=manager_pb2.PLAN, message=self.said))
 
     def share(self, relays: frozenset[str]) -> bool:
@@ -128,11 +130,14 @@ class Course:
         """Notes a phase for the timeline: it began then, and what went on before has ended."""
         self.timeline.phases.add(name=phase, after=now - self.started)
 
-    def hurry(self, seconds: float, now: float) -> None:
-        """The whole ends so long after the first of these calls, if it does not end sooner."""
-        if not self._hurried:
-            self._hurried = True
-            self.timer("end", min(seconds, self.goal.end - self.state.deadlines.report / 2 - now))
+    def hurry(self, said: manager_pb2.Progress | None, now: float) -> None:
+        """Others wait for this install: it ends when its replica has told nothing new for `resume`, or at its own end.
+        A worker that is stopped tells nothing; one that reads does. said: what was told now; None: nothing yet."""
+        heard = None if said is None else (said.goes_back, said.stage, said.bytes_done)
+        if said is None or heard != self._heard:
+            self._heard = heard
+            left = self.goal.end - self.state.deadlines.report / 2 - now
+            self.timer("end", min(self.state.deadlines.resume, left))
 
     def left(self, now: float) -> float:
         """Seconds for a task of this phase."""
@@ -141,7 +146,7 @@ class Course:
     def over(self) -> None:
         """Ends the course: nothing is left to do."""
         self.phase = "over"
-        for step in ("end", "resend", *TIMED):
+        for step in ("end", "resend", "half", *TIMED):
             self.cancel(step)
 
     def answer(self, report: manager_pb2.UpdateReport) -> None:

@@ -82,7 +82,7 @@ class Installing:
         """Waits for nobody any more, `seconds` after the update began."""
         self._collecting.out_of_time()
         for name in self._recipients.waiting_for():
-            message = f"no outcome within {seconds:.1f} s; its agent goes on by itself"
+            message = f"no outcome within {seconds:.1f} s; its agent goes on by itself{self._recipients.says(name)}"
             self._recipients.leave_out(name, deadline(message, replica=name).problem)
 
     def finish(self, now: float) -> None:

@@ -68,6 +68,11 @@ class Recipients:
         """The replicas that are prepared, and so can be installed into."""
         return sorted(self._prepared)
 
+    @property
+    def enough(self) -> bool:
+        """Whether those that are prepared suffice, so that nobody who has had half of the time is waited for."""
+        return len(self._prepared) >= max(1, self._goal.least)
+
     def prepare(self, seconds: float) -> None:
         """Asks, again, every connected replica whose workers have not answered about this manifest before."""
         manifest = self._goal.published.manifest
@@ -86,7 +91,7 @@ class Recipients:
     def overdue(self, seconds: float) -> None:
         """Waits for nobody any more who is not prepared, `seconds` after the update began."""
         for name in self.unprepared():
-            message = f"its engine's loader was not recorded within {seconds:.1f} s"
+            message = f"its engine's loader was not recorded within {seconds:.1f} s{self.says(name)}"
             self.leave_out(name, deadline(message, replica=name).problem)
 
     def take_prepared(self, replica: Replica, body: manager_pb2.Prepared) -> None:
@@ -101,6 +106,12 @@ class Recipients:
         else:
             manifest = self._goal.published.manifest.digest if body.problem.code == Problem.INVALID_ARGUMENT else b""
             self._leave_out_unfit(replica.name, Unfit(body.problem, replica.boot_ids(), manifest))
+
+    def says(self, name: str) -> str:
+        """What a replica that gives no answer said last of itself, to be appended to what is told of it."""
+        replica = self._state.members.replicas.get(name)
+        reason = "" if replica is None else replica.closed_reason
+        return f"; its agent said last that it does not serve: {reason}" if reason else ""
 
     def prepare_again(self, problem: Problem | None) -> bool:
         """Whether what they recorded is not stored here, since it went to a manager before this one: a hello may name

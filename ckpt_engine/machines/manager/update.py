@@ -106,6 +106,7 @@ class Update:
             self._refuse(Problem(code=Problem.ABORTED, message=reason))
         elif self.phase == "installing":
             self._recipients.abandon(reason)
+            self.course.hurry(None, now)
 
     def outrun(self) -> None:
         """Members have seen higher epochs than the ledger had: they would not obey this one."""
@@ -187,8 +188,8 @@ class Update:
                 self._collecting.answered(member, body)
             case manager_pb2.Progress() if isinstance(member, Replica) and body.fence == self.installs:
                 self.course.progress(member.name, body)
-                if self.cut and body.goes_back:  # no worker reads what the next update may change
-                    self.course.hurry(self.state.deadlines.resume, now)
+                if self.cut:
+                    self.course.hurry(body, now)
         if problem is not None:
             self._refuse(problem)
         else:
@@ -226,7 +227,7 @@ class Update:
             self._send_missing(now)
         elif step == "end":
             self._out_of_time(now)
-        elif step == self.phase:
+        elif step == self.phase or (step == "half" and self.phase == "preparing" and self._recipients.enough):
             self._phase_over(now)
         elif step.startswith("left "):
             self._ranks.timer(step)

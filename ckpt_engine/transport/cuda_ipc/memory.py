@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ckpt_engine.core.problems import invalid, unavailable
+from ckpt_engine.core.problems import CkptEngineError, invalid, unavailable
 from ckpt_engine.cuda.driver import NOT_FOUND, OUT_OF_MEMORY, Allocation, CudaDriverError, Driver
 from ckpt_engine.cuda.elsewhere import forget_elsewhere, note_elsewhere
 from ckpt_engine.host.processes import process_start_time
@@ -137,11 +137,15 @@ def export_parts(driver: Driver, device: int, region: Region, first: int) -> lis
     return descriptors
 
 
+class UnmappableError(CkptEngineError):
+    """The owner is there, and this process's driver does not map its memory. UNAVAILABLE."""
+
+
 class Imported:
     """Another process's memory, mapped for one device of this one. `release` it exactly once. users: of its holder."""
 
     def __init__(self, driver: Driver, device: int, region: Region) -> None:
-        """Maps it. Raises UNAVAILABLE, saying why, if it cannot be mapped."""
+        """Maps it. Raises UnmappableError, saying why, if the driver does not; UNAVAILABLE if the owner is gone."""
         self._driver = driver
         self.users = 0
         self.device = device
@@ -159,7 +163,7 @@ class Imported:
                 else:
                     raise invalid(f"region {region.id} is shared in a way that this version does not know")
         except CudaDriverError as error:
-            raise unavailable(self._why(region, error)) from error
+            raise self._why(region, error) from error
         self._span = (self.pointer, self.pointer + self.size) if away else None
         if self._span is not None:
             note_elsewhere(self._span)
@@ -211,11 +215,11 @@ class Imported:
             at += part.size
         self._driver.unreserve(pointer, self.size)
 
-    def _why(self, region: Region, error: CudaDriverError) -> str:
-        """For people."""
+    def _why(self, region: Region, error: CudaDriverError) -> CkptEngineError:
+        """What is raised."""
         what = f"GPU memory region {region.id} ({region.size} bytes of process {self._locator.pid}) cannot be mapped"
         if process_start_time(self._locator.pid) != self._locator.started:
-            return f"{what}: its owner is gone; publish again"
+            return unavailable(f"{what}: its owner is gone; publish again")
         here = self._driver.device_of_uuid(self._locator.gpu_uuid)
         if error.code == OUT_OF_MEMORY:
             advice = "this process's GPU has no room for the mapping"
@@ -223,4 +227,4 @@ class Imported:
             advice = "publish again; if that does not help, publish with transport='shared_memory'"
         else:
             advice = "its GPU may be out of reach of this worker's: publish with transport='shared_memory'"
-        return f"{what}: {error}; {advice}"
+        return UnmappableError(unavailable(f"{what}: {error}; {advice}").problem)

@@ -29,7 +29,7 @@ from ckpt_engine.host.processes import process_start_time
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import OPEN_SECONDS, Availability, CannotOpenError, Move
 from ckpt_engine.transport.cuda_ipc.lease import Lease
-from ckpt_engine.transport.cuda_ipc.memory import NAME, Imported
+from ckpt_engine.transport.cuda_ipc.memory import NAME, Imported, UnmappableError
 from ckpt_engine.transport.mapped import check_destination, span_of
 from ckpt_engine.v1.weights_pb2 import CudaIpcLocator, Region
 
@@ -175,6 +175,8 @@ class CudaIpcTransport:
             self._unmap([each for each in every if each.memory is known])
         try:
             memory = Imported(driver(), key[1], region)
+        except UnmappableError as error:
+            raise CannotOpenError(error.problem.message, region) from error
         except CudaDriverError as error:
             raise CannotOpenError(f"GPU memory cannot be mapped: {error}", region) from error
         if handle:
