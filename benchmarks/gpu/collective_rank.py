@@ -21,14 +21,17 @@ from ckpt_engine.core.collective import Member, arrange, make_schedule
 from ckpt_engine.core.collective_buckets import BUCKET_BYTES, Want
 from ckpt_engine.core.collective_plan import KEY_BYTES
 from ckpt_engine.digest.prepared import prepare_digests
+from ckpt_engine.transport.collective import on_gpu
 from ckpt_engine.transport.collective.door import Door
 from ckpt_engine.transport.collective.meeting import Attendance
 from ckpt_engine.transport.collective.nccl import nccl, spelled
-from ckpt_engine.transport.collective.on_gpu import GpuMember
+from ckpt_engine.transport.collective.on_gpu import AHEAD, GpuMember
 from ckpt_engine.transport.collective.part import held_boxes
 
 KEY = bytes(KEY_BYTES)
 LIMIT = 60.0
+OTHERS = (("ours_from_idle_seconds", 0.1, AHEAD), ("ours_further_ahead_seconds", 0.0, 4 * AHEAD))
+"""Ours again: after GPUs have been idle for as long as a pause takes, and with more rounds queued at a time."""
 
 
 def main() -> None:
@@ -83,6 +86,12 @@ def main() -> None:
         bare_seconds = timed("bare", bare)
         bytes_ours = timed("ours", lambda: ours.run(LIMIT))
         bare_again = timed("bare", bare)
+        others = {}
+        for name, idle, ahead in OTHERS:
+            time.sleep(idle)
+            on_gpu.AHEAD = ahead
+            others[name] = timed(name, lambda: ours.run(LIMIT))
+        on_gpu.AHEAD = AHEAD
         began = time.perf_counter()
         if member == 1:
             expected = json.loads(attendance.wait(f"digests {number}", time.monotonic() + LIMIT, dict.fromkeys(names)))
@@ -92,6 +101,7 @@ def main() -> None:
             bare_seconds=min(bare_seconds, bare_again),
             ours_seconds=bytes_ours,
             verify_seconds=time.perf_counter() - began,
+            **others,
         )
     if member == 1:
         bare_rate = BYTES / series.median("bare_seconds", rounds) / 1e9

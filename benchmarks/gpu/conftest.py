@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 import torch
 
 _HERE = Path(__file__).parent
+
+# A program that uses NVLink multicast can put a shared host's GPUs out of service.
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,9 +1,10 @@
-"""Two FSDP2 ranks update a vLLM server with tensor parallel 2 on the same two GPUs: slices only.
+"""FSDP2 ranks update a vLLM server with tensor parallel 2, slices only: two ranks on the server's own GPUs (`same`), or
+as many as there are GPUs for, up to a power of two, beside the two of the server (`others`; three GPUs or more).
 
-The ceiling: both GPUs at the same time copy as many bytes contiguously as their worker reads from its own GPU and from
-the other one, local and remote copies running side by side.
+The ceiling: all GPUs at the same time copy as many bytes contiguously as each worker reads from each rank's GPU, local
+and remote copies running side by side.
 
-    python -m pytest benchmarks/gpu/test_sharded.py --benchmark-json=FILE
+    python -m pytest benchmarks/gpu/test_sharded.py -k same --benchmark-json=FILE        (same, others)
 """
 
 from __future__ import annotations
@@ -26,56 +27,83 @@ from tests.gpu.gpu_server import needs_gpu_vllm, start_gpu_vllm
 
 pytestmark = [*needs_gpu_vllm, pytest.mark.timeout(420)]
 
-RANKS = 2
-HALF = 5 << 30  # more than a worker reads from either side
+WORKERS = 2
+
+Traffic = dict[tuple[int, int], int]
+"""Bytes by (GPU of a rank, GPU of a worker)."""
 
 
-class BothCopy:
-    """Both GPUs copy given byte counts from themselves and from each other, all at once."""
+class AllCopy:
+    """All pairs of GPUs copy as many bytes as they are told, all at once."""
 
     def __init__(self) -> None:
-        buffers = range(RANKS)
-        self._from = [torch.empty(HALF, dtype=torch.uint8, device=f"cuda:{i}").fill_(i + 1) for i in buffers]
-        self._local = [torch.empty(HALF, dtype=torch.uint8, device=f"cuda:{i}") for i in buffers]
-        self._remote = [torch.empty(HALF, dtype=torch.uint8, device=f"cuda:{i}") for i in buffers]
-        self._streams = [[torch.cuda.Stream(torch.device("cuda", i)) for _ in range(2)] for i in buffers]
+        self._pairs: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream, torch.cuda.Stream]] = {}
 
-    def once(self, local: list[int], remote: list[int]) -> float:
-        """local, remote: bytes for each GPU. Seconds until the slower one has all."""
+    def once(self, traffic: Traffic) -> float:
+        """Seconds until the slowest pair has all."""
+        for (source, target), size in traffic.items():
+            if (source, target) not in self._pairs:
+                self._pairs[source, target] = (
+                    torch.empty(size, dtype=torch.uint8, device=f"cuda:{source}").fill_(source + 1),
+                    torch.empty(size, dtype=torch.uint8, device=f"cuda:{target}"),
+                    torch.cuda.Stream(torch.device("cuda", source)),
+                    torch.cuda.Stream(torch.device("cuda", target)),
+                )
 
         def work() -> None:
-            for gpu in range(RANKS):
-                other = 1 - gpu
-                with torch.cuda.stream(self._streams[gpu][0]):
-                    self._local[gpu][: local[gpu]].copy_(self._from[gpu][: local[gpu]], non_blocking=True)
+            for pair in traffic:
+                held, to, at_source, at_target = self._pairs[pair]
                 # torch copies between GPUs on the source's current stream
-                with torch.cuda.stream(self._streams[gpu][1]), torch.cuda.stream(self._streams[other][1]):
-                    self._remote[gpu][: remote[gpu]].copy_(self._from[other][: remote[gpu]], non_blocking=True)
+                with torch.cuda.stream(at_target), torch.cuda.stream(at_source):
+                    to.copy_(held, non_blocking=True)
 
         return seconds_of(work)
 
 
-def test_update_from_shards(benchmark: BenchmarkFixture, two_gpus_for: Any, tmp_path: Path) -> None:
+def layout(case: str, gpus: int) -> tuple[int, list[int]]:
+    """How many ranks, on the first GPUs, and the GPUs of the workers."""
+    if case == "same":
+        return WORKERS, list(range(WORKERS))
+    spare = gpus - WORKERS
+    ranks = 1 << (spare.bit_length() - 1) if spare > 0 else 0
+    return ranks, list(range(gpus - WORKERS, gpus))
+
+
+@pytest.mark.parametrize("case", ["same", "others"])
+def test_update_from_shards(benchmark: BenchmarkFixture, two_gpus_for: Any, tmp_path: Path, case: str) -> None:
     two_gpus_for(True)
+    count, gpus_of_workers = layout(case, torch.cuda.device_count())
+    if not count:
+        pytest.skip(
+            f"needs three GPUs: of {torch.cuda.device_count()} the server takes {WORKERS}, none is left to train"
+        )
     config = write_config(tmp_path / "model")
     series = Series()
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(running_cluster(tmp_path / "cluster"))
-        replica = start_gpu_vllm(cluster, "vllm", config, "--enforce-eager", tensor_parallel=RANKS)
+        replica = start_gpu_vllm(
+            cluster,
+            "vllm",
+            config,
+            "--enforce-eager",
+            visible=",".join(map(str, gpus_of_workers)),
+            tensor_parallel=WORKERS,
+        )
         ranks = [
             LineProcess(
                 tmp_path / f"rank-{rank}.log",
-                ["benchmarks.gpu.fsdp_rank", cluster.address, str(rank), str(tmp_path / "store")],
+                ["benchmarks.gpu.fsdp_rank", cluster.address, str(rank), str(tmp_path / "store"), str(count)],
             )
-            for rank in range(RANKS)
+            for rank in range(count)
         ]
         for rank in ranks:
             stack.callback(rank.close)
         for rank in ranks:
             rank.hear(120)
         replica.registered(240)
-        both = BothCopy()
-        traffic: dict[str, Any] = {}
+        ceiling = AllCopy()
+        traffic: Traffic = {}
+        transports: list[str] = []
         seeds = itertools.count(1)
 
         def tell(line: str) -> list[dict[str, Any]]:
@@ -86,19 +114,18 @@ def test_update_from_shards(benchmark: BenchmarkFixture, two_gpus_for: Any, tmp_
         def before() -> None:
             tell(f"renew {next(seeds)}")
             if traffic:
-                series.add(ceiling_seconds=both.once(traffic["local"], traffic["remote"]))
+                series.add(ceiling_seconds=ceiling.once(traffic))
 
         def update() -> None:
-            first, _ = tell("update")
+            first, *_ = tell("update")
             assert first["ok"], f"{first['text']}\n{replica.tail()}"
             (outcome,) = first["report"]["replicas"]
-            moved: dict[str, dict[int, int]] = {"local": defaultdict(int), "remote": defaultdict(int)}
+            moved: Traffic = defaultdict(int)
             for edge in outcome["edges"]:
-                worker = edge.get("workerRank", 0)
-                side = "local" if edge.get("sourceRank", 0) == worker else "remote"
-                moved[side][worker] += int(edge["bytes"])
-            traffic.update({side: [counts[worker] for worker in range(RANKS)] for side, counts in moved.items()})
-            traffic["transports"] = sorted({edge["transport"] for edge in outcome["edges"]})
+                pair = edge.get("sourceRank", 0), gpus_of_workers[edge.get("workerRank", 0)]
+                moved[pair] += int(edge["bytes"])
+            traffic.update(moved)
+            transports[:] = sorted({edge["transport"] for edge in outcome["edges"]})
             workers = outcome["workers"]
             series.add(
                 pause_seconds=outcome["pauseSeconds"],
@@ -111,17 +138,21 @@ def test_update_from_shards(benchmark: BenchmarkFixture, two_gpus_for: Any, tmp_
             )
 
         benchmark.pedantic(update, setup=before, rounds=ROUNDS, warmup_rounds=WARMUP)
-        total = sum(traffic["local"]) + sum(traffic["remote"])
-        assert total == slice_bytes(RANKS), f"{total} bytes moved, {slice_bytes(RANKS)} are needed"
+        total = sum(traffic.values())
+        assert total == slice_bytes(WORKERS), f"{total} bytes moved, {slice_bytes(WORKERS)} are needed"
     benchmark.extra_info.update(
         rounded(
             {
-                **traffic,
+                "case": case,
+                "ranks": count,
+                "workers_on": gpus_of_workers,
+                "transports": transports,
                 "bytes": total,
+                "bytes_from_to": {f"{source} to {target}": size for (source, target), size in traffic.items()},
                 "over_ceiling": series.median("transfer_and_install_seconds") / series.median("ceiling_seconds"),
                 "medians": series.last(ROUNDS),
                 "versions": versions("vllm"),
             }
         )
     )
-    print("\nRESULT sharded", benchmark.extra_info, flush=True)
+    print("\nRESULT sharded", case, benchmark.extra_info, flush=True)

@@ -286,6 +286,11 @@ class Participant:
         """Whether *go* was heard."""
         return self._word is Word.GO
 
+    @property
+    def waits_until(self) -> float:
+        """When it asks to be let out if nothing is decided."""
+        return self._waits_until
+
     def step(self, now: float) -> Step:
         """What is to be done now."""
         if self._word is Word.NO:

@@ -87,9 +87,20 @@ class InstallPart:
 
     def run(self, order: worker_pb2.InstallOrder, stop_at: float, on_bytes: Callable[[int], None]) -> None:
         """Takes what the collective brings, if there is one. The worker is DIRTY."""
-        if order.HasField("collective"):
-            self._seat.run(order.fence.epoch, stop_at - time.monotonic(), on_bytes)
-            self._seat.done(order.fence.epoch)
+        if not order.HasField("collective"):
+            return
+        came = 0
+
+        def told(count: int) -> None:
+            nonlocal came
+            if not came:
+                trace("worker.install", "first")  # until here it waited for others, from here on for the links
+            came += count
+            on_bytes(count)
+
+        self._seat.run(order.fence.epoch, stop_at - time.monotonic(), told)
+        trace("worker.install", "arrived")
+        self._seat.done(order.fence.epoch)
 
     def release(self) -> None:
         """Keeps nothing of the model's memory."""

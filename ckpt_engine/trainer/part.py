@@ -104,6 +104,7 @@ class RankPart:
         self._seat.vote(task.epoch, left / 2, left)
         trace("trainer.part", "run")
         self._seat.run(task.epoch, stop_at - time.monotonic())
+        trace("trainer.part", "sent")
         self._seat.done(task.epoch)
 
 

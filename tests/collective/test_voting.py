@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from ckpt_engine.core.arming import Answer
+from ckpt_engine.core.arming import Answer, Word
 from ckpt_engine.core.collective_plan import KEY_BYTES
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.transport.collective import meeting
 from ckpt_engine.transport.collective.door import Door
 from ckpt_engine.transport.collective.meeting import Attendance
-from ckpt_engine.transport.collective.voting import ASK_SECONDS, wait_for_go
+from ckpt_engine.transport.collective.voting import ASK_SECONDS, HOLD_SECONDS, wait_for_go
 
 KEY = bytes(KEY_BYTES)
 LIMIT = 60.0
@@ -77,6 +80,64 @@ def test_all_begin_when_all_have_voted_epoch_after_epoch(votes: Votes) -> None:
         votes.vote(NAMES[:1], epoch)
         assert votes.ended() == dict.fromkeys(NAMES, "go")
         assert votes.meeting.blamed(epoch) == ()
+
+
+@pytest.mark.parametrize("ending", ["go", "leave", "lost"])
+def test_an_answer_is_kept_back_until_something_is_decided(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All engines are paused meanwhile: a member hears of *go* when it is written, not when it would ask next."""
+    monkeypatch.setattr(meeting, "CALL_SECONDS", 4 * LIMIT)
+    door = Door()
+    opened = door.meeting(b"", KEY, 100 * LIMIT)
+    first, second = [Attendance(door.address, KEY, name, NAMES[0], LIMIT) for name in NAMES[:2]]
+    answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+
+    def ask() -> None:
+        answers.put(second.ballot(7, "ask", hold=2 * LIMIT))  # until it is open
+        answers.put(second.ballot(7, "vote", until=time.monotonic() + 100 * LIMIT, hold=2 * LIMIT))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    with pytest.raises(queue.Empty):
+        answers.get(timeout=0.2)
+    opened.open_ballot(7, NAMES[:2])
+    assert answers.get(timeout=LIMIT).clock is not None
+    while "worker 1" in opened._ballots.open(7, ()).missing:
+        time.sleep(0.001)
+    with pytest.raises(queue.Empty):
+        answers.get(timeout=0.2)
+    if ending == "lost":
+        first._socket.close()
+    elif ending == "leave":
+        first.ballot(7, "leave", why="failed: no room")
+    else:
+        assert first.ballot(7, "vote", until=time.monotonic() + 100 * LIMIT).word is Word.GO
+    told = answers.get(timeout=LIMIT)
+    assert (told.word, told.voted) == (Word.GO if ending == "go" else Word.NO, True)
+    assert told.why == {"go": "", "leave": "rank 0 failed: no room", "lost": "rank 0 lost its connection"}[ending]
+    thread.join(LIMIT)
+    second.close()
+    first.close()
+    door.close()
+
+
+def test_who_waits_asks_seldom(votes: Votes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two members that wait for the third: one question at most for each time that an answer is kept back."""
+    asked: Counter[str] = Counter()
+    ballot = Attendance.ballot
+
+    def counted(attendance: Attendance, epoch: int, verb: str, **given: Any) -> Answer:
+        asked[attendance.name] += 1
+        return ballot(attendance, epoch, verb, **given)
+
+    monkeypatch.setattr(Attendance, "ballot", counted)
+    votes.meeting.open_ballot(7, NAMES)
+    began = time.monotonic()
+    votes.vote(NAMES[1:])
+    time.sleep(1.0)
+    votes.vote(NAMES[:1])
+    assert votes.ended() == dict.fromkeys(NAMES, "go")
+    most = 3 + (time.monotonic() - began) / HOLD_SECONDS
+    assert max(asked.values()) <= most, f"{asked}, where {most:.0f} are enough"
 
 
 def test_nobody_begins_when_one_does_not_vote(votes: Votes) -> None:

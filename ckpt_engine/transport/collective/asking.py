@@ -13,13 +13,15 @@ _VERBS = frozenset({"ask", "vote", "give up", "leave", "done"})
 
 
 class Voted(NamedTuple):
-    """What a member says to the ballot of an epoch. until: of "vote". why, blamed: of "leave"."""
+    """What a member says to the ballot of an epoch. until: of "vote". why, blamed: of "leave". hold: seconds for which
+    the answer may be kept back until there is something to tell."""
 
     epoch: int
     verb: str
     until: float
     why: str
     blamed: tuple[str, ...]
+    hold: float
 
 
 def voted(data: bytes) -> Voted:
@@ -32,11 +34,14 @@ def voted(data: bytes) -> Voted:
             float(asked.get("until", 0.0)),
             str(asked.get("why", "")),
             tuple(map(str, asked.get("blamed", ()))),
+            float(asked.get("hold", 0.0)),
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"nothing that is said to a ballot: {error}") from error
-    if found.verb not in _VERBS or not math.isfinite(found.until):
-        raise ValueError(f"nothing that is said to a ballot: {found.verb!r} until {found.until}")
+    if found.verb not in _VERBS or not (math.isfinite(found.until) and math.isfinite(found.hold)):
+        raise ValueError(
+            f"nothing that is said to a ballot: {found.verb!r} until {found.until}, held for {found.hold} s"
+        )
     return found
 
 

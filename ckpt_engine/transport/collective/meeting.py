@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TypeVar
 
-from ckpt_engine.core.arming import Answer, Ballot, Ballots
+from ckpt_engine.core.arming import Answer, Ballot, Ballots, Word
 from ckpt_engine.core.problems import CkptEngineError, deadline, unavailable
 from ckpt_engine.transport.collective.asking import Voted, answer_of, voted
 from ckpt_engine.transport.collective.frames import (
@@ -47,6 +47,9 @@ from ckpt_engine.transport.collective.frames import (
 SILENCE_SECONDS = 5.0
 """A member that runs and is not heard for so long counts as gone."""
 
+_HOLDS_IN_SILENCE = 20
+"""A member whose answer is kept back is heard so often, at least, before it would count as gone."""
+
 _MOST_WORDS = 1 << 14
 """Far more than Gloo and NCCL write, which is one a member or two."""
 
@@ -62,6 +65,7 @@ class Meeting:
     def __init__(self, silence: float = SILENCE_SECONDS) -> None:
         self._silence = silence
         self._lock = threading.Lock()
+        self._decided = threading.Condition(self._lock)  # a ballot was opened or decided: answers wait for it
         self._words: dict[str, bytes] = {}
         self._looked = 0.0  # when a member that runs was last heard
         self._why = ""
@@ -81,6 +85,7 @@ class Meeting:
             self._ballots.open(epoch, members)
             if why := self._why or self._spoilt:
                 self._ballots.failed(self._blamed, why)
+            self._decided.notify_all()
 
     def blamed(self, epoch: int) -> tuple[str, ...]:
         """The members because of which an epoch did not begin, or ended badly."""
@@ -183,6 +188,7 @@ class Meeting:
             self._there.discard(name)
             self._heard.pop(name, None)
             self._ballots.lost(name)
+            self._decided.notify_all()
             self._spoil(f"{name} has left", name)
             return b""
         elif kind == WHOLE:
@@ -190,19 +196,30 @@ class Meeting:
         return self._why.encode()
 
     def _voted(self, name: str, asked: Voted) -> bytes:
+        """The answer to a member; kept back for as long as it allows if it would only say that nothing is decided."""
+        answer = self._said(name, asked)
+        if answer.word is not Word.UNDECIDED:
+            self._decided.notify_all()
+        until = time.monotonic() + min(asked.hold, self._silence / _HOLDS_IN_SILENCE)
+        while answer.word is Word.UNDECIDED and (answer.voted or answer.clock is None):
+            if (left := until - time.monotonic()) <= 0:
+                break
+            self._decided.wait(left)
+            answer = self._said(name, asked._replace(verb="ask"))
+        return json.dumps({**asdict(answer), "word": answer.word.value}).encode()
+
+    def _said(self, name: str, asked: Voted) -> Answer:
         verb, now = asked.verb, time.monotonic()
         ballot = self._ballots.find(asked.epoch)
         if verb == "leave":
-            answer = self._ballots.leave(asked.epoch, name, asked.why, now, asked.blamed)
-        elif isinstance(ballot, Answer):
-            answer = ballot
-        elif verb == "vote":
-            answer = ballot.vote(name, asked.until, now)
-        elif verb == "give up":
-            answer = ballot.give_up(name, now)
-        else:
-            answer = ballot.done(name, now) if verb == "done" else ballot.ask(name, now)
-        return json.dumps({**asdict(answer), "word": answer.word.value}).encode()
+            return self._ballots.leave(asked.epoch, name, asked.why, now, asked.blamed)
+        if isinstance(ballot, Answer):
+            return ballot
+        if verb == "vote":
+            return ballot.vote(name, asked.until, now)
+        if verb == "give up":
+            return ballot.give_up(name, now)
+        return ballot.done(name, now) if verb == "done" else ballot.ask(name, now)
 
     def _lost(self, name: str) -> None:
         why = f"{name} lost its connection"
@@ -215,6 +232,7 @@ class Meeting:
         if not self._why:
             self._why, self._blamed = why, blamed
         self._ballots.failed(blamed, why)
+        self._decided.notify_all()
 
     def _spoil(self, why: str, *blamed: str) -> None:
         if not (self._why or self._spoilt):
@@ -311,7 +329,10 @@ class Attendance:
         return self._call(LATE if late else END, "", why.encode()).decode(errors="replace")
 
     def ballot(self, epoch: int, verb: str, **given: float | str | Sequence[str]) -> Answer:
-        """Says "ask", "vote" (until), "give up", "leave" (why, blamed) or "done" to the ballot of an epoch."""
+        """Says "ask", "vote" (until), "give up", "leave" (why, blamed) or "done" to the ballot of an epoch.
+
+        hold, of the first two: seconds for which the lead may keep an answer back that would only say that the ballot
+        is not open, or that this member has voted and nothing is decided."""
         told = self._told(BALLOT, json.dumps({"epoch": epoch, "verb": verb, **given}), dict)
         try:
             return answer_of(told)

@@ -14,10 +14,14 @@ from ckpt_engine.transport.collective.frames import CALL_SECONDS
 from ckpt_engine.transport.collective.meeting import Attendance
 
 ASK_SECONDS = 0.002
-"""Between two questions: all members are paused meanwhile."""
+"""Between two questions at least, unless something was decided: all members are paused meanwhile."""
 
 LONGEST_ASK_SECONDS = 0.02
 """The same of a member that has waited for long."""
+
+HOLD_SECONDS = 0.1
+"""How long the meeting may keep an answer back until there is a decision, so that members hear of *go* when it is
+written and not when they ask next."""
 
 
 def wait_for_go(attendance: Attendance, epoch: int, patience: float, seconds: float) -> None:
@@ -30,17 +34,21 @@ def wait_for_go(attendance: Attendance, epoch: int, patience: float, seconds: fl
     part = Participant(patience, CALL_SECONDS, now + seconds, now)
     wait = ASK_SECONDS
     while (step := part.step(time.monotonic())) not in (Step.GO, Step.BACK, Step.STOP):
+        asked = time.monotonic()
+        hold = max(0.0, min(HOLD_SECONDS, part.waits_until - asked))
         try:
             if step is Step.VOTE and part.until is not None:
-                answer = attendance.ballot(epoch, "vote", until=part.until)
+                answer = attendance.ballot(epoch, "vote", until=part.until, hold=hold)
+            elif step is Step.GIVE_UP:
+                answer = attendance.ballot(epoch, "give up")
             else:
-                answer = attendance.ballot(epoch, "give up" if step is Step.GIVE_UP else "ask")
+                answer = attendance.ballot(epoch, "ask", hold=hold)
         except CkptEngineError as error:
             # Nobody can tell this member to go any more: a connection that failed is not used again.
             raise aborted(f"the collective does not begin: {error.problem.message}") from error
         part.took(answer, time.monotonic(), step)
         if part.step(time.monotonic()) in (Step.ASK, Step.GIVE_UP):
-            time.sleep(wait)
+            time.sleep(max(0.0, asked + wait - time.monotonic()))
             wait = min(LONGEST_ASK_SECONDS, wait * 1.1)
     if step is not Step.GO:
         raise aborted(f"the collective does not begin: {part.why}")
