@@ -79,9 +79,8 @@ class Streams:
             writer.write(head.encode() + body)
             request["status"] = int((await _line(reader)).split()[1])
             if request["status"] != 200:
-                request["problem"] = (await asyncio.wait_for(reader.read(2000), SILENT_SECONDS)).decode(
-                    errors="replace"
-                )
+                async with asyncio.timeout(SILENT_SECONDS):
+                    request["problem"] = (await reader.read(2000)).decode(errors="replace")
                 return
             # Each event is a line of its own; sizes of chunks, heads and empty lines begin with something else.
             while line := await _line(reader):
@@ -108,7 +107,9 @@ class Streams:
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
-    return await asyncio.wait_for(reader.readline(), SILENT_SECONDS)
+    # Python 3.11's wait_for loses a cancellation that comes together with the line; this does not.
+    async with asyncio.timeout(SILENT_SECONDS):
+        return await reader.readline()
 
 
 async def run(url: str, model: str, streams: int, tokens: int, file: Path) -> None:

@@ -263,12 +263,20 @@ def loaded(server: Server, world: World, load: Load, path: Path) -> dict[str, An
 
 
 def measure(world: World, load: Load, path: Path, wrote: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """All servers, one after the other. wrote: is given all that there is after each."""
+    """All servers, one after the other, also after one that failed: then AssertionError at the end. wrote: is given all
+    that there is after each."""
     result: dict[str, Any] = {"about": world.about, "load": asdict(load), "fields": ABOUT}
+    failed: list[str] = []
     for server in world.servers:
-        result[server.name] = rounded(loaded(server, world, load, path))
-        _print(server.name, result[server.name])
+        try:
+            result[server.name] = rounded(loaded(server, world, load, path))
+        except (AssertionError, ValueError) as error:
+            failed.append(f"{server.name}: {error}")
+            result["failed"] = [each[:2000] for each in failed]
+        else:
+            _print(server.name, result[server.name])
         wrote(result)
+    assert not failed, "\n".join(failed)
     if "rival" in result:
         mine, theirs = result["ours"], result["rival"]
         result["ours_over_rival"] = rounded(

@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-from benchmarks.gpu.streams import Streams
+from benchmarks.gpu.streams import Streams, _line
 
 REFUSED = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 9\r\nConnection: close\r\n\r\nan update"
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -58,3 +58,21 @@ async def test_refused_cut_off_and_whole_answers_are_told_apart() -> None:
     assert (last["status"], last["problem"]) == (0, "")
     assert clients.all_begun.is_set()
     assert all(body["stream"] and body["return_token_ids"] and 20 <= body["max_tokens"] <= 40 for body in asked)
+
+
+async def test_clients_end_also_when_a_token_comes_at_that_moment() -> None:
+    """A cancellation that is lost would leave a client asking for ever."""
+    for _ in range(20):
+        reader = asyncio.StreamReader()
+
+        async def lines(reader: asyncio.StreamReader = reader) -> None:
+            while True:
+                await _line(reader)
+
+        reading = asyncio.create_task(lines())
+        await asyncio.sleep(0.001)
+        reader.feed_data(b"data: {}\n")
+        await asyncio.sleep(0)
+        reading.cancel()
+        done, _ = await asyncio.wait([reading], timeout=30)
+        assert done, "it goes on reading"
