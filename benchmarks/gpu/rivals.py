@@ -40,7 +40,8 @@ class NativeServer:
     def __init__(self, url: str, model: nn.Module) -> None:
         self.url = url
         self._named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-        self._client = httpx.Client(base_url=url, timeout=120)
+        # The server closes a connection that was idle for 5 s; one that it might be closing is not used.
+        self._client = httpx.Client(base_url=url, timeout=120, limits=httpx.Limits(keepalive_expiry=3.0))
 
     def post(self, route: str, body: Any = None) -> None:
         self._client.post(route, json=body if body is not None else {}).raise_for_status()

@@ -58,7 +58,8 @@ class Placing:
                 return self.fleet.members[choose(key, {member.name: member.load for member in able})]
             self.check(want, patience)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), LOOK_SECONDS)
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._news.wait()
 
     def check(self, want: Want, patience: Patience) -> None:
         """Looks whether a request may wait on. Raises RefusedError if it has waited as long as it may."""

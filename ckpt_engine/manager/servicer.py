@@ -195,7 +195,8 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
     async def _told_or_beat(self, outbox: Told) -> manager_pb2.WatchReplicasResponse | None:
         """What is told next; when that takes long, a message that only says that the manager lives."""
         try:
-            return await asyncio.wait_for(outbox.take(), self._deadlines.lease / 2)
+            async with asyncio.timeout(self._deadlines.lease / 2):
+                return await outbox.take()
         except TimeoutError:
             return self._shell.watchers.beat()
 

@@ -1,0 +1,126 @@
+"""What is worth running on a bare GPU host, the most worth first. README.md says the same for people.
+
+`{out}` in a command is a directory for what it writes. Seconds are as they were on one or two H200, or, where nothing
+of the kind ran yet (`guessed`), what its parts took.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Engine = Literal["", "vllm", "sglang"]
+
+PYTEST = ("-m", "pytest", "-s", "-p", "no:cacheprovider")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of Python. seconds: expected; limit: after which it is ended. gpus: it needs so many at least.
+    engine: whose CKPT_ENGINE_<ENGINE>_PYTHON it needs. cpu: the same on a small model without a GPU or an engine;
+    empty: the command itself, which is skipped there."""
+
+    name: str
+    what: str
+    command: tuple[str, ...]
+    seconds: int
+    limit: int
+    gpus: int = 1
+    engine: Engine = ""
+    cpu: tuple[str, ...] = ()
+    guessed: bool = True
+
+
+def bench(file: str, limit: int, case: str = "") -> tuple[str, ...]:
+    """A file of benchmarks/gpu, or the cases of it that are called so, with its JSON."""
+    name = "_".join([file.removesuffix(".py"), *([case] if case else [])])
+    command = (*PYTEST, f"benchmarks/gpu/{file}", f"--timeout={limit}", f"--benchmark-json={{out}}/{name}.json")
+    return (*command, "-k", case) if case else command
+
+
+def tests(where: str, limit: int, *words: str) -> tuple[str, ...]:
+    """Tests of tests/gpu."""
+    return (*PYTEST, f"tests/gpu{where}", f"--timeout={limit}", "-rs", *words)
+
+
+LOAD = ("-m", "benchmarks.gpu.under_load", "-o", "{out}/under_load.json")
+TRACED = ("-m", "benchmarks.gpu.traced", "-o")
+FILES = ("-m", "benchmarks.gpu.directory", "-o", "{out}/directory.json")
+SMALL_LOAD = ("--engine", "reference", "--cpu", "--streams", "4", "--updates", "3", "--warmup", "1", "--quiet", "2")
+
+STEPS = (
+    Step(
+        "under-load",
+        "32 streams, an update every 1.5 s, against vLLM's ipc: at most 35 ms lost, worst gap 80 ms, none refused",
+        LOAD,
+        *(330, 520),
+        engine="vllm",
+        cpu=(*LOAD, *SMALL_LOAD),
+    ),
+    Step(
+        "traced",
+        "an update of Qwen3-8B's shapes traced, each stage within 30 % of its prediction",
+        (*TRACED, "{out}/traced"),
+        *(70, 180),
+        cpu=(*TRACED, "{out}/traced", "--cpu", "--updates", "3"),
+    ),
+    Step(
+        "directory",
+        "a checkpoint directory to GPUs: 90 % of the pinned ceiling",
+        FILES,
+        *(170, 300),
+        cpu=(*FILES, "--cpu", "--rounds", "3"),
+    ),
+    Step(
+        "sglang",
+        "SGLang, same GPU: 85 % of the copy ceiling, pause at most 45 ms, against update_weights_from_tensor",
+        bench("test_sglang.py", 300),
+        *(200, 330),
+        engine="sglang",
+    ),
+    Step(
+        "sglang-sleep",
+        "SGLang: levels 1 and 2, experts",
+        tests("/test_sglang_gpu.py", 270, "-k", "sleeps or mixture"),
+        *(170, 300),
+        engine="sglang",
+    ),
+    Step("collective", "NCCL, GPU 0 to GPU 1: 85 % of bare NCCL", bench("test_collective.py", 170), 60, 200, gpus=2),
+    Step(
+        "traced-peer",
+        "the traced update into a replica on GPU 1",
+        (*TRACED, "{out}/traced-peer", "--replica-gpu", "1"),
+        *(70, 180),
+        gpus=2,
+        cpu=(*TRACED, "{out}/traced-peer", "--cpu", "--updates", "3"),
+    ),
+    Step(
+        "same",
+        "vLLM, same GPU: 85 % of the copy ceiling, against ipc; the first pause at most 1.3 of the later ones",
+        bench("test_from_gpu.py", 240, "same"),
+        *(117, 270),
+        engine="vllm",
+        guessed=False,
+    ),
+    Step(
+        "peer",
+        "vLLM, GPU 0 to GPU 1, against vLLM's nccl",
+        bench("test_from_gpu.py", 200, "peer"),
+        *(87, 230),
+        gpus=2,
+        engine="vllm",
+        guessed=False,
+    ),
+    Step("gpu-tests", "tests/gpu that need no engine", tests("", 240, "-m", "not engine"), 150, 330),
+    Step("vllm-tests", "vLLM's tests on a GPU", tests("/test_vllm_gpu.py", 240), 170, 330, engine="vllm"),
+    Step("sglang-tests", "all of SGLang's tests on GPUs", tests("/test_sglang_gpu.py", 400), 260, 430, engine="sglang"),
+    Step("relay", "relays beside a GPU, against Moonshot", bench("test_relay.py", 300), 250, 400),
+    Step(
+        "load-alone",
+        "under-load without the rival, for trying changes",
+        (*LOAD, "--no-rival"),
+        *(230, 400),
+        engine="vllm",
+        cpu=(*LOAD, *SMALL_LOAD),
+    ),
+)

@@ -1,0 +1,346 @@
+"""Updates while clients stream: what they lose, and where the time goes; vLLM's own `ipc` backend in the same run.
+
+    python -m benchmarks.gpu.under_load -o FILE                          # a GPU with vLLM: ours, then the rival
+    python -m benchmarks.gpu.under_load -o FILE --engine reference       # the reference engine on a GPU; no rival
+    python -m benchmarks.gpu.under_load -o FILE --engine reference --cpu --streams 4 --every 0.5   # a small model
+
+Trainer and servers share GPU 0. Every server is first updated without clients (`idle`), then streams ask it
+(streams.py, a process of their own), and after a quiet time an update begins every so many seconds. What changes
+between updates is one small tensor, since making 16 GB of new values would itself take the GPU from the server; all
+bytes are brought and verified all the same. Servers are loaded one after the other, with CUDA graphs.
+
+FILE is written anew after each part, so that a run that is cut off leaves what it had. `fields` in it says what the
+numbers are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from benchmarks.gpu.clients_view import FIELDS, Window, seen, windows_of
+from benchmarks.gpu.lines import LineProcess
+from benchmarks.gpu.measure import Series, rounded, versions
+from benchmarks.gpu.qwen3_8b import Tree, renew, write_config
+from benchmarks.gpu.rivals import ENVIRONMENT, NativeServer, backend_arguments, read_log
+from ckpt_engine import Trainer, UpdateReport
+from ckpt_engine.core.prediction import PAUSED
+from ckpt_engine.timeline.drawing import draw
+from tests.cluster import Replica, running_cluster
+from tests.engines.vllm_server import start_vllm
+from tests.gpu.gpu_server import plain_vllm, start_gpu_vllm, wait_for_plain
+from tests.tiny_model import make_tiny_qwen3
+
+ABOUT = FIELDS | {
+    "idle, loaded": "medians of updates without and with clients; seconds",
+    "pause_seconds": "ours: as the report tells it; the rival: from the call of /pause to the answer of /resume",
+    "call_seconds": "from the trainer's call to its return",
+    "stage_*": "as the report has them",
+    "rest_of_pause_seconds": f"the pause less its stages ({', '.join(PAUSED)})",
+    "step, *": "slices of the update's timeline by process (docs/timeline.md); those of the agent follow one another",
+    "ours_over_rival": "medians, ours by the rival's",
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """streams: that ask at the same time, for at most `tokens` tokens each. updates: that count; `warmup` come before,
+    under the same load. every: seconds from the begin of one to that of the next. quiet: seconds before the first and
+    after the last. idle: updates without clients before it, of which the first maps everything and does not count."""
+
+    streams: int = 32
+    tokens: int = 200
+    updates: int = 10
+    warmup: int = 2
+    every: float = 1.5
+    quiet: float = 4.0
+    idle: int = 6
+
+
+@dataclass(frozen=True)
+class Server:
+    """One that is loaded. update: makes one and tells its seconds."""
+
+    name: str
+    url: str
+    update: Callable[[], dict[str, float]]
+    said: Callable[[], str]
+
+
+class World(NamedTuple):
+    """What one run measures. touch: new values in a small tensor of what the trainer publishes."""
+
+    servers: list[Server]
+    touch: Callable[[int], None]
+    model: str
+    about: dict[str, Any]
+
+
+def steps_of(report: UpdateReport) -> dict[str, float]:
+    """Seconds of each slice of an update's timeline, by process and name; workers as one, the last counts."""
+    found: dict[str, float] = {}
+    for track in draw(report.message).tracks:
+        who = track.process if track.thread in ("update", "weights", "agent") else f"{track.process} {track.thread}"
+        for whole in track.slices:
+            for part in whole.parts:
+                found[f"step, {who}: {part.name}"] = part.end - part.begin
+    return found
+
+
+def ours(trainer: Trainer, replica: Replica, size: int, seconds: float) -> Callable[[], dict[str, float]]:
+    """size: bytes that each update has to bring."""
+
+    def update() -> dict[str, float]:
+        began = time.perf_counter()
+        report = trainer.update_weights(timeout=seconds)
+        call = time.perf_counter() - began
+        assert report.ok, f"{report}\n{replica.tail()}"
+        assert report.verified
+        assert report.bytes == size, f"{report.bytes} of {size} bytes: {report}"
+        (outcome,) = report.replicas
+        staged = sum(outcome.stages.get(stage, 0.0) for stage in PAUSED)
+        return {
+            "pause_seconds": outcome.pause_seconds,
+            "call_seconds": call,
+            "report_seconds": report.seconds,
+            "sync_seconds": outcome.sync_seconds,
+            **{f"stage_{name}": value for name, value in outcome.stages.items()},
+            "rest_of_pause_seconds": outcome.pause_seconds - staged,
+            **steps_of(report),
+        }
+
+    return update
+
+
+def touching(model: nn.Module) -> Callable[[int], None]:
+    """Of the last vector (the final norm): every model has one."""
+    *_, small = (parameter for parameter in model.parameters() if parameter.dim() == 1)
+
+    def touch(seed: int) -> None:
+        with torch.no_grad():
+            generator = torch.Generator(device=small.device).manual_seed(seed)
+            small.normal_(1.0, 0.02, generator=generator)
+            if small.is_cuda:
+                torch.cuda.synchronize(small.device)
+
+    return touch
+
+
+@contextlib.contextmanager
+def vllm_on_a_gpu(path: Path, rival: bool, seconds: float = 400.0) -> Iterator[World]:
+    """Ours and, if asked for, the rival's, both with CUDA graphs. seconds: until both answer."""
+    config = write_config(path / "model")
+    with contextlib.ExitStack() as stack:
+        plain = None
+        if rival:
+            environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "0"}
+            server = plain_vllm(config, path / "rival.log", *backend_arguments("ipc"), environment=environment)
+            plain = stack.enter_context(server)
+        cluster = stack.enter_context(running_cluster(path / "cluster"))
+        replica = start_gpu_vllm(cluster, "vllm", config, visible="0")
+        model = Tree("cuda:0")
+        renew(model, 1)
+        end = time.monotonic() + seconds
+        if plain is not None:
+            wait_for_plain(plain, seconds)
+        replica.registered(max(1.0, end - time.monotonic()))
+        trainer = stack.enter_context(Trainer(cluster.address, lineage="under-load"))
+        trainer.publish(model)
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        servers = [Server("ours", replica.url, ours(trainer, replica, size, 60), replica.tail)]
+        if plain is not None:
+            native = NativeServer(plain.url, model)
+            send = native.ipc()
+            log = plain.log
+            told: Callable[[], dict[str, float]] = lambda: {"pause_seconds": native.update(send)}  # noqa: E731
+            servers.append(Server("rival", plain.url, told, lambda: read_log(log)))
+        about = {"engine": "vllm", "rival": "vLLM ipc" if rival else "none", "bytes": size}
+        yield World(servers, touching(model), "tiny", {**about, "versions": versions("vllm")})
+
+
+@contextlib.contextmanager
+def vllm_on_the_cpu(path: Path) -> Iterator[World]:
+    """A small model; vLLM's own backends need a GPU, so there is no rival."""
+    with _small(path, lambda cluster, config: start_vllm(cluster, "vllm", config)) as world:
+        yield world
+
+
+@contextlib.contextmanager
+def reference(path: Path, cpu: bool) -> Iterator[World]:
+    """The reference engine: a small model on the CPU, or Qwen3-8B's shapes on GPU 0."""
+    if cpu:
+        with _small(path, lambda cluster, config: cluster.replica("r", "reference", config)) as world:
+            yield world
+        return
+    config = write_config(path / "model")
+    with running_cluster(path / "cluster") as cluster:
+        environment = {"CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": str(min(16, len(os.sched_getaffinity(0))))}
+        replica = cluster.replica("r", "reference", config, "--device", "cuda", environment=environment)
+        model = Tree("cuda:0")
+        renew(model, 1)
+        replica.registered(240)
+        with Trainer(cluster.address, lineage="under-load") as trainer:
+            trainer.publish(model)
+            size = sum(parameter.nbytes for parameter in model.parameters())
+            server = Server("ours", replica.url, ours(trainer, replica, size, 60), replica.tail)
+            about = {"engine": "reference on a GPU", "rival": "none", "bytes": size, "versions": versions()}
+            yield World([server], touching(model), str(config), about)
+
+
+@contextlib.contextmanager
+def _small(path: Path, start: Callable[[Any, Path], Replica]) -> Iterator[World]:
+    model = make_tiny_qwen3(path / "model", 1, weights=False)
+    with running_cluster(path / "cluster") as cluster:
+        replica = start(cluster, path / "model")
+        replica.registered(300)
+        with Trainer(cluster.address, lineage="under-load") as trainer:
+            trainer.publish(model)
+            size = sum(parameter.nbytes for parameter in model.parameters())
+            server = Server("ours", replica.url, ours(trainer, replica, size, 120), replica.tail)
+            about = {"engine": "a small model on the CPU", "rival": "none", "bytes": size, "torch": torch.__version__}
+            name = "tiny" if "vllm" in replica.name else str(path / "model")
+            yield World([server], touching(model), name, about)
+
+
+def loaded(server: Server, world: World, load: Load, path: Path) -> dict[str, Any]:
+    """One server's numbers: see ABOUT."""
+    idle, busy = Series(), Series()
+    seeds = iter(range(1, 1 << 30))
+
+    def update(series: Series) -> None:
+        world.touch(next(seeds))
+        try:
+            series.add(**server.update())
+        except Exception as error:
+            raise AssertionError(f"{server.name}: {error}\n{server.said()}") from error
+
+    for _ in range(max(2, load.idle)):
+        update(idle)
+    file, log = path / f"{server.name}.requests.json", path / f"{server.name}.clients.log"
+    asked = [server.url, world.model, str(load.streams), str(load.tokens), str(file)]
+    clients = LineProcess(log, ["benchmarks.gpu.streams", *asked])
+    try:
+        begun = clients.hear(90)
+        assert not begun["problem"], f"{server.name}: {begun['problem']}\n{server.said()}"
+        time.sleep(1.0)  # streams begin apart, and half of an answer is over when all of them run
+        quiet = time.perf_counter()
+        time.sleep(load.quiet)
+        begins: list[float] = []
+        for number in range(load.warmup + load.updates):
+            begins.append(time.perf_counter())
+            update(busy)
+            late = time.perf_counter() - begins[-1] > load.every and number + 1 < load.warmup + load.updates
+            if late:
+                print(f"{server.name}: update {number} took longer than {load.every} s", flush=True)
+            time.sleep(max(0.0, begins[-1] + load.every - time.perf_counter()))
+        end = time.perf_counter()
+        time.sleep(load.quiet)
+        over = time.perf_counter()
+        clients.say("end")
+        done = clients.hear(60)
+        assert not done["problem"], f"{server.name}: {done['problem']}"
+    finally:
+        clients.close()
+    requests = json.loads(file.read_text())
+    windows = windows_of(begins, end)[load.warmup :]
+    found = seen(requests, Window(quiet, begins[0]), windows, Window(end, over))
+    return {
+        **found,
+        "idle": {"first": idle.first(), **idle.last(max(2, load.idle) - 1)},
+        "loaded": busy.last(load.updates),
+    }
+
+
+def measure(world: World, load: Load, path: Path, wrote: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """All servers, one after the other, also after one that failed: then AssertionError at the end. wrote: is given all
+    that there is after each."""
+    result: dict[str, Any] = {"about": world.about, "load": asdict(load), "fields": ABOUT}
+    failed: list[str] = []
+    for server in world.servers:
+        try:
+            result[server.name] = rounded(loaded(server, world, load, path))
+        except (AssertionError, ValueError) as error:
+            failed.append(f"{server.name}: {error}")
+            result["failed"] = [each[:2000] for each in failed]
+        else:
+            _print(server.name, result[server.name])
+        wrote(result)
+    assert not failed, "\n".join(failed)
+    if "rival" in result:
+        mine, theirs = result["ours"], result["rival"]
+        result["ours_over_rival"] = rounded(
+            {
+                **{
+                    name: mine[name]["median"] / theirs[name]["median"]
+                    for name in ("lost_milliseconds", "worst_gap_milliseconds")
+                    if theirs[name]["median"] > 0
+                },
+                "pause": mine["loaded"]["pause_seconds"]["median"] / theirs["loaded"]["pause_seconds"]["median"],
+            }
+        )
+        wrote(result)
+    return result
+
+
+def _print(name: str, found: dict[str, Any]) -> None:
+    def told(what: str) -> str:
+        return f"{found[what]['median']:.1f} ({found[what]['iqr']:.1f})"
+
+    pause = {kind: 1e3 * found[kind]["pause_seconds"]["median"] for kind in ("idle", "loaded")}
+    print(
+        f"RESULT {name}: lost {told('lost_milliseconds')} ms, worst gap {told('worst_gap_milliseconds')} ms "
+        f"(quiet {told('quiet_worst_gap_milliseconds')}), pause {pause['loaded']:.1f} ms (idle {pause['idle']:.1f}), "
+        f"{found['rate']['both']:.0f} tokens/s, requests {found['requests']}",
+        flush=True,
+    )
+    stages = {
+        key: f"{1e3 * each['median']:.1f} (idle {1e3 * found['idle'].get(key, each)['median']:.1f})"
+        for key, each in found["loaded"].items()
+        if key != "pause_seconds"
+    }
+    for key, value in stages.items():
+        print(f"  {key}: {value} ms", flush=True)
+
+
+def world_of(engine: str, cpu: bool, rival: bool, path: Path) -> contextlib.AbstractContextManager[World]:
+    """The servers that the command line asks for."""
+    if engine == "reference":
+        return reference(path, cpu)
+    return vllm_on_the_cpu(path) if cpu else vllm_on_a_gpu(path, rival)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--engine", choices=("vllm", "reference"), default="vllm")
+    parser.add_argument("--cpu", action="store_true", help="a small model on the CPU")
+    parser.add_argument("--no-rival", action="store_true")
+    for name, value in asdict(Load()).items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
+    options = parser.parse_args()
+    if not options.cpu and not torch.cuda.is_available():
+        parser.error("torch sees no GPU here; --cpu takes a small model without one")
+    load = Load(**{name: getattr(options, name) for name in asdict(Load())})
+    with TemporaryDirectory(prefix="load") as directory:
+        path = Path(directory)
+
+        def wrote(result: dict[str, Any]) -> None:
+            options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+        with world_of(options.engine, options.cpu, not options.no_rival, path) as world:
+            measure(world, load, path, wrote)
+
+
+if __name__ == "__main__":
+    main()
