@@ -22,7 +22,7 @@ from ckpt_engine.machines.events import Compiled
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.fan_out import Together, filled_together
 from ckpt_engine.machines.manager.fill_command import fill_command
-from ckpt_engine.machines.manager.filling import FINAL, Filling, lacking, reports, shortfalls
+from ckpt_engine.machines.manager.filling import FINAL, Filling, blobs_of, lacking, reports, shortfalls
 from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.machines.manager.prefetch_rule import by_way_of, in_between, prefetch_decision
 from ckpt_engine.machines.manager.recipients import Recipients
@@ -189,8 +189,7 @@ class Prefetch:
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """Blobs that relays may fetch."""
-        commands = [filling.command for filling in self._fillings.values() if filling.command is not None]
-        return [ref for command in commands for ref in (command.record, *command.tables, *command.needs)]
+        return blobs_of(self._fillings.values())
 
     def lacking(self) -> dict[str, str]:
         """For each replica, what its relay was not to bring, since nobody reaches it."""
