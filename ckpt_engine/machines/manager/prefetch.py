@@ -193,7 +193,8 @@ class Prefetch:
 
     def lacking(self) -> dict[str, str]:
         """For each replica, what its relay was not to bring, since nobody reaches it."""
-        return lacking(self._fillings.values(), self._goal.published.sources)
+        found = lacking(self._fillings.values(), self._goal.published.sources)
+        return {name: self._with_failures(why) for name, why in found.items()}
 
     def _reasons(self) -> str:
         said = [self._reason(name) for name in sorted({*self.why, *self._from})]
@@ -233,7 +234,7 @@ class Prefetch:
             self._explain(name, route)
         for name, why in routes.unreached.items():
             if self._fillings[name].command is None:
-                self._fillings[name].left_out = precondition(self._with_failures(why, out)).problem
+                self._fillings[name].left_out = precondition(self._with_failures(why)).problem
             else:
                 self._fillings[name].route = Route(0, ())  # nobody is left to wait for
         self._routed = len(self._out())
@@ -263,9 +264,9 @@ class Prefetch:
         filling = self._fillings.get(name)
         return filling is not None and (filling.failed or filling.ahead or filling.answer is None)
 
-    def _with_failures(self, why: str, out: set[str]) -> str:
+    def _with_failures(self, why: str) -> str:
         """Why nobody fills a relay, where others that might have done so have failed."""
-        failed = [each for each in self._out() if each.relay in out and not each.replicas and each.left_out]
+        failed = [each for each in self._out() if not each.replicas]
         said = [f"{each.relay} is left out: {each.left_out.message}" for each in failed if each.left_out]
         return "; ".join([*said, why])
 
