@@ -87,21 +87,27 @@ def wanted_of(needs: WorkerNeeds, recorded: Recorded) -> Wanted:
     return found
 
 
-def lay_out(recorded: Recorded, readers: Sequence[Wanted], everything: bool = False) -> SlotLayout:
+def lay_out(
+    recorded: Recorded,
+    readers: Sequence[Wanted],
+    everything: bool = False,
+    within: Sequence[Partition] | None = None,
+) -> SlotLayout:
     """The layout of a slot for these readers: each cell that any of them touches, once.
 
     readers: needs as `wanted_of` gives them; those with equal needs count as one. everything: all cells of the model,
-    also those that no reader needs. The same record and the same readers always give the same layout.
+    also those that no reader needs. within: for each tensor the only part of it that is held: cells that are not wholly
+    in it are left out; None: no limit. The same arguments always give the same layout.
     """
     distinct = list(dict.fromkeys(tuple(each) for each in readers))
     by_tensor: list[list[tuple[int, Box]]] = [[] for _ in recorded.boxes]
     for number, wanted in enumerate(distinct):
         for tensor, box in wanted:
             by_tensor[tensor].append((number, box))
-    known: dict[tuple[Partition, tuple[tuple[int, Box], ...], bool], list[_Piece]] = {}
+    known: dict[tuple[Partition, tuple[tuple[int, Box], ...], bool, Partition | None], list[_Piece]] = {}
     groups: dict[tuple[int, ...], list[tuple[int, _Piece]]] = {}
     for tensor, (partition, needs) in enumerate(zip(recorded.partitions, by_tensor, strict=True)):
-        key = partition, tuple(needs), everything
+        key = partition, tuple(needs), everything, None if within is None else within[tensor]
         if key not in known:
             known[key] = cut_pieces(*key)
         for piece in known[key]:
@@ -131,8 +137,11 @@ class _Piece(NamedTuple):
     readers: tuple[int, ...]
 
 
-def cut_pieces(partition: Partition, needs: Sequence[tuple[int, Box]], everything: bool) -> list[_Piece]:
-    """The atoms of a tensor's cells that any reader touches, or of all. needs: pairs of reader and box."""
+def cut_pieces(
+    partition: Partition, needs: Sequence[tuple[int, Box]], everything: bool, within: Partition | None = None
+) -> list[_Piece]:
+    """The atoms of a tensor's cells that any reader touches, or of all. needs: pairs of reader and box. within: of
+    cells that lie wholly in these boxes only."""
     tiling = partition.tiling(frozenset(box for _, box in needs))
     readers: dict[int, set[int]] = {}
     for number, box in needs:
@@ -140,10 +149,15 @@ def cut_pieces(partition: Partition, needs: Sequence[tuple[int, Box]], everythin
             readers.setdefault(atom, set()).add(number)
     found = []
     for cell, (first, atoms) in enumerate(zip(tiling.first, tiling.parts, strict=False)):
-        if everything or any(first + index in readers for index in range(len(atoms))):
+        touched = everything or any(first + index in readers for index in range(len(atoms)))
+        if touched and (within is None or _is_within(partition.boxes[cell], within)):
             for index, box in enumerate(atoms):
                 found.append(_Piece(box, box.volume, cell, tuple(sorted(readers.get(first + index, ())))))
     return found
+
+
+def _is_within(cell: Box, within: Partition) -> bool:
+    return sum(hit.volume for hit in within.hits(cell)) == cell.volume
 
 
 def check_memory(needed: int, allowed: int, what: str) -> None:

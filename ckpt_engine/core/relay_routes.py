@@ -54,6 +54,7 @@ class Route:
     beside those of its own host. lacks: sources of which it gets nothing, although nobody else has the same. ahead: it
     brings first what its own sources have, since others wait for that. early: those of its upstream that it reads once
     they have brought that much. over: the transports by which it reads its upstream, if it reads all of it there.
+    within: of a step in between that cannot get all of the version, the sources whose boxes alone it holds.
     """
 
     stage: int
@@ -66,6 +67,7 @@ class Route:
     ahead: bool = False
     early: tuple[str, ...] = ()
     over: tuple[str, ...] = ()
+    within: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class _Routing:
         self._choose = choose
         self._edges: dict[tuple[str, str], Choice | CkptEngineError] = {}
         self._sources = {
-            name: [origin for origin in self._origins if origin != name and self._reaches(origin, name)]
+            name: [origin for origin in self._origins if origin != name and self._reads(name, origin)]
             for name in self._relays
         }
         # Files that another host may have, or not, are no reason to do without a relay that surely has them.
@@ -280,6 +282,7 @@ class _Routing:
             early=tuple(each.early),
             over=self._over(name, each.upstream),
             lacks=_once(min(part) for part in lacking),
+            within=() if name in self._wanted or not lacking else self._origins_within(self._has[name]),
         )
 
     def _stage_of(self, name: str, chosen: Mapping[str, _Chosen]) -> int:
@@ -304,8 +307,11 @@ class _Routing:
         """The parts that these sources have."""
         return frozenset(number for number, part in enumerate(self._parts) if not part.isdisjoint(sources))
 
-    def _reaches(self, origin: str, relay: str) -> bool:
-        return not isinstance(self._edge(origin, relay), CkptEngineError)
+    def _origins_within(self, parts: frozenset[int]) -> tuple[str, ...]:
+        """Sources that have these parts: those that have no other, and all that have a part that none of these has."""
+        others = frozenset[str]().union(*(self._parts[part] for part in self._all - parts))
+        found = {source for part in parts for source in self._parts[part]} - others
+        return tuple(sorted(found.union(*(each for part in parts if (each := self._parts[part]).isdisjoint(found)))))
 
     def _reads(self, relay: str, other: str) -> bool:
         return not isinstance(self._edge(other, relay), CkptEngineError)

@@ -135,7 +135,7 @@ class _Deciding:
         for name, filling in filled.items():
             reads = self._reads(name, filling.route, near, trees.get(name))
             route = filling.route
-            slot = self._slot(self._needs(name, route))
+            slot = self._slot(self._needs(name, route), route.within)
             host = self._host[name]
             found[name] = Relay(name, host, filling.replicas, slot, route.stage, route.ahead, tuple(reads))
         return Relays(found, why, routes.unreached, trees)
@@ -196,8 +196,8 @@ class _Deciding:
         found = {worker for own in self._workers.values() for worker, host in enumerate(own) if host in hosts}
         return tuple(sorted(found))
 
-    def _slot_of(self, workers: tuple[int, ...]) -> Slot:
-        return slot_of(self._offered, workers, self._everything)
+    def _slot_of(self, workers: tuple[int, ...], within: tuple[str, ...]) -> Slot:
+        return slot_of(self._offered, workers, self._everything, within)
 
     def _near(self, filling: Filling) -> tuple[Counter[str], Counter[frozenset[str]]]:
         name, sources = filling.relay, set(filling.route.sources)
@@ -209,7 +209,7 @@ class _Deciding:
             # Files that another host may have are read last of all.
             return None if found >= Distance.SHARED_FILE and filling.route.upstream else found
 
-        return brought(self._offered, self._slot(self._needs(name, filling.route)), distance)
+        return brought(self._offered, self._slot(self._needs(name, filling.route), filling.route.within), distance)
 
     def _choice_of(self, source: str, relay: str) -> Choice:
         """The nearest way from a source to a relay."""

@@ -7,9 +7,10 @@ same workers read lies together in groups that begin at multiples of 2 MiB.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckpt_engine.core.partition import Partition
 from ckpt_engine.core.relay_layout import ATOM_BYTES, GROUP_BYTES, cut_pieces
 from ckpt_engine.planning.offered import Offered
 
@@ -27,8 +28,9 @@ class Slot:
     cells: Mapping[tuple[int, int], int]
 
 
-def slot_of(offered: Offered, workers: Sequence[int], everything: bool = False) -> Slot:
-    """The slot of a relay that is read by these workers of a replica. everything: it holds the whole model."""
+def slot_of(offered: Offered, workers: Sequence[int], everything: bool = False, within: Collection[str] = ()) -> Slot:
+    """The slot of a relay that is read by these workers of a replica. everything: it holds the whole model. within: ids
+    of the sources of whose boxes alone it holds something; none: of all."""
     readers = list(dict.fromkeys(offered.wanted[worker] for worker in workers))
     groups: Counter[tuple[int, ...]] = Counter()
     cells: Counter[tuple[int, int]] = Counter()
@@ -37,12 +39,19 @@ def slot_of(offered: Offered, workers: Sequence[int], everything: bool = False) 
         width, count = offered.width(kind), offered.kinds[kind].many
         needs = [(number, box) for number, wanted in enumerate(readers) for tensor, box in wanted if tensor == kind]
         part_of = [offered.publication.partitions[kind].hits(box)[0].part for box in record.boxes]
-        for piece in cut_pieces(record, needs, everything):
+        for piece in cut_pieces(record, needs, everything, _held_by(offered, kind, within) if within else None):
             size = piece.volume * width
             groups[piece.readers] += -(-size // ATOM_BYTES) * ATOM_BYTES * count
             cells[kind, part_of[piece.cell]] += size * count
             total += size * count
     return Slot(total, sum(-(-size // GROUP_BYTES) * GROUP_BYTES for size in groups.values()), cells)
+
+
+def _held_by(offered: Offered, kind: int, sources: Collection[str]) -> Partition:
+    publication = offered.publication
+    names = [table.id for table in publication.tables]
+    held = (part for part in publication.parts[kind] if any(names[each.source] in sources for each in part.holders))
+    return Partition(tuple(part.box for part in held))
 
 
 Distance = Callable[[str], int | None]

@@ -238,7 +238,7 @@ class _Planning:
         if question.host_memory is not None and needed > question.host_memory:
             advice = ", or spread each replica over several (--hosts)"
             if any(place.host == relay.host for place in self._cluster.ranks):
-                advice = ": it passes on all that is read behind it, however many hosts the trainer has"
+                advice = ", or spread the trainer over more (--trainer): it passes on what ranks there have"
                 if relay.replicas:
                     advice = ", or name hosts of the replicas' own (--hosts)"
             return [

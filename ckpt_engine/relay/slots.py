@@ -19,6 +19,7 @@ import torch
 
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.problems import aborted, deadline, precondition
+from ckpt_engine.core.publication import join_sources
 from ckpt_engine.core.rates import Rate
 from ckpt_engine.core.relay_layout import SLOTS, SlotLayout, lay_out, wanted_of
 from ckpt_engine.core.sealed_record import Recorded, read_record
@@ -55,7 +56,7 @@ class Wish:
     """A version to bring. record: hashes to identity.root, or it is refused. tables: of those who hold it, in the order
     in which equally near ones are asked. needs: of the workers of this host. everything: hold all of it. fan_out: who
     is filled with the same at the same time, if anybody is. passed: told, on any thread, how fast it was passed on to
-    them, whenever nobody asks for more of it."""
+    them, whenever nobody asks for more of it. within: only what these tables offer is held; none: all of it."""
 
     identity: Identity
     record: SealedRecord
@@ -64,6 +65,7 @@ class Wish:
     everything: bool = False
     fan_out: FanOut | None = None
     passed: Callable[[Rate], None] = lambda rate: None
+    within: Sequence[SourceTable] = ()
 
 
 @dataclass(frozen=True)
@@ -266,7 +268,7 @@ class Slots:
         ready = self._ready[slot]
         if ready is None or ready.key != key:
             recorded = read_record(wish.record, wish.identity.root)
-            layout = lay_out(recorded, [wanted_of(needs, recorded) for needs in wish.needs], wish.everything)
+            layout = _layout(wish, recorded)
             if kept and before is not None and before.layout.atoms != layout.atoms:
                 raise precondition("what this slot holds of the version is laid out for other needs")
             self._arena.reserve(slot, layout.size, f"version {wish.identity.version} of {wish.identity.lineage}")
@@ -386,4 +388,10 @@ class Slots:
             tuple(canonical(table) for table in wish.tables),
             tuple(canonical(needs) for needs in wish.needs),
             wish.everything,
+            tuple(canonical(table) for table in wish.within),
         )
+
+
+def _layout(wish: Wish, recorded: Recorded) -> SlotLayout:
+    within = join_sources(recorded.record.manifest, wish.within).partitions if wish.within else None
+    return lay_out(recorded, [wanted_of(needs, recorded) for needs in wish.needs], wish.everything, within)

@@ -56,9 +56,10 @@ class RelayWork:
     def _wish(self, command: FillRelay, seconds: float) -> Wish:
         """What a command wants. Its blobs are fetched once for counting and filling."""
         if self._fetched is None or self._fetched[0] != command:
-            refs = [command.record, *command.tables, *command.needs]
+            refs = [command.record, *command.tables, *command.needs, *command.within]
             record, *rest = self._fetch(refs, seconds)
-            tables, needs = rest[: len(command.tables)], rest[len(command.tables) :]
+            tables, rest = rest[: len(command.tables)], rest[len(command.tables) :]
+            needs, within = rest[: len(command.needs)], rest[len(command.needs) :]
             wish = Wish(
                 command.identity,
                 _read(SealedRecord, record),
@@ -67,6 +68,7 @@ class RelayWork:
                 command.everything,
                 command.fan_out if command.HasField("fan_out") else None,
                 partial(self._passed, command),
+                [_read(SourceTable, each) for each in within],
             )
             self._fetched = command, wish
         return self._fetched[1]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ckpt_engine.core.boxes import Box, contains, intersect, overlap, tile, uncovered, whole
 from ckpt_engine.core.manifest import blob_digest, canonical
+from ckpt_engine.core.partition import Partition
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.relay_layout import (
     ATOM_BYTES,
@@ -125,6 +126,19 @@ def test_what_nobody_needs_lies_behind_the_rest_and_only_where_everything_is_hel
     assert [group.readers for group in layout.groups] == [(0,), ()]
     assert lay_out(record, [], everything=True).bytes == 3 * 16 * 8 * 2
     assert lay_out(record, []).size == 0
+
+
+def test_of_a_part_that_is_all_there_will_ever_be_only_whole_cells_are_held() -> None:
+    shapes = [(16, 8), (16,), (4, 8)]
+    record = recorded(shapes, [[part_of(shape, 0, number, 4) for number in range(4)] for shape in shapes])
+    needs = [[(tensor, part_of(shape, 1, number, 2)) for tensor, shape in enumerate(shapes)] for number in range(2)]
+    within = [Partition((Box((0, 0), (4, 8)), Box((4, 0), (10, 8)))), Partition((Box((8,), (16,)),)), Partition(())]
+    for everything in (False, True):
+        layout = lay_out(record, needs, everything, within)
+        cells = {(atom.tensor, atom.cell - record.first[atom.tensor]) for atom in layout.atoms}
+        assert cells == {(0, 0), (0, 1), (1, 2), (1, 3)}, "half of a cell could not be compared with what was sealed"
+        assert layout.bytes == 2 * (8 * 8 + 8)
+    assert lay_out(record, needs, within=[Partition(())] * 3).size == 0
 
 
 @pytest.mark.slow

@@ -86,6 +86,7 @@ def test_children_are_spread_and_have_alternates() -> None:
 def test_a_trainer_on_two_hosts_has_two_steps_in_between() -> None:
     routes = routed([rank(0, "A"), rank(1, "B")], [relay("a", "A"), relay("b", "B"), relay("c", "C")], "c")
     assert routes.by_relay["a"].lacks == ("rank 1",)
+    assert [routes.by_relay[name].within for name in "abc"] == [("rank 0",), ("rank 1",), ()]
     assert routes.by_relay["c"].upstream == ("a", "b")
     assert (routes.by_relay["c"].stage, routes.by_relay["c"].lacks) == (1, ())
 
@@ -125,6 +126,7 @@ def test_a_relay_between_two_kinds_of_networks() -> None:
     relays = [relay("a", "A", lends="wire"), relay("b", "B", lends="w2"), relay("c", "C", reads="w2")]
     routes = routed([rank(0, "A")], relays, "c")
     assert [routes.by_relay[name].stage for name in "abc"] == [0, 1, 2]
+    assert not any(routes.by_relay[name].within for name in "abc"), "all of it comes by way of each"
     assert routes.by_relay["a"].feeds == ("b", "c")
 
 
@@ -228,4 +230,8 @@ def test_of_any_cluster(seed: int) -> None:
             assert other in holding or name in routes.by_relay[other].children
             assert other in holding or {name, *route.feeds} <= set(routes.by_relay[other].feeds)
         assert set(route.lacks) == {min(made[number]) for number in set(range(len(made))) - has(name)}
+        assert bool(route.within) == (name not in wanted and bool(route.lacks))
+        covered = {number for number, part in enumerate(made) if not part.isdisjoint(route.within)}
+        assert not route.within or covered >= has(name), "it holds what it gets"
+        assert not route.within or set(route.within) <= set().union(*(made[number] for number in has(name)))
         assert bool(route.stage) == bool(route.upstream)

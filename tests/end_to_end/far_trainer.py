@@ -1,7 +1,8 @@
 """A trainer on a host of its own, driven by one JSON line at a time; run as a script with the manager's address.
 
-Answers {"train": [folder, seed], "shape": sizes, "publish": wishes, "advertise": address} (weights of a tiny model, as
-after a step; the last at the first one only), {"update": wishes},
+Answers {"train": [folder, seed], "shape": sizes, "publish": wishes, "advertise": address, "share": [rank, ranks]}
+(weights of a tiny model, as after a step; the last two at the first one only; of several ranks each has other tensors),
+{"update": wishes},
 {"spoil": true} (all weights are NaN), {"status": true}, {"members": true} (the manager's whole answer, in hexadecimal
 digits), {"close": true}: it ends, and its memory with it.
 """
@@ -20,7 +21,7 @@ from ckpt_engine import Trainer
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
 from tests.end_to_end.conftest import PADDED_VOCABULARY
-from tests.tiny_model import make_tiny_qwen3
+from tests.tiny_model import make_tiny_qwen3, named_weights
 
 
 def _members(address: str) -> Any:
@@ -72,10 +73,12 @@ def _main(address: str) -> None:
         try:
             if "train" in question:
                 folder, seed = question["train"]
-                trainer = trainer or Trainer(address, lineage="far", advertise=question.get("advertise"))
+                rank, ranks = question.get("share", (0, 1))
+                trainer = trainer or Trainer(address, rank, ranks, "far", advertise=question.get("advertise"))
                 shape = {"vocabulary": PADDED_VOCABULARY, **question.get("shape", {})}
                 model = make_tiny_qwen3(Path(folder), seed, weights=False, **shape)
-                trainer.publish(model, **question.get("publish", {}))
+                weights = model if ranks == 1 else list(named_weights(model))[rank::ranks]
+                trainer.publish(weights, **question.get("publish", {}))
             elif "update" in question:
                 assert trainer is not None
                 answer = _told(trainer.update_weights(**question["update"]))

@@ -124,6 +124,45 @@ def test_a_later_attempt_is_a_newer_command_and_an_earlier_one_is_late() -> None
     assert relay.held == [5]
 
 
+def test_who_holds_a_part_by_order_does_not_take_it_for_the_whole_nor_for_another_part() -> None:
+    def within(epoch: int, *tables: bytes) -> FillRelay:
+        command = fill(epoch, 5, needs=(b"n",))
+        command.within.extend(BlobRef(digest=each) for each in tables)
+        return command
+
+    relay = Relay()
+    relay.bring(within(1, b"a", b"b"))
+    relay.tell(within(2, b"b"))
+    assert relay.task is None, "that is there"
+    for epoch, tables in ((3, (b"a", b"c")), (4, ())):
+        relay.tell(within(epoch, *tables))
+        assert isinstance(relay.task, CountSlot)
+        assert not relay.task.more, "it is laid out in another way"
+        relay.end(FULL)
+    relay.bring(within(5))
+    relay.tell(within(6, b"c"))
+    assert relay.task is None, "all of it is there"
+
+
+def test_what_a_part_by_order_lacks_is_brought_beside_it_for_that_part_only() -> None:
+    relay = Relay()
+    command = fill(1, 5, needs=(b"n",))
+    command.within.add(digest=b"a")
+    relay.tell(command)
+    relay.end()
+    relay.end(missing=2)
+    command.attempt = 1
+    relay.tell(command)
+    assert isinstance(relay.task, CountSlot)
+    assert relay.task.more
+    relay.end(FULL)
+    command.attempt = 2
+    command.within.add(digest=b"b")
+    relay.tell(command)
+    assert isinstance(relay.task, CountSlot)
+    assert not relay.task.more
+
+
 def test_the_rest_of_a_version_is_brought_beside_what_is_there() -> None:
     """Others may be reading that: it is neither given up nor overwritten, also if the rest cannot be had."""
     relay = Relay()

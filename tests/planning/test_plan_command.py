@@ -132,8 +132,9 @@ def impossible(shown: Result) -> str:
             "its trainer ranks' weights and its relay's two versions are 16.4 GB, and it has 8.6 GB",
         ),
         (
-            "qwen --trainer fsdp=16 --hosts 1 --host-memory 16GiB",
-            "it passes on all that is read behind it, however many hosts the trainer has",
+            "qwen --trainer fsdp=8 --hosts 1 --host-memory 16GiB",
+            "relay trainer-0 keeps two versions, 32.8 GB, and host trainer-0 has 17.2 GB (--host-memory): give hosts "
+            "more, or spread the trainer over more (--trainer): it passes on what ranks there have",
         ),
         ("deepseek --trainer tp=1,ep=8,dp=3", "ep=8 does not divide tp=1"),
         ("qwen --gpu-link none --no-relays", "no peer access leads from the worker's GPU"),

@@ -99,8 +99,7 @@ def test_every_worker_gets_what_it_needs_and_nothing_twice(model: Path, asked: A
     workers = range(question.replica.count)
     assert got == {(name, worker): answer.offered.needed(worker) for name in question.names for worker in workers}
     for relay in answer.relays.filled.values():
-        brought = sum(read.bytes for read in relay.reads)
-        assert brought == relay.slot.bytes if relay.replicas else brought <= relay.slot.bytes
+        assert sum(read.bytes for read in relay.reads) == relay.slot.bytes, "it takes memory for what it brings"
     moved = sum((ways for ways in traffic(answer).values()), Counter[str]())
     assert moved["network in"] == moved["network out"]
 
@@ -124,6 +123,18 @@ def test_a_slot_is_laid_out_as_a_relay_does(tmp_path: Path) -> None:
         laid = lay_out(recorded, [apart.wanted[worker] for worker in workers])
         slot = slot_of(offered, workers)
         assert (slot.bytes, slot.size) == (laid.bytes, laid.size)
+
+
+def test_a_step_in_between_takes_memory_for_what_its_host_has(model: Path) -> None:
+    answer = planned(question_of(Asked(model, "fsdp=32", replicas=4, tp=2, hosts=4)))
+    assert answer.offered is not None
+    ranks = answer.question.cluster.ranks
+    for name, relay in answer.relays.filled.items():
+        sources = [number for number, place in enumerate(ranks) if place.host == relay.host]
+        held = sum(answer.offered.held(source) for source in sources)
+        assert relay.slot.bytes == (answer.question.model.bytes if relay.replicas else held), name
+    steps = [relay for relay in answer.relays.filled.values() if not relay.replicas]
+    assert (len(steps), sum(relay.slot.bytes for relay in steps)) == (4, answer.question.model.bytes)
 
 
 def test_hosts_of_a_network_get_each_byte_once_from_the_trainer(model: Path) -> None:

@@ -6,6 +6,8 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,39 @@ def test_the_rest_is_brought_beside_what_readers_have_mapped(slots: Slots) -> No
     other, record = checkpoint_of(10)
     again = slots.fill(0, all_of(record, tables(other), version=2), 60.0, more=True)
     assert_holds(again, other)
+
+
+def test_a_relay_in_between_takes_memory_for_what_it_brings_and_the_next_one_finds_all_of_it(slots: Slots) -> None:
+    """Two steps in between, each with room for what its trainer rank has and not for the model, and who reads both."""
+    checkpoint, recorded = checkpoint_of(9)
+    parts = tables(checkpoint)
+    held: list[Held] = []
+    sizes = [sum(region.size for region in part.regions) for part in parts]
+    with ExitStack() as stack:
+        for number, part in enumerate(parts):
+            small = slots_of(f"step {number}", 16 << 20)
+            stack.callback(small.close)
+            whole = small.count(0, all_of(recorded, [part]), 60.0)
+            asked = replace(all_of(recorded, [part]), within=[part])
+            assert small.count(1, asked, 60.0) < whole
+            held.append(small.fill(1, asked, 60.0))
+            assert held[-1].filled.missing == (), "what lies elsewhere is not missed"
+            assert held[-1].layout.bytes == sum(held[-1].filled.brought.values()) <= sizes[number]
+        end = slots.fill(0, all_of(recorded, [each.table for each in held]), 60.0)
+        assert end.filled.missing == ()
+        assert_holds(end, checkpoint)
+        checkpoint.arenas[0].tensor(0, (64,), torch.uint8).fill_(77)
+        lacking = stack.enter_context(closing(slots_of("third", 16 << 20)))
+        broken = lacking.fill(0, replace(all_of(recorded, parts[:1]), within=parts[:1]), 60.0)
+        assert broken.filled.missing, "what was to be brought and was not is missed by name"
+        assert broken.filled.missing[0].problem.tensors
+
+
+def test_who_has_nothing_that_is_needed_holds_nothing(slots: Slots) -> None:
+    checkpoint, recorded = checkpoint_of(9)
+    part = tables(checkpoint)[0]
+    held = slots.fill(0, replace(wish(recorded, 1, [part]), within=[part]), 60.0)
+    assert (held.layout.size, held.filled.missing, len(held.table.shards)) == (0, (), 0)
 
 
 def test_a_slot_is_not_given_up_for_what_nobody_holds(slots: Slots) -> None:

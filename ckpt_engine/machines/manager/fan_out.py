@@ -59,7 +59,8 @@ def filled_together(
         if last is not None and last.problem.code in FINAL:
             continue  # it may be too small this time, too, and the others would wait for it
         needs = tuple(sorted(each.digest for each in command.needs))
-        classes.setdefault((needs, command.everything), []).append(filling.relay)
+        within = tuple(sorted(each.digest for each in command.within))
+        classes.setdefault((needs, command.everything, within), []).append(filling.relay)
     orders: dict[str, manager_pb2.FanOut] = {}
     why: dict[str, str] = {}
     for names in classes.values():

@@ -30,6 +30,8 @@ def fill_command(
         if held.identity == identity and other.filling is None and other.source not in tables
     ]
     relays = [holders[each] for each in (name, *route.feeds) if each in holders]
+    # What nobody brings to it would take memory for nothing. It may lie with sources that it does not read itself.
+    within = [tables[source] for source in route.within if source in tables]
     latest = course.state.versions.latest.get(course.goal.lineage)
     return manager_pb2.FillRelay(
         fence=course.filling,
@@ -38,4 +40,5 @@ def fill_command(
         needs=known.near(relays),
         everything=any(relay.filling is not None and relay.filling.everything for relay in relays),
         keep=None if latest is None else latest.identity,
+        within=within,
     )

@@ -86,6 +86,12 @@ def reports(fillings: Iterable[Filling]) -> list[manager_pb2.RelayReport]:
     ]
 
 
+def blobs_of(fillings: Iterable[Filling]) -> list[manager_pb2.BlobRef]:
+    """Blobs that the relays which were told something may fetch."""
+    told = [each.command for each in fillings if each.command is not None]
+    return [ref for each in told for ref in (each.record, *each.tables, *each.needs, *each.within)]
+
+
 def lacking(fillings: Iterable[Filling], sources: Iterable[SourceOffer]) -> dict[str, str]:
     """What the relay of each replica was not to bring, since nobody reaches it."""
     hosts = {source.source: name_of(source.host) for source in sources}

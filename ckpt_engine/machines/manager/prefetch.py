@@ -22,7 +22,7 @@ from ckpt_engine.machines.events import Compiled
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.fan_out import Together, filled_together
 from ckpt_engine.machines.manager.fill_command import fill_command
-from ckpt_engine.machines.manager.filling import FINAL, Filling, lacking, reports, shortfalls
+from ckpt_engine.machines.manager.filling import FINAL, Filling, blobs_of, lacking, reports, shortfalls
 from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.machines.manager.prefetch_rule import by_way_of, in_between, prefetch_decision
 from ckpt_engine.machines.manager.recipients import Recipients
@@ -189,12 +189,12 @@ class Prefetch:
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """Blobs that relays may fetch."""
-        commands = [filling.command for filling in self._fillings.values() if filling.command is not None]
-        return [ref for command in commands for ref in (command.record, *command.tables, *command.needs)]
+        return blobs_of(self._fillings.values())
 
     def lacking(self) -> dict[str, str]:
-        """What the relay of each replica was not to bring, since nobody reaches it."""
-        return lacking(self._fillings.values(), self._goal.published.sources)
+        """For each replica, what its relay was not to bring, since nobody reaches it."""
+        found = lacking(self._fillings.values(), self._goal.published.sources)
+        return {name: self._with_failures(why) for name, why in found.items()}
 
     def _reasons(self) -> str:
         said = [self._reason(name) for name in sorted({*self.why, *self._from})]
@@ -234,7 +234,7 @@ class Prefetch:
             self._explain(name, route)
         for name, why in routes.unreached.items():
             if self._fillings[name].command is None:
-                self._fillings[name].left_out = precondition(self._with_failures(why, out)).problem
+                self._fillings[name].left_out = precondition(self._with_failures(why)).problem
             else:
                 self._fillings[name].route = Route(0, ())  # nobody is left to wait for
         self._routed = len(self._out())
@@ -264,9 +264,9 @@ class Prefetch:
         filling = self._fillings.get(name)
         return filling is not None and (filling.failed or filling.ahead or filling.answer is None)
 
-    def _with_failures(self, why: str, out: set[str]) -> str:
+    def _with_failures(self, why: str) -> str:
         """Why nobody fills a relay, where others that might have done so have failed."""
-        failed = [each for each in self._out() if each.relay in out and not each.replicas and each.left_out]
+        failed = [each for each in self._out() if not each.replicas]
         said = [f"{each.relay} is left out: {each.left_out.message}" for each in failed if each.left_out]
         return "; ".join([*said, why])
 

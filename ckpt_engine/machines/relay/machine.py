@@ -54,12 +54,13 @@ Answer: TypeAlias = RelayFilled | RelayProgress
 
 @dataclass
 class _Slot:
-    """needs: what was asked for when it was filled. since: which filling it was."""
+    """needs, everything, within: what was asked for when it was filled. since: which filling it was."""
 
     held: HeldVersion | None = None
     told: RelayFilled | None = None
     needs: frozenset[bytes] = frozenset()
     everything: bool = False
+    within: frozenset[bytes] = frozenset()
     since: int = 0
 
 
@@ -211,6 +212,7 @@ class RelayFilling:
             told=told,
             needs=_digests(command.needs),
             everything=command.everything,
+            within=_digests(command.within),
             since=self._count,
         )
         self._hold(self.held)
@@ -253,11 +255,13 @@ def _has_a_part(slot: _Slot, command: FillRelay) -> bool:
     if slot.held is None or slot.told is None or slot.held.identity != command.identity:
         return False
     same = slot.needs == _digests(command.needs) and slot.everything == command.everything
-    return same and bool(slot.told.missing_cells)
+    return same and slot.within == _digests(command.within) and bool(slot.told.missing_cells)
 
 
 def _serves(slot: _Slot, command: FillRelay) -> bool:
     """Whether a slot holds all that a command asks for."""
     if slot.held is None or slot.told is None or slot.held.identity != command.identity or slot.told.missing_cells:
+        return False
+    if slot.within and not (command.within and _digests(command.within) <= slot.within):
         return False
     return slot.everything or (not command.everything and _digests(command.needs) <= slot.needs)
