@@ -1,47 +1,22 @@
-"""Decides from whom each relay is filled: from the publication's own sources where it reaches them, else from other
-relays.
+"""Decides from whom each relay is filled: from the publication's own sources where it reaches them, else from relays.
 
-Decides for each relay that replicas wait for which sources and which relays it reads, and at which stage it can begin:
-a relay is filled once those that it reads hold the version. A relay that no replica waits for is filled too where one
-further away needs it as a step in between. Pure; it knows hosts and transports, and neither boxes nor time.
+It decides which of them each relay reads that replicas wait for, and its stage: it is filled once those that it reads
+hold the version. One that no replica waits for is filled too where it is a step in between. Pure; it knows hosts and
+transports, and neither boxes nor time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ckpt_engine.core.problems import CkptEngineError, precondition
-from ckpt_engine.core.reach import Distance, name_of, same_host
-from ckpt_engine.core.topology import Choice, choose_transport
-from ckpt_engine.core.transports import transport_kinds
-from ckpt_engine.v1.weights_pb2 import Host
-
-Choose = Callable[[Host, str, Host, Sequence[str]], Choice]
-"""As in core.plan."""
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.reach import Distance, name_of
+from ckpt_engine.core.relay_reach import Choose, Origin, RelayReach, Station
+from ckpt_engine.core.topology import choose_transport
 
 Name = TypeVar("Name")
-
-
-@dataclass(frozen=True)
-class Origin:
-    """A source that has the version. ways: the transports over which each of its regions is offered, equal ones once:
-    who reads it needs one of each."""
-
-    name: str
-    host: Host
-    ways: tuple[frozenset[str], ...]
-
-
-@dataclass(frozen=True)
-class Station:
-    """A relay. reads: the transports that it can read with. lends: those over which it is read."""
-
-    name: str
-    host: Host
-    reads: tuple[str, ...]
-    lends: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -125,15 +100,16 @@ class _Routing:
         self._relays = {relay.name: relay for relay in sorted(relays, key=lambda relay: relay.name)}
         self._wanted = {name for name in wanted if name in self._relays and name not in holding}
         self._holding = holding
-        self._choose = choose
-        self._edges: dict[tuple[str, str], Choice | CkptEngineError] = {}
+        self._reach = RelayReach(self._origins, self._relays, choose)
         self._sources = {
-            name: [origin for origin in self._origins if origin != name and self._reads(name, origin)]
+            name: [origin for origin in self._origins if origin != name and self._reach.reads(name, origin)]
             for name in self._relays
         }
         # Files that another host may have, or not, are no reason to do without a relay that surely has them.
         self._direct = {
-            name: self._made_of([origin for origin in found if self._distance(origin, name) < Distance.SHARED_FILE])
+            name: self._made_of(
+                [origin for origin in found if self._reach.distance(origin, name) < Distance.SHARED_FILE]
+            )
             for name, found in self._sources.items()
         }
         # What each relay has once it is filled, and at which stage that is.
@@ -192,8 +168,8 @@ class _Routing:
         return self._direct != before
 
     def _within_reach(self, name: str) -> frozenset[int]:
-        parts = [self._has[other] for other in self._has if other != name and self._reads(name, other)]
-        parts += [self._direct[other] for other in self._ahead if other != name and self._reads(name, other)]
+        parts = [self._has[other] for other in self._has if other != name and self._reach.reads(name, other)]
+        parts += [self._direct[other] for other in self._ahead if other != name and self._reach.reads(name, other)]
         return self._direct[name].union(*parts)
 
     # -- who reads whom
@@ -223,7 +199,7 @@ class _Routing:
         """The fewest relays that have what its sources do not bring; of equal ones the one with the fewest children."""
         missing = set(self._has[name] - self._direct[name])
         early = [other for other in self._ahead if self._is_early(other, name)]
-        lenders = [other for other in (*self._before(name), *early) if self._reads(name, other)]
+        lenders = [other for other in (*self._before(name), *early) if self._reach.reads(name, other)]
         parts = {other: self._direct[other] if other in early else self._has[other] for other in lenders}
         found = []
         while missing:
@@ -232,7 +208,7 @@ class _Routing:
                 key=lambda other: (
                     other not in chosen and other not in self._holding,  # a copy more
                     -len(parts[other] & missing),
-                    self._distance(other, name),
+                    self._reach.distance(other, name),
                     self._stage.get(other, len(self._relays)),
                     load.get(other, 0),
                     other,
@@ -258,10 +234,10 @@ class _Routing:
                 if (other in chosen or other in self._holding)
                 and other not in each.upstream
                 and self._has[other] - self._direct[name]
-                and self._reads(name, other)
+                and self._reach.reads(name, other)
             )
             each.others = sorted(
-                lenders, key=lambda other: (self._distance(other, name), self._load.get(other, 0), other)
+                lenders, key=lambda other: (self._reach.distance(other, name), self._load.get(other, 0), other)
             )
 
     def _before(self, name: str) -> list[str]:
@@ -273,7 +249,7 @@ class _Routing:
         lacking = [self._parts[part] for part in sorted(self._all - self._has[name])]
         return Route(
             stage=max(stages, default=-1) + 1,
-            sources=tuple(sorted(self._sources[name], key=lambda origin: (self._distance(origin, name), origin))),
+            sources=tuple(sorted(self._sources[name], key=lambda origin: (self._reach.distance(origin, name), origin))),
             upstream=tuple(each.upstream),
             others=tuple(each.others),
             children=tuple(sorted(each.children)),
@@ -313,51 +289,11 @@ class _Routing:
         found = {source for part in parts for source in self._parts[part]} - others
         return tuple(sorted(found.union(*(each for part in parts if (each := self._parts[part]).isdisjoint(found)))))
 
-    def _reads(self, relay: str, other: str) -> bool:
-        return not isinstance(self._edge(other, relay), CkptEngineError)
-
-    def _distance(self, lender: str, relay: str) -> int:
-        edge = self._edge(lender, relay)
-        return 0 if isinstance(edge, CkptEngineError) else edge.distance
-
     def _over(self, name: str, upstream: Sequence[str]) -> tuple[str, ...]:
         if self._direct[name]:
             return ()
-        edges = (self._edge(other, name) for other in upstream)
+        edges = (self._reach.edge(other, name) for other in upstream)
         return tuple(sorted({edge.transport for edge in edges if not isinstance(edge, CkptEngineError)}))
-
-    def _edge(self, lender: str, relay: str) -> Choice | CkptEngineError:
-        """How a relay reads a source or another relay: the worst of the best ways into its regions."""
-        key = lender, relay
-        if key not in self._edges:
-            origin = self._origins.get(lender)
-            host = self._relays[lender].host if origin is None else origin.host
-            ways = (self._relays[lender].lends,) if origin is None else origin.ways
-            self._edges[key] = self._worst_way(host, ways, self._relays[relay])
-        return self._edges[key]
-
-    def _worst_way(self, host: Host, ways: Iterable[frozenset[str]], relay: Station) -> Choice | CkptEngineError:
-        reader = as_reader(relay.host, host)
-        worst = Choice("", "it has nothing to read")
-        for transports in ways:
-            found: list[Choice] = []
-            failures: list[str] = []
-            for transport in sorted(transports, key=_preference):
-                if transport not in relay.reads:
-                    failures.append(
-                        f"{relay.name} cannot read over {transport} (it can over {', '.join(relay.reads) or 'none'}); "
-                        f"run `ckpt-engine doctor` on host {name_of(relay.host)} to see why"
-                    )
-                    continue
-                try:
-                    found.append(self._choose(host, transport, reader, relay.reads))
-                except CkptEngineError as error:
-                    failures.append(error.problem.message)
-            if failures and not found:
-                return precondition("; and ".join(_once(failures)))
-            best = min(found, key=lambda choice: choice.distance, default=worst)
-            worst = max(worst, best, key=lambda choice: choice.distance)
-        return worst
 
     def _why_unreached(self, name: str) -> str:
         """Says for people what to start where."""
@@ -365,7 +301,7 @@ class _Routing:
         hosts = sorted({name_of(origin.host) for origin in self._origins.values()})
         with_it = [other for other in self._relays if other != name and (self._direct[other] or other in self._holding)]
         if with_it:
-            edge = self._edge(with_it[0], name)
+            edge = self._reach.edge(with_it[0], name)
             said = edge.problem.message if isinstance(edge, CkptEngineError) else "it has none of it"
             return f"it reads no relay that can have the version; {with_it[0]}: {said}"
         if not self._origins.keys() - {name}:
@@ -374,29 +310,12 @@ class _Routing:
         reasons = _once(
             edge.problem.message
             for origin in self._origins.keys() - {name}
-            if isinstance(edge := self._edge(origin, name), CkptEngineError)
+            if isinstance(edge := self._reach.edge(origin, name), CkptEngineError)
         )
         return (
             f"it runs on host {name_of(relay.host)} and reaches none of the sources, and no relay does: start a relay "
             f"on {where}, where the weights are (`ckpt-engine relay`); {reasons[0]}"
         )
-
-
-def _preference(transport: str) -> tuple[int, str]:
-    """Which way is preferred. Of equally near ways the first is taken, by planners and by readers."""
-    kinds = list(transport_kinds())
-    return kinds.index(transport) if transport in kinds else len(kinds), transport
-
-
-def as_reader(relay: Host, source: Host) -> Host:
-    """A relay's host as it is when it reads this source: it starts CUDA on whichever GPU it finds weights on."""
-    if not source.gpus or not same_host(relay, source):
-        return relay
-    found = Host()
-    found.CopyFrom(relay)
-    del found.gpus[:]
-    found.gpus.extend(source.gpus)
-    return found
 
 
 def _once(names: Iterable[Name]) -> tuple[Name, ...]:

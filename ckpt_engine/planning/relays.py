@@ -14,7 +14,8 @@ from functools import cache
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.reach import Distance
-from ckpt_engine.core.relay_routes import Origin, Route, Routes, Station, as_reader, relay_routes
+from ckpt_engine.core.relay_reach import Origin, Station, as_reader
+from ckpt_engine.core.relay_routes import Route, Routes, relay_routes
 from ckpt_engine.core.topology import Choice, choose_transport
 from ckpt_engine.core.transports import reading_kinds
 from ckpt_engine.machines.events import Peer

@@ -30,6 +30,7 @@ def step(name: str, code: str, limit: int = 60) -> Step:
     return Step(name, "", ("-c", code, "{out}"), 1, limit)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_and_packs_what_there_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

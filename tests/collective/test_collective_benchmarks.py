@@ -16,6 +16,7 @@ from benchmarks.gpu.test_sharded import layout
 on_cpus = pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it moves 16 GB: run the benchmark itself")
 
 
+@pytest.mark.slow
 @on_cpus
 def test_both_ways_brings_the_others_bytes() -> None:
     """The benchmark itself asserts what arrives."""
@@ -41,6 +42,7 @@ def test_a_setting_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPa
     assert "NCCL_MIN_CTAS" not in collective_both_ways.os.environ
 
 
+@pytest.mark.slow
 @on_cpus
 def test_stages_of_whole_updates_are_told() -> None:
     with tempfile.TemporaryDirectory(prefix="ckpt") as short:  # a socket's path has to be

@@ -9,7 +9,8 @@ import pytest
 
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.core.reach import Distance
-from ckpt_engine.core.relay_routes import Origin, Routes, Station, as_reader, relay_routes
+from ckpt_engine.core.relay_reach import Origin, Station, as_reader
+from ckpt_engine.core.relay_routes import Routes, relay_routes
 from ckpt_engine.core.topology import Choice
 from ckpt_engine.v1.weights_pb2 import Gpu, Host
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from ckpt_engine.core.rates import slow
 from ckpt_engine.core.reach import by_directory
-from ckpt_engine.core.relay_routes import Origin, Station
+from ckpt_engine.core.relay_reach import Origin, Station
 from ckpt_engine.core.transports import reading_kinds
 from ckpt_engine.machines.events import Published, WorkerKey
 from ckpt_engine.machines.manager.members import Holder
