@@ -24,7 +24,10 @@ from ckpt_engine.security.server import ServerSecurity
 
 
 def gateway(
-    manager: Annotated[str, typer.Option(help="The manager that tells of the replicas, host:port.")] = "",
+    context: typer.Context,
+    manager: Annotated[
+        str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="The manager that tells of the replicas, host:port.")
+    ] = "",
     pool: Annotated[
         str, typer.Option(help="Of the manager's replicas. Default: those that were started without one.")
     ] = "",
@@ -32,7 +35,7 @@ def gateway(
         list[str] | None, typer.Option(metavar="URL", help="A replica, without a manager; repeatable.")
     ] = None,
     listen: Annotated[str, typer.Option(help="Where callers connect, host:port. Port 0 takes a free one.")] = (
-        "127.0.0.1:8080"
+        Settings.listen
     ),
     workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that share the port, and nothing else.")] = 1,
     queue_seconds: Annotated[
@@ -69,6 +72,9 @@ def gateway(
     log_to_stderr(log_level, log_format)
     os.environ.update(CKPT_ENGINE_LOG_LEVEL=log_level.value, CKPT_ENGINE_LOG_FORMAT=log_format.value)  # for `work`
     log = logging.getLogger("ckpt_engine.gateway")
+    source = context.get_parameter_source("manager")
+    if replica and source is not None and source.name == "ENVIRONMENT":
+        manager = ""  # what is said on the command line is meant for this gateway, the variable for all commands
     settings = Settings(
         listen=listen,
         manager=manager,

@@ -25,7 +25,7 @@ class Settings:
     resumed legs at one replica that have no token yet, of this process. jitter: at most, before a leg after a break.
     """
 
-    listen: str = "127.0.0.1:8080"
+    listen: str = "127.0.0.1:8081"
     manager: str = ""
     pool: str = ""
     replicas: tuple[str, ...] = ()
