@@ -64,6 +64,7 @@ def test_a_recipe_is_its_own_line() -> None:
         Recipe.parse("9 chaos")
 
 
+@pytest.mark.slow
 def test_a_failure_names_its_recipe_and_a_shorter_one(monkeypatch: pytest.MonkeyPatch) -> None:
     from ckpt_engine.machines.agent.install import Installing
 
