@@ -17,10 +17,6 @@ from tests.engines.serving import TOKENS, check_closed, check_serves
 PYTHON = os.environ.get("CKPT_ENGINE_VLLM_PYTHON", "")
 OVERLAY = os.environ.get("CKPT_ENGINE_OVERLAY", "")
 
-NO_AMX = ("--block-size", "16")
-"""vLLM 0.32 takes a kernel for AMX where the processor has that, weights are bfloat16 and blocks a multiple of 32; it
-ends workers with an illegal instruction now and then (in cpu_attention_with_kv_cache)."""
-
 needs_vllm = [
     pytest.mark.engine,
     pytest.mark.skipif(not PYTHON, reason="CKPT_ENGINE_VLLM_PYTHON is not set; `make test-engines` sets it"),
@@ -54,7 +50,7 @@ def start_vllm(
         model,
         *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "tiny", "--enforce-eager"),
         *("--max-model-len", "256", "--dtype", "bfloat16", "--load-format", "dummy", "--skip-tokenizer-init"),
-        *("--gpu-memory-utilization", "0.3", "--tensor-parallel-size", str(tensor_parallel), *NO_AMX, *arguments),
+        *("--gpu-memory-utilization", "0.3", "--tensor-parallel-size", str(tensor_parallel), *arguments),
         options=options,
         environment={**given, **(environment or {})},
     )

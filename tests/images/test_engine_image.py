@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.vllm_server import NO_AMX, PYTHON, needs_vllm
+from tests.engines.vllm_server import PYTHON, needs_vllm
 from tests.images.building import Builder
 from tests.images.conftest import PYTHON as BASE
 from tests.images.conftest import ROOT, needed_by_pip, pip_settings
@@ -77,7 +77,7 @@ def test_a_replica_serves_from_an_engine_s_image(tmp_path: Path) -> None:
             engine = (
                 *("python3", "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "tiny"),
                 *("--enforce-eager", "--max-model-len", "256", "--dtype", "bfloat16", "--load-format", "dummy"),
-                *("--skip-tokenizer-init", "--gpu-memory-utilization", "0.3", *NO_AMX),
+                *("--skip-tokenizer-init", "--gpu-memory-utilization", "0.3"),
             )
             words = ("replica", "--manager", "127.0.0.1:50051", "--engine", "vllm", "--model", "/models/policy")
             replica = pod.begin(
