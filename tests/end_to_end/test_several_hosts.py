@@ -55,7 +55,7 @@ class World:
         first = eventually("the host's first process", 30.0, started)
         return ["nsenter", "--target", str(first), "--net", "--pid", "--mount", "--", "env", "-C", str(ROOT)]
 
-    def start(self, name: str, host: int, *arguments: str, **environment: str) -> None:
+    def start(self, name: str, host: int, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
         """A process of the command line on one of the hosts; it ends with the test."""
         environment = {DIRECTORY: str(self.relays(host)), "OMP_NUM_THREADS": "1", **environment}
         command = [f"{name}={value}" for name, value in environment.items()]
@@ -65,6 +65,7 @@ class World:
         self._stack.callback(process.wait, 30)
         self._stack.callback(process.kill)
         self._processes[name] = process
+        return process
 
     def relays(self, host: int) -> Path:
         """Where relays of a host have their sockets."""
@@ -104,8 +105,8 @@ class World:
         """Waits until it looks so; what the processes told is in the error, and one that has ended ends the wait."""
 
         def found() -> bool:
-            ended = [name for name, process in self._processes.items() if process.poll() is not None]
-            assert not ended, f"ended: {ended}"
+            ended = {name: code for name, process in self._processes.items() if (code := process.poll() or 0) > 0}
+            assert not ended, f"ended by themselves: {ended}"
             return look()
 
         try:
