@@ -19,11 +19,12 @@ from ckpt_engine.agent.link import FollowerLink
 from ckpt_engine.agent.logs import new_log
 from ckpt_engine.agent.nodes import NodeSettings
 from ckpt_engine.agent.process import EngineProcess, EngineProcessError, LineSink
+from ckpt_engine.agent.questions import Questions
 from ckpt_engine.agent.starting import engine_process, new_page
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.engine.node_plan import NodePart, node_plan_of
-from ckpt_engine.machines.events import Message, Reply, Send, Start, Stop, WorkerAsked
+from ckpt_engine.machines.events import Message, Reply, Send, Start, Stop
 from ckpt_engine.machines.nodes import events
 from ckpt_engine.machines.nodes.follower import FollowerMachine
 from ckpt_engine.shell.loop import Loop
@@ -76,8 +77,7 @@ class FollowingAgent:
         self._watched = False  # whether the machine counts on the process, and on the workers that it has
         self._work: asyncio.Task[None] | None = None
         self._fault: asyncio.Future[None] | None = None
-        self._asked = 0
-        self._questions: dict[int, asyncio.Future[worker_pb2.AgentReply | None]] = {}
+        self._questions = Questions(self._loop.feed)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Runs until `stop` is set; ends its part of the engine in every case. Raises CkptEngineError: it cannot begin,
@@ -161,21 +161,11 @@ class FollowingAgent:
     async def _answer_worker(self, request: worker_pb2.WorkerRequest) -> worker_pb2.AgentReply | None:
         if self._loop.problem is not None:
             return None
-        self._asked += 1
-        number = self._asked
-        answer: asyncio.Future[worker_pb2.AgentReply | None] = asyncio.get_running_loop().create_future()
-        self._questions[number] = answer
-        self._loop.feed(WorkerAsked(number, request))
-        try:
-            return await answer
-        finally:
-            del self._questions[number]
+        return await self._questions.ask(request)
 
     def _failed(self, _event: object, problem: weights_pb2.Problem) -> None:
         """Ends `run`, and lets no worker wait for an answer."""
-        for answer in self._questions.values():
-            if not answer.done():
-                answer.set_result(None)
+        self._questions.close()
         self._end(CkptEngineError(problem))
 
     def _end(self, error: Exception) -> None:
@@ -192,9 +182,7 @@ class FollowingAgent:
                 if self._link is not None:
                     self._link.send(message)
             case Reply(number, reply):
-                answer = self._questions.get(number)
-                if answer is not None and not answer.done():
-                    answer.set_result(reply)
+                self._questions.answer(number, reply)
             case events.StartPart(address, port):
                 part = NodePart(self._nodes.nodes, self._nodes.rank, address, port)
                 self._work = asyncio.create_task(self._start(part))

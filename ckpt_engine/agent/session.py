@@ -25,6 +25,7 @@ from ckpt_engine.agent.launched import LaunchedEngine
 from ckpt_engine.agent.leading import Followers
 from ckpt_engine.agent.metrics import AgentState, of_agent
 from ckpt_engine.agent.process import LineSink
+from ckpt_engine.agent.questions import Questions
 from ckpt_engine.agent.settings import AgentSettings as AgentSettings
 from ckpt_engine.agent.tasks import TaskRunner
 from ckpt_engine.client import manager_stub, open_channel
@@ -90,8 +91,7 @@ class ReplicaAgent:
         self._waits = self._waits_said = ""  # for what it waits, as the manager says
         self._launch = asyncio.Event()
         self._unanswered: asyncio.TimerHandle | None = None
-        self._questions: dict[int, asyncio.Future[worker_pb2.AgentReply | None]] = {}
-        self._asked = 0
+        self._questions = Questions(self._feed, self._deadlines.worker_reply)
         self._fault: asyncio.Future[None] | None = None
         self._stub: manager_pb2_grpc.CheckpointEngineManagerStub | None = None
         self._state = AgentState()
@@ -258,17 +258,7 @@ class ReplicaAgent:
     async def _answer_worker(self, request: worker_pb2.WorkerRequest) -> worker_pb2.AgentReply | None:
         if self._loop is not None and self._loop.problem is not None:
             return None
-        self._asked += 1
-        number = self._asked
-        answer: asyncio.Future[worker_pb2.AgentReply | None] = asyncio.get_running_loop().create_future()
-        self._questions[number] = answer
-        try:
-            self._feed(events.WorkerAsked(number, request))
-            return await asyncio.wait_for(answer, self._deadlines.worker_reply)
-        except TimeoutError:
-            return None
-        finally:
-            del self._questions[number]
+        return await self._questions.ask(request)
 
     def _feed(self, event: events.AgentEvent) -> None:
         if self._loop is not None:
@@ -276,9 +266,7 @@ class ReplicaAgent:
 
     def _failed(self, _event: object, problem: weights_pb2.Problem) -> None:
         """Ends `run`, and lets no worker wait for an answer."""
-        for answer in self._questions.values():
-            if not answer.done():
-                answer.set_result(None)
+        self._questions.close()
         self._end(CkptEngineError(problem))
 
     def _end(self, error: Exception) -> None:
@@ -309,9 +297,7 @@ class ReplicaAgent:
                 if (stream := self._streams.pop(peer, None)) is not None and self._loop is not None:
                     self._loop.start(stream.close())
             case events.Reply(request, reply):
-                answer = self._questions.get(request)
-                if answer is not None and not answer.done():
-                    answer.set_result(reply)
+                self._questions.answer(request, reply)
             case events.SessionOpened():
                 self._manager_lost, self._state.connected = None, True
                 self._launch.set()

@@ -7,7 +7,6 @@ neither needs a public network. Every error is an ``application/problem+json`` d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Protocol
 
 from fastapi import FastAPI, Query, Request, Response
@@ -18,8 +17,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from ckpt_engine.core.problems import CkptEngineError, invalid, not_found
-from ckpt_engine.machines.manager.members import Replica
-from ckpt_engine.machines.manager.watching import Watched
 from ckpt_engine.manager import page_views, update_views, views
 from ckpt_engine.manager.about import software_version
 from ckpt_engine.manager.errors import problem_document
@@ -28,12 +25,11 @@ from ckpt_engine.manager.http_operate import OperatorRequest, OperatorResponse, 
 from ckpt_engine.manager.http_page import add_docs, add_page
 from ckpt_engine.manager.http_trace import add_traces
 from ckpt_engine.manager.http_updates import add_updates
-from ckpt_engine.manager.kept_views import Lines, Overviews
+from ckpt_engine.manager.kept_views import Lines, Overviews, Seen
 from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.metrics import Metrics
 from ckpt_engine.manager.publishers import Publishers
-from ckpt_engine.manager.refusals import Refusals
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1 import weights_pb2
 
 TAGS = [
     {"name": "look", "description": "What is there, and what happened. Everybody with a grant may."},
@@ -50,7 +46,7 @@ ABOUT = (
 )
 
 
-class Shown(Protocol):
+class Shown(Seen, Protocol):
     """What the HTTP side needs of a manager; all of it is used on the manager's event loop thread."""
 
     @property
@@ -60,22 +56,7 @@ class Shown(Protocol):
     def metrics(self) -> Metrics: ...
 
     @property
-    def refusals(self) -> Refusals: ...
-
-    @property
     def publishers(self) -> Publishers: ...
-
-    @property
-    def dialled(self) -> str: ...
-
-    @property
-    def changes(self) -> int: ...
-
-    def status(self, *, replicas: bool = True) -> manager_pb2.GetStatusResponse: ...
-
-    def replicas(self) -> Mapping[str, Replica]: ...
-
-    def watched(self) -> Watched: ...
 
     async def operate(self, request: OperatorRequest) -> OperatorResponse: ...
 

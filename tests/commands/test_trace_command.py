@@ -12,34 +12,19 @@ import grpc
 import pytest
 from click.testing import Result
 
-from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.service import ManagerConfig, running_manager
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1 import manager_pb2
 from tests.ports import free_address
+from tests.timeline.past_updates import write_past_updates
 from tests.timeline.trace_format import read
 
 Run = Callable[..., Result]
 
 
-async def _write(path: Path) -> None:
-    """What a manager has left: version 1 of two runs, version 2 of one, and a version 3 in which it ended."""
-    ledger = await Ledger.open(path)
-    updates = [("run-a", 1), ("run-b", 1), ("run-a", 2), ("run-a", 3)]
-    for epoch, (lineage, version) in enumerate(updates, start=1):
-        identity = weights_pb2.Identity(lineage=lineage, version=version, root=bytes([epoch]) * 32)
-        await ledger.record_intent(epoch, identity, meant=["one"])
-        if version < 3:
-            fence = weights_pb2.Fence(cluster=ledger.cluster, epoch=epoch)
-            report = manager_pb2.UpdateReport(fence=fence, identity=identity, ok=True, seconds=2.0)
-            report.replicas.add(replica="one", outcome=manager_pb2.NEW_SERVING, sync_seconds=1.0)
-            await ledger.record_outcome(report)
-    await ledger.close()
-
-
 @pytest.fixture
 def known(config: ManagerConfig) -> Iterator[str]:
     """The address of a manager that knows these updates and nobody else."""
-    asyncio.run(_write(config.ledger))
+    asyncio.run(write_past_updates(config.ledger))
     with running_manager(config) as address:
         yield address
 

@@ -18,7 +18,6 @@ from test_security import Keys, token
 from test_updates import one_update
 
 from ckpt_engine.core.prediction import MEASURED
-from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
 from ckpt_engine.security.server import ServerSecurity
 from ckpt_engine.timeline.asking import report_of
@@ -27,6 +26,7 @@ from ckpt_engine.timeline.predicted import drawn
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
 from tests.browsing import chromium, looking, says
+from tests.timeline.past_updates import write_past_updates
 from tests.timeline.trace_format import read
 
 
@@ -51,21 +51,6 @@ async def updated(stub: CheckpointEngineManagerStub, version: int = 0) -> tuple[
     return trainer, member
 
 
-async def kept(path: Path) -> None:
-    """What a manager has left: version 1 of two runs, version 2 of one, and a version 3 in which it ended."""
-    ledger = await Ledger.open(path)
-    updates = [("run-a", 1), ("run-b", 1), ("run-a", 2), ("run-a", 3)]
-    for epoch, (lineage, version) in enumerate(updates, start=1):
-        identity = weights_pb2.Identity(lineage=lineage, version=version, root=bytes([epoch]) * 32)
-        await ledger.record_intent(epoch, identity, meant=["one"])
-        if version < 3:
-            fence = weights_pb2.Fence(cluster=ledger.cluster, epoch=epoch)
-            report = manager_pb2.UpdateReport(fence=fence, identity=identity, ok=True, seconds=2.0)
-            report.replicas.add(replica="one", outcome=manager_pb2.NEW_SERVING, sync_seconds=1.0)
-            await ledger.record_outcome(report)
-    await ledger.close()
-
-
 async def test_it_is_the_file_of_the_command(
     client: httpx.AsyncClient, manager: ManagerServer, stub: CheckpointEngineManagerStub
 ) -> None:
@@ -87,7 +72,7 @@ async def test_it_is_the_file_of_the_command(
 
 async def test_an_older_update_to_the_same_version_is_had_by_its_epoch(config: ManagerConfig) -> None:
     assert config.ledger is not None
-    await kept(config.ledger)
+    await write_past_updates(config.ledger)
     async with ManagerServer(config) as server:
         again = weights_pb2.Identity(lineage="run-a", version=1, root=b"\1" * 32)
         await server.ledger.record_intent(9, again, meant=["one"])
@@ -125,7 +110,7 @@ async def test_what_has_no_timeline_is_told_with_what_has_one(
     config: ManagerConfig, path: str, status: int, says: str
 ) -> None:
     assert config.ledger is not None
-    await kept(config.ledger)
+    await write_past_updates(config.ledger)
     async with ManagerServer(config) as server:
         async with httpx.AsyncClient(base_url=f"http://{server.http_address}", trust_env=False) as client:
             answer = await client.get(path)

@@ -1,0 +1,43 @@
+"""What workers ask of an agent's machine, numbered, until it answers. It decides nothing of what is answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from ckpt_engine.machines.events import WorkerAsked
+from ckpt_engine.v1 import worker_pb2
+
+
+class Questions:
+    """On the agent's loop. seconds: within which each is answered; None: as long as it takes, until `close`."""
+
+    def __init__(self, feed: Callable[[WorkerAsked], None], seconds: float | None = None) -> None:
+        self._feed = feed
+        self._seconds = seconds
+        self._asked = 0
+        self._open: dict[int, asyncio.Future[worker_pb2.AgentReply | None]] = {}
+
+    async def ask(self, request: worker_pb2.WorkerRequest) -> worker_pb2.AgentReply | None:
+        """The machine's answer; None: there was none in time, or there will be none any more."""
+        self._asked += 1
+        number = self._asked
+        answer = self._open[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._feed(WorkerAsked(number, request))
+            return await asyncio.wait_for(answer, self._seconds)
+        except TimeoutError:
+            return None
+        finally:
+            del self._open[number]
+
+    def answer(self, number: int, reply: worker_pb2.AgentReply | None) -> None:
+        """Nobody may wait for it any more."""
+        answer = self._open.get(number)
+        if answer is not None and not answer.done():
+            answer.set_result(reply)
+
+    def close(self) -> None:
+        """Lets no worker wait for an answer."""
+        for number in self._open:
+            self.answer(number, None)
