@@ -28,6 +28,7 @@ ROOMS = (
     "addresses",
     "scraping",
     "http_server",
+    "http_client",
     "connection",
     "grpc_loops",
     "extras",

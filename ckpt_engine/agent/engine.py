@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit, urlunsplit
 
-import httpx
-
-from ckpt_engine.agent.http import engine_client
+from ckpt_engine.agent.http import EngineClient
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.engine.adapter import AdapterModule, AdapterSettings, EngineAdapter, EngineCallError
 from ckpt_engine.machines.events import EngineReady
@@ -102,21 +100,20 @@ class EngineLocation:
 
 async def locate(url: str, seconds: float) -> EngineLocation:
     """Asks the engine at `url` for its runtime directory. Raises EngineCallError in words for people."""
+    client = EngineClient(url)
     try:
-        async with engine_client(url) as client:
-            response = await client.get(INFO_ROUTE, timeout=seconds)
-            response.raise_for_status()
-            directory = response.json()["directory"]
-    except httpx.HTTPStatusError as error:
-        status = error.response.status_code
-        message = f"the server at {url} answers {INFO_ROUTE} with {status}: it was started without ckpt-engine's gate"
-        raise EngineCallError(message if status == 404 else f"{url}{INFO_ROUTE}: {error}", answered=True) from error
-    except httpx.HTTPError as error:
-        raise EngineCallError(f"{url} does not answer: {error or type(error).__name__}", answered=False) from error
+        directory = (await client.call("GET", INFO_ROUTE, seconds)).json()["directory"]
+    except EngineCallError as error:
+        if not error.answered:
+            raise EngineCallError(f"{url} does not answer: {error}", answered=False) from error
+        message = f"the server at {url} answers {INFO_ROUTE} with 404: it was started without ckpt-engine's gate"
+        raise EngineCallError(message if error.status == 404 else f"{url}: {error}", answered=True) from error
     except (ValueError, KeyError, TypeError) as error:
         raise EngineCallError(
             f"{url}{INFO_ROUTE} answers something else than an engine's gate", answered=True
         ) from error
+    finally:
+        client.close()
     return EngineLocation(Path(directory))
 
 

@@ -138,11 +138,12 @@ class EngineCallError(Exception):
 
     answered: True: the engine said no, so it did nothing, or what it did is over. False: nobody knows what it does
         (no answer, connection lost, timeout); the caller must read the workers' state back before it goes on.
+    status: of HTTP, of an engine that answered over it with an error; else 0.
     """
 
-    def __init__(self, message: str, *, answered: bool) -> None:
+    def __init__(self, message: str, *, answered: bool, status: int = 0) -> None:
         super().__init__(message)
-        self.answered = answered
+        self.answered, self.status = answered, status
 
 
 class UnknownAdapterError(Exception):

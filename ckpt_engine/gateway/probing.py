@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 
 from ckpt_engine.gateway.fleet import Fleet, Member, State, Told
-from ckpt_engine.gateway.http1 import NobodyError, WireError
 from ckpt_engine.gateway.upstream import NotAdmittedError, Upstream
+from ckpt_engine.http_client.connection import NobodyError, WireError
 
 _VLLM_COUNTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
 

@@ -6,12 +6,12 @@ import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
-from ckpt_engine.gateway.connections import MOST_ANSWER_BYTES, Answer, Connections
-from ckpt_engine.gateway.http1 import ConnectError, Connection, NobodyError, SilentError, WireError
 from ckpt_engine.gateway.refusals import ENGINE_REFUSED, RefusedError
 from ckpt_engine.gateway.settings import Settings
 from ckpt_engine.gateway.sse import DONE, Events, EventTooLargeError
 from ckpt_engine.gateway.versions import Identity
+from ckpt_engine.http_client.connection import ConnectError, Connection, NobodyError, SilentError, WireError
+from ckpt_engine.http_client.connections import MOST_ANSWER_BYTES, Answer, Connections
 
 VERSION_HEADER, ROOT_HEADER = "x-ckpt-engine-admitted-version", "x-ckpt-engine-admitted-root"
 READY_ROUTE = "/ckpt_engine/ready"

@@ -16,13 +16,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 
-from ckpt_engine.agent.http import engine_client
+from ckpt_engine.agent.http import EngineClient
 from ckpt_engine.core.labels import version_label
 from ckpt_engine.engine.adapter import (
     AdapterAvailability,
@@ -49,7 +49,7 @@ class SmallAdapter:
     capabilities = Capabilities(frozenset({manager_pb2.KEEP, manager_pb2.ABORT}), manager_pb2.KEEP)
 
     def __init__(self, settings: AdapterSettings) -> None:
-        self._client = engine_client(settings.url)
+        self._client = EngineClient(settings.url.rstrip("/"))
 
     async def probe(self, seconds: float) -> EngineInfo:
         info = await self._call("probe", seconds)
@@ -57,9 +57,10 @@ class SmallAdapter:
 
     async def healthy(self, seconds: float) -> bool:
         try:
-            return (await self._client.get("/health", timeout=seconds)).status_code == 200
-        except httpx.HTTPError:
+            await self._client.call("GET", "/health", seconds)
+        except EngineCallError:
             return False
+        return True
 
     async def prepare(self, seconds: float) -> None:
         await self._call("prepare", seconds)
@@ -83,7 +84,7 @@ class SmallAdapter:
         await self._call("wake", seconds)
 
     async def stamp(self, identity: weights_pb2.Identity, seconds: float) -> None:
-        await self._call("stamp", seconds, version_label(identity))
+        await self._call("stamp", seconds, {"label": version_label(identity)})
 
     async def calls(self) -> list[str]:
         """What the engine was asked to do so far, oldest first."""
@@ -92,17 +93,11 @@ class SmallAdapter:
         return calls
 
     async def close(self) -> None:
-        await self._client.aclose()
+        self._client.close()
 
-    async def _call(self, route: str, seconds: float, content: str = "") -> dict[str, object]:
-        try:
-            response = await self._client.post(f"/{route}", content=content, timeout=seconds)
-        except httpx.HTTPError as error:
-            raise EngineCallError(f"{route}: {error or type(error).__name__}", answered=False) from error
-        if response.status_code != 200:
-            raise EngineCallError(f"{route}: {response.status_code} {response.text}", answered=True)
-        body: dict[str, object] = response.json()
-        return body
+    async def _call(self, route: str, seconds: float, body: Mapping[str, str] | None = None) -> dict[str, object]:
+        answer: dict[str, object] = (await self._client.call("POST", f"/{route}", seconds, body)).json()
+        return answer
 
 
 def create_adapter(settings: AdapterSettings) -> EngineAdapter:
@@ -207,7 +202,7 @@ class Handler(BaseHTTPRequestHandler):
             calls = self.server.calls
             self._answer(200, supported=not reason, reason=reason, paused=self.server.paused, calls=calls)
             return
-        content = self.rfile.read(int(self.headers.get("content-length", 0))).decode()
+        content = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}").get("label", "")
         self.server.calls.append(" ".join(filter(None, (route, content))))
         stamps = sum(call.startswith("stamp") for call in self.server.calls)
         if route == "stamp" and stamps <= self.server.options.refused_stamps:

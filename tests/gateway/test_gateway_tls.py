@@ -12,7 +12,7 @@ import httpx
 import pytest
 import trustme
 
-from ckpt_engine.gateway import connections
+from ckpt_engine.http_client import connections
 from ckpt_engine.security.grants import digest_of
 from tests.gateway.gateways import running_gateway
 from tests.gateway.misbehaving import BODY, WHOLE, Engine, asking, told

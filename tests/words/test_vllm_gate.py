@@ -1,8 +1,9 @@
-"""vLLM's gate pauses by itself. Its engine client is a fake here, which notes what it is asked to do in which order;
-real servers are paused this way in tests/engines and tests/gpu."""
+"""vLLM's gate pauses and installs by itself. Its engine client is a fake here, which notes what it is asked for, in
+order; real servers are updated this way in tests/engines and tests/gpu."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from fastapi import FastAPI
 from ckpt_engine.words.directory import ENVIRONMENT, TOKEN_HEADER, EngineDirectory
 from ckpt_engine.words.state import EnginePage
 from ckpt_engine_adapters.vllm.command import check_options, options_of
-from ckpt_engine_adapters.vllm.gate import PAUSE_ROUTE, VllmGate
+from ckpt_engine_adapters.vllm.gate import INSTALL_ROUTE, PAUSE_ROUTE, VllmGate
 
 
 @pytest.fixture
@@ -25,25 +26,35 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineDirector
     return directory
 
 
-def application(asked: list[Any]) -> FastAPI:
+def application(asked: list[Any], refused: Mapping[str, int] | None = None) -> FastAPI:
+    """refused: how many calls of a worker's method fail at first."""
+    left = dict(refused or {})
+
     async def clear() -> None:
         asked.append("clear")
 
     async def stop(**options: Any) -> None:
         asked.append(options)
 
+    async def call(method: str, **options: Any) -> None:
+        asked.append((method, options.get("kwargs")))
+        if left.get(method, 0) > 0:
+            left[method] -= 1
+            raise RuntimeError(f"no {method} today")
+
     app = FastAPI()
     app.state.engine_client = SimpleNamespace(
         renderer=SimpleNamespace(clear_mm_cache_async=clear),
         engine_core=SimpleNamespace(pause_scheduler_async=stop),
+        collective_rpc=call,
     )
     app.add_middleware(VllmGate)
     return app
 
 
-async def ask(app: FastAPI, token: str, **params: str) -> httpx.Response:
+async def ask(app: FastAPI, token: str, route: str = PAUSE_ROUTE, **params: str) -> httpx.Response:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
-        return await client.post(PAUSE_ROUTE, params=params, headers={TOKEN_HEADER: token})
+        return await client.post(route, params=params, headers={TOKEN_HEADER: token})
 
 
 async def test_the_scheduler_is_paused_as_vllm_pauses_it(directory: EngineDirectory) -> None:
@@ -54,6 +65,29 @@ async def test_the_scheduler_is_paused_as_vllm_pauses_it(directory: EngineDirect
     asked.clear()
     assert (await ask(app, directory.token(), mode="keep", clear_cache="false")).status_code == 200
     assert asked == [{"mode": "keep", "clear_cache": False}]
+
+
+BEGIN, END = ("start_weight_update", None), ("finish_weight_update", None)
+UPDATE = ("update_weights", {"update_info": {"epoch": 7}})
+
+
+@pytest.mark.parametrize(
+    ("refused", "status", "calls"),
+    [
+        ({}, 200, [BEGIN, UPDATE, END]),
+        ({"start_weight_update": 1}, 200, [BEGIN, END, BEGIN, UPDATE, END]),  # left open by an agent that died
+        ({"start_weight_update": 2}, 500, [BEGIN, END, BEGIN]),
+        ({"update_weights": 1}, 500, [BEGIN, UPDATE, END]),
+        ({"finish_weight_update": 1}, 500, [BEGIN, UPDATE, END]),
+    ],
+)
+async def test_an_update_is_one_call_and_its_session_ends_in_every_case(
+    directory: EngineDirectory, refused: dict[str, int], status: int, calls: list[Any]
+) -> None:
+    asked: list[Any] = []
+    answer = await ask(application(asked, refused), directory.token(), INSTALL_ROUTE, epoch="7")
+    assert (answer.status_code, asked) == (status, calls)
+    assert status == 200 or answer.json()["detail"] == f"RuntimeError: no {next(iter(refused))} today"
 
 
 @pytest.mark.parametrize(
@@ -72,14 +106,16 @@ def test_a_server_that_would_answer_beside_the_gate_is_refused(
     check_options(options_of(["serve", "--port", "1"]), {"VLLM_USE_RUST_FRONTEND": "0"})
 
 
-async def test_only_for_the_agent(directory: EngineDirectory) -> None:
+@pytest.mark.parametrize("route", [PAUSE_ROUTE, INSTALL_ROUTE])
+async def test_only_for_the_agent(directory: EngineDirectory, route: str) -> None:
     asked: list[Any] = []
-    assert (await ask(application(asked), "guessed", mode="keep")).status_code == 403
+    assert (await ask(application(asked), "guessed", route, mode="keep", epoch="7")).status_code == 403
     assert not asked
 
 
-async def test_a_vllm_that_keeps_its_scheduler_elsewhere_is_told_of(directory: EngineDirectory) -> None:
-    """The driver then takes vLLM's own route."""
+@pytest.mark.parametrize("route", [PAUSE_ROUTE, INSTALL_ROUTE])
+async def test_a_vllm_that_keeps_its_scheduler_elsewhere_is_told_of(directory: EngineDirectory, route: str) -> None:
+    """The driver then takes vLLM's own routes."""
     app = application([])
     app.state.engine_client = SimpleNamespace()
-    assert (await ask(app, directory.token(), mode="keep")).status_code == 404
+    assert (await ask(app, directory.token(), route, mode="keep", epoch="7")).status_code == 404

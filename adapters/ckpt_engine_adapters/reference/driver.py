@@ -67,7 +67,7 @@ class ReferenceAdapter(HttpAdapter):
         info = await self._get("/info", seconds)
         version, workers = str(info.get("engine_version", "")), int(info.get("tensor_parallel", 0))
         if info.get("engine") != KIND:
-            return EngineInfo(version, workers, False, f"{self._client.base_url} is not a reference engine")
+            return EngineInfo(version, workers, False, f"{self._client.url} is not a reference engine")
         if version != engine_version():
             reason = f"this agent is of ckpt-engine {engine_version()}; start both from one installation"
             return EngineInfo(version, workers, False, reason)

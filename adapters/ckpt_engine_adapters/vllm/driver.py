@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from ckpt_engine.agent.http import HttpAdapter, engine_call
+from ckpt_engine.agent.http import HttpAdapter
 from ckpt_engine.core.labels import version_label
 from ckpt_engine.engine.adapter import (
     AdapterAvailability,
@@ -30,7 +30,7 @@ from ckpt_engine.engine.versions import Supported
 from ckpt_engine.host.gpus import has_nvidia_driver
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, check_options, options_of, worker_count
-from ckpt_engine_adapters.vllm.gate import PAUSE_ROUTE
+from ckpt_engine_adapters.vllm.gate import INSTALL_ROUTE, PAUSE_ROUTE
 
 SUPPORTED = Supported("vLLM", ("0.26.", "0.28.", "0.30.", "0.32."))
 
@@ -87,7 +87,7 @@ class VllmAdapter(HttpAdapter):
         self._routes: frozenset[str] = frozenset()
 
     async def _ask(self, route: str, seconds: float, **params: str | int | list[str]) -> None:
-        await engine_call(self._client, "POST", route, seconds, params=params)
+        await self._client.call("POST", route, seconds, params=params)
 
     async def probe(self, seconds: float) -> EngineInfo:
         """Asks for version, routes and world size. Development routes that are missing are named.
@@ -122,8 +122,16 @@ class VllmAdapter(HttpAdapter):
             await self._ask("/pause", seconds, **options)  # a server with an older gate, or with another scheduler
 
     async def install(self, epoch: int, seconds: float) -> None:
-        """Runs the install in every worker, in vLLM's update session; the same calls open and close the workers'."""
+        """Runs the install in every worker, in vLLM's update session; the same calls open and close the workers'. The
+        gate makes all three at one call of ours; a server with an older gate gets them one by one."""
         until = time.monotonic() + seconds
+        try:
+            await self._ask(INSTALL_ROUTE, seconds, epoch=epoch)
+        except EngineCallError as error:
+            if error.status != 404:
+                raise
+        else:
+            return
         begin, end = (partial(self._post, f"/{name}_weight_update") for name in ("start", "finish"))
         async with self._session(begin, end, until):
             await self._post("/update_weights", until - time.monotonic(), update_info={"epoch": epoch})

@@ -1,11 +1,13 @@
 """The gate with vLLM's routes, for `--middleware ckpt_engine_adapters.vllm.gate.VllmGate`.
 
-It also has a route of its own that pauses at once. vLLM's `/pause` sleeps for 20 ms after its scheduler has stopped, to
-let the last answers out first; an update needs none of that, and no token is generated meanwhile.
+It also has two routes of its own, since no token is generated meanwhile. One pauses at once: vLLM's `/pause` sleeps for
+20 ms after its scheduler has stopped, to let the last answers out first, and an update needs none of that. The other
+makes an update's three calls of the workers, for which vLLM has three routes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
@@ -13,6 +15,10 @@ from ckpt_engine.words.gate import Gate, Receive, Scope, Send, answer_json
 
 PAUSE_ROUTE = "/ckpt_engine/pause"
 """Takes `mode` and `clear_cache` as vLLM's `/pause` does. 404: this vLLM keeps its scheduler elsewhere."""
+
+INSTALL_ROUTE = "/ckpt_engine/install"
+"""Takes `epoch`. Does in the workers what `/start_weight_update`, `/update_weights` and `/finish_weight_update` do, the
+last one in every case. 404: this vLLM calls its workers elsewhere."""
 
 
 class VllmGate(Gate):
@@ -114,19 +120,49 @@ class VllmGate(Gate):
     )
 
     async def control(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pauses the scheduler as `AsyncLLM.pause_generation` does, without its sleep; else vLLM's own routes."""
-        if route != PAUSE_ROUTE:
-            await super().control(route, scope, receive, send)
-            return
+        """Our own routes; else vLLM's."""
         engine: Any = getattr(scope["app"].state, "engine_client", None)
-        stop = getattr(getattr(engine, "engine_core", None), "pause_scheduler_async", None)
-        clear = getattr(getattr(engine, "renderer", None), "clear_mm_cache_async", None)
-        if stop is None or clear is None:
-            await answer_json(send, 404, {"detail": "this vLLM keeps its scheduler elsewhere: use /pause"})
-            return
         wanted = parse_qs(scope["query_string"].decode())
-        clear_cache = wanted.get("clear_cache", ["true"])[0] != "false"
-        if clear_cache:
-            await clear()
-        await stop(mode=wanted["mode"][0], clear_cache=clear_cache)
-        await answer_json(send, 200, {"status": "paused"})
+        if route == PAUSE_ROUTE:
+            await _pause(engine, wanted, send)
+        elif route == INSTALL_ROUTE:
+            await _install(engine, wanted, send)
+        else:
+            await super().control(route, scope, receive, send)
+
+
+async def _pause(engine: Any, wanted: Mapping[str, list[str]], send: Send) -> None:
+    """Pauses the scheduler as `AsyncLLM.pause_generation` does, without its sleep."""
+    stop = getattr(getattr(engine, "engine_core", None), "pause_scheduler_async", None)
+    clear = getattr(getattr(engine, "renderer", None), "clear_mm_cache_async", None)
+    if stop is None or clear is None:
+        await answer_json(send, 404, {"detail": "this vLLM keeps its scheduler elsewhere: use /pause"})
+        return
+    clear_cache = wanted.get("clear_cache", ["true"])[0] != "false"
+    if clear_cache:
+        await clear()
+    await stop(mode=wanted["mode"][0], clear_cache=clear_cache)
+    await answer_json(send, 200, {"status": "paused"})
+
+
+async def _install(engine: Any, wanted: Mapping[str, list[str]], send: Send) -> None:
+    """Calls all workers (`Worker` in vllm/v1/worker/gpu_worker.py) within one update session of vLLM's."""
+    call = getattr(engine, "collective_rpc", None)
+    if call is None:
+        await answer_json(send, 404, {"detail": "this vLLM calls its workers elsewhere: use /update_weights"})
+        return
+    try:
+        try:
+            await call("start_weight_update")
+        except Exception:
+            # An agent that died in the middle left the session open.
+            await call("finish_weight_update")
+            await call("start_weight_update")
+        try:
+            await call("update_weights", kwargs={"update_info": {"epoch": int(wanted["epoch"][0])}})
+        finally:
+            await call("finish_weight_update")
+    except Exception as error:  # for the agent, as vLLM answers it on its own routes
+        await answer_json(send, 500, {"detail": f"{type(error).__name__}: {error}"})
+    else:
+        await answer_json(send, 200, {"status": "installed"})

@@ -1,4 +1,4 @@
-"""All connections to engines of one process: those that have nothing to do are asked first. On the gateway's loop."""
+"""Connections to engines: those that have nothing to do are asked first. On one event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from functools import cache, lru_cache, partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from ckpt_engine.gateway.http1 import ConnectError, Connection, NobodyError, SilentError, WireError, request_head
+from ckpt_engine.http_client.connection import (
+    ConnectError,
+    Connection,
+    NobodyError,
+    SilentError,
+    WireError,
+    request_head,
+)
 
 KEPT_SECONDS = 4.0
 """How long one that has nothing to do is kept: engines close theirs after 5 s or later."""
@@ -79,9 +86,9 @@ def authorities() -> ssl.SSLContext:
 
 
 class Connections:
-    """The connections of one process to engines.
+    """The connections of one owner to engines.
 
-    connect: seconds until one must be there.
+    connect: seconds until one must be there; no call waits longer for it than for its answer.
     """
 
     def __init__(self, connect: float) -> None:
@@ -125,17 +132,36 @@ class Connections:
 
     async def get(self, url: str, route: str, seconds: float) -> Answer:
         """A small answer: as a whole within so many seconds, and those of connecting. Raises WireError."""
-        most = min(self._connect, seconds) + seconds
+        limit = min(self._connect, seconds) + seconds
+        return await self.whole("GET", url, route, {}, None, seconds, limit=limit, most=MOST_SMALL_BYTES)
+
+    async def whole(
+        self,
+        method: str,
+        url: str,
+        route: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        seconds: float,
+        *,
+        limit: float = 0.0,
+        most: int = MOST_ANSWER_BYTES,
+        again: bool = True,
+    ) -> Answer:
+        """An answer, read as a whole. seconds: that an engine may be silent. limit: of the whole call with connecting,
+        seconds; 0: as many. most: bytes of the answer. again: as for `ask`. Raises WireError."""
+        limit = limit or seconds
+        headers = {"accept-encoding": "identity", **headers}
         try:
-            async with asyncio.timeout(most):
-                connection = await self.ask("GET", url, route, {"accept-encoding": "identity"}, None, seconds)
+            async with asyncio.timeout(limit):
+                connection = await self.ask(method, url, route, headers, body, seconds, again)
                 try:
-                    content = await connection.whole(MOST_SMALL_BYTES, seconds)
+                    content = await connection.whole(most, seconds)
                     return Answer(connection.status, connection.headers, content)
                 finally:
                     self.done(url, connection)
         except TimeoutError as error:
-            raise SilentError(f"no whole answer within {most:g} s") from error
+            raise SilentError(f"no whole answer within {limit:g} s") from error
 
     def done(self, url: str, connection: Connection) -> None:
         """Keeps the connection for the next request if its answer was read to its end, and closes it if not."""

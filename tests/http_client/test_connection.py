@@ -1,4 +1,4 @@
-"""The gateway's own HTTP towards engines, before sockets that answer what they are told to, to the byte."""
+"""Our own HTTP towards engines, before sockets that answer what they are told to, to the byte."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.gateway import connections, http1
-from ckpt_engine.gateway.connections import Connections, origin_of
-from ckpt_engine.gateway.http1 import ConnectError, NobodyError, SilentError, WireError, request_head
 from ckpt_engine.gateway.writing import within
+from ckpt_engine.http_client import connection as http1
+from ckpt_engine.http_client import connections
+from ckpt_engine.http_client.connection import ConnectError, NobodyError, SilentError, WireError, request_head
+from ckpt_engine.http_client.connections import Connections, origin_of
 from tests.gateway.misbehaving import until
 from tests.ports import free_port
 

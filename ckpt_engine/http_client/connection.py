@@ -1,7 +1,8 @@
-"""One HTTP/1.1 connection to an engine: a request, its answer piece by piece, then the next one. On the gateway's loop.
+"""One HTTP/1.1 connection to an engine: a request, its answer piece by piece, then the next one. On one event loop.
 
-Every token passes here, so it does as little as can be: a general client (httpx) takes more of a processor for a token
-than all the rest of the gateway.
+Every token of the gateway passes here, and every call that an agent makes while its engine is paused, so it does as
+little as can be: a general client (httpx) takes more of a processor for a token than all the rest of the gateway, and
+1.3 ms longer for a call.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._end = self._seconds = 0.0
 
-    # -- what the gateway asks
+    # -- what its owner asks
 
     async def ask(self, head: bytes, body: bytes, seconds: float) -> None:
         """Sends a request and waits for the head of its answer. Raises WireError; SilentError after so many seconds."""
