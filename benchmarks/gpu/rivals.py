@@ -80,10 +80,10 @@ class NativeServer:
 
         return send
 
-    def update(self, send: Sender) -> float:
-        """Seconds from pause to resume."""
+    def update(self, send: Sender, keeps_caches: bool = False) -> float:
+        """Seconds from pause to resume. keeps_caches: requests go on over the old ones."""
         began = time.perf_counter()
-        self.post("/pause?mode=keep")
+        self.post(f"/pause?mode=keep&clear_cache={'false' if keeps_caches else 'true'}")
         self.post("/start_weight_update")
         send()
         self.post("/finish_weight_update")

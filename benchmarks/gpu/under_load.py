@@ -7,7 +7,9 @@
 Trainer and servers share GPU 0. Every server is first updated without clients (`idle`), then streams ask it
 (streams.py, a process of their own), and after a quiet time an update begins every so many seconds. What changes
 between updates is one small tensor, since making 16 GB of new values would itself take the GPU from the server; all
-bytes are brought and verified all the same. Servers are loaded one after the other, with CUDA graphs.
+bytes are brought and verified all the same. Servers are loaded one after the other, with CUDA graphs, in both pause
+modes that keep requests: `keep` recomputes their caches with the new weights, which is computing of the engine's and
+begins when the pause is over; `in_place` goes on over the old caches.
 
 FILE is written anew after each part, so that a run that is cut off leaves what it had. `fields` in it says what the
 numbers are.
@@ -22,6 +24,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -49,8 +52,13 @@ ABOUT = FIELDS | {
     "stage_*": "as the report has them",
     "rest_of_pause_seconds": f"the pause less its stages ({', '.join(PAUSED)})",
     "step, *": "slices of the update's timeline by process (docs/timeline.md); those of the agent follow one another",
+    "ours, rival; ..._in_place": "pause mode keep; in_place, and the rival's pause without clearing caches",
     "ours_over_rival": "medians, ours by the rival's",
 }
+
+
+MODES = {"keep": "", "in_place": "_in_place"}
+"""Pause modes, and what they add to a server's name."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +106,18 @@ def steps_of(report: UpdateReport) -> dict[str, float]:
     return found
 
 
-def ours(trainer: Trainer, replica: Replica, size: int, seconds: float) -> Callable[[], dict[str, float]]:
-    """size: bytes that each update has to bring."""
+def ours(trainer: Trainer, replica: Replica, size: int, seconds: float, name: str = "ours") -> list[Server]:
+    """Our replica, once for each pause mode. size: bytes that each update has to bring."""
+    return [
+        Server(f"{name}{added}", replica.url, _ours(trainer, replica, size, seconds, mode), replica.tail)
+        for mode, added in MODES.items()
+    ]
 
+
+def _ours(trainer: Trainer, replica: Replica, size: int, seconds: float, mode: str) -> Callable[[], dict[str, float]]:
     def update() -> dict[str, float]:
         began = time.perf_counter()
-        report = trainer.update_weights(timeout=seconds)
+        report = trainer.update_weights(timeout=seconds, pause_mode=mode)
         call = time.perf_counter() - began
         assert report.ok, f"{report}\n{replica.tail()}"
         assert report.verified
@@ -158,13 +172,19 @@ def vllm_on_a_gpu(path: Path, rival: bool, seconds: float = 400.0) -> Iterator[W
         trainer = stack.enter_context(Trainer(cluster.address, lineage="under-load"))
         trainer.publish(model)
         size = sum(parameter.nbytes for parameter in model.parameters())
-        servers = [Server("ours", replica.url, ours(trainer, replica, size, 60), replica.tail)]
+        servers = ours(trainer, replica, size, 60)
         if plain is not None:
             native = NativeServer(plain.url, model)
             send = native.ipc()
             log = plain.log
-            told: Callable[[], dict[str, float]] = lambda: {"pause_seconds": native.update(send)}  # noqa: E731
-            servers.append(Server("rival", plain.url, told, lambda: read_log(log)))
+
+            def told(keeps_caches: bool) -> dict[str, float]:
+                return {"pause_seconds": native.update(send, keeps_caches)}
+
+            servers += [
+                Server(f"rival{added}", plain.url, partial(told, mode == "in_place"), lambda: read_log(log))
+                for mode, added in MODES.items()
+            ]
         about = {"engine": "vllm", "rival": "vLLM ipc" if rival else "none", "bytes": size}
         yield World(servers, touching(model), "tiny", {**about, "versions": versions("vllm")})
 
@@ -193,9 +213,9 @@ def reference(path: Path, cpu: bool) -> Iterator[World]:
         with Trainer(cluster.address, lineage="under-load") as trainer:
             trainer.publish(model)
             size = sum(parameter.nbytes for parameter in model.parameters())
-            server = Server("ours", replica.url, ours(trainer, replica, size, 60), replica.tail)
+            servers = ours(trainer, replica, size, 60)
             about = {"engine": "reference on a GPU", "rival": "none", "bytes": size, "versions": versions()}
-            yield World([server], touching(model), str(config), about)
+            yield World(servers, touching(model), str(config), about)
 
 
 @contextlib.contextmanager
@@ -207,10 +227,10 @@ def _small(path: Path, start: Callable[[Any, Path], Replica]) -> Iterator[World]
         with Trainer(cluster.address, lineage="under-load") as trainer:
             trainer.publish(model)
             size = sum(parameter.nbytes for parameter in model.parameters())
-            server = Server("ours", replica.url, ours(trainer, replica, size, 120), replica.tail)
+            servers = ours(trainer, replica, size, 120)
             about = {"engine": "a small model on the CPU", "rival": "none", "bytes": size, "torch": torch.__version__}
             name = "tiny" if "vllm" in replica.name else str(path / "model")
-            yield World([server], touching(model), name, about)
+            yield World(servers, touching(model), name, about)
 
 
 def loaded(server: Server, world: World, load: Load, path: Path) -> dict[str, Any]:
@@ -277,9 +297,11 @@ def measure(world: World, load: Load, path: Path, wrote: Callable[[dict[str, Any
             _print(server.name, result[server.name])
         wrote(result)
     assert not failed, "\n".join(failed)
-    if "rival" in result:
-        mine, theirs = result["ours"], result["rival"]
-        result["ours_over_rival"] = rounded(
+    for added in MODES.values():
+        if f"rival{added}" not in result:
+            continue
+        mine, theirs = result[f"ours{added}"], result[f"rival{added}"]
+        result[f"ours_over_rival{added}"] = rounded(
             {
                 **{
                     name: mine[name]["median"] / theirs[name]["median"]
@@ -289,7 +311,7 @@ def measure(world: World, load: Load, path: Path, wrote: Callable[[dict[str, Any
                 "pause": mine["loaded"]["pause_seconds"]["median"] / theirs["loaded"]["pause_seconds"]["median"],
             }
         )
-        wrote(result)
+    wrote(result)
     return result
 
 

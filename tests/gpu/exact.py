@@ -36,18 +36,17 @@ ENVIRONMENT = {
 }
 
 
-def bare_models(path: Path) -> None:
-    """Models without weights that both engines serve: `bare`, `bare-tied`, `bare-mixture`."""
+def bare_models(path: Path, head_dim: int = 32) -> None:
+    """Models without weights that both engines serve: `bare`, `bare-tied`, `bare-mixture`. head_dim: of the last."""
     make_tiny_qwen3(path / "bare", weights=False)
     make_tiny_qwen3(path / "bare-tied", weights=False, tied=True)
-    mixture().save_pretrained(path / "bare-mixture")
+    mixture(head_dim).save_pretrained(path / "bare-mixture")
 
 
-def mixture() -> Any:
-    """A configuration of experts. With smaller heads SGLang 0.5.16 ends at its first request on a GPU, also without us
-    ("save kv cache is not supported for fallback_rotary_embedding")."""
+def mixture(head_dim: int) -> Any:
+    """A configuration of experts."""
     config = qwen3_mixture()
-    config.dtype, config.head_dim = torch.bfloat16, 64
+    config.dtype, config.head_dim = torch.bfloat16, head_dim
     return config
 
 
@@ -88,12 +87,14 @@ def update(trainer: Trainer, replica: Replica, version: int, **arguments: Any) -
 
 @dataclass(frozen=True)
 class Exact:
-    """How one engine is asked. cache_bytes: of the servers' caches. labels: whether bodies name the version."""
+    """How one engine is asked. cache_bytes: of the servers' caches. labels: whether bodies name the version.
+    head_dim: of the model of experts."""
 
     complete: Complete
     tokens: Callable[[httpx.Response], list[int]]
     cache_bytes: int
     labels: bool = False
+    head_dim: int = 32
 
     def assert_right(self, replica: Replica, model: Any, prompt: list[int], version: int) -> list[int]:
         """The tokens after `prompt`, which must be `model`'s own, under this version."""
@@ -144,7 +145,7 @@ class Exact:
     def check_mixture(self, served: tuple[Cluster, Replica], path: Path) -> None:
         """Updates of a model of experts."""
         cluster, replica = served
-        config = mixture()
+        config = mixture(self.head_dim)
         live: dict[str, torch.Tensor] = {}
         with Trainer(cluster.address, lineage="mixture") as trainer:
             for version in range(4):

@@ -27,14 +27,18 @@ GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[: torch.cuda.dev
 CACHE_BYTES = CACHED_TOKENS * 2 * 2 * 2 * 32 * 2
 """Of the tiny model: keys and values of two layers, two heads of 32 bfloat16 each."""
 
-SGLANG = Exact(complete, tokens, CACHE_BYTES, labels=True)
+HEAD_DIM = 64
+"""Of experts. With smaller heads SGLang 0.5.16 ends at its first request on a GPU, also without us ("save kv cache is
+not supported for fallback_rotary_embedding")."""
+
+SGLANG = Exact(complete, tokens, CACHE_BYTES, labels=True, head_dim=HEAD_DIM)
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """All servers of this module, started at once."""
     path = tmp_path_factory.mktemp("sglang")
-    bare_models(path)
+    bare_models(path, HEAD_DIM)
     with contextlib.ExitStack() as stack:
         fleet = Fleet(path, stack, start_gpu_sglang)
         hybrid = ("--mode", "hybrid")

@@ -7,6 +7,7 @@ makes an update's three calls of the workers, for which vLLM has three routes.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, ClassVar
 from urllib.parse import parse_qs
@@ -151,18 +152,13 @@ async def _install(engine: Any, wanted: Mapping[str, list[str]], send: Send) -> 
     if call is None:
         await answer_json(send, 404, {"detail": "this vLLM calls its workers elsewhere: use /update_weights"})
         return
-    try:
-        try:
-            await call("start_weight_update")
-        except Exception:
-            # An agent that died in the middle left the session open.
-            await call("finish_weight_update")
-            await call("start_weight_update")
-        try:
-            await call("update_weights", kwargs={"update_info": {"epoch": int(wanted["epoch"][0])}})
-        finally:
-            await call("finish_weight_update")
-    except Exception as error:  # for the agent, as vLLM answers it on its own routes
-        await answer_json(send, 500, {"detail": f"{type(error).__name__}: {error}"})
+    # Sent at once: engines carry calls out in their order. A session that an agent left open when it died refuses to
+    # begin again, and serves all the same; an update that failed has closed it, and then there is nothing to finish.
+    update = {"update_info": {"epoch": int(wanted["epoch"][0])}}
+    calls = (call("start_weight_update"), call("update_weights", kwargs=update), call("finish_weight_update"))
+    began, updated, _ = list[object](await asyncio.gather(*calls, return_exceptions=True))
+    if isinstance(updated, BaseException):
+        told = [f"{type(each).__name__}: {each}" for each in (updated, began) if isinstance(each, BaseException)]
+        await answer_json(send, 500, {"detail": "; ".join(told)})
     else:
         await answer_json(send, 200, {"status": "installed"})
