@@ -133,19 +133,23 @@ def test_four_replicas_read_one_union_after_the_trainer_changed_its_weights(worl
     assert not world.cluster.status().warnings
 
 
-def test_the_trace_shows_that_a_held_call_returns_before_any_replica_pauses(world: World, tmp_path: Path) -> None:
+def test_the_trace_shows_that_a_held_call_returns_before_any_replica_pauses(tmp_path: Path, bare_model: Path) -> None:
     """Each agent stands where it is about to ask its engine to pause, until the call has returned and the weights have
-    changed; nothing has been paused or installed by then."""
+    changed; nothing has been paused or installed by then. In a cluster of its own: one that had served a version would
+    bring it to the new replicas, and pause them for that."""
+    torch.set_num_threads(1)
     model = model_of(tmp_path, 7)
     prompt, tokens = expected(model)
     with (
+        running_cluster(tmp_path / "cluster") as running,
         Listener(Path(tempfile.mkdtemp(dir=tmp_path)) / "trace") as listener,
-        Trainer(world.cluster.address, lineage="traced") as trainer,
+        Trainer(running.address, lineage="traced") as trainer,
         contextlib.ExitStack() as stack,
     ):
-        world.relay("traced", "c")
+        world = World(running, bare_model)
         told = {TRACE: str(listener.path)}
         replicas = [world.replica(f"traced-{number}", "c", **told) for number in range(2)]
+        world.relay("traced", "c")
         names = [replica.registered().name for replica in replicas]
         about_to_pause = [
             stack.enter_context(listener.holding(PAUSES, lambda pid, own=replica.process.pid: pid == own))
@@ -169,8 +173,6 @@ def test_the_trace_shows_that_a_held_call_returns_before_any_replica_pauses(worl
         for replica in replicas:
             assert generate(replica, prompt, TOKENS) == tokens
             assert read_from(replica) == {("relay traced", "relay_memory")}
-            replica.stop()
-            world.cluster.replicas.remove(replica)
 
 
 def test_a_relay_that_is_killed_while_it_is_filled_costs_no_update(world: World, tmp_path: Path) -> None:
