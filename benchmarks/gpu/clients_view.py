@@ -13,15 +13,22 @@ from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 FIELDS = {
-    "rate": "tokens a second of all streams in the quiet times: before the updates, after them, both together",
+    "rate": "tokens a second of all streams in the quiet times: before the updates, after them, both together; "
+    "between: between updates, from half a second after each on",
     "lost_tokens": "an update: the quiet rate times the seconds of its window, less the tokens that came in it",
     "lost_milliseconds": "the same, put as the time in which the quiet rate makes so many tokens",
+    "near_lost_milliseconds": "an update: the time that its first half second lost against the rate of the rest of its "
+    "window and of the one before, which drifts less; what comes later it does not see: compare rate's between",
     "worst_gap_milliseconds": "an update: the longest time between two events of one answer, of all streams",
     "quiet_worst_gap_milliseconds": "the same, of windows as long in the quiet times",
     "worst_first_token_milliseconds": "an update: the longest time from a request to its first token that came then",
     "requests": "asked: all; whole: answered to their end; refused: 503; failed: by anything else",
 }
 """For whoever reads the JSON. Numbers of each update: median, quartiles' distance (iqr), and each."""
+
+
+NEAR_SECONDS = 0.5
+"""In which an update is over, and what it did to clients."""
 
 
 class Window(NamedTuple):
@@ -66,6 +73,13 @@ def seen(
         raise ValueError(f"no token came in {before.seconds + after.seconds:.1f} s without updates")
     rate = quiet / (before.seconds + after.seconds)
     lost = [rate * window.seconds - tokens(window) for window in updates]
+    begun = [Window(window.begin, min(window.begin + NEAR_SECONDS, window.end)) for window in updates]
+    rests = [Window(near.end, window.end) for near, window in zip(begun, updates, strict=True)]
+    between = sum(tokens(rest) for rest in rests) / max(sum(rest.seconds for rest in rests), 1e-9)
+    near_lost = []
+    for near, earlier, rest in zip(begun, [before, *rests], rests, strict=False):
+        local = (tokens(earlier) + tokens(rest)) / max(earlier.seconds + rest.seconds, 1e-9)
+        near_lost.append(1e3 * (near.seconds - tokens(near) / local) if local else 1e3 * near.seconds)
     usual = median(window.seconds for window in updates)
     calm = [piece for window in (before, after) for piece in _pieces(window, usual)]
     gaps = [gap for request in requests for gap in _gaps(request)]
@@ -75,9 +89,11 @@ def seen(
         if request["tokens"]
     ]
     return {
-        "rate": {"before": tokens(before) / before.seconds, "after": tokens(after) / after.seconds, "both": rate},
+        "rate": {"before": tokens(before) / before.seconds, "after": tokens(after) / after.seconds, "both": rate,
+                 "between": between},
         "lost_tokens": spread(lost),
         "lost_milliseconds": spread([1e3 * each / rate for each in lost]),
+        "near_lost_milliseconds": spread(near_lost),
         "worst_gap_milliseconds": spread(_worst(gaps, updates)),
         "quiet_worst_gap_milliseconds": spread(_worst(gaps, calm)),
         "worst_first_token_milliseconds": spread(_worst(firsts, updates)),

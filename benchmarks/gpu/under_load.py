@@ -305,7 +305,7 @@ def measure(world: World, load: Load, path: Path, wrote: Callable[[dict[str, Any
             {
                 **{
                     name: mine[name]["median"] / theirs[name]["median"]
-                    for name in ("lost_milliseconds", "worst_gap_milliseconds")
+                    for name in ("lost_milliseconds", "near_lost_milliseconds", "worst_gap_milliseconds")
                     if theirs[name]["median"] > 0
                 },
                 "pause": mine["loaded"]["pause_seconds"]["median"] / theirs["loaded"]["pause_seconds"]["median"],
@@ -321,7 +321,8 @@ def _print(name: str, found: dict[str, Any]) -> None:
 
     pause = {kind: 1e3 * found[kind]["pause_seconds"]["median"] for kind in ("idle", "loaded")}
     print(
-        f"RESULT {name}: lost {told('lost_milliseconds')} ms, worst gap {told('worst_gap_milliseconds')} ms "
+        f"RESULT {name}: lost {told('lost_milliseconds')} ms, near {told('near_lost_milliseconds')} ms, "
+        f"worst gap {told('worst_gap_milliseconds')} ms "
         f"(quiet {told('quiet_worst_gap_milliseconds')}), pause {pause['loaded']:.1f} ms (idle {pause['idle']:.1f}), "
         f"{found['rate']['both']:.0f} tokens/s, requests {found['requests']}",
         flush=True,

@@ -54,6 +54,12 @@ class StagedLayer:
 class LoadTarget(Protocol):
     """One worker's model, seen from outside. Exceptions of any method become a Problem, never leave our code."""
 
+    @property
+    def root(self) -> nn.Module:
+        """The module whose parameters and buffers `named_tensors` names, and at most others beside them. Where they
+        stand is looked at in it, at each install."""
+        ...
+
     def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Every parameter and buffer that this worker computes with, each name once.
 
@@ -128,6 +134,10 @@ class ModuleTarget:
         self._elsewhere = elsewhere
         self._ignored = ignored if callable(ignored) else dict(ignored or {}).get
         self._post_load = post_load
+
+    @property
+    def root(self) -> nn.Module:
+        return self._model
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._model.named_parameters(remove_duplicate=False)

@@ -42,6 +42,22 @@ def test_a_pause_costs_its_tokens_in_its_window_alone() -> None:
     assert found["lost_tokens"]["each"] == pytest.approx([0, 25])
     assert found["lost_milliseconds"]["each"][1] == pytest.approx(1250)
     assert found["worst_gap_milliseconds"]["each"] == pytest.approx([100, 1600], abs=1)
+    assert found["near_lost_milliseconds"]["each"][0] == pytest.approx(0, abs=10)
+
+
+def test_a_rate_that_drifts_is_no_loss_of_updates_nearby() -> None:
+    """Streams get slower from window to window; each update also stops them for 0.2 s."""
+    times: list[float] = []
+    for number, step in enumerate((0.001, 0.001, 0.00125, 0.0015, 0.0015)):
+        begin = 2.0 * number
+        times += every(begin + (0.2 if 0 < number < 4 else 0.0), begin + 2.0, step)
+    found = seen([request(0, times)], Window(0, 2), windows_of([2, 4, 6], 8), Window(8, 10))
+    near = found["near_lost_milliseconds"]["each"]
+    assert near[0] == pytest.approx(200, abs=2)
+    assert near[1] == pytest.approx(200, abs=40), "half of what it is compared with is the window before"
+    far = found["lost_milliseconds"]["each"]
+    assert far[0] < 0 < near[0], "the quiet rate of both ends is another one"
+    assert found["rate"]["between"] == pytest.approx((1.5 / 0.001 + 1.5 / 0.00125 + 1.5 / 0.0015) / 4.5, rel=0.01)
 
 
 def test_the_wait_between_two_requests_is_no_gap() -> None:

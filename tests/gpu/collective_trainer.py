@@ -1,6 +1,6 @@
 """A trainer on GPU 0 that publishes for collectives: collective_trainer MANAGER DIRECTORY SIZE.
 
-A question gives the seed of new weights; the answer is what came of their update. SIZE: "tiny", or "large": 1.7 GB.
+A question gives the seed of new weights, and perhaps the update's timeout in seconds; the answer is what came of their update. SIZE: "tiny", or "large": 1.7 GB.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def main() -> None:
         trainer.publish(model, transport="nccl")
         say(published=True)
         for line in sys.stdin:
-            seed = json.loads(line)["seed"]
+            asked = json.loads(line)
+            seed = asked["seed"]
             with torch.no_grad():
                 if size == "large":
                     torch.manual_seed(seed)
@@ -41,7 +42,7 @@ def main() -> None:
                     for mine, theirs in zip(model.parameters(), new.parameters(), strict=True):
                         mine.copy_(theirs)
             try:
-                say(**trainer.update_weights(timeout=120.0).to_dict())
+                say(**trainer.update_weights(timeout=asked.get("timeout", 120.0)).to_dict())
             except CkptEngineError as error:
                 say(refused=str(error))
 

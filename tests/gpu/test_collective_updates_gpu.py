@@ -124,7 +124,7 @@ def test_a_trainer_that_ends_in_the_middle_leaves_its_replica_closed_and_free(tw
 
 
 def _killed_in_the_middle(here: World, held: Held, victim: int, number: int) -> Any:
-    here.trainer.send(seed=2)
+    here.trainer.send(seed=2, timeout=40.0)  # a stopped one is waited for as long
     assert held.wait(60)
     os.kill(victim, number)
     try:

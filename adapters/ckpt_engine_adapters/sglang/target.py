@@ -91,6 +91,10 @@ class SglangTarget:
                         f"the layers {other} and {prefix} share a weight that is processed after loading"
                     )
 
+    @property
+    def root(self) -> nn.Module:
+        return self._model
+
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._model.named_parameters()
         yield from self._model.named_buffers()

@@ -88,6 +88,10 @@ class VllmTarget:
             self._mirrors.setdefault(convolution, []).append((layer, name))
             self._derived[named] = "a copy of conv1d.weight as it is loaded"
 
+    @property
+    def root(self) -> nn.Module:
+        return self._model
+
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._model.named_parameters()
         yield from self._model.named_buffers()
