@@ -1,6 +1,7 @@
 """A trainer on GPU 0 that publishes for collectives: collective_trainer MANAGER DIRECTORY SIZE.
 
-A question gives the seed of new weights, and perhaps the update's timeout in seconds; the answer is what came of their update. SIZE: "tiny", or "large": 1.7 GB.
+A question gives the seed of new weights, and perhaps the update's timeout in seconds; the answer is what came of it.
+SIZE: "tiny", or "large": 1.7 GB.
 """
 
 from __future__ import annotations
