@@ -25,10 +25,10 @@ class Engine:
 ENGINES: Mapping[str, Engine] = {
     "reference": Engine(0.0047, 0.0078, 0.0095, 0.008),
     "sglang": Engine(0.0108, 0.0070, 0.0124, 0.0085),
-    "vllm": Engine(0.0044, 0.0037, 0.0186, 0.0268),
+    "vllm": Engine(0.0023, 0.0028, 0.0050, 0.0013),
 }
-"""Medians of gpu_relay.json and gpu_many.json, gpu_sglang.json, gpu_same.json in benchmarks/results: one replica, no
-request in it."""
+"""Medians of gpu_relay.json and gpu_many.json, gpu_sglang.json, gpu_under_load.json (before its load) in
+benchmarks/results: one replica, no request in it."""
 
 CONTROL, CONTROL_REPLICA = 0.009, 0.0036
 """Seconds of an update without weights, and for each replica (benchmarks/results/control_plane.json)."""

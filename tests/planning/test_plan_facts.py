@@ -51,6 +51,11 @@ def median(name: str, what: str, test: str = "") -> float:
     return float(results(name, test)["medians"][what]["median"])
 
 
+def without_load(what: str) -> float:
+    """vLLM's, before its streams begin."""
+    return float(json.loads((RESULTS / "gpu_under_load.json").read_text())["ours"]["idle"][what]["median"])
+
+
 def transfer(foreseen: Foreseen) -> float:
     return foreseen.stages["transfer"].seconds
 
@@ -77,8 +82,9 @@ def rows() -> Iterator[Row]:
     for name, asked in (("gpu_same", Asked(NOWHERE, same_gpus=True)), ("gpu_peer", Asked(NOWHERE))):
         words = "same GPU, vLLM" if asked.same_gpus else "GPU to GPU, vLLM"
         yield Row(f"{words}: transfer", asked, transfer, median(name, "transfer_seconds"))
-        yield Row(f"{words}: pause", asked, pause, median(name, "pause_seconds"))
-        yield Row(f"{words}: whole call", asked, call, median(name, "report_seconds"))
+    vllm = Asked(NOWHERE, same_gpus=True)
+    yield Row("same GPU, vLLM: pause", vllm, pause, without_load("pause_seconds"))
+    yield Row("same GPU, vLLM: whole call", vllm, call, without_load("report_seconds"))
     sglang = Asked(NOWHERE, engine="sglang", same_gpus=True)
     yield Row("same GPU, SGLang: pause", sglang, pause, median("gpu_sglang", "pause_seconds", "test_idle"))
     for way, prefetch in (("cuda_ipc", "auto"), ("relay", "always")):
@@ -91,7 +97,6 @@ def rows() -> Iterator[Row]:
             yield Row(f"{words}: whole call", asked, call, said["seconds"]["median"])
     sharded = Asked(NOWHERE, "fsdp=2", tp=2, same_gpus=True)
     yield Row("FSDP2 on 2 GPUs to TP2 there: transfer", sharded, transfer, median("gpu_sharded", "transfer_seconds"))
-    yield Row("FSDP2 on 2 GPUs to TP2 there: pause", sharded, pause, median("gpu_sharded", "pause_seconds"))
     held = replace(REFERENCE, prefetch="always", until="held")
     yield Row("relay, held: filling", held, fill, median("gpu_relay_two_gpus", "fill_seconds"), held=True)
     yield Row("relay, held: whole call", held, call, median("gpu_relay_two_gpus", "held_seconds"), held=True)

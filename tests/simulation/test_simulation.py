@@ -1,4 +1,4 @@
-"""A million events of the three machines together, checked after every one: a tenth of them in `make test`.
+"""A million events of the three machines together, checked after every one: a twentieth of them in `make test`.
 
 A failing story prints its recipe and the shortest one that fails in the same way. Replay either alone with
 ``CKPT_ENGINE_SEED='437' pytest tests/simulation/test_simulation.py``; run more with ``CKPT_ENGINE_EVENTS=20000000``,
@@ -17,7 +17,7 @@ from tests.simulation.scenario import run_seed
 from tests.simulation.world import BrokenPromiseError
 
 EVENTS = int(os.environ.get("CKPT_ENGINE_EVENTS", "1000000"))
-PARTS = 10
+PARTS = 20
 ONLY = os.environ.get("CKPT_ENGINE_SEED")
 
 
