@@ -8,12 +8,11 @@ thread.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
-_Seen = tuple[Mapping[str, Any], str, torch.Tensor, int, torch.Size, tuple[int, ...], torch.dtype]
+_Seen = tuple[nn.Module, str, str, torch.Tensor, int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 class Standing:
@@ -23,41 +22,40 @@ class Standing:
     def __init__(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         """tensors: by the names that `model` gives its parameters and buffers. One that is not there under its name
         never `holds`."""
-        self._ways: dict[tuple[int, str], tuple[Mapping[str, nn.Module | None], str, nn.Module]] = {}
+        self._ways: dict[tuple[int, str], tuple[nn.Module, str, nn.Module]] = {}
         self._seen: list[_Seen] = []
         self._all = True
         for name, tensor in tensors.items():
-            holder = self._holder(model, name)
-            if holder is None:
+            holder, last = self._holder(model, name), name.rpartition(".")[2]
+            kinds = [kind for kind in ("_parameters", "_buffers") if getattr(holder, kind, {}).get(last) is tensor]
+            if holder is None or not kinds:
                 self._all = False
                 return
-            last = name.rpartition(".")[2]
             place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-            self._seen.append((holder, last, tensor, *place))
+            self._seen.append((holder, kinds[0], last, tensor, *place))
 
     def holds(self) -> bool:
         """Whether all of them are the same objects, under the same names, at the same addresses and laid out alike."""
-        if not self._all or any(children.get(name) is not child for children, name, child in self._ways.values()):
+        if not self._all or any(parent._modules.get(name) is not child for parent, name, child in self._ways.values()):
             return False
         # vLLM's parameters hand whatever is asked of them through Python, which takes nine tenths of the time.
         with torch._C.DisableTorchFunctionSubclass():
             return all(
-                holder.get(name) is tensor
+                getattr(holder, kind).get(name) is tensor
                 and tensor.data_ptr() == address
                 and tensor.shape == shape
                 and tensor.stride() == stride
                 and tensor.dtype == dtype
-                for holder, name, tensor, address, shape, stride, dtype in self._seen
+                for holder, kind, name, tensor, address, shape, stride, dtype in self._seen
             )
 
-    def _holder(self, model: nn.Module, name: str) -> Mapping[str, Any] | None:
-        """The parameters or buffers of which a tensor is one, once the way there has been noted."""
-        *path, last = name.split(".")
+    def _holder(self, model: nn.Module, name: str) -> nn.Module | None:
+        """The module that a tensor is a parameter or buffer of, once the way there has been noted."""
         module = model
-        for step in path:
+        for step in name.split(".")[:-1]:
             child = module._modules.get(step)
             if child is None:
                 return None
-            self._ways[id(module), step] = (module._modules, step, child)
+            self._ways[id(module), step] = (module, step, child)
             module = child
-        return next((each for each in (module._parameters, module._buffers) if each.get(last) is not None), None)
+        return module

@@ -76,6 +76,15 @@ def _read_in_place_as_integers(model: Model) -> None:
     first(model).scale.data = first(model).scale.data.view(torch.int32)
 
 
+def _put_other_dictionaries(model: Model) -> None:
+    layer = first(model)
+    layer._parameters = {name: nn.Parameter(torch.zeros(4, 4)) for name in layer._parameters}
+
+
+def _put_another_list_of_layers(model: Model) -> None:
+    model.layers._modules = {name: Layer() for name in model.layers._modules}
+
+
 def _put_another_layer(model: Model) -> None:
     new, old = Layer(), first(model)
     new._parameters, new._buffers = old._parameters, old._buffers
@@ -123,6 +132,8 @@ def _make_it_a_plain_attribute(model: Model) -> None:
         _read_as_integers,
         _read_in_place_as_integers,
         _put_another_layer,
+        _put_other_dictionaries,
+        _put_another_list_of_layers,
         _put_other_layers,
         _take_away,
         _make_it_a_plain_attribute,
