@@ -56,8 +56,8 @@ class LoadTarget(Protocol):
 
     @property
     def root(self) -> nn.Module:
-        """The module whose parameters and buffers `named_tensors` names, and at most others beside them. Where they
-        stand is looked at in it, at each install."""
+        """The module whose parameters and buffers `named_tensors` names. Each install looks there whether they still
+        stand where they stood. Weights that are loaded into other tensors are laid out anew each time."""
         ...
 
     def named_tensors(self) -> Iterable[tuple[str, Tensor]]:

@@ -23,7 +23,7 @@ from ckpt_engine.engine.target import LoadTarget
 from ckpt_engine.install.ready import Ready
 from ckpt_engine.install.resolve import Resolved, bind, resolve
 from ckpt_engine.install.standing import Standing
-from ckpt_engine.record.recording import Recording, TensorLayout
+from ckpt_engine.record.recording import Recording
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.trace import span
 from ckpt_engine.transport.base import CannotOpenError, Leased, OpenedRegions, Transport
@@ -34,16 +34,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ReadyPlan:
-    """What is kept of a plan. resident: of the tensors that stay; `standing` tells whether they did, and `addresses` if
-    they were found elsewhere in the model. landed: room for what a collective brings of those that do not, on `device`.
-    unopened: what could not be, so that it is open another way."""
+    """What is kept of a plan. resident: of the tensors that stay; `standing` tells whether they did. landed: room for
+    what a collective brings of those that do not, on `device`. unopened: what could not be, so that it is open another
+    way."""
 
     digest: bytes
     resolved: Resolved
     opened: dict[str, OpenedRegions]
     staged: frozenset[str]
     resident: Ready | None = None
-    addresses: tuple[tuple[int, TensorLayout], ...] = ()
     standing: Standing | None = None
     landed: dict[tuple[int, Box], torch.Tensor] | None = None
     unopened: tuple[weights_pb2.Unopened, ...] = ()
@@ -51,17 +50,12 @@ class ReadyPlan:
 
     def lay_out(self, target: LoadTarget) -> Ready:
         """The work on tensors that stay, made anew only if one of them moved. Every move is checked here."""
-        if self.resident is not None and self.standing is not None and self.standing.holds():
-            return self.resident
-        tensors = dict(target.named_tensors())
-        names = [name for name in self.resolved.work if name not in self.staged]
-        present = [tensors[name] for name in names if name in tensors]
-        addresses = tuple((tensor.data_ptr(), TensorLayout.of(tensor)) for tensor in present)
-        if self.resident is None or self.addresses != addresses:
+        if self.resident is None or self.standing is None or not self.standing.holds():
+            tensors = dict(target.named_tensors())
+            names = [name for name in self.resolved.work if name not in self.staged]
             with span("worker.ready", "layout"):
                 self.resident = Ready(self.opened, bind(self.resolved, names, tensors))
-                self.addresses = addresses
-        self.standing = Standing(target.root, {name: tensors[name] for name in names})
+            self.standing = Standing(target.root, {name: tensors[name] for name in names})
         return self.resident
 
     def make_room(self, device: torch.device) -> None:
