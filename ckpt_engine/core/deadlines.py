@@ -62,7 +62,8 @@ class Deadlines:
         last told something new.
     catch_up_retry: before a failed catch-up is tried again; doubles with each attempt.
     sleep_wake: putting an engine to sleep or waking it, when the caller sets no timeout.
-    forget: a trainer rank or a holder that lost its session and did not come back, until the manager forgets it.
+    forget: a member that lost its session and did not come back, until the manager forgets it; a replica only if no
+        update reached it.
 
     The manager's process:
 

@@ -167,7 +167,7 @@ async def test_a_session_that_speaks_for_a_second_member_ends_and_leaves_nobody_
         if not any(found.connected for found in (*status.trainers, *status.replicas)) or time.monotonic() > end:
             break
         await asyncio.sleep(0.02)
-    assert [found.connected for found in (*status.trainers, *status.replicas)] == [False]
+    assert not any(found.connected for found in (*status.trainers, *status.replicas)), status
 
 
 async def test_blobs_over_the_wire(stub: CheckpointEngineManagerStub) -> None:

@@ -1,22 +1,37 @@
-"""When a run that does not end by itself is forgotten, and with it what it holds of the manager's memory.
+"""When a member that does not say goodbye is forgotten, and with it what it holds of the manager's memory.
 
 A rank that says goodbye is forgotten at once. One that was killed only loses its session, so it is forgotten
 - `forget` seconds after that, if it has not come back (that costs nothing: a hello brings all of it again);
 - as soon as no rank of its run is connected and updates of other runs have taken over every replica that its own were
   for;
 - when an operator evicts its run.
-So is a holder that was killed, `forget` seconds later.
+So is a holder that was killed, `forget` seconds later, and a replica that no update ever reached. A replica that was
+prepared for a version, or holds one, stays until it is evicted: it may go on serving that one.
+
+Names cost nothing to make, so a stranger must not leave any. A member that has brought nothing is forgotten as soon as
+its session ends: a replica that never had a worker, a holder that holds nothing and can hold nothing, a rank of a
+lineage without a version that has published nothing. Of the other replicas that no update reached, `MOST_LOST` wait
+for `forget`; beyond that the one that was lost first goes. What a member says of itself is believed: one that lies
+about what it holds is kept out by tokens only.
+
 What the run published goes with its last rank, unless it can be read without it (files) and there is a replica that is
 to hold it: then it stays for late ones, until other updates have taken over the last of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckpt_engine.machines.events import Key
-from ckpt_engine.machines.manager.members import Holder, Trainer
+from ckpt_engine.machines.manager.members import Holder, Member, Replica, Trainer
 from ckpt_engine.machines.manager.state import State
+
+MOST_LOST = 1024
+"""Replicas without a session that have workers and were never prepared for a version: far more than an outage takes
+before a first update."""
+
+HOLDER, REPLICA = -1, -2
+"""In place of a rank, in the key of a timer."""
 
 
 @dataclass
@@ -24,20 +39,43 @@ class Forgetting:
     """Says who is to be forgotten; the manager's machine then sees to it that everybody hears of it."""
 
     state: State
+    unreached: dict[str, None] = field(
+        default_factory=dict
+    )  # lost replicas that no update reached; the first one first
 
-    def lost(self, member: Trainer | Holder) -> None:
-        """Notes that its session ended without a goodbye."""
+    def lost(self, member: Member) -> Member | None:
+        """Notes that its session ended without a goodbye. Returns a member that is to be forgotten at once."""
+        if not self._brought(member):
+            return member
+        if isinstance(member, Replica):
+            if _reached(member):
+                return None
+            self.unreached[member.name] = None
         self.state.set_timer(_key(member), self.state.deadlines.forget)
+        if len(self.unreached) > MOST_LOST:
+            return self.state.members.replicas.get(next(iter(self.unreached)))
+        return None
 
-    def back(self, member: Trainer | Holder) -> None:
-        """Notes that a member said hello again."""
+    def back(self, member: Member) -> None:
+        """Notes that a member said hello again, or will not."""
+        if isinstance(member, Replica):
+            self.unreached.pop(member.name, None)
         self.state.cancel_timer(_key(member))
 
-    def due(self, name: str, rank: int) -> list[Trainer | Holder]:
-        """The time of a rank, or of a holder, is over."""
+    def due(self, name: str, rank: int) -> list[Member]:
+        """The time of a rank, a holder or a replica is over."""
         members = self.state.members
-        member = members.holders.get(name) if rank < 0 else members.trainers.get((name, rank))
+        others: dict[int, Member | None] = {HOLDER: members.holders.get(name), REPLICA: members.replicas.get(name)}
+        member = others[rank] if rank in others else members.trainers.get((name, rank))
         return [member] if member is not None and member.peer is None else []
+
+    def _brought(self, member: Member) -> bool:
+        """Whether something is lost with it, or may be."""
+        if isinstance(member, Replica):
+            return bool(member.workers) or _reached(member)
+        if isinstance(member, Holder):
+            return bool(member.held) or member.filling is not None
+        return member.table is not None or member.lineage in self.state.versions.latest
 
     def taken_over(self) -> list[Trainer]:
         """Ranks of runs that are gone and whose replicas all belong to others now."""
@@ -58,7 +96,13 @@ class Forgetting:
                 latest.published = latest.record = None
 
 
-def _key(member: Trainer | Holder) -> Key:
-    if isinstance(member, Holder):
-        return ("forget", member.source, -1)
-    return ("forget", member.lineage, member.rank)
+def _reached(replica: Replica) -> bool:
+    """Whether a version is, or may be, in its workers: it is prepared before it is told to install."""
+    holds = any(worker.HasField("identity") for worker in replica.workers)
+    return holds or bool(replica.prepared) or replica.last_outcome is not None
+
+
+def _key(member: Member) -> Key:
+    if isinstance(member, Trainer):
+        return ("forget", member.lineage, member.rank)
+    return ("forget", member.source, HOLDER) if isinstance(member, Holder) else ("forget", member.name, REPLICA)

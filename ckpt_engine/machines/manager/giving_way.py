@@ -24,7 +24,7 @@ class GivingWay:
         """The next one whose turn has come. may: whether one may begin, for all that this does not know of."""
         updates, coming = self.turns.updates, [each.goal for each in self.turns.coming()]
         busy = {update.goal.pool for update in updates.all()}
-        if self.state.ledger_problem is not None or self.state.versions.known_pools <= busy:
+        if self.state.ledger_problem is not None or set(self.state.versions.pools.values()) <= busy:
             return None
 
         def free(goal: Goal) -> bool:

@@ -232,10 +232,9 @@ class ManagerMachine:
             ),
         )
         self._state.set_timer(("lease", peer), self._deadlines.lease)
-        if not isinstance(member, Replica):
-            self._forgetting.back(member)
-            if session not in ("", member.session_id):
-                self._updates.gone(member, now)
+        self._forgetting.back(member)
+        if not isinstance(member, Replica) and session not in ("", member.session_id):
+            self._updates.gone(member, now)
         if isinstance(member, Trainer):
             self._publications.taken_back(known, member.table)
             self._publications.offered(member)
@@ -260,7 +259,10 @@ class ManagerMachine:
         if peer is not None:
             self._state.cancel_timer(("lease", peer))
             self._state.out.append(ClosePeer(peer, problem))
+        self._forgetting.back(member)
         self._members.forget(member)
+        if isinstance(member, Replica):
+            self._state.versions.left(member.name)
         member.peer = None
         self._gone(member, now)
         self._updates.gone(member, now)
@@ -274,9 +276,10 @@ class ManagerMachine:
             return
         self._state.cancel_timer(("lease", peer))
         self._gone(member, now)
-        if not isinstance(member, Replica):
-            self._forgetting.lost(member)
         self._updates.lost(member, now)
+        forgotten = self._forgetting.lost(member)
+        if forgotten is not None:
+            self._goodbye(forgotten, None, now)
 
     def _gone(self, member: Member, now: float) -> None:
         if self._sleepers is not None and isinstance(member, Replica):

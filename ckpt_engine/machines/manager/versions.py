@@ -68,16 +68,15 @@ class Versions:
     """Which version each lineage, and each replica, is to have.
 
     meant: by replica, the last update that was for it; by `everybody`, the last one for a pool. pools: of each
-    replica that has said hello, its pool. known_pools: all of these that there were. ledger_epoch: what the ledger knew
-    of when the manager began. highest: of each lineage the version with the highest number, which need not be its
-    latest one. roots: of versions that were meant for installing, by lineage and number.
+    replica that has said hello, its pool; of one that has left, only if an update was for it. ledger_epoch: what the
+    ledger knew of when the manager began. highest: of each lineage the version with the highest number, which need not
+    be its latest one. roots: of versions that were meant for installing, by lineage and number.
     """
 
     ledger_epoch: int = 0
     latest: dict[str, Latest] = field(default_factory=dict)
     meant: dict[str, Meant] = field(default_factory=dict)
     pools: dict[str, str] = field(default_factory=dict)
-    known_pools: set[str] = field(default_factory=set)
     highest: dict[str, weights_pb2.Identity] = field(default_factory=dict)
     roots: dict[tuple[str, int], bytes] = field(default_factory=dict)
 
@@ -199,7 +198,11 @@ class Versions:
         if self.pools.get(name, pool) != pool:
             self.meant.pop(name, None)
         self.pools[name] = pool
-        self.known_pools.add(pool)
+
+    def left(self, name: str) -> None:
+        """A replica is not registered any more."""
+        if name not in self.meant:
+            self.pools.pop(name, None)
 
     def learn(self, name: str, identity: weights_pb2.Identity, epoch: int) -> None:
         """A replica holds what the ledger does not know of. It tells of that replica, and of nobody else."""
