@@ -25,7 +25,8 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 @dataclass(frozen=True)
 class SourceOffer:
     """What the manager's decisions need to know of one source's SourceTable. rank: None if it is no trainer rank. host,
-    ways: where it is, and the transports over which each of its regions is offered, equal ones once."""
+    ways: where it is, and the transports over which each of its regions is offered, equal ones once. warnings: for the
+    report."""
 
     source: str
     rank: int | None
@@ -36,6 +37,7 @@ class SourceOffer:
     copied: tuple[weights_pb2.CopiedTensors, ...] = ()
     host: weights_pb2.Host = field(default_factory=weights_pb2.Host)
     ways: tuple[frozenset[str], ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -175,6 +175,7 @@ class Compiler:
                     tuple(table.copied),
                     table.host,
                     tuple(dict.fromkeys(frozenset(by_transport(region)) for region in table.regions)),
+                    tuple(table.warnings),
                 )
                 for table, ref in zip(publication.tables, refs, strict=True)
             ),

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ckpt_engine.source.held import Held
+from ckpt_engine.source.held import Held, elements_of
 
 Signature = tuple[object, ...]
 
@@ -64,22 +64,10 @@ def signature_of(module: nn.Module) -> Signature | None:
                 if type(tensor) not in _PLAIN:
                     return None
                 try:
-                    found.append((name, id(tensor), *_place(tensor)))
+                    found.append((name, id(tensor), tensor.untyped_storage().nbytes(), *elements_of(tensor)))
                 except (RuntimeError, NotImplementedError):  # sparse, or it only stands for another tensor
                     return None
     return tuple(found)
-
-
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    return (
-        tensor.data_ptr(),
-        tensor.untyped_storage().nbytes(),
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
 
 
 @cache

@@ -101,6 +101,19 @@ def plain_values(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().resolve_conj().resolve_neg()
 
 
+def elements_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for two tensors if they are the same elements of the same memory, read in the same way. Raises RuntimeError
+    or NotImplementedError for a tensor that only stands for another one."""
+    return (
+        tensor.data_ptr(),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
 def _must_copy(tensor: torch.Tensor) -> str:
     if tensor.is_inference() and tensor.device.type == "cpu":
         return "is an inference tensor"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -27,7 +27,7 @@ from ckpt_engine.core.transports import HOST_MEMORY
 from ckpt_engine.digest.prepared import PreparedDigests
 from ckpt_engine.source.device import DeviceOffer
 from ckpt_engine.source.digests import changed_since, prepare_atoms
-from ckpt_engine.source.held import Held, plain_values
+from ckpt_engine.source.held import Held, elements_of, plain_values
 from ckpt_engine.source.host_memory import HostOffer
 from ckpt_engine.source.lending import Lending
 from ckpt_engine.source.rehome import by_storage
@@ -54,6 +54,8 @@ class MemorySource:
         noticed (live, re-homed) or followed (copied).
     keep: why CPU memory is copied and not moved if the wish does not say; empty: it is moved where it can be.
 
+    warnings: logged, and told in the report of each update.
+
     Raises INVALID_ARGUMENT (nothing to publish, dtype not supported, a wish that cannot be fulfilled), UNAVAILABLE (no
     room). It changes nothing of the model if it raises. While re-homing, both copies exist.
     """
@@ -68,6 +70,7 @@ class MemorySource:
         keep: str = "",
         kind: str = "tensors",
         may_be_empty: bool = False,
+        warnings: Sequence[str] = (),
     ) -> None:
         self._wish = wish = wish or Wish()
         self._find = find
@@ -94,10 +97,11 @@ class MemorySource:
         except BaseException:
             self.close()
             raise
-        self._addresses = [box.tensor.data_ptr() for box in boxes]
-        self._strides = [box.tensor.stride() for box in boxes]
+        self._elements = [elements_of(box.tensor) for box in boxes]
         self._dtypes = [box.tensor.dtype for box in boxes]
-        self._table = self._make_table(host, kind)
+        self._table = self._make_table(host, kind, warnings)
+        for warning in warnings:
+            log.warning("ckpt-engine: %s", warning)
 
     def table(self) -> SourceTable:
         """What it offers."""
@@ -254,7 +258,7 @@ class MemorySource:
         if self._published:
             self._lending.must_offer(_HOST_REGION, memory)
 
-    def _make_table(self, host: Host, kind: str) -> SourceTable:
+    def _make_table(self, host: Host, kind: str, warnings: Sequence[str]) -> SourceTable:
         shards = [
             Shard(
                 tensor=index,
@@ -283,6 +287,7 @@ class MemorySource:
             source_copies=1 if any(self._copied) else 0,
             description=f"{kind}, {self._manner()}",
             copied=tell_copied(self._rank, self._published, self._served, self._why),
+            warnings=warnings,
         )
 
     def _manner(self) -> str:
@@ -316,15 +321,14 @@ class MemorySource:
         moved: list[str] = []
         for index, (now, then) in enumerate(zip(boxes, self._published, strict=True)):
             same = now.shape == then.shape and now.start == then.start and now.tensor.dtype == self._dtypes[index]
-            if not self._copied[index]:
-                same = same and now.tensor.data_ptr() == self._addresses[index]
-                same = same and now.tensor.stride() == self._strides[index]
+            same = same and (self._copied[index] or elements_of(now.tensor) == self._elements[index])
             if not same or now.tensor.shape != self._sealed[index].shape:
                 moved.append(now.name)
         if moved:
             raise precondition(
-                f"{len(moved)} tensors have other memory, shape, strides or dtype than when they were published "
-                f"(something assigned to them, or to their .data): {some(moved)}; publish again",
+                f"{len(moved)} tensors have other memory, shape, strides or dtype than when they were published, or "
+                f"became conjugated or negated lazily (something assigned to them, or to their .data): {some(moved)}; "
+                "publish again",
                 tensors=moved[:16],
                 ranks=[self._rank],
             )

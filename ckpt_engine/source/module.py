@@ -1,7 +1,8 @@
-"""A source of an nn.Module: what its checkpoint would hold.
+"""A source of an nn.Module: its parameters and persistent buffers, which is what a plain module's checkpoint holds.
 
-Parameters and persistent buffers, each memory once: of tied weights the first name is published, as Hugging Face does
-when it saves. A model sharded by FSDP2 publishes this rank's shards: live on a GPU, copied at each seal on a CPU.
+What a `state_dict` of its own, a hook or `get_extra_state` would add or change is left out, and said so (`saving.py`).
+Each memory is offered once: of tied weights the first name is published, as Hugging Face does when it saves. A model
+sharded by FSDP2 publishes this rank's shards: live on a GPU, copied at each seal on a CPU.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from torch.nn.parameter import is_lazy
 from ckpt_engine.core.names import full_name
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.source.found import Finder
-from ckpt_engine.source.held import Held, held, is_sharded
+from ckpt_engine.source.held import Held, elements_of, held, is_sharded
 from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.names import strip_wrappers
+from ckpt_engine.source.saving import ignored
 from ckpt_engine.source.ways import Wish
 from ckpt_engine.v1.weights_pb2 import Host
 
@@ -41,6 +43,7 @@ def module_source(module: nn.Module, *, host: Host, rank: int = 0, wish: Wish | 
         keep="is part of a sharded model" if sharded else "",
         kind="FSDP2 module" if sharded else "nn.Module",
         may_be_empty=sharded,
+        warnings=ignored(module),
     )
 
 
@@ -120,7 +123,6 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     if strange or tensor.device.type == "meta" or not tensor.numel():
         return (id(tensor),)
     try:
-        address = tensor.data_ptr()
+        return elements_of(tensor)
     except RuntimeError:  # it only stands for another tensor; `held` refuses it by name
         return (id(tensor),)
-    return (address, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())

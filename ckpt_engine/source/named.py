@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
 
 from ckpt_engine.core.problems import invalid
-from ckpt_engine.source.held import held, is_sharded
+from ckpt_engine.source.held import Held, held, is_sharded
 from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.names import strip_wrappers
 from ckpt_engine.source.ways import Wish
@@ -22,25 +22,33 @@ def named_source(
     rank: int = 0,
     wish: Wish | None = None,
 ) -> MemorySource:
-    """Opens named tensors; an iterator is read once and its tensors are held until the source is closed.
+    """Opens named tensors. A mapping, and whatever can be iterated over again, is looked at before each seal: a tensor
+    that it holds instead of another is copied, or refused by name, as a module's is. An iterator is read once, and its
+    tensors are held until the source is closed.
 
     Those on a CPU are copied at each seal unless the wish is `snapshot=False`: their memory is the caller's, and moving
     it is for the caller to allow. Those on a GPU stay where they are, as in MemorySource.
 
     Raises INVALID_ARGUMENT for elements that are no (name, tensor) pairs, and as MemorySource does.
     """
-    pairs = [checked_pair(item) for item in (tensors.items() if isinstance(tensors, Mapping) else tensors)]
-    names = strip_wrappers([name for name, _ in pairs])
-    kept = list(zip(names, (tensor for _, tensor in pairs), strict=True))
+    again = tensors.items() if isinstance(tensors, Mapping) else tensors
+    if isinstance(again, Iterator):
+        again = list(again)
     return MemorySource(
-        partial(held, kept),
+        partial(_find, again),
         host=host,
         rank=rank,
         wish=wish,
         keep="is one of named tensors, whose memory is moved only with snapshot=False",
         kind="named tensors",
-        may_be_empty=any(is_sharded(tensor) for _, tensor in kept),
+        may_be_empty=any(is_sharded(tensor) for _, tensor in map(checked_pair, again)),
     )
+
+
+def _find(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[Held]:
+    checked = [checked_pair(item) for item in pairs]
+    names = strip_wrappers([name for name, _ in checked])
+    return held(zip(names, (tensor for _, tensor in checked), strict=True))
 
 
 def checked_pair(item: object) -> tuple[str, torch.Tensor]:
@@ -48,6 +56,8 @@ def checked_pair(item: object) -> tuple[str, torch.Tensor]:
     if not (isinstance(item, tuple) and len(item) == 2):
         raise invalid(f"expected (name, tensor) pairs, found an item of type {type(item).__name__}")
     name, tensor = item
-    if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+    if isinstance(name, str) and not isinstance(tensor, torch.Tensor):
+        raise invalid(f"{name!r} is of type {type(tensor).__name__}, not a tensor: leave it out", tensors=[name])
+    if not isinstance(name, str):
         raise invalid(f"expected (name, tensor) pairs, found ({type(name).__name__}, {type(tensor).__name__})")
     return name, tensor

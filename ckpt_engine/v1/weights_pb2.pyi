@@ -263,7 +263,7 @@ class Shard(_message.Message):
     def __init__(self, tensor: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ..., region: _Optional[int] = ..., offset: _Optional[int] = ..., stride: _Optional[_Iterable[int]] = ..., stored_dtype: _Optional[str] = ..., encoding: _Optional[str] = ..., unchanged_since: _Optional[_Union[Identity, _Mapping]] = ...) -> None: ...
 
 class SourceTable(_message.Message):
-    __slots__ = ("host", "rank", "tensors", "regions", "shards", "stays_sealed", "source_copies", "description", "id", "copied")
+    __slots__ = ("host", "rank", "tensors", "regions", "shards", "stays_sealed", "source_copies", "description", "id", "copied", "warnings")
     HOST_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -274,6 +274,7 @@ class SourceTable(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     COPIED_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     host: Host
     rank: int
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
@@ -284,7 +285,8 @@ class SourceTable(_message.Message):
     description: str
     id: str
     copied: _containers.RepeatedCompositeFieldContainer[CopiedTensors]
-    def __init__(self, host: _Optional[_Union[Host, _Mapping]] = ..., rank: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., regions: _Optional[_Iterable[_Union[OfferedRegion, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., stays_sealed: bool = ..., source_copies: _Optional[int] = ..., description: _Optional[str] = ..., id: _Optional[str] = ..., copied: _Optional[_Iterable[_Union[CopiedTensors, _Mapping]]] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, host: _Optional[_Union[Host, _Mapping]] = ..., rank: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., regions: _Optional[_Iterable[_Union[OfferedRegion, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., stays_sealed: bool = ..., source_copies: _Optional[int] = ..., description: _Optional[str] = ..., id: _Optional[str] = ..., copied: _Optional[_Iterable[_Union[CopiedTensors, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CopiedTensors(_message.Message):
     __slots__ = ("reason", "tensors", "bytes", "names", "rank", "ranks")

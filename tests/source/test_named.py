@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -113,3 +114,92 @@ def test_a_way_that_tensors_cannot_take_is_refused(tmp_path: Path, transport: st
 def test_a_directory_has_one_publisher(tmp_path: Path) -> None:
     with pytest.raises(CkptEngineError, match="one process"):
         open_source(tmp_path, world_size=2)
+
+
+class Held:
+    """Pairs that can be iterated over any number of times."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._tensors.items()
+
+
+GIVEN: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
+    "dictionary": lambda tensors: tensors,
+    "proxy": MappingProxyType,
+    "items": lambda tensors: tensors.items(),
+    "iterable": Held,
+}
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+def test_a_replaced_tensor_is_followed_if_it_is_copied(kind: str) -> None:
+    tensors = {"a": torch.zeros(3), "b": torch.zeros(2)}
+    source = open_source(GIVEN[kind](tensors))  # type: ignore[arg-type]
+    source.seal()
+    tensors["a"] = torch.ones(3)
+    source.check()
+    source.seal()
+    assert_equal(read(source.table()), {"a": torch.ones(3), "b": torch.zeros(2)})
+    source.close()
+
+
+def test_a_replaced_pair_of_a_list_is_followed() -> None:
+    pairs = [("a", torch.zeros(3))]
+    source = open_source(pairs)
+    pairs[0] = ("a", torch.ones(3))
+    source.seal()
+    assert_equal(read(source.table()), {"a": torch.ones(3)})
+
+
+def test_an_iterator_is_read_once() -> None:
+    tensors = {"a": torch.zeros(3)}
+    source = open_source(iter(tensors.items()))
+    tensors["a"] = torch.ones(3)
+    source.seal()
+    assert_equal(read(source.table()), {"a": torch.zeros(3)})
+
+
+def replace_moved(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["a"] = torch.ones(3)
+
+
+def add(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["new"] = torch.ones(1)
+
+
+def remove(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["b"]
+
+
+def reshape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["a"] = torch.ones(4)
+
+
+def cast(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["a"] = tensors["a"].half()
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "moved"),
+    [(replace_moved, "a", True)]
+    + [(each, name, moved) for moved in (False, True) for each, name in ((add, "new"), (remove, "b"), (reshape, "a"))]
+    + [(cast, "a", False)],
+)
+def test_a_mapping_that_holds_something_else_is_noticed_by_name(
+    change: Callable[[dict[str, torch.Tensor]], None], name: str, moved: bool
+) -> None:
+    tensors = {"a": torch.zeros(3), "b": torch.zeros(2)}
+    source = open_source(tensors, snapshot=False if moved else None)
+    source.seal()
+    change(tensors)
+    for attempt in (source.check, source.seal):
+        with pytest.raises(CkptEngineError, match="publish again") as noticed:
+            attempt()
+        assert noticed.value.problem.code == Problem.FAILED_PRECONDITION
+        assert list(noticed.value.problem.tensors) == [name]
+    again = open_source(tensors)
+    again.seal()
+    assert_equal(read(again.table()), tensors)

@@ -178,3 +178,33 @@ def test_a_conjugate_is_not_tied_to_what_it_is_a_view_of() -> None:
     module.base.mul_(2)
     source.seal()
     assert torch.equal(read(source.table())["conjugate"], module.base.conj())
+
+
+OTHERWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "conjugated": lambda tensor: tensor.conj(),
+    "negated": lambda tensor: torch._neg_view(tensor),
+    "conjugated and negated": lambda tensor: torch._neg_view(tensor.conj()),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERWISE)
+@pytest.mark.parametrize("given", ["module", "mapping"])
+def test_values_that_are_read_otherwise_at_the_same_place_are_noticed(given: str, kind: str) -> None:
+    """Address, strides, shape and dtype stay, the values do not."""
+    tensor = torch.complex(numbers(3), numbers(3))
+    module, mapping = nn.Module(), {"odd": tensor}
+    module.register_buffer("odd", tensor)
+    del tensor
+    if given == "module":
+        mapping.clear()
+        source = open_source(module)
+        module.odd = OTHERWISE[kind](module.odd)
+    else:
+        del module
+        source = open_source(mapping, snapshot=False)
+        mapping["odd"] = OTHERWISE[kind](mapping["odd"])
+    for attempt in (source.check, source.seal):
+        with pytest.raises(CkptEngineError, match="publish again") as noticed:
+            attempt()
+        assert noticed.value.problem.code == Problem.FAILED_PRECONDITION
+        assert list(noticed.value.problem.tensors) == ["odd"]

@@ -116,3 +116,19 @@ def test_what_is_moved_or_read_in_place_is_not_said_to_be_copied(manager: str, r
         report = update(trainer)
     assert report.copied == ()
     assert "copied" not in str(report)
+
+
+def test_what_publishing_does_not_call_is_in_the_report(manager: str, replica: StartReplica) -> None:
+    replica()
+    net = model()
+    net[0].register_state_dict_post_hook(lambda *_: None)
+    with a_trainer(manager) as trainer:
+        trainer.publish(net)
+        for _ in range(2):
+            with torch.no_grad():
+                net[0].weight.add_(1)
+            report = update(trainer)
+            (warning,) = report.warnings
+            assert "hooks on state_dict" in warning
+            assert "0 (Linear)" in warning
+            assert f"warning: {warning}" in str(report)

@@ -113,7 +113,7 @@ def build_report(
         bytes=sum(outcome.bytes for outcome in ordered),
         tensors=goal.published.tensors,
         source_copies=max((source.source_copies for source in goal.published.sources), default=0),
-        warnings=_warnings(identity, goal.before),
+        warnings=[*_warnings(identity, goal.before), *_told_by_sources(goal.published)],
         copied=_copied(goal.published),
         relays=relays,
         prefetch=prefetch,
@@ -148,6 +148,11 @@ def _warnings(identity: weights_pb2.Identity, before: weights_pb2.Identity | Non
         f"version {identity.version} has the same weights as version {before.version}: if the model was trained "
         "in between, what the optimizer writes is not what was published"
     ]
+
+
+def _told_by_sources(published: Published) -> list[str]:
+    """What sources warn of, each once: a report must not grow with the number of ranks."""
+    return list(dict.fromkeys(each for source in published.sources for each in source.warnings))[:COPIED_TOLD]
 
 
 def is_verified(worker: manager_pb2.WorkerReport) -> bool:
