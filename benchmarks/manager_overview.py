@@ -27,6 +27,7 @@ from typing import Any
 import httpx
 
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines import events
 from ckpt_engine.manager.kept_views import Overviews
 from ckpt_engine.manager.ledger import Ledger
@@ -89,6 +90,7 @@ def hello_of(number: int, count: int, cluster: str) -> manager_pb2.ReplicaHello:
     name = f"rollout-{number}"
     host = weights_pb2.Host(name=f"node-{number:04}.cluster.example", boot_id=f"boot-{number}")
     return manager_pb2.ReplicaHello(
+        digest_format=DIGEST_FORMAT,
         cluster=cluster,
         name=name,
         session_id=f"session-{number}",
@@ -145,7 +147,9 @@ class Cluster:
             shell = server._shell
             opened = []
             for rank in range(64):
-                hello = manager_pb2.TrainerHello(lineage="run", rank=rank, world_size=64, session_id=f"rank {rank}")
+                hello = manager_pb2.TrainerHello(
+                    digest_format=DIGEST_FORMAT, lineage="run", rank=rank, world_size=64, session_id=f"rank {rank}"
+                )
                 opened.append(shell.open_session("trainer", manager_pb2.TrainerCommand, hello))
             for number in range(self._replicas):
                 told = hello_of(number, self._workers, server.ledger.cluster)

@@ -53,13 +53,29 @@ def check_spec(spec: TensorSpec, ranks: Sequence[int] = ()) -> None:
         raise invalid(f"tensor {spec.name}: {error.problem.message}", [spec.name], ranks) from None
 
 
-_ROOT_TAG = b"ckpt-engine root 1\n"
+DIGEST_FORMAT = 2
+"""Of digests and roots (docs/protocol.md). Another formula has another number, which members say in their hello: what
+was sealed by one formula can only be compared by the same one."""
+
+
+def other_format(member: str, its: int) -> str:
+    """Why a process cannot be worked with that tells this digest format; empty: it can. 0: it tells none, as releases
+    of format 1 do."""
+    if its == DIGEST_FORMAT:
+        return ""
+    return (
+        f"{member} makes digests of format {its or 1}, and this process of format {DIGEST_FORMAT}: what one seals the "
+        "other cannot verify. Run the same release of ckpt-engine everywhere, then start it again"
+    )
+
+
+_ROOT_TAG = f"ckpt-engine root {DIGEST_FORMAT}\n".encode()
 
 
 class RootHasher:
     """Computes roots of one manifest; names, dtypes and shapes are hashed once, here.
 
-    root = SHA-256 of: the tag "ckpt-engine root 1\\n"; the number of tensors; for each tensor in the manifest's order
+    root = SHA-256 of: the tag "ckpt-engine root 2\\n"; the number of tensors; for each tensor in the manifest's order
     its name and its dtype (each its length in bytes, then UTF-8), its number of dimensions and its dimensions; then
     the digest of each tensor in that order. Every number is 8 bytes, little-endian, unsigned.
     """

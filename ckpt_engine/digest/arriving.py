@@ -46,7 +46,7 @@ class Arrival:
 
         self._ended, self._ready = ENDED, READY
         jobs = digests._jobs_now()
-        self._of_job = digests._of_job
+        self._of_job, self._zeros = digests._of_job, digests._zeros
         self._first = np.searchsorted(self._of_job, np.arange(len(digests._boxes) + 1))
         self._found = np.zeros(len(jobs), dtype=np.uint64)
         self._finished = np.zeros(len(jobs), dtype=np.uint8)
@@ -70,7 +70,7 @@ class Arrival:
         jobs = slice(int(self._first[first]), int(self._first[end]))
         if not self._finished[jobs].all():
             return None
-        values = np.zeros(end - first, dtype=np.uint64)
+        values = self._zeros[first:end].copy()
         np.add.at(values, self._of_job[jobs] - first, self._found[jobs])
         return values
 

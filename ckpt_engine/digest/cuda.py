@@ -14,11 +14,14 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ckpt_engine.core.problems import deadline
 from ckpt_engine.digest.cuda_tiles import ALIGNMENT, BLOCK_BYTES, FIELDS, NotTileableError, Strided, Table, TileTable
+from ckpt_engine.digest.factors import Words, digest_of_zeros
 from ckpt_engine.digest.host import digest_host_boxes
+from ckpt_engine.torch_dtypes import dtype_name
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +35,6 @@ _POLL_SECONDS = 20e-6
 _ROWS = 8
 _STAGES = 1
 _WARPS = 4
-_MASK = (1 << 64) - 1
 
 
 class _Kind(NamedTuple):
@@ -69,6 +71,10 @@ class CudaDigests:
         self._device = boxes[0][0].device
         self._boxes = list(boxes)
         self.bytes = sum(view.nbytes for view, _, _ in boxes)
+        zeros = (digest_of_zeros(dtype_name(served), at, tuple(view.shape), seed) for view, at, served in boxes)
+        self._zeros: Words = np.fromiter(
+            zeros, dtype=np.uint64, count=len(boxes)
+        )  # what the kernels' sums are added to
         self._sums = torch.zeros(len(boxes), dtype=torch.int64, device=self._device)
         on_gpu = self._device.type == "cuda"  # the interpreter of Triton runs on a CPU
         self._found = torch.zeros(len(boxes), dtype=torch.int64, pin_memory=on_gpu)
@@ -101,7 +107,7 @@ class CudaDigests:
     def collect(self) -> list[int]:
         """Waits for what was launched, and no more; the digests, in order. Raises DEADLINE_EXCEEDED if a GPU hangs."""
         self._wait()
-        found = [each & _MASK for each in self._found.tolist()]
+        found: list[int] = (self._found.numpy().view(np.uint64) + self._zeros).tolist()
         for place in self._on_host:
             view, start, served = self._boxes[place]
             found[place] = digest_host_boxes([(view.to(device="cpu", dtype=served), start)], self._seed)[0]

@@ -2,13 +2,16 @@
 
 Every implementation (digest/host.py on a CPU, digest/cuda.py on a GPU) agrees on it to the bit, modulo 2^64:
 
-    digest(box) = sum over elements e of the box, sum over lanes l of e:
+    digest(box) = digest_of_zeros(dtype, box)
+                + sum over elements e of the box, sum over lanes l of e:
                       lane(e, l) * word(0, l) * word(1, i0) * word(2, i1) * ...
 
 - i0, i1, ... are the element's *global* coordinates, so digests of disjoint boxes add up to that of their union.
 - The lanes of an element are its bytes in memory order as unsigned little-endian 16-bit numbers; an element of one byte
   is one lane of that byte, zero-extended. bfloat16 has 1 lane, float32 2, complex64 4.
 - word(a, i) is an odd 64-bit hash: a = 0 for lanes, a = d + 1 for axis d.
+- digest_of_zeros adds up over disjoint boxes, too, and no element changes it. Without it zeros of any shape and dtype,
+  and nothing at all, would have the digest 0.
 
 An element's factor depends on its coordinates only, not on dtype, device or strides. As every factor is odd, a change
 of one lane always changes the digest; other changes escape with a probability of about 2^-48 or less (two flipped top
@@ -17,7 +20,9 @@ bits of lanes have most). It guards against faults, not against an adversary who
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -50,11 +55,30 @@ def word(seed: int, axis: int, index: int) -> int:
     return mix(hashed(seed, axis, index))
 
 
+@lru_cache(maxsize=1 << 16)
+def digest_of_zeros(dtype: str, start: tuple[int, ...], shape: tuple[int, ...], seed: int = SEED) -> int:
+    """The digest of a box whose bytes are all zero; 0 if it has no element. dtype: its name, such as "bfloat16".
+
+    kind(dtype) * (edge(0, stop0) - edge(0, start0)) * (edge(1, stop1) - edge(1, start1)) * ... modulo 2^64, where kind
+    is the first 8 bytes of SHA-256 of the name, little-endian, made odd, and edge(d, i) is what `word(-(d + 1), i)` is
+    before it is made odd. Where two boxes touch, their edges cancel out.
+    """
+    product = int.from_bytes(hashlib.sha256(dtype.encode()).digest()[:8], "little") | 1
+    for axis, (first, length) in enumerate(zip(start, shape, strict=True), 1):
+        stop = first + length
+        product = product * (_mixed(hashed(seed, -axis, stop)) - _mixed(hashed(seed, -axis, first))) & MASK
+    return product
+
+
 def mix(x: int) -> int:
     """The odd number that splitmix64's finaliser makes of one."""
+    return _mixed(x) | 1
+
+
+def _mixed(x: int) -> int:
     x = ((x ^ (x >> 30)) * MIX_1) & MASK
     x = ((x ^ (x >> 27)) * MIX_2) & MASK
-    return (x ^ (x >> 31)) | 1
+    return x ^ (x >> 31)
 
 
 def hashed(seed: int, axis: int, index: int) -> int:

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 import torch
 from google.protobuf.message import DecodeError
 
-from ckpt_engine.core.manifest import blob_digest
+from ckpt_engine.core.manifest import DIGEST_FORMAT, blob_digest
 from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid
 from ckpt_engine.engine.target import LoadTarget, StagedLayer
@@ -67,7 +67,7 @@ class Installer:
 
     def prepare(self, order: worker_pb2.PrepareOrder) -> worker_pb2.WorkerPrepared:
         """Records the loader against a manifest, or finds the recording again. Touches no weight. Never raises."""
-        prepared = worker_pb2.WorkerPrepared(fence=order.fence, host=this_host())
+        prepared = worker_pb2.WorkerPrepared(fence=order.fence, host=this_host(), digest_format=DIGEST_FORMAT)
         stop_at = time.monotonic() + order.deadline_seconds
         try:
             self._check_fill(order.fence)

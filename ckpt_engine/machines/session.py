@@ -12,6 +12,7 @@ from collections.abc import Callable
 from google.protobuf.message import Message as ProtobufMessage
 
 from ckpt_engine.core.deadlines import Deadlines, bounded
+from ckpt_engine.core.manifest import other_format
 from ckpt_engine.machines.clock import ManagersClock
 from ckpt_engine.machines.events import (
     CancelTimer,
@@ -130,7 +131,11 @@ class Session:
             self.clock.answered(self._asked, beat.clock, now)
 
     def welcome(self, welcome: manager_pb2.Welcome, now: float) -> bool:
-        """Whether this is the first welcome on this stream."""
+        """Whether this is the first welcome on this stream. A manager that makes other digests is given up and asked
+        again: another release may come in its place."""
+        if other := other_format("the manager", welcome.digest_format):
+            self.refused(weights_pb2.Problem(code=weights_pb2.Problem.FAILED_PRECONDITION, message=other), now)
+            return False
         first = not self.welcomed
         if first:
             self.clock.forget()

@@ -133,7 +133,7 @@ class HasBlobResponse(_message.Message):
     def __init__(self, present: bool = ...) -> None: ...
 
 class TrainerHello(_message.Message):
-    __slots__ = ("cluster", "lineage", "rank", "world_size", "session_id", "host", "table", "epoch")
+    __slots__ = ("cluster", "lineage", "rank", "world_size", "session_id", "host", "table", "epoch", "digest_format")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +142,7 @@ class TrainerHello(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FORMAT_FIELD_NUMBER: _ClassVar[int]
     cluster: str
     lineage: str
     rank: int
@@ -150,7 +151,8 @@ class TrainerHello(_message.Message):
     host: _weights_pb2.Host
     table: BlobRef
     epoch: int
-    def __init__(self, cluster: _Optional[str] = ..., lineage: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., session_id: _Optional[str] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., table: _Optional[_Union[BlobRef, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
+    digest_format: int
+    def __init__(self, cluster: _Optional[str] = ..., lineage: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., session_id: _Optional[str] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., table: _Optional[_Union[BlobRef, _Mapping]] = ..., epoch: _Optional[int] = ..., digest_format: _Optional[int] = ...) -> None: ...
 
 class TrainerMessage(_message.Message):
     __slots__ = ("hello", "publish", "sealed", "heartbeat", "goodbye", "took_part")
@@ -293,16 +295,18 @@ class Release(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("fence", "lease_seconds", "heartbeat_seconds", "clock")
+    __slots__ = ("fence", "lease_seconds", "heartbeat_seconds", "clock", "digest_format")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FORMAT_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     lease_seconds: float
     heartbeat_seconds: float
     clock: float
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., heartbeat_seconds: _Optional[float] = ..., clock: _Optional[float] = ...) -> None: ...
+    digest_format: int
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., heartbeat_seconds: _Optional[float] = ..., clock: _Optional[float] = ..., digest_format: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("problem",)
@@ -335,7 +339,7 @@ class Held(_message.Message):
     def __init__(self, identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., table: _Optional[_Union[BlobRef, _Mapping]] = ..., record: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
 
 class HolderHello(_message.Message):
-    __slots__ = ("cluster", "kind", "name", "session_id", "host", "epoch", "held", "filling")
+    __slots__ = ("cluster", "kind", "name", "session_id", "host", "epoch", "held", "filling", "digest_format")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -344,6 +348,7 @@ class HolderHello(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     FILLING_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FORMAT_FIELD_NUMBER: _ClassVar[int]
     cluster: str
     kind: str
     name: str
@@ -352,7 +357,8 @@ class HolderHello(_message.Message):
     epoch: int
     held: _containers.RepeatedCompositeFieldContainer[Held]
     filling: Filling
-    def __init__(self, cluster: _Optional[str] = ..., kind: _Optional[str] = ..., name: _Optional[str] = ..., session_id: _Optional[str] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., epoch: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., filling: _Optional[_Union[Filling, _Mapping]] = ...) -> None: ...
+    digest_format: int
+    def __init__(self, cluster: _Optional[str] = ..., kind: _Optional[str] = ..., name: _Optional[str] = ..., session_id: _Optional[str] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., epoch: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., filling: _Optional[_Union[Filling, _Mapping]] = ..., digest_format: _Optional[int] = ...) -> None: ...
 
 class Filling(_message.Message):
     __slots__ = ("memory_bytes", "everything", "gpu_context_bytes", "reads", "lends", "passes_on")
@@ -439,7 +445,7 @@ class Engine(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., version: _Optional[str] = ..., url: _Optional[str] = ..., pause_modes: _Optional[_Iterable[_Union[PauseMode, str]]] = ...) -> None: ...
 
 class ReplicaHello(_message.Message):
-    __slots__ = ("cluster", "name", "session_id", "agent_epoch", "engine", "mode", "host", "workers", "transports", "prepared", "last_outcome", "asleep", "epoch", "pool")
+    __slots__ = ("cluster", "name", "session_id", "agent_epoch", "engine", "mode", "host", "workers", "transports", "prepared", "last_outcome", "asleep", "epoch", "pool", "digest_format")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -454,6 +460,7 @@ class ReplicaHello(_message.Message):
     ASLEEP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FORMAT_FIELD_NUMBER: _ClassVar[int]
     cluster: str
     name: str
     session_id: str
@@ -468,7 +475,8 @@ class ReplicaHello(_message.Message):
     asleep: bool
     epoch: int
     pool: str
-    def __init__(self, cluster: _Optional[str] = ..., name: _Optional[str] = ..., session_id: _Optional[str] = ..., agent_epoch: _Optional[int] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., prepared: _Optional[_Iterable[_Union[PreparedWorker, _Mapping]]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., asleep: bool = ..., epoch: _Optional[int] = ..., pool: _Optional[str] = ...) -> None: ...
+    digest_format: int
+    def __init__(self, cluster: _Optional[str] = ..., name: _Optional[str] = ..., session_id: _Optional[str] = ..., agent_epoch: _Optional[int] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., prepared: _Optional[_Iterable[_Union[PreparedWorker, _Mapping]]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., asleep: bool = ..., epoch: _Optional[int] = ..., pool: _Optional[str] = ..., digest_format: _Optional[int] = ...) -> None: ...
 
 class ReplicaMessage(_message.Message):
     __slots__ = ("hello", "heartbeat", "prepared", "progress", "outcome", "sealed", "sleep_wake_done", "goodbye")

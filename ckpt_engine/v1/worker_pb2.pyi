@@ -65,16 +65,18 @@ class PrepareOrder(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., manifest: _Optional[bytes] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerPrepared(_message.Message):
-    __slots__ = ("fence", "needs", "host", "problem")
+    __slots__ = ("fence", "needs", "host", "problem", "digest_format")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     NEEDS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FORMAT_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     needs: bytes
     host: _weights_pb2.Host
     problem: _weights_pb2.Problem
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., needs: _Optional[bytes] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
+    digest_format: int
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., needs: _Optional[bytes] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., digest_format: _Optional[int] = ...) -> None: ...
 
 class ReadyOrder(_message.Message):
     __slots__ = ("fence", "plan", "deadline_seconds", "asleep", "collective")
@@ -159,7 +161,7 @@ class WorkerInstalled(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., report: _Optional[_Union[_manager_pb2.WorkerReport, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[_manager_pb2.EdgeReport, _Mapping]]] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
-    __slots__ = ("session_id", "sequence", "node_rank", "nodes", "kind", "transports", "leader_session", "generation", "running", "reason", "workers", "looked", "request")
+    __slots__ = ("session_id", "sequence", "node_rank", "nodes", "kind", "transports", "leader_session", "generation", "running", "reason", "workers", "looked", "request", "digest_format")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     NODE_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +175,7 @@ class NodeMessage(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     LOOKED_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FORMAT_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     sequence: int
     node_rank: int
@@ -186,7 +189,8 @@ class NodeMessage(_message.Message):
     workers: _containers.RepeatedCompositeFieldContainer[_manager_pb2.WorkerStatus]
     looked: int
     request: WorkerRequest
-    def __init__(self, session_id: _Optional[bytes] = ..., sequence: _Optional[int] = ..., node_rank: _Optional[int] = ..., nodes: _Optional[int] = ..., kind: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., leader_session: _Optional[bytes] = ..., generation: _Optional[int] = ..., running: bool = ..., reason: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[_manager_pb2.WorkerStatus, _Mapping]]] = ..., looked: _Optional[int] = ..., request: _Optional[_Union[WorkerRequest, _Mapping]] = ...) -> None: ...
+    digest_format: int
+    def __init__(self, session_id: _Optional[bytes] = ..., sequence: _Optional[int] = ..., node_rank: _Optional[int] = ..., nodes: _Optional[int] = ..., kind: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., leader_session: _Optional[bytes] = ..., generation: _Optional[int] = ..., running: bool = ..., reason: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[_manager_pb2.WorkerStatus, _Mapping]]] = ..., looked: _Optional[int] = ..., request: _Optional[_Union[WorkerRequest, _Mapping]] = ..., digest_format: _Optional[int] = ...) -> None: ...
 
 class NodeCommand(_message.Message):
     __slots__ = ("session_id", "generation", "run", "master_address", "master_port", "look", "refused", "rank", "boot_id", "reply")

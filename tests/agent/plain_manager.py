@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 from google.protobuf.message import Message
 
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines.wire import pack, unpack
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
 
@@ -112,7 +113,9 @@ class PlainManager(manager_pb2_grpc.CheckpointEngineManagerServicer):
                 outgoing.put_nowait(None)
             elif isinstance(body, HELLOS) and self._welcome:
                 fence = weights_pb2.Fence(cluster=CLUSTER)
-                welcome = manager_pb2.Welcome(fence=fence, lease_seconds=10.0, heartbeat_seconds=self._heartbeat)
+                welcome = manager_pb2.Welcome(
+                    digest_format=DIGEST_FORMAT, fence=fence, lease_seconds=10.0, heartbeat_seconds=self._heartbeat
+                )
                 outgoing.put_nowait(welcome)
             elif isinstance(body, manager_pb2.ReplicaHeartbeat | manager_pb2.Heartbeat):
                 outgoing.put_nowait(manager_pb2.Heartbeat(sequence=body.sequence))

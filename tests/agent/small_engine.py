@@ -24,6 +24,7 @@ import httpx
 
 from ckpt_engine.agent.http import EngineClient
 from ckpt_engine.core.labels import version_label
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.engine.adapter import (
     AdapterAvailability,
     AdapterSettings,
@@ -162,7 +163,7 @@ class Server(ThreadingHTTPServer):
         if reply.HasField("prepare"):
             digest = hashlib.sha256(reply.prepare.manifest).digest()
             needs = weights_pb2.WorkerNeeds(manifest_digest=digest).SerializeToString(deterministic=True)
-            prepared = WorkerPrepared(fence=reply.prepare.fence, needs=needs)
+            prepared = WorkerPrepared(digest_format=DIGEST_FORMAT, fence=reply.prepare.fence, needs=needs)
             self.channel.ask(WorkerRequest(prepared=prepared), 5)
 
     def install(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 from ckpt_engine.agent.blobs import BlobCache
 from ckpt_engine.agent.narration import heard, said, seconds
 from ckpt_engine.client import blob_ref
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -89,7 +90,10 @@ def test_lines_for_people() -> None:
     )
     assert said(closed) == "update 7: QUARANTINED, 0 B, pause 0.0 ms, sync 0.0 ms, worker 1 is dead"
     assert said(manager_pb2.Prepared(fence=fence, workers=[manager_pb2.PreparedWorker()])) == ("prepared, 1 worker")
-    assert heard(manager_pb2.Welcome(fence=fence)) == "registered with the manager of cluster 01234567"
+    assert (
+        heard(manager_pb2.Welcome(digest_format=DIGEST_FORMAT, fence=fence))
+        == "registered with the manager of cluster 01234567"
+    )
     assert heard(manager_pb2.Heartbeat()) == said(manager_pb2.ReplicaHeartbeat()) == ""
 
 

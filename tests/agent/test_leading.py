@@ -19,6 +19,7 @@ from ckpt_engine.agent.leading import Followers, NodesMissingError
 from ckpt_engine.agent.link import FollowerLink
 from ckpt_engine.agent.nodes import Keys, NodeSettings
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from ckpt_engine.words.state import EnginePage, WorkerSlot, verdict
@@ -59,7 +60,7 @@ class Follower:
             "generation": last.generation,
             "running": last.run,
         }
-        self.link.send(worker_pb2.NodeMessage(**(usual | fields)))
+        self.link.send(worker_pb2.NodeMessage(digest_format=DIGEST_FORMAT, **(usual | fields)))
 
     async def until(
         self, condition: Callable[[worker_pb2.NodeCommand], bool], **fields: object

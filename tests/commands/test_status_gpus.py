@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from ckpt_engine.commands import status as status_command
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines.events import Message, Peer
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -22,8 +23,11 @@ def host(*uuids: bytes) -> weights_pb2.Host:
 def told() -> manager_pb2.GetStatusResponse:
     """Of a rank with a GPU, and a replica of which one worker was started anew since it told its GPU."""
     machine = ManagerMachine("cluster", 0)
-    rank = manager_pb2.TrainerHello(lineage="run", rank=0, world_size=1, session_id="t", host=host(TRAINERS))
+    rank = manager_pb2.TrainerHello(
+        digest_format=DIGEST_FORMAT, lineage="run", rank=0, world_size=1, session_id="t", host=host(TRAINERS)
+    )
     replica = manager_pb2.ReplicaHello(
+        digest_format=DIGEST_FORMAT,
         name="rollout",
         session_id="r",
         agent_epoch=1,

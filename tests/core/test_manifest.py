@@ -142,7 +142,7 @@ def manifest(*specs: tuple[str, str, tuple[int, ...]]) -> Manifest:
 
 
 def test_the_root_is_encoded_as_documented() -> None:
-    encoded = b"ckpt-engine root 1\n" + struct.pack("<Q", 2)
+    encoded = b"ckpt-engine root 2\n" + struct.pack("<Q", 2)
     encoded += struct.pack("<Q1sQ4sQQQ", 1, b"a", 4, b"int8", 2, 2, 3)
     encoded += struct.pack("<Q2sQ7sQ", 2, "ä".encode(), 7, b"float32", 0)
     encoded += struct.pack("<QQ", 5, (1 << 64) - 1)

@@ -12,6 +12,7 @@ from ckpt_engine.agent.following import FollowingAgent
 from ckpt_engine.agent.leading import Followers
 from ckpt_engine.agent.nodes import NodeSettings
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines.events import Message
 from ckpt_engine.machines.nodes.events import LEADER, EndPart, PartEnded, PartStarted, StartPart
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
@@ -24,6 +25,7 @@ SESSION = b"s" * 16
 
 def node_message(sequence: int = 1, leader: bytes = b"", generation: int = 0) -> worker_pb2.NodeMessage:
     return worker_pb2.NodeMessage(
+        digest_format=DIGEST_FORMAT,
         session_id=SESSION,
         sequence=sequence,
         node_rank=1,

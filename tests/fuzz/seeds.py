@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from google.protobuf.message import Message
 
-from ckpt_engine.core.manifest import blob_digest, canonical
+from ckpt_engine.core.manifest import DIGEST_FORMAT, blob_digest, canonical
 from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.record.record import record
 from ckpt_engine.transport.file import file_region
@@ -69,7 +69,9 @@ def fence(epoch: int = 1) -> weights_pb2.Fence:
 SAID: dict[type[Message], list[Any]] = {
     manager_pb2.TrainerMessage: [
         manager_pb2.TrainerMessage(
-            hello=manager_pb2.TrainerHello(lineage="run", rank=0, world_size=1, session_id="s", host=HOST, table=ref())
+            hello=manager_pb2.TrainerHello(
+                digest_format=DIGEST_FORMAT, lineage="run", rank=0, world_size=1, session_id="s", host=HOST, table=ref()
+            )
         ),
         manager_pb2.TrainerMessage(publish=manager_pb2.Publish(table=ref())),
         manager_pb2.TrainerMessage(sealed=manager_pb2.Sealed(fence=fence(), atoms=ref(), digests=ref())),
@@ -79,6 +81,7 @@ SAID: dict[type[Message], list[Any]] = {
     manager_pb2.HolderMessage: [
         manager_pb2.HolderMessage(
             hello=manager_pb2.HolderHello(
+                digest_format=DIGEST_FORMAT,
                 kind="keeper",
                 name="one",
                 session_id="s",
@@ -97,6 +100,7 @@ SAID: dict[type[Message], list[Any]] = {
     manager_pb2.ReplicaMessage: [
         manager_pb2.ReplicaMessage(
             hello=manager_pb2.ReplicaHello(
+                digest_format=DIGEST_FORMAT,
                 name="one",
                 session_id="r",
                 agent_epoch=1,
@@ -129,7 +133,11 @@ SAID: dict[type[Message], list[Any]] = {
 
 
 COMMANDS: list[Any] = [
-    manager_pb2.ReplicaCommand(welcome=manager_pb2.Welcome(fence=fence(0), lease_seconds=8.0, heartbeat_seconds=1.0)),
+    manager_pb2.ReplicaCommand(
+        welcome=manager_pb2.Welcome(
+            digest_format=DIGEST_FORMAT, fence=fence(0), lease_seconds=8.0, heartbeat_seconds=1.0
+        )
+    ),
     manager_pb2.ReplicaCommand(prepare=manager_pb2.Prepare(fence=fence(), manifest=ref(), deadline_seconds=9.0)),
     manager_pb2.ReplicaCommand(
         install=manager_pb2.Install(
@@ -159,7 +167,9 @@ REQUESTS: list[Any] = [
         sequence=3, rank=0, boot_id=b"b" * 16, installed=worker_pb2.WorkerInstalled(fence=fence(2))
     ),
     worker_pb2.WorkerRequest(
-        sequence=4, boot_id=b"b" * 16, prepared=worker_pb2.WorkerPrepared(fence=fence(), needs=b"n")
+        sequence=4,
+        boot_id=b"b" * 16,
+        prepared=worker_pb2.WorkerPrepared(digest_format=DIGEST_FORMAT, fence=fence(), needs=b"n"),
     ),
     worker_pb2.WorkerRequest(sequence=5, boot_id=b"b" * 16, progress=worker_pb2.WorkerProgress(fence=fence(2))),
 ]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from test_agent_turns import CLUSTER, WORDS, Agent
 
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines import events
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -74,7 +75,9 @@ def test_a_replica_that_does_not_serve_says_why() -> None:
 
 def test_an_agent_is_heard_as_often_as_its_manager_wants() -> None:
     agent = Agent()
-    welcome = manager_pb2.Welcome(fence=weights_pb2.Fence(cluster=CLUSTER), lease_seconds=9, heartbeat_seconds=0.25)
+    welcome = manager_pb2.Welcome(
+        digest_format=DIGEST_FORMAT, fence=weights_pb2.Fence(cluster=CLUSTER), lease_seconds=9, heartbeat_seconds=0.25
+    )
     given = agent.tell(events.Message(agent.peer, welcome))
     for _ in range(3):
         (timer,) = [each for each in given if isinstance(each, events.SetTimer) and each.key == ("session", "beat")]

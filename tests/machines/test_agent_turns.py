@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines import events
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
@@ -32,7 +33,10 @@ class Agent:
 
     def welcome(self) -> None:
         welcome = manager_pb2.Welcome(
-            fence=weights_pb2.Fence(cluster=CLUSTER, epoch=1), lease_seconds=8, heartbeat_seconds=1
+            digest_format=DIGEST_FORMAT,
+            fence=weights_pb2.Fence(cluster=CLUSTER, epoch=1),
+            lease_seconds=8,
+            heartbeat_seconds=1,
         )
         self.tell(events.Message(self.peer, welcome))
 
@@ -75,7 +79,22 @@ def test_a_refused_resume_is_not_repeated_in_the_same_moment() -> None:
     assert resumed == 1
 
 
+def test_an_engine_that_loaded_another_release_than_its_agent_is_told_before_anything_is_installed() -> None:
+    """The agent was upgraded and started again, the engine was not."""
+    answer = prepared_by([0], digest_format=0)
+    assert answer.problem.code == weights_pb2.Problem.FAILED_PRECONDITION
+    assert answer.problem.message.startswith("worker 0 of replica 'replica' makes digests of format 1, ")
+    assert not answer.workers
+    assert not prepared_by([0], digest_format=DIGEST_FORMAT).HasField("problem")
+
+
 def test_an_engine_that_has_more_workers_than_it_says_is_told_and_breaks_nothing() -> None:
+    answer = prepared_by([0, 1], digest_format=DIGEST_FORMAT)
+    assert answer.problem.message == ("the engine says that it has 1 workers, but workers [1] recorded its loader")
+
+
+def prepared_by(ranks: list[int], **said: int) -> manager_pb2.Prepared:
+    """What an agent answers when these workers of its engine have recorded the loader."""
     agent = Agent()
     agent.welcome()
     agent.engine_ready(paused=False)
@@ -87,18 +106,19 @@ def test_an_engine_that_has_more_workers_than_it_says_is_told_and_breaks_nothing
         given = []
         for run in runs:
             if isinstance(run.task, events.PrepareEngine):
-                for rank in (0, 1):
-                    prepared = worker_pb2.WorkerPrepared(fence=fence, needs=b"needs")
+                for rank in ranks:
+                    prepared = worker_pb2.WorkerPrepared(fence=fence, needs=b"needs", **said)
                     request = worker_pb2.WorkerRequest(rank=rank, boot_id=bytes([rank]) * 16, prepared=prepared)
                     agent.tell(events.WorkerAsked(rank, request))
             results = {events.ReadWords: WORDS, events.FetchBlobs: (b"manifest",)}
+            results[events.PutBlobs] = (manager_pb2.BlobRef(digest=b"n" * 32),)
             given += agent.tell(events.Done(run.key, results.get(type(run.task))))
     (answer,) = [
         command.body
         for command in agent.commands
         if isinstance(command, events.Send) and isinstance(command.body, manager_pb2.Prepared)
     ]
-    assert answer.problem.message == ("the engine says that it has 1 workers, but workers [1] recorded its loader")
+    return answer
 
 
 def test_an_install_whose_time_is_over_before_it_begins_goes_back() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines.events import Message, Peer
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.manager.recovery import MOST_SKIPPED
@@ -33,7 +34,9 @@ class Manager:
             look(now)
 
         monkeypatch.setattr(self.machine, "_next", counted)
-        hello = manager_pb2.ReplicaHello(name="a", session_id="s", agent_epoch=1, workers=[worker()])
+        hello = manager_pb2.ReplicaHello(
+            digest_format=DIGEST_FORMAT, name="a", session_id="s", agent_epoch=1, workers=[worker()]
+        )
         self.machine.handle(Message(PEER, hello), 0.0)
 
     def beat(self, **said: Any) -> int:
@@ -50,7 +53,9 @@ def test_what_was_said_before_begins_nothing(monkeypatch: pytest.MonkeyPatch) ->
     manager = Manager(monkeypatch)
     assert [manager.beat() for _ in range(3)] == [1, 0, 0]
     trainer = Peer("trainer")
-    manager.machine.handle(Message(trainer, manager_pb2.TrainerHello(lineage="run", world_size=1)), 1.0)
+    manager.machine.handle(
+        Message(trainer, manager_pb2.TrainerHello(digest_format=DIGEST_FORMAT, lineage="run", world_size=1)), 1.0
+    )
     looks = manager.looks
     manager.machine.handle(Message(trainer, manager_pb2.Heartbeat(sequence=1)), 1.0)
     assert manager.looks == looks
@@ -82,7 +87,9 @@ def test_an_epoch_that_is_believed_later_counts_then(monkeypatch: pytest.MonkeyP
     said = {"workers": [worker(far)]}
     assert [manager.beat(**said), manager.beat(**said)] == [1, 0]
     assert manager.machine.status().warnings
-    hello = manager_pb2.ReplicaHello(name="b", session_id="t", agent_epoch=1, workers=[worker(20)])
+    hello = manager_pb2.ReplicaHello(
+        digest_format=DIGEST_FORMAT, name="b", session_id="t", agent_epoch=1, workers=[worker(20)]
+    )
     manager.machine.handle(Message(Peer("other"), hello), 1.0)
     assert [manager.beat(**said), manager.beat(**said)] == [1, 0]
     assert not manager.machine.status().warnings

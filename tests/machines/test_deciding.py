@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.events import Message, Peer, Send, SetTimer, Start, Stop, TimerFired
 from ckpt_engine.machines.manager.machine import ManagerMachine
@@ -44,7 +45,7 @@ def test_a_manager_keeps_nothing_of_an_event_that_raised(monkeypatch: pytest.Mon
         raise ZeroDivisionError
 
     monkeypatch.setattr(Publications, "offered", offered)
-    hello = manager_pb2.TrainerHello(lineage="run", world_size=1, session_id="session")
+    hello = manager_pb2.TrainerHello(digest_format=DIGEST_FORMAT, lineage="run", world_size=1, session_id="session")
     with pytest.raises(ZeroDivisionError):
         machine.handle(Message(Peer("stream"), hello), 0.0)
     commands = machine.handle(TimerFired(("catch up",)), 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.relay_routes import Route
 from ckpt_engine.machines.events import Peer
 from ckpt_engine.machines.manager.fan_out import Together, filled_together
@@ -128,7 +129,9 @@ def test_another_process_under_a_name_is_not_slow() -> None:
     members = Members("cluster")
 
     def hello(session: str) -> Holder:
-        told = manager_pb2.HolderHello(kind="relay", name="d", session_id=session, filling=manager_pb2.Filling())
+        told = manager_pb2.HolderHello(
+            digest_format=DIGEST_FORMAT, kind="relay", name="d", session_id=session, filling=manager_pb2.Filling()
+        )
         found, _ = members.hello(Peer(session), told, 0.0)
         members.lose(Peer(session))
         assert isinstance(found, Holder)

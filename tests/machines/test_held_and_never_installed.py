@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines.events import Message, Peer
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -21,6 +22,7 @@ def test_only_an_epoch_that_the_ledger_lacks_says_that_it_was_rolled_back(epoch:
         record=manager_pb2.BlobRef(digest=b"record", size=6),
     )
     hello = manager_pb2.HolderHello(
+        digest_format=DIGEST_FORMAT,
         cluster="cluster",
         kind="relay",
         name="a",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.machines.events import Peer
 from ckpt_engine.machines.manager.members import Members
@@ -14,7 +15,9 @@ FIRST, SECOND = Peer("first"), Peer("second")
 
 
 def replica_hello(session_id: str = "session", agent_epoch: int = 1) -> manager_pb2.ReplicaHello:
-    return manager_pb2.ReplicaHello(name="replica", session_id=session_id, agent_epoch=agent_epoch, host=HOST)
+    return manager_pb2.ReplicaHello(
+        digest_format=DIGEST_FORMAT, name="replica", session_id=session_id, agent_epoch=agent_epoch, host=HOST
+    )
 
 
 def test_a_hello_over_the_same_stream_leaves_what_heartbeats_have_said() -> None:
@@ -49,7 +52,9 @@ def test_an_address_in_another_container_is_another_engine() -> None:
 
 
 def trainer_hello(session_id: str = "session") -> manager_pb2.TrainerHello:
-    return manager_pb2.TrainerHello(lineage="run", rank=0, world_size=1, session_id=session_id, host=HOST)
+    return manager_pb2.TrainerHello(
+        digest_format=DIGEST_FORMAT, lineage="run", rank=0, world_size=1, session_id=session_id, host=HOST
+    )
 
 
 def test_a_stream_that_was_replaced_speaks_for_nobody() -> None:
@@ -73,7 +78,9 @@ def test_a_stream_that_was_replaced_speaks_for_nobody() -> None:
 def test_a_replica_without_a_name_is_refused() -> None:
     members = Members("cluster")
     with pytest.raises(CkptEngineError, match="needs a name"):
-        members.replica_hello(FIRST, manager_pb2.ReplicaHello(session_id="session", host=HOST), 0.0)
+        members.replica_hello(
+            FIRST, manager_pb2.ReplicaHello(digest_format=DIGEST_FORMAT, session_id="session", host=HOST), 0.0
+        )
     assert not members.replicas
     assert not members.by_peer
 
@@ -90,3 +97,21 @@ def test_a_hello_tells_what_could_not_be_opened_if_the_outcome_was_lost_and_only
     assert replica.shut.forget()
     replica, _ = members.replica_hello(FIRST, hello, 2.0)
     assert replica.shut.of(b"process") == (), "it is to be tried again, and has told nothing new"
+
+
+@pytest.mark.parametrize("its", [0, 1, DIGEST_FORMAT + 1])
+@pytest.mark.parametrize("kind", ["replica", "trainer", "relay"])
+def test_who_makes_other_digests_is_refused_with_words(kind: str, its: int) -> None:
+    """What a release of another format seals, holds or installs could only be found to be damaged."""
+    hellos = {"replica": replica_hello(), "trainer": trainer_hello()}
+    relay = manager_pb2.HolderHello(kind="relay", name="h1", session_id="session", host=HOST)
+    hello = hellos.get(kind, relay)
+    members = Members("cluster")
+    hello.digest_format = DIGEST_FORMAT
+    members.hello(FIRST, hello, 0.0)
+    hello.digest_format = its
+    with pytest.raises(CkptEngineError, match=f"makes digests of format {its or 1}, and this process of") as caught:
+        members.hello(SECOND, hello, 1.0)
+    assert caught.value.problem.code == weights_pb2.Problem.FAILED_PRECONDITION, "it goes on as it is and asks again"
+    assert {"replica": "replica 'replica'", "trainer": "rank 0", "relay": "relay h1"}[kind] in str(caught.value)
+    assert SECOND not in members.by_peer

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines.events import Message, Peer, Reply, Send, Start, Stop, TimerFired, WorkerAsked
 from ckpt_engine.machines.nodes.events import (
     LEADER,
@@ -56,7 +57,8 @@ class Leader:
         self.sequence += 1
         usual: dict[str, Any] = {"leader_session": LEADING, "generation": self.generation, "nodes": self.nodes}
         usual |= {"session_id": session, "sequence": self.sequence, "node_rank": rank, "kind": "small"}
-        message = worker_pb2.NodeMessage(transports=["file", "ucx"], **(usual | fields))
+        usual |= {"digest_format": DIGEST_FORMAT, "transports": ["file", "ucx"]}
+        message = worker_pb2.NodeMessage(**(usual | fields))
         return self.feed(NodeTold(Peer(peer), message, (b"n" * 16, b"")))
 
     def begin(self) -> None:
@@ -274,3 +276,11 @@ def test_a_question_is_repeated_until_it_is_answered_or_its_time_is_over() -> No
     follower.feed(WorkerAsked(2, asks(2)))
     assert only(Reply, follower.feed(TimerFired(("answer", 2)))) == [Reply(2, None)]
     assert follower.feed(TimerFired(("ask", 2))) == []
+
+
+def test_a_node_that_makes_other_digests_is_not_taken_in() -> None:
+    leader = Leader()
+    (sent,) = only(Send, leader.hear(digest_format=1))
+    assert "node 1 makes digests of format 1" in sent.body.refused.message
+    assert not only(AllHere, leader.feed(Gather(60.0)))
+    assert only(AllHere, leader.hear())

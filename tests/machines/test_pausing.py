@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.pausing import check_pause_mode, mode_name
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.machines import events
@@ -56,7 +57,10 @@ def test_an_agent_whose_engine_changed_meanwhile_turns_the_install_down_and_paus
     tell(events.Start())
     (peer,) = [command.peer for command in given if isinstance(command, events.OpenStream)]
     welcome = manager_pb2.Welcome(
-        fence=weights_pb2.Fence(cluster=CLUSTER, epoch=1), lease_seconds=8, heartbeat_seconds=1
+        digest_format=DIGEST_FORMAT,
+        fence=weights_pb2.Fence(cluster=CLUSTER, epoch=1),
+        lease_seconds=8,
+        heartbeat_seconds=1,
     )
     tell(events.Message(peer, welcome))
     tell(events.EngineReady(ENGINE, 1, False, False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines.events import Peer, Published
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.filling import Filling
@@ -34,7 +35,11 @@ class Update:
 
     def hello(self, *held: tuple[weights_pb2.Identity, bytes], session: str = "first") -> None:
         hello = manager_pb2.HolderHello(
-            kind="relay", name="a", session_id=session, filling=manager_pb2.Filling(memory_bytes=1)
+            digest_format=DIGEST_FORMAT,
+            kind="relay",
+            name="a",
+            session_id=session,
+            filling=manager_pb2.Filling(memory_bytes=1),
         )
         for identity, table in held:
             hello.held.add(identity=identity, table=manager_pb2.BlobRef(digest=table))

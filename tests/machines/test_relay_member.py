@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.message import Message as ProtobufMessage
 
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.rates import Rate
 from ckpt_engine.machines import events
 from ckpt_engine.machines.relay.member import RelayMachine
@@ -89,7 +90,7 @@ class Relay:
         self.feed(events.Message(self.peer, body))
 
     def welcome(self) -> Relay:
-        self.tell(Welcome(fence=fence(0), lease_seconds=8.0))
+        self.tell(Welcome(digest_format=DIGEST_FORMAT, fence=fence(0), lease_seconds=8.0))
         return self
 
     def end(self, problem: Problem | None = None) -> None:

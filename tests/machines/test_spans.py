@@ -6,6 +6,7 @@ import pytest
 from test_agent_install import NEW, Install
 from test_agent_turns import CLUSTER
 
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.sealing import SOURCES_TOLD, note_sealed
 from ckpt_engine.machines.trainer.machine import TrainerMachine
@@ -32,7 +33,12 @@ class Rank:
 
     def welcome(self, now: float, clock: float) -> None:
         fence = weights_pb2.Fence(cluster=CLUSTER)
-        self.told(now, manager_pb2.Welcome(fence=fence, lease_seconds=8, heartbeat_seconds=1, clock=clock))
+        self.told(
+            now,
+            manager_pb2.Welcome(
+                digest_format=DIGEST_FORMAT, fence=fence, lease_seconds=8, heartbeat_seconds=1, clock=clock
+            ),
+        )
 
     def sealed(self, came: float, ended: float) -> manager_pb2.Sealed:
         self.told(came, manager_pb2.Seal(fence=weights_pb2.Fence(cluster=CLUSTER, epoch=2)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines import events
 from ckpt_engine.machines.session import DENIED, PATIENCE
 from ckpt_engine.machines.trainer.machine import TrainerMachine
@@ -23,7 +24,11 @@ class Member:
         self.said = self.feed(events.Start())
         if welcomed:
             fence = weights_pb2.Fence(cluster="cluster")
-            self.feed(events.Message(self.peer, manager_pb2.Welcome(fence=fence, lease_seconds=8.0)))
+            self.feed(
+                events.Message(
+                    self.peer, manager_pb2.Welcome(digest_format=DIGEST_FORMAT, fence=fence, lease_seconds=8.0)
+                )
+            )
 
     def feed(self, event: events.TrainerEvent) -> list[events.TrainerCommand]:
         return self.machine.handle(event, 0.0)
@@ -65,3 +70,17 @@ def test_a_name_that_somebody_else_holds_is_waited_for() -> None:
     refused = manager_pb2.Refused(problem=Problem(code=Problem.ABORTED, message="taken"))
     said = member.ended(events.Message(member.peer, refused))
     assert (said.final, said.patience) == (False, PATIENCE * 8.0)
+
+
+@pytest.mark.parametrize("its", [0, DIGEST_FORMAT + 1])
+def test_a_manager_that_makes_other_digests_is_given_up_and_asked_again(its: int) -> None:
+    """It took this member in: one of an older release looks at no format."""
+    member = Member(welcomed=False)
+    welcome = manager_pb2.Welcome(digest_format=its, fence=weights_pb2.Fence(cluster="cluster"), lease_seconds=8.0)
+    given = member.feed(events.Message(member.peer, welcome))
+    assert [each for each in given if isinstance(each, events.ClosePeer)]
+    assert not [each for each in given if isinstance(each, events.SessionOpened)]
+    (said,) = [each for each in given if isinstance(each, events.SessionEnded)]
+    assert not said.final
+    assert f"the manager makes digests of format {its or 1}" in said.problem.message
+    assert [each.key for each in given if isinstance(each, events.SetTimer)] == [("session", "reconnect")]

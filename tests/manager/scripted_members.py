@@ -18,6 +18,7 @@ import grpc.aio
 import torch
 from google.protobuf.message import Message
 
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.digest.boxes import digest_boxes
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
 
@@ -189,7 +190,12 @@ class ScriptedTrainer:
         self.stream = Stream(self.stub.TrainerSession(), manager_pb2.TrainerMessage)
         await self.stream.send(
             hello=manager_pb2.TrainerHello(
-                lineage=self.lineage, rank=self.rank, world_size=self.world_size, session_id=self.session_id, host=HOST
+                digest_format=DIGEST_FORMAT,
+                lineage=self.lineage,
+                rank=self.rank,
+                world_size=self.world_size,
+                session_id=self.session_id,
+                host=HOST,
             )
         )
         welcome: manager_pb2.Welcome = await self.stream.expect(manager_pb2.Welcome)
@@ -251,6 +257,7 @@ class ScriptedReplica:
 
     def hello(self, **fields: Any) -> manager_pb2.ReplicaHello:
         return manager_pb2.ReplicaHello(
+            digest_format=DIGEST_FORMAT,
             name=self.name,
             session_id=self.session_id,
             agent_epoch=fields.pop("agent_epoch", 1),

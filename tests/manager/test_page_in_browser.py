@@ -20,6 +20,7 @@ from scripted_members import HOST, ScriptedReplica, ScriptedTrainer, some_weight
 from test_security import Keys, token
 from test_updates import one_update, refused
 
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
 from ckpt_engine.security.server import ServerSecurity
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -514,7 +515,9 @@ async def test_relays_are_shown_with_what_they_hold(
 ) -> None:
     session = stub.HolderSession()
     filling = manager_pb2.Filling(memory_bytes=200 * 10**9)
-    hello = manager_pb2.HolderHello(kind="relay", name=EVIL, session_id="s", host=HOST, filling=filling)
+    hello = manager_pb2.HolderHello(
+        digest_format=DIGEST_FORMAT, kind="relay", name=EVIL, session_id="s", host=HOST, filling=filling
+    )
     await session.write(manager_pb2.HolderMessage(hello=hello))
     async with looking(browser, url_of(manager)) as page:
         await says(page, ".relays .name", EVIL)

@@ -18,6 +18,7 @@ from scripted_members import ScriptedReplica, ScriptedTrainer, problem_of, put
 
 from ckpt_engine import client
 from ckpt_engine.client import manager_stub, open_channel
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.manager.service import SERVICE, ManagerConfig, ManagerServer
 from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY, SERVER_NAME, TOKEN_FILE, ClientSecurity
@@ -125,7 +126,7 @@ async def test_who_is_no_holder_neither_lends_as_one_nor_is_told_what_holders_ho
 
     async def hello(stub: CheckpointEngineManagerStub, called: str) -> None:
         session = stub.HolderSession(timeout=60)
-        message = manager_pb2.HolderHello(kind="relay", name=called, session_id=called)
+        message = manager_pb2.HolderHello(digest_format=DIGEST_FORMAT, kind="relay", name=called, session_id=called)
         await session.write(manager_pb2.HolderMessage(hello=message))
         answer = await session.read()
         assert answer is not grpc.aio.EOF

@@ -29,6 +29,7 @@ from scripted_members import (
 
 from ckpt_engine.addresses import join_address, split_address
 from ckpt_engine.core.loopback import is_loopback
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.machine import ManagerMachine
@@ -99,7 +100,9 @@ async def test_a_peer_that_ends_its_side_at_once_is_answered_first(
     """No status is sent while a message is being written: gRPC takes that for a fault."""
     for number in range(10):
         call = stub.TrainerSession()
-        hello = manager_pb2.TrainerHello(lineage="run", world_size=1, session_id=f"session {number}")
+        hello = manager_pb2.TrainerHello(
+            digest_format=DIGEST_FORMAT, lineage="run", world_size=1, session_id=f"session {number}"
+        )
         await call.write(manager_pb2.TrainerMessage(hello=hello))
         await call.done_writing()
         assert [message.WhichOneof("body") async for message in call] == ["welcome"]
@@ -155,7 +158,9 @@ async def test_a_session_that_speaks_for_a_second_member_ends_and_leaves_nobody_
         await member.stream.send(hello=member.hello())
     else:
         lineage, rank = ("run", 1) if change == "rank" else ("another", 0)
-        hello = manager_pb2.TrainerHello(lineage=lineage, rank=rank, world_size=2, session_id=member.session_id)
+        hello = manager_pb2.TrainerHello(
+            digest_format=DIGEST_FORMAT, lineage=lineage, rank=rank, world_size=2, session_id=member.session_id
+        )
         await member.stream.send(hello=hello)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await member.stream.until(manager_pb2.PublicationAccepted)
@@ -207,7 +212,9 @@ async def test_an_oversized_blob_is_refused(stub: CheckpointEngineManagerStub, c
 
 async def test_a_message_over_the_limit_does_not_reach_the_manager(stub: CheckpointEngineManagerStub) -> None:
     stream = Stream(stub.TrainerSession(), manager_pb2.TrainerMessage)
-    await stream.send(hello=manager_pb2.TrainerHello(lineage="x" * (5 << 20), world_size=1))
+    await stream.send(
+        hello=manager_pb2.TrainerHello(digest_format=DIGEST_FORMAT, lineage="x" * (5 << 20), world_size=1)
+    )
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stream.next()
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

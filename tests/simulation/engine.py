@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, internal, invalid, precondition, unavailable
 from ckpt_engine.core.sleeping import AWAKE, TAGS
 from ckpt_engine.machines import events
@@ -270,7 +271,7 @@ class Engine:
         if reply is None or not reply.HasField("prepare"):
             return
         yield self.world.between(0.01, 0.1)
-        prepared = worker_pb2.WorkerPrepared(fence=reply.prepare.fence, host=self.host)
+        prepared = worker_pb2.WorkerPrepared(digest_format=DIGEST_FORMAT, fence=reply.prepare.fence, host=self.host)
         model = reply.prepare.manifest.decode()
         if model in self.models:
             # Where there are several hosts workers are alike, and so are their needs; on one host each has its own.

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import torch
 
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.digest.boxes import digest_boxes
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.torch_dtypes import torch_dtype
@@ -85,6 +86,7 @@ class PlainReplica:
 
     def _hello(self) -> manager_pb2.ReplicaHello:
         return manager_pb2.ReplicaHello(
+            digest_format=DIGEST_FORMAT,
             name=self.name,
             session_id=self._session_id,
             agent_epoch=1,

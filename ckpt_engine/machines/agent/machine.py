@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import cast
 
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.sleeping import AWAKE
 from ckpt_engine.machines.agent.install import Installing
 from ckpt_engine.machines.agent.label import Stamping
@@ -155,6 +156,7 @@ class AgentMachine:
             asleep=replica.asleep,
             epoch=max(self._highest, self._filled),
             pool=self._pool,
+            digest_format=DIGEST_FORMAT,
         )
 
     def _beat(self, sequence: int) -> manager_pb2.ReplicaHeartbeat:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, cast
 
+from ckpt_engine.core.manifest import other_format
 from ckpt_engine.core.sleeping import AWAKE
 from ckpt_engine.machines.agent.label import RETRY_SECONDS, LabellingOperation
 from ckpt_engine.machines.agent.state import Operation, Replica, acknowledged
@@ -108,6 +109,7 @@ class Preparing(Operation):
         assert engine is not None
         problems = [self._recorded[rank][1] for rank in sorted(self._recorded)]
         first = next((prepared.problem for prepared in problems if prepared.HasField("problem")), None)
+        other = next((why for rank in self._recorded if (why := self._other_format(rank))), "")
         missing = [rank for rank in range(engine.world_size) if rank not in self._recorded]
         unknown = sorted(rank for rank in self._recorded if rank >= engine.world_size)
         if first is not None:
@@ -115,6 +117,8 @@ class Preparing(Operation):
             named.CopyFrom(first)
             named.replica = self.replica.name
             self._answer(named)
+        elif other:
+            self._answer(self.replica.problem(Problem.FAILED_PRECONDITION, other))
         elif unknown:
             said = f"the engine says that it has {engine.world_size} workers, but workers {unknown} recorded its loader"
             self._answer(self.replica.problem(Problem.INTERNAL, said))
@@ -129,6 +133,10 @@ class Preparing(Operation):
         else:
             needs = tuple(self._recorded[rank][1].needs for rank in range(engine.world_size))
             self.run("put", PutBlobs(needs, self._seconds(now)))
+
+    def _other_format(self, rank: int) -> str:
+        """Why a worker's engine must be started again: it may have loaded another release than its agent."""
+        return other_format(f"worker {rank} of replica {self.replica.name!r}", self._recorded[rank][1].digest_format)
 
     def _stored(self, refs: tuple[manager_pb2.BlobRef, ...]) -> None:
         for rank, (boot_id, recorded) in self._recorded.items():

@@ -6,6 +6,7 @@ What it is called is data: the manager treats all kinds alike. Everything that i
 from __future__ import annotations
 
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines.offering import Kind, OfferingMachine, Told
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -36,6 +37,7 @@ class HolderMachine(OfferingMachine):
                 epoch=told.epoch,
                 held=told.held,
                 filling=filling,
+                digest_format=DIGEST_FORMAT,
             )
 
         super().__init__(Kind("HolderSession", manager_pb2.HolderMessage, hello, hello), deadlines)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.problems import CkptEngineError, aborted, unavailable
 from ckpt_engine.machines.deciding import commands_of
 from ckpt_engine.machines.events import (
@@ -229,6 +230,7 @@ class ManagerMachine:
                 lease_seconds=self._deadlines.lease,
                 heartbeat_seconds=self._deadlines.heartbeat,
                 clock=now,
+                digest_format=DIGEST_FORMAT,
             ),
         )
         self._state.set_timer(("lease", peer), self._deadlines.lease)

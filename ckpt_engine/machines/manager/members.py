@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
+from ckpt_engine.core.manifest import other_format
 from ckpt_engine.core.names import LINEAGE_BYTES, check_pool
 from ckpt_engine.core.offers import holder_id
 from ckpt_engine.core.problems import aborted, invalid, not_found, precondition
@@ -236,6 +237,8 @@ class Members:
     def hello(self, peer: Peer, hello: Hello, now: float) -> tuple[Member, Peer | None]:
         """Takes a member of any kind in. Raises as the kind's own does."""
         self._check_cluster(hello.cluster)
+        if other := other_format(speaker(hello), hello.digest_format):
+            raise precondition(other)
         if isinstance(hello, manager_pb2.TrainerHello):
             return self.trainer_hello(peer, hello, now)
         if isinstance(hello, manager_pb2.HolderHello):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines.deciding import commands_of
 from ckpt_engine.machines.events import (
     CancelTimer,
@@ -71,7 +72,12 @@ class FollowerMachine:
         self._deadlines = deadlines
         self._out: list[FollowerCommand] = []
         self._said = worker_pb2.NodeMessage(
-            session_id=session, node_rank=rank, nodes=nodes, kind=kind, transports=transports
+            session_id=session,
+            node_rank=rank,
+            nodes=nodes,
+            kind=kind,
+            transports=transports,
+            digest_format=DIGEST_FORMAT,
         )
         self._part = Part.NONE
         self._ours = b"", 0  # session and generation of the leader that began the part which there is, or was last

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.manifest import other_format
 from ckpt_engine.machines.deciding import commands_of
 from ckpt_engine.machines.events import CancelTimer, Key, Peer, Reply, Send, SetTimer, Start, TimerFired, WorkerAsked
 from ckpt_engine.machines.nodes.events import (
@@ -249,6 +250,8 @@ class LeaderMachine:
             return f"node {rank} of {message.nodes} cannot follow: node 0 has --nodes {self._count}"
         if message.kind != self._kind:
             return f"node {rank} would start engine {message.kind!r}, node 0 starts {self._kind!r}"
+        if other := other_format(f"node {rank}", message.digest_format):
+            return other
         if lacking := sorted(self._transports - set(message.transports)):
             return (
                 f"node {rank} cannot read over {', '.join(lacking)}, which node 0 can: run `ckpt-engine doctor` there, "

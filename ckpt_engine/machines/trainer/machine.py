@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import cast
 
 from ckpt_engine.core.deadlines import Deadlines, bounded
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines.events import Done, PartTaken, Run, RunPart, TrainerEvent
 from ckpt_engine.machines.offering import Kind, OfferingMachine, Told
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -41,6 +42,7 @@ class TrainerMachine(OfferingMachine):
                 host=host,
                 table=told.held[0].table if told.held else None,
                 epoch=told.epoch,
+                digest_format=DIGEST_FORMAT,
             )
 
         def changed(told: Told) -> manager_pb2.Publish:
