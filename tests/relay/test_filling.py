@@ -409,6 +409,36 @@ def test_a_batch_that_cannot_be_copied_leaves_the_others_as_they_are(
     assert_holds(slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0), checkpoint)
 
 
+@pytest.mark.parametrize("comes", [0, 1], ids=["nothing comes", "a part comes"])
+def test_what_was_not_read_is_missing_though_the_sum_of_what_was_is_right(
+    comes: int, copied_first: None, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum proves nothing of what is not part of it. The fault is a fake, and the record was made to fit it."""
+    monkeypatch.setattr(relay_batches, "BATCH_BYTES", 700)
+    checkpoint, recorded = checkpoint_of(14)
+    slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    (filling,) = [each.filling for each in slots._ready if each is not None]
+    pieces = [piece for batch in filling._batches for piece in batch.pieces]
+    cell = max((piece.cell for piece in pieces), key=[piece.cell for piece in pieces].count)
+    its = [piece for piece in pieces if piece.cell == cell]
+    assert len(its) > 2
+    there, gone = its[:comes], [piece.box for piece in its[comes:]]
+    values = recorded.values.copy()
+    values[cell] = sum(digest_box(piece.destination, piece.box.start) for piece in there) % 2**64
+    bring = Batch.bring
+
+    def fails(self: Batch, carry_on: Callable[[], None]) -> None:
+        if any(piece.cell == cell and piece.box in gone for piece in self.pieces):
+            raise unavailable("the trainer has gone")
+        bring(self, carry_on)
+
+    monkeypatch.setattr(Batch, "bring", fails)
+    arrived: list[int] = []
+    filled = filling.run(replace(recorded, values=values), time.monotonic() + 60, arrived=arrived.extend)
+    assert [(missing.cell, missing.problem.message) for missing in filled.missing] == [(cell, "the trainer has gone")]
+    assert sorted(arrived) == sorted({piece.cell for piece in pieces} - {cell}), "each once, and not what is missing"
+
+
 def test_what_is_overtaken_writes_nothing_any_more(
     copied_first: None, slots: Slots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
