@@ -142,8 +142,8 @@ def read_record(record: SealedRecord, root: bytes, known: Iterable[Recorded] = (
     found = cut.hasher.root(sums.astype("<u8").tobytes())
     if found != root:
         raise data_loss(
-            f"the record hashes to {found.hex()[:16]}, and what was sealed to {root.hex()[:16]}: it is of other weights, "
-            "or a release of ckpt-engine that makes other digests sealed it"
+            f"the record hashes to {found.hex()[:16]}, and what was sealed to {root.hex()[:16]}: it is of other "
+            "weights, or a release of ckpt-engine that makes other digests sealed it"
         )
     return Recorded(record, cut, values, root)
 
