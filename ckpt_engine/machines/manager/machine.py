@@ -223,16 +223,10 @@ class ManagerMachine:
             self._state.versions.joined(member.name, member.pool)
         if self._recovery.learn(hello):
             self._updates.outrun()
-        self._state.send(
-            member,
-            manager_pb2.Welcome(
-                fence=self._state.fence(self._installs(member)),
-                lease_seconds=self._deadlines.lease,
-                heartbeat_seconds=self._deadlines.heartbeat,
-                clock=now,
-                digest_format=DIGEST_FORMAT,
-            ),
-        )
+        fence = self._state.fence(self._installs(member))
+        welcome = manager_pb2.Welcome(fence=fence, clock=now, digest_format=DIGEST_FORMAT)
+        welcome.lease_seconds, welcome.heartbeat_seconds = self._deadlines.lease, self._deadlines.heartbeat
+        self._state.send(member, welcome)
         self._state.set_timer(("lease", peer), self._deadlines.lease)
         self._forgetting.back(member)
         if not isinstance(member, Replica) and session not in ("", member.session_id):
