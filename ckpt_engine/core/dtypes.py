@@ -42,6 +42,9 @@ CASTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 """What a served dtype applies to. Integers are counts or indices, and 8-bit floats mean nothing without scales."""
 
 
+_WIDENS = frozenset({("bfloat16", "float32")})
+
+
 class UnsupportedDtypeError(CkptEngineError):
     """A dtype that weights cannot have, or that this torch does not know; INVALID_ARGUMENT, naming it."""
 
@@ -61,3 +64,10 @@ def itemsize(name: str) -> int:
         return ITEMSIZES[name]
     except KeyError:
         raise UnsupportedDtypeError(name) from None
+
+
+def widens(have: str, want: str) -> bool:
+    """Whether an element of dtype ``have`` with zero bits appended is the same number in ``want``, whatever its bits: a
+    model may keep ``want`` of what is served as ``have``. A cast of float16 to float32 is exact too, but is no such
+    move of bits: it would have to be undone to be verified, and that loses payloads of NaN."""
+    return (have, want) in _WIDENS

@@ -86,6 +86,13 @@ def hashed(seed: int, axis: int, index: int) -> int:
     return (seed + axis * _AXIS_STEP + (index + 1) * INDEX_STEP) & MASK
 
 
+def widened(digest: int, start: tuple[int, ...], shape: tuple[int, ...], seed: int = SEED) -> int:
+    """The digest of a box of bfloat16 values once they lie as float32: each value in the upper lane of its element, and
+    zeros in the lower one. No other lanes have it, as far as a digest can tell."""
+    zeros, kept = (digest_of_zeros(dtype, start, shape, seed) for dtype in ("bfloat16", "float32"))
+    return (digest - zeros) * pow(word(seed, LANE_AXIS, 0), -1, MASK + 1) * word(seed, LANE_AXIS, 1) + kept & MASK
+
+
 def words(first: int, length: int) -> Words:
     """`word` of `length` coordinates, of which the first is hashed to `first`."""
     x = np.arange(length, dtype=np.uint64)

@@ -15,6 +15,7 @@ import torch
 from ckpt_engine.copy.copying import TensorCopy
 from ckpt_engine.core.boxes import Box
 from ckpt_engine.digest import host as digest_host
+from ckpt_engine.digest.factors import widened
 from ckpt_engine.digest.prepared import prepare_digests
 from ckpt_engine.install.resolve import Bound, Destination
 from ckpt_engine.record.recording import Recording
@@ -30,7 +31,7 @@ _POLL_SECONDS = 20e-6
 Landed = Mapping[tuple[int, Box], torch.Tensor]
 """What a collective brings that has no memory in the model before an install: by tensor of the manifest and box."""
 
-_Check = tuple[int, torch.Tensor, tuple[int, ...]]
+_Check = tuple[int, torch.Tensor, tuple[int, ...], bool]
 
 
 class Ready:
@@ -54,10 +55,13 @@ class Ready:
         self._zeros = [destination for destination, value in bound.fills if value == 0]
         self._fills = [(destination, value) for destination, value in bound.fills if value != 0]
         self._digests = [
-            ([need for need, _, _ in checks], prepare_digests([(view, start) for _, view, start in checks]))
+            (
+                [(need, (start, tuple(view.shape)) if wide else None) for need, view, start, wide in checks],
+                prepare_digests([(view, start) for _, view, start, _ in checks]),
+            )
             for checks in _groups(bound.checks)
         ]
-        self.needs = {need for need, _, _ in bound.checks}
+        self.needs = {need for need, *_ in bound.checks}
 
     def copy(self, on_bytes: Callable[[int], None]) -> None:
         """Writes what is loaded; it has arrived when this returns. Raises what `on_bytes` raises."""
@@ -82,7 +86,11 @@ class Ready:
         found = []
         for needs, digests in self._digests:
             values = digests.run()
-            found += [need for need, value in zip(needs, values, strict=True) if value != expected[need]]
+            found += [
+                need
+                for (need, wide), value in zip(needs, values, strict=True)
+                if value != (widened(expected[need], *wide) if wide else expected[need])
+            ]
             in_time()
         return found
 

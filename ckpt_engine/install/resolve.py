@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 import torch
 
 from ckpt_engine.core.boxes import Box, contains, remainder
+from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.core.transports import is_collective
 from ckpt_engine.record.recording import Copy, Recording, TensorLayout, handed
+from ckpt_engine.torch_dtypes import halves
 from ckpt_engine.transport.base import Move
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -44,6 +46,7 @@ class Read:
     dtype: str
     destination: Destination
     stored: str
+    widened: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class Check:
     need: int
     start: tuple[int, ...]
     destination: Destination
+    widened: bool
 
 
 @dataclass(slots=True)
@@ -88,7 +92,8 @@ def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Re
     for copy in recording.copies:
         copies[copy.need].append(copy)
         box = recording.needs[copy.need].box
-        work[copy.tensor].checks.append(Check(copy.need, box.start, Destination(copy.offset, box.shape, copy.stride)))
+        destination = Destination(copy.offset, box.shape, copy.stride)
+        work[copy.tensor].checks.append(Check(copy.need, box.start, destination, recording.widened(copy)))
     for fill in recording.fills:
         place = tuple(map(slice, fill.box.start, fill.box.stop))
         work[fill.tensor].fills.append((place, fill.value))
@@ -122,9 +127,10 @@ def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Re
                     spec.dtype,
                     destination,
                     piece.stored_dtype,
+                    recording.widened(copy),
                 )
             )
-            read[piece.source] += box.volume * recording.layouts[copy.tensor].dtype.itemsize
+            read[piece.source] += box.volume * itemsize(spec.dtype)
     _check_served(recording, served, rank)
     opened: dict[str, list[weights_pb2.Region]] = {}
     for source in plan.sources:
@@ -160,12 +166,12 @@ def _check_served(recording: Recording, served: list[list[Box]], rank: int) -> N
 @dataclass(slots=True)
 class Bound:
     """Work on real tensors. moves: by transport. arrivals: what a collective brings, (tensor of the manifest, box,
-    view). checks: (need, view in global axis order, start)."""
+    view). checks: (need, view in global axis order, start, whether the model keeps it widened)."""
 
     moves: dict[str, list[Move]] = field(default_factory=dict)
     arrivals: list[tuple[int, Box, torch.Tensor]] = field(default_factory=list)
     fills: list[tuple[torch.Tensor, bool | int | float]] = field(default_factory=list)
-    checks: list[tuple[int, torch.Tensor, tuple[int, ...]]] = field(default_factory=list)
+    checks: list[tuple[int, torch.Tensor, tuple[int, ...], bool]] = field(default_factory=list)
 
 
 def bind(resolved: Resolved, names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> Bound:
@@ -189,11 +195,16 @@ def bind(resolved: Resolved, names: Iterable[str], tensors: Mapping[str, torch.T
         work = resolved.work.get(name) or resolved.handed[name]
         for read in work.reads:
             view = read.destination.of(tensor)
+            if read.widened:
+                lower, view = halves(view)
+                bound.fills.append((lower, 0))
             if is_collective(read.transport):
                 bound.arrivals.append((read.tensor, read.box, view))
                 continue
             move = Move(read.region, read.offset, read.destination.shape, read.stride, read.dtype, view, read.stored)
             bound.moves.setdefault(read.transport, []).append(move)
         bound.fills += ((tensor[place], value) for place, value in work.fills)
-        bound.checks += ((check.need, check.destination.of(tensor), check.start) for check in work.checks)
+        bound.checks += (
+            (check.need, check.destination.of(tensor), check.start, check.widened) for check in work.checks
+        )
     return bound

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ckpt_engine.core.boxes import Box, intersect, remainder
+from ckpt_engine.core.dtypes import widens
 from ckpt_engine.core.problems import CkptEngineError, deadline
 from ckpt_engine.record.coverage import Owner, Owners
 from ckpt_engine.record.origins import Computed, NotRecordable, Origins, is_composite, memoryless, spell, written_by
@@ -46,10 +47,11 @@ _VALUES = {_aten._local_scalar_dense.default, _aten.equal.default}
 class Recorder(TorchDispatchMode):
     """One run of a loader.
 
-    copies, needs: of the copies that move elements unchanged. casts: those among them that change the dtype, as
-    (model's tensor, checkpoint tensor, its dtype, the model's). writers: by tensor of the model, the checkpoint tensors
-    (indices) that what was written to it depends on. computed: of those that values were computed for, why. decided:
-    the value that the loader asked for, if any. problem: the first of our own, also if the loader has swallowed it.
+    copies, needs: of the copies that move elements unchanged. casts: those among them that change the dtype and do not
+    widen it, as (model's tensor, checkpoint tensor, its dtype, the model's). writers: by tensor of the model, the
+    checkpoint tensors (indices) that what was written to it depends on. computed: of those that values were computed
+    for, why. decided: the value that the loader asked for, if any. problem: the first of our own, also if the loader
+    has swallowed it.
     """
 
     def __init__(
@@ -289,8 +291,9 @@ class Recorder(TorchDispatchMode):
             ]
         except Undecodable as error:
             return self._copy_computed(destination, source, f"takes a view that is {error}")
-        if destination.dtype != source.dtype:
-            self.casts.append((owner.name, name, spell(source.dtype), spell(destination.dtype)))
+        have, want = spell(source.dtype), spell(destination.dtype)
+        if have != want and not widens(have, want):
+            self.casts.append((owner.name, name, have, want))
         self.used.add(origin)
         self.writers.setdefault(owner.name, set()).add(origin)
         owner.loaded += ((place, name) for place in places)

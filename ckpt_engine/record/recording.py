@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_engine.core.boxes import Box
+from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.v1 import weights_pb2
 
 
@@ -104,3 +105,8 @@ class Recording:
     def name(self, need: int) -> str:
         """The checkpoint name of the tensor that a need is a box of."""
         return self.manifest.tensors[self.needs[need].tensor].name
+
+    def widened(self, copy: Copy) -> bool:
+        """Whether the model keeps a wider dtype than is served of what a copy brings (`core.dtypes.widens`)."""
+        served = self.manifest.tensors[self.needs[copy.need].tensor].dtype
+        return self.layouts[copy.tensor].dtype != torch_dtype(served)

@@ -73,19 +73,35 @@ def test_tied_parameters_and_whole_workers(tmp_path: Path) -> None:
             assert same(target, filled(tied=True)[0])
 
 
-def test_what_has_no_memory_before_an_install_lands_beside_the_model(tmp_path: Path) -> None:
+def test_what_one_worker_keeps_in_float32_and_another_in_bfloat16(tmp_path: Path) -> None:
+    """The collective moves it in the served dtype, from a rank that holds float32."""
+    models = [TensorParallel(dtype=kept) for kept in (torch.bfloat16, torch.float32)]
+    targets = [ModuleTarget(model) for model in models]
+    with part_world(Checkpoint(models[0].checkpoint(1), 3, True), targets, tmp_path) as world:
+        world.update()
+        size = sum(need.box.volume for need in world.workers[0].recording(world.checkpoint).needs)
+        for number, target in enumerate(targets):
+            installed = world.installed[number]
+            assert not installed.report.HasField("problem"), installed.report.problem.message
+            assert installed.report.bytes == 2 * size
+            (model,) = filled()
+            assert same(target, model.float() if number else model)
+
+
+@pytest.mark.parametrize("published", [torch.float32, torch.bfloat16])
+def test_what_has_no_memory_before_an_install_lands_beside_the_model(tmp_path: Path, published: torch.dtype) -> None:
     model = Repacking()
     target = RepackingTarget(model)
-    with part_world(Checkpoint(weights(0), 1), [target], tmp_path) as world:
+    with part_world(Checkpoint(weights(0, published), 1), [target], tmp_path) as world:
         for seed in (0, 100):
             if seed:
-                world.renew(weights(seed))
+                world.renew(weights(seed, published))
             world.update()
             report = world.installed[0].report
             assert not report.HasField("problem"), report.problem.message
             assert report.bytes == world.plans[0].bytes
             assert (report.verified_as_loaded, report.verified) == (6, 1)
-            assert_holds(model, weights(seed))
+            assert_holds(model, weights(seed, published))
 
 
 def test_memory_that_sleeps_is_bound_when_it_is_there_again_and_the_communicator_stays(halves: PartWorld) -> None:

@@ -1,11 +1,11 @@
-"""Names and sizes of dtypes are torch's."""
+"""Names and sizes of dtypes, and what appending zero bits does to a number, are torch's."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from ckpt_engine.core.dtypes import ITEMSIZES, UnsupportedDtypeError, itemsize
+from ckpt_engine.core.dtypes import CASTABLE, ITEMSIZES, UnsupportedDtypeError, itemsize, widens
 from ckpt_engine.torch_dtypes import dtype_name, torch_dtype
 from ckpt_engine.v1.weights_pb2 import Problem
 
@@ -24,3 +24,18 @@ def test_an_unknown_dtype_is_named(name: str) -> None:
         assert caught.value.problem.code == Problem.INVALID_ARGUMENT
     with pytest.raises(UnsupportedDtypeError, match="complex128"):
         dtype_name(torch.complex128)
+
+
+@pytest.mark.parametrize("have", ITEMSIZES)
+@pytest.mark.parametrize("want", ITEMSIZES)
+def test_what_widens_is_the_same_number_with_zero_bits_appended(have: str, want: str) -> None:
+    wider = 8 * (itemsize(want) - itemsize(have))
+    if wider <= 0 or not {have, want} <= CASTABLE:
+        assert not widens(have, want)
+        return
+    bits = torch.arange(1 << 16, dtype=torch.int64)
+    bits = bits << 8 * itemsize(have) - 16  # all numbers of two bytes; of more, those with the upper bits set
+    of_size = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    narrow = bits.to(of_size[itemsize(have)]).view(torch_dtype(have))
+    wide = (bits << wider).to(of_size[itemsize(want)]).view(torch_dtype(want))
+    assert widens(have, want) == torch.equal(narrow.to(torch.float64).nan_to_num(1e99), wide.double().nan_to_num(1e99))

@@ -23,8 +23,9 @@ from ckpt_engine.digest import host as digest_host
 from ckpt_engine.digest import host_jobs as digest_host_jobs
 from ckpt_engine.digest import host_kernel as digest_host_kernel
 from ckpt_engine.digest.boxes import SEED, digest_box, digest_boxes
+from ckpt_engine.digest.factors import widened
 from ckpt_engine.digest.host import HostDigests
-from ckpt_engine.torch_dtypes import torch_dtype
+from ckpt_engine.torch_dtypes import halves, torch_dtype
 
 MASK = (1 << 64) - 1
 FIXED = 6739952492997205342
@@ -453,3 +454,20 @@ def test_rows_that_lie_on_one_another_are_digested_as_often(shape: tuple[int, ..
     row = random_tensor((1,) * (len(shape) - 1) + (8,), torch.bfloat16, 5)
     view = row.expand(shape)
     assert digest_box(view, (0,) * len(shape)) == digest_box(view.contiguous(), (0,) * len(shape))
+
+
+@given(st.lists(st.integers(0, 9), max_size=3), st.integers(0, 1 << 30))
+@settings(deadline=None)
+def test_widened_values_digest_to_what_follows_from_their_digest(shape: list[int], seed: int) -> None:
+    narrow = random_tensor(tuple(shape), torch.bfloat16, seed)
+    wide = torch.zeros((*shape, 2), dtype=torch.bfloat16)
+    wide[..., 1] = narrow
+    start = tuple(range(len(shape)))
+    kept = wide.view(torch.float32)[..., 0]
+    assert digest_box(kept, start) == widened(digest_box(narrow, start), start, tuple(shape))
+    if narrow.numel():
+        lower, upper = halves(kept)
+        assert torch.equal(upper.view(torch.int16), narrow.view(torch.int16))
+        assert not lower.view(torch.int16).any()
+        lower.view(torch.int16)[(0,) * len(shape)] = 1
+        assert digest_box(kept, start) != widened(digest_box(narrow, start), start, tuple(shape))

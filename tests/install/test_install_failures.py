@@ -93,6 +93,22 @@ def test_what_post_load_breaks_is_seen(tmp_path: Path) -> None:
     checkpoint.close()
 
 
+@pytest.mark.parametrize("bit", [0, 15, 16, 31])
+def test_a_bit_of_a_widened_tensor_that_differs_is_seen(tmp_path: Path, bit: int) -> None:
+    """Also one of those that the sealed bfloat16 does not have."""
+    kept = torch.zeros(2, 3)
+    target = ModuleTarget(
+        Plain(lambda model, _, weight: model.w.data.copy_(weight), w=kept),
+        post_load=lambda: kept.view(torch.int32)[1, 2:].bitwise_xor_(1 << bit if bit < 31 else -1 << 31),
+    )
+    checkpoint = Checkpoint({"w": torch.full((2, 3), -0.0, dtype=torch.bfloat16)})
+    worker = OneWorker(target, tmp_path)
+    problem = problem_of(worker.update(checkpoint))
+    assert (problem.code, list(problem.tensors)) == (Code.DATA_LOSS, ["w"])
+    assert word(worker)[0] == manager_pb2.DIRTY
+    checkpoint.close()
+
+
 def test_an_exception_after_loading_is_reported_and_not_raised(tmp_path: Path) -> None:
     model = TensorParallel()
 

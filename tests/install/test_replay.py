@@ -80,9 +80,10 @@ def test_any_tiling_of_a_parameter_by_views_of_larger_tensors(
     tmp_path: Path, data: st.DataObject, shape: list[int], seed: int
 ) -> None:
     """Each tile of a parameter (of any memory order) comes from somewhere inside another tensor, permuted, maybe
-    through a clone, maybe flattened."""
+    through a clone, maybe flattened, maybe widened."""
     rng = random.Random(seed)
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn, torch.int64]))
+    kept = torch.float32 if dtype == torch.bfloat16 and data.draw(st.booleans()) else dtype
     tiles = randomly_cut(whole(shape), rng)
     order = data.draw(st.permutations(range(len(shape))))
     steps: dict[str, tuple[Box, list[int], list[int], str]] = {}
@@ -113,7 +114,7 @@ def test_any_tiling_of_a_parameter_by_views_of_larger_tensors(
 
     def model() -> Plain:
         backwards = [order.index(axis) for axis in range(len(shape))]
-        memory = torch.zeros([shape[axis] for axis in order], dtype=dtype)
+        memory = torch.full([shape[axis] for axis in order], 0.3).to(kept)
         return Plain(load_one, weight=memory.permute(backwards))
 
     install_and_compare(model(), model(), Checkpoint(weights, seed), tmp_path)
@@ -128,6 +129,41 @@ def test_a_tensor_loaded_to_two_places_is_read_for_both(tmp_path: Path) -> None:
         return Plain(load_one, a=torch.zeros(3, 4), b=torch.zeros(4, 3))
 
     install_and_compare(model(), model(), Checkpoint({"w": random_tensor((3, 4), torch.float32, 1)}), tmp_path)
+
+
+def test_a_float32_tensor_of_the_model_gets_exactly_what_was_sealed_in_bfloat16(tmp_path: Path) -> None:
+    """Sliced, transposed, padded, tied to one that stays bfloat16, a scalar; every bit pattern that bfloat16 has."""
+
+    def load_one(model: Plain, name: str, weight: Tensor) -> None:
+        if name == "embed":
+            model.embed.data.copy_(weight)
+            model.head.data[:9].copy_(weight)
+            model.head.data[9:].fill_(1.1)
+        elif name == "turned":
+            model.turned.data.copy_(weight.t())
+        else:
+            getattr(model, name).data.copy_(weight)
+
+    def model() -> Plain:
+        old = torch.full((12, 3), 1 / 3)  # whose lower bits would be noticed
+        return Plain(
+            load_one,
+            embed=torch.zeros(9, 3, dtype=torch.bfloat16),
+            head=old.clone(),
+            turned=torch.full((4, 6), 1 / 3),
+            scalar=torch.full((), 1 / 3),
+            none=torch.zeros(0, 4),
+            every=torch.full((1 << 16,), 1 / 3),
+        )
+
+    weights = {
+        "embed": random_tensor((9, 3), torch.bfloat16, 1),
+        "turned": random_tensor((6, 4), torch.bfloat16, 2),
+        "scalar": torch.tensor(-0.0, dtype=torch.bfloat16),
+        "none": torch.zeros(0, 4, dtype=torch.bfloat16),
+        "every": torch.arange(-1 << 15, 1 << 15, dtype=torch.int16).view(torch.bfloat16),
+    }
+    install_and_compare(model(), model(), Checkpoint(weights, 1), tmp_path)
 
 
 def test_scalars_and_broadcasts_and_empty_tensors(tmp_path: Path) -> None:

@@ -93,31 +93,34 @@ class RepackingTarget(ModuleTarget):
         return {}
 
 
-def weights(seed: int) -> dict[str, Tensor]:
+def weights(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     names = [f"{half}{number}" for half in "ab" for number in range(LAYERS)]
-    found = {name: random_tensor((OUT, IN), torch.float32, seed + place) for place, name in enumerate(names)}
-    return found | {"norm": random_tensor((IN,), torch.float32, seed + 99)}
+    found = {name: random_tensor((OUT, IN), dtype, seed + place) for place, name in enumerate(names)}
+    return found | {"norm": random_tensor((IN,), dtype, seed + 99)}
 
 
 def assert_holds(model: Repacking, given: dict[str, Tensor]) -> None:
     for number in range(LAYERS):
-        assert torch.equal(model.packed[number], torch.cat([given[f"a{number}"], given[f"b{number}"]]).t())
-    assert torch.equal(model.norm, given["norm"])
+        assert torch.equal(model.packed[number], torch.cat([given[f"a{number}"], given[f"b{number}"]]).t().float())
+    assert torch.equal(model.norm, given["norm"].float())
 
 
-def test_staged_layers_are_hashed_as_handed_over_and_resident_ones_where_they_lie(tmp_path: Path) -> None:
+@pytest.mark.parametrize("published", [torch.float32, torch.bfloat16])
+def test_staged_layers_are_hashed_as_handed_over_and_resident_ones_where_they_lie(
+    tmp_path: Path, published: torch.dtype
+) -> None:
     model = Repacking()
     target = RepackingTarget(model)
-    checkpoint = Checkpoint(weights(0), seed=1)
+    checkpoint = Checkpoint(weights(0, published), seed=1)
     worker = OneWorker(target, tmp_path)
     for seed in (0, 100):
-        checkpoint.weights.update(weights(seed))
+        checkpoint.weights.update(weights(seed, published))
         checkpoint.seal()
         target.log.clear()
         report = worker.update(checkpoint).report
         assert not report.HasField("problem"), report.problem.message
         assert (report.verified_as_loaded, report.verified) == (2 * LAYERS, 1)
-        assert report.bytes == 4 * (2 * LAYERS * OUT * IN + IN)
+        assert report.bytes == published.itemsize * (2 * LAYERS * OUT * IN + IN)
         assert target.log == ["enter", "packed 2", "packed 1", "packed 0", "leave"]
         assert_holds(model, checkpoint.weights)
         assert all(getattr(model, f"fused{number}").numel() == 0 for number in range(LAYERS))

@@ -227,6 +227,10 @@ def test_other_dtypes_are_refused_with_what_to_do() -> None:
         "2 tensors published in other dtypes than the model's: float32, and the model keeps bfloat16: "
         'embed_tokens.weight, layers.0.conv1d. Publish with dtype="bfloat16"'
     )
+    for spec in described.tensors[:2]:
+        spec.dtype = "float16"
+    problem = refused(ModuleTarget(TensorParallel(dtype=torch.float32)), described)
+    assert "float16, and the model keeps float32: " in problem.message
     described.tensors[0].dtype = "float99"
     assert list(refused(ModuleTarget(model), described).tensors) == ["embed_tokens.weight"]
 
