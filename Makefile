@@ -22,29 +22,31 @@ grpo: $(INSTALLED)
 
 # Several files at a time, since most tests wait for processes that they have started; those that take longest first
 # (tests/conftest.py). The linters run among them.
-FILES_AT_A_TIME = --numprocesses $(1) --dist loadfile --no-loadscope-reorder
+FILES_AT_A_TIME = --numprocesses $(1) --dist loadgroup --no-loadscope-reorder
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not engine and not framework and not gpu and not slow" $(call FILES_AT_A_TIME,4) $(ARGS)
 
 # Real inference engines on the CPU, and real routers, in environments of their own that are cached outside the checkout.
-# PART=by_relay: the whole conformance suite by way of a relay, and engines on other hosts than the trainer (root).
+# Two files at a time: the start of a server is half a minute of imports, one after another.
+# PART=slow: the whole conformance suite by way of a relay, engines on other hosts than the trainer (root), and kills at
+# more stages.
 test-engines: $(INSTALLED)
-	$(if $(filter-out by_relay,$(PART)),$(error PART=$(PART): there is PART=by_relay, and all else without PART))
-	engines/run $(ENGINES) -- $(BIN)/python -m pytest -m "engine and not gpu and $(if $(PART),,not )by_relay" --timeout=900 $(ARGS)
+	$(if $(filter-out slow,$(PART)),$(error PART=$(PART): there is PART=slow, and all else without PART))
+	engines/run $(ENGINES) -- $(BIN)/python -m pytest -m "engine and not gpu and $(if $(PART),,not )slow" --timeout=1200 $(call FILES_AT_A_TIME,2) $(ARGS)
 
 # Real training frameworks, with replicas of the reference engine and of vLLM.
 test-frameworks: $(INSTALLED)
-	engines/run $(FRAMEWORKS) -- $(BIN)/python -m pytest -m "framework" --timeout=900 $(ARGS)
+	engines/run $(FRAMEWORKS) -- $(BIN)/python -m pytest -m "framework" --timeout=1200 $(call FILES_AT_A_TIME,2) $(ARGS)
 
 # Repetitions, most of a million simulated events, and real engines by way of relays. PART=ci: without the engines, and
-# without what takes ten minutes or more.
+# without what takes very long or repeats what another test asks (marked `hours`).
 SLOW = slow and not engine and not framework and not gpu$(if $(PART), and not hours)
 
 test-slow: $(INSTALLED)
 	$(if $(filter-out ci,$(PART)),$(error PART=$(PART): there is PART=ci, and all of it without PART))
 	$(BIN)/python -m pytest -m "$(SLOW)" --timeout=1800 $(call FILES_AT_A_TIME,3) $(ARGS)
-	$(if $(PART),,$(MAKE) test-engines PART=by_relay ENGINES="$(filter-out routers,$(ENGINES))")
+	$(if $(PART),,$(MAKE) test-engines PART=slow ENGINES="$(filter-out routers,$(ENGINES))")
 
 # A million damaged messages for everything that reads what another process sent (docs/security.md).
 fuzz: $(INSTALLED)

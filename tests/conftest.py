@@ -25,6 +25,17 @@ LONGEST = (
     "test_relays.py",
     "test_gateway.py",
     "test_conformance.py",
+    "test_vllm_layouts.py",
+    "test_vllm_models.py",
+    "test_sglang_updates.py",
+    "test_vllm_two_workers.py",
+    "test_relays_engines.py",
+    "test_vllm_updates.py",
+    "test_gateway_engines.py",
+    "test_engine_image.py",
+    "test_vllm_nodes.py",
+    "test_containers.py",
+    "test_chaos.py",
     "test_demo_runs.py",
     "test_missing_replicas.py",
     "test_environments.py",
@@ -49,6 +60,10 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files in the order in which `make test` begins them; the tests of a file stay in theirs."""
+    """Files in the order in which they are begun; the tests of a file stay in theirs, and in one process unless they
+    are marked otherwise."""
     order = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONGEST)))
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))

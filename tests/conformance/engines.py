@@ -62,7 +62,7 @@ class Engine(ABC):
 
     kind: ClassVar[str]
     gate: ClassVar[type[Gate]]
-    start_seconds: ClassVar[float] = 400.0
+    start_seconds: ClassVar[float] = 600.0
     """The longest that a server takes to be there on a busy machine of two cores."""
     tells_versions: ClassVar[bool] = False
     """Whether a whole answer says in its body which version made which token; then `spans` reads it."""

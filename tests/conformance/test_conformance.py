@@ -34,9 +34,12 @@ from tests.faults.listener import Listener
 NONE, CLEAN = manager_pb2.NONE, manager_pb2.CLEAN
 MODES = [mode for mode in manager_pb2.PauseMode.values() if mode != manager_pb2.PAUSE_MODE_UNSPECIFIED]
 STREAMS = 3
+FIRST = ("transfer", "install")
+"""Stages of kills that are no slow tests, one of the server and one of a worker: each costs a start of the engine, half
+a minute of a real one."""
 RESTART_AT_ONCE = "engine_restart_first=0.1 engine_restart_most=0.1"
 
-pytestmark = pytest.mark.timeout(900)  # engines start slowly on a busy machine
+pytestmark = pytest.mark.timeout(1200)  # engines start slowly on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +52,13 @@ BY_RELAY = "by relay"
 
 
 def servers() -> Iterator[Any]:
-    """Each engine, reading the trainer and reading a relay."""
+    """Each engine, reading the trainer and reading a relay; as many groups of tests that can run at a time."""
     for engine in ENGINES:
         real = () if engine.kind == "reference" else (pytest.mark.engine,)
-        yield pytest.param((engine, ""), id=engine.kind, marks=real)
-        marks = (*real, pytest.mark.slow, pytest.mark.by_relay)
-        yield pytest.param((engine, BY_RELAY), id=f"{engine.kind}-{BY_RELAY}", marks=marks)
+        for way, marks in (("", ()), (BY_RELAY, (pytest.mark.slow,))):
+            name = f"{engine.kind}-{way}" if way else engine.kind
+            group = pytest.mark.xdist_group(f"conformance of {name}")
+            yield pytest.param((engine, way), id=name, marks=(*real, *marks, group))
 
 
 @pytest.fixture(scope="module", params=servers())
@@ -266,8 +270,11 @@ def test_waking_goes_from_weights_to_caches(server: Server) -> None:
 
 @pytest.mark.parametrize(
     "crash",
-    # Each costs a start of the engine; with the real ones all are played.
-    [crash if crash.stage == "transfer" else pytest.param(crash, marks=pytest.mark.slow) for crash in CRASHES],
+    # Each costs a start of the engine, half a minute of a real one: at first once of each part.
+    [
+        crash if crash.stage in ("transfer", "install") else pytest.param(crash, marks=pytest.mark.slow)
+        for crash in CRASHES
+    ],
     ids=lambda crash: f"{crash.stage}-{crash.part}",
 )
 def test_a_killed_server_comes_back_with_whole_weights(server: Server, crash: Crash) -> None:

@@ -48,6 +48,8 @@ USUAL = {
     "CUDA_VISIBLE_DEVICES": "0",
     "XDG_RUNTIME_DIR": "/tmp",
 }
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+"""What a launcher sets together, and is read together: one that is missing is another case than all that are."""
 MISSING: dict[str, Mapping[str, str]] = {"all (env -i)": {}} | {
     name: {other: value for other, value in USUAL.items() if other != name} for name in USUAL
 }
@@ -88,7 +90,13 @@ def update_in(manager: Cluster, environment: Mapping[str, str], name: str, prefi
 
 @pytest.mark.parametrize(
     "missing",
-    ["all (env -i)", *(pytest.param(name, marks=pytest.mark.slow) for name in USUAL)],
+    [
+        "all (env -i)",
+        *(
+            pytest.param(name, marks=[pytest.mark.slow, *([] if name in LAUNCHERS else [pytest.mark.hours])])
+            for name in USUAL
+        ),
+    ],
 )
 def test_a_variable_that_is_missing_stops_nobody(manager: Cluster, missing: str) -> None:
     update_in(manager, MISSING[missing], f"without-{missing.split()[0]}")

@@ -1,9 +1,9 @@
 """Run by an engine's Python: installs into vLLM's own layers as they stand on CUDA, where nothing repacks them.
 
-`python -m tests.engines.resident_install DIRECTORY TIED`: a model of vLLM is made on the CPU and not post-processed, so
-its layers have the form that they have on CUDA, and residency is told that this is CUDA. One copy is loaded by vLLM's
-loader, the other by our install. Attention is processed, as at start.
-Prints one JSON object: what is staged and derived, and which tensors differ.
+`python -m tests.engines.resident_install DIRECTORY...`: of the model in each, vLLM's is made on the CPU and not
+post-processed, so its layers have the form that they have on CUDA, and residency is told that this is CUDA. One copy is
+loaded by vLLM's loader, the other by our install. Attention is processed, as at start.
+Prints one JSON object a directory: what is staged and derived, and which tensors differ.
 """
 
 from __future__ import annotations
@@ -40,8 +40,14 @@ def vllm_model(path: Path) -> tuple[Any, Any]:
             torch.set_default_dtype(before)
 
 
-def main(path: Path, tied: bool) -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "install"))
+class Cuda:
+    """Says that it is CUDA."""
+
+    def is_cuda(self) -> bool:
+        return True
+
+
+def play(path: Path) -> None:
     from safetensors.torch import load_file
 
     from ckpt_engine_adapters.vllm import residency
@@ -49,15 +55,9 @@ def main(path: Path, tied: bool) -> None:
     from ckpt_engine_adapters.vllm.versions import is_deferred_attention_layer
     from tests.install.install_world import Checkpoint, OneWorker
 
-    class Cuda:
-        """Says that it is CUDA."""
-
-        def is_cuda(self) -> bool:
-            return True
-
     residency.current_platform = Cuda()
     weights = load_file(path / "model.safetensors")
-    if tied:
+    if json.loads((path / "config.json").read_text())["tie_word_embeddings"]:
         weights.pop("lm_head.weight", None)
     checkpoint = Checkpoint(weights, seed=3)
     model, config = vllm_model(path)
@@ -89,9 +89,15 @@ def main(path: Path, tied: bool) -> None:
         ),
         flush=True,
     )
+
+
+def main(paths: list[Path]) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "install"))
+    for path in paths:
+        play(path)
     # vLLM's process group has threads that do not end by themselves.
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] == "tied")
+    main([Path(argument) for argument in sys.argv[1:]])

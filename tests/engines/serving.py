@@ -20,6 +20,7 @@ from tests.end_to_end.test_several_nodes import free_address
 from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
 
 TOKENS = 32
+UPDATES_UNDER_LOAD = 15
 PROMPT = [3, 5, 7, 11, 13, 17]
 
 Complete = Callable[..., httpx.Response]
@@ -114,11 +115,10 @@ def check_under_load(
     cluster: Cluster,
     path: Path,
     mode: str,
-    updates: int,
     count: int = 60,
 ) -> Any:
     """Twenty streams, and updates meanwhile: each request is answered, and each answer consists of tokens of whole
-    versions. Returns the model of the last version, which is number `updates`."""
+    versions. Returns the model of the last version, which is number UPDATES_UNDER_LOAD."""
     (replica,) = cluster.replicas
     models = [model_of(path, seed) for seed in (80, 81)]
     live = model_of(path, 98)
@@ -135,7 +135,7 @@ def check_under_load(
         assert trainer.update_weights(version=0).ok
         streams = [Stream(ask) for _ in range(20)]
         try:
-            for version in range(1, updates + 1):
+            for version in range(1, UPDATES_UNDER_LOAD + 1):
                 load(live, models[version % 2])
                 report = trainer.update_weights(version=version, pause_mode=mode)
                 assert report.ok, f"{report}\n{replica.tail()}"
@@ -151,4 +151,4 @@ def check_under_load(
             assert of_either_version(models, PROMPT, answer), answer
     strange = reference_tokens(model_of(path, 82), PROMPT, count).tokens
     assert not of_either_version(models, PROMPT, strange), "the judge would let other weights pass"
-    return models[updates % 2]
+    return models[UPDATES_UNDER_LOAD % 2]

@@ -44,7 +44,7 @@ def _cluster(path: Path, start: Callable[..., Replica], *arguments: str) -> Iter
     torch.set_num_threads(1)
     make_tiny_qwen3(path / "bare", weights=False)
     with running_cluster(path) as cluster:
-        start(cluster, "one", path / "bare", *arguments).registered(400)
+        start(cluster, "one", path / "bare", *arguments).registered(600)
         with running_gateway(path / "gateway.log", "--manager", cluster.address) as gateway:
             yield cluster, gateway.ready()
 

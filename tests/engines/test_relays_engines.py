@@ -21,7 +21,7 @@ from tests.conformance.engines import ENGINES, Engine
 from tests.conformance.server import check_serves
 from tests.conformance.weights import Models, load
 
-pytestmark = pytest.mark.timeout(900)  # engines start slowly on a busy machine
+pytestmark = pytest.mark.timeout(1200)  # engines start slowly on a busy machine
 
 MARKS = {"reference": pytest.mark.slow}
 LAST = 10
@@ -68,7 +68,12 @@ def spoil(live: Any) -> None:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(engine, id=engine.kind, marks=MARKS.get(engine.kind, pytest.mark.engine)) for engine in ENGINES
+        pytest.param(
+            engine,
+            id=engine.kind,
+            marks=(MARKS.get(engine.kind, pytest.mark.engine), pytest.mark.xdist_group(f"relays of {engine.kind}")),
+        )
+        for engine in ENGINES
     ],
 )
 def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:

@@ -24,7 +24,7 @@ from tests.end_to_end.test_several_hosts import World
 from tests.network.hosts import hosts
 from tests.tiny_model import VOCABULARY, named_weights
 
-pytestmark = [pytest.mark.engine, pytest.mark.by_relay, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 pytestmark += [pytest.mark.timeout(900)]  # engines start slowly on a busy machine
 
 ALONE = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1", "SGLANG_HOST_IP": "127.0.0.1"}

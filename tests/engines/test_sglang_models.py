@@ -19,7 +19,7 @@ import torch
 from tests.engines.sglang_server import OVERLAY, PYTHON, STUBS, needs_sglang
 from tests.engines.test_vllm_models import SMALL, build, gpt2, llama, qwen2, qwen3_mixture
 
-pytestmark = [*needs_sglang, pytest.mark.timeout(300)]
+pytestmark = needs_sglang
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -151,7 +151,7 @@ def played(root: Path, kinds: dict[str, Kind], workers: int) -> list[dict[str, A
                     )
                 )
         for process in processes:
-            process.wait(timeout=280)
+            process.wait(timeout=900)
     finally:
         for process in processes:
             process.kill()

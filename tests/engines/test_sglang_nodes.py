@@ -12,7 +12,7 @@ from tests.cluster import eventually, running_cluster
 from tests.engines.serving import model_of, publish, start_on_two_nodes
 from tests.engines.sglang_server import assert_closed, assert_serves, needs_sglang, start_sglang
 
-pytestmark = [*needs_sglang, pytest.mark.timeout(900)]
+pytestmark = needs_sglang
 
 
 def test_a_server_on_two_nodes_is_updated_and_closed_as_a_whole(tmp_path: Path) -> None:
@@ -31,6 +31,6 @@ def test_a_server_on_two_nodes_is_updated_and_closed_as_a_whole(tmp_path: Path) 
                 assert_serves(leader, model, version)
         url = leader.url
         follower.stop()
-        eventually("the replica is closed", 120, lambda: (now := leader.status) and not now.serving)
+        eventually("the replica is closed", 180, lambda: (now := leader.status) and not now.serving)
         with pytest.raises((httpx.TransportError, AssertionError)):
             assert httpx.get(f"{url}/ckpt_engine/ready", timeout=5).status_code == 200

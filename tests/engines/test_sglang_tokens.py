@@ -18,7 +18,7 @@ from tests.engines.test_sglang_models import KINDS
 from tests.engines.test_vllm_models import build
 from tests.tiny_model import DECISIVE_GAP, decisive_prompts, reference_tokens
 
-pytestmark = [*needs_sglang, pytest.mark.timeout(300)]
+pytestmark = needs_sglang
 
 
 def test_a_model_of_experts(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_a_model_of_experts(tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     config.save_pretrained(tmp_path / "bare")
     with running_cluster(tmp_path / "cluster") as cluster:
-        replica = start_sglang(cluster, "sglang", tmp_path / "bare").registered(400)
+        replica = start_sglang(cluster, "sglang", tmp_path / "bare").registered(600)
         assert_closed(replica)
         with Trainer(cluster.address, lineage=kind) as trainer:
             for version in (1, 2):

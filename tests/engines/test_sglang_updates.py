@@ -16,7 +16,7 @@ from ckpt_engine import CkptEngineError, Trainer
 from ckpt_engine_adapters.sglang.gate import MEMORY, RELEASE_ROUTE, RESUME_ROUTE, STATE_ROUTE, SglangGate
 from tests.cluster import Cluster, Replica, corrupt_after_sealing, outcomes, running_cluster
 from tests.conformance.weights import load
-from tests.engines.serving import check_routes, check_under_load, model_of, publish, token_of
+from tests.engines.serving import UPDATES_UNDER_LOAD, check_routes, check_under_load, model_of, publish, token_of
 from tests.engines.sglang_server import (
     assert_closed,
     assert_serves,
@@ -50,7 +50,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             ROOT,
             tensor_parallel=2,
             options=("--mode", "hybrid"),
-        ).registered(400)
+        ).registered(600)
         yield running
 
 
@@ -142,8 +142,8 @@ def test_many_updates_while_twenty_streams_generate(
     cluster: Cluster, replica: Replica, tmp_path: Path, mode: str
 ) -> None:
     """Each request is answered; afterwards a new one gets the last version's tokens."""
-    model = check_under_load(complete, tokens, cluster, tmp_path, mode, 50, count=20)
-    assert_serves(replica, model, 50)
+    model = check_under_load(complete, tokens, cluster, tmp_path, mode, count=20)
+    assert_serves(replica, model, UPDATES_UNDER_LOAD)
 
 
 def test_a_retracted_request_tells_which_version_made_which_token(

@@ -1,5 +1,5 @@
-"""vLLM split by layers and by experts: each worker loads its own, and together they must load everything. And servers
-with a second model, which nothing would load."""
+"""vLLM split by layers and by experts: each worker loads its own, and together they must load everything. vLLM with
+several engines, and with a second model, which nothing would load."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from ckpt_engine import CkptEngineError, Trainer
 from ckpt_engine.planning.asked import Asked, question_of
 from ckpt_engine.planning.update import planned
 from tests.cluster import running_cluster
+from tests.engines.serving import model_of
 from tests.engines.test_vllm_models import build, qwen3_mixture
-from tests.engines.vllm_server import TOKENS, assert_closed, complete, needs_vllm, start_vllm, tokens
+from tests.engines.vllm_server import TOKENS, assert_closed, assert_serves, complete, needs_vllm, start_vllm, tokens
 from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
 
 pytestmark = needs_vllm
@@ -48,7 +49,7 @@ def test_two_workers_share_a_mixture_of_experts(tmp_path: Path, layout: str) -> 
     config.save_pretrained(tmp_path / "bare")
     with running_cluster(tmp_path / "cluster") as cluster:
         replica = start_vllm(cluster, layout, tmp_path / "bare", *arguments, tensor_parallel=tensor_parallel)
-        replica.registered(500)
+        replica.registered(600)
         assert_closed(replica)
         with Trainer(cluster.address, lineage=layout) as trainer:
             for version in (1, 2):
@@ -59,6 +60,7 @@ def test_two_workers_share_a_mixture_of_experts(tmp_path: Path, layout: str) -> 
                 workers = report.replicas[0].message.workers
                 total = sum(tensor.nbytes for tensor in weights.values())
                 assert [worker.rank for worker in workers] == [0, 1]
+                assert not any(worker.by_loader for worker in workers)
                 assert all(worker.bytes < 0.8 * total for worker in workers), "its own stage or experts only"
                 assert [worker.bytes for worker in workers] == foretold(tmp_path / "bare", layout)
                 if layout == "experts":
@@ -79,6 +81,26 @@ def test_two_workers_share_a_mixture_of_experts(tmp_path: Path, layout: str) -> 
                 assert tokens(complete(replica, prompt)) == expected.tokens, "the refused updates left the old version"
 
 
+def test_data_parallel_engines_are_all_updated(tmp_path: Path) -> None:
+    """Two engine cores behind one server: both must hold the version before the gate opens."""
+    make_tiny_qwen3(tmp_path / "bare", weights=False)
+    with running_cluster(tmp_path / "dp2") as cluster:
+        replica = start_vllm(
+            cluster, "dp2", tmp_path / "bare", "--data-parallel-size", "2", tensor_parallel=1
+        ).registered(600)
+        assert len(replica.workers()) == 2
+        assert_closed(replica)
+        with Trainer(cluster.address, lineage="dp") as trainer:
+            for version in (1, 2, 3):
+                model = model_of(tmp_path, version)
+                trainer.publish(named_weights(model))
+                report = trainer.update_weights(version=version)
+                assert report.ok, f"{report}\n{replica.tail()}"
+                assert len(report.replicas[0].message.workers) == 2
+                for _ in range(4):  # requests go to either engine
+                    assert_serves(replica, model, version)
+
+
 def test_a_server_with_a_draft_model_is_refused(tmp_path: Path) -> None:
     """An update would leave the draft model with old weights, and nobody would notice more than slow decoding."""
     model = make_tiny_qwen3(tmp_path / "bare", weights=False)
@@ -86,7 +108,7 @@ def test_a_server_with_a_draft_model_is_refused(tmp_path: Path) -> None:
     draft = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 2}
     with running_cluster(tmp_path / "cluster") as cluster:
         replica = start_vllm(cluster, "draft", tmp_path / "bare", "--speculative-config", json.dumps(draft))
-        replica.registered(400)
+        replica.registered(600)
         with Trainer(cluster.address, lineage="draft") as trainer:
             trainer.publish(named_weights(model))
             with pytest.raises(CkptEngineError, match=r"draft model \(method draft_model"):

@@ -129,6 +129,11 @@ BY_LOADER = {
 """What goes through vLLM's own loader at every update, by kind."""
 
 
+ELSEWHERE_TOO = ("llama with tied embeddings", "qwen3 mixture of experts")
+"""Kinds that other tests play as well: without a server (test_vllm_residency.py), and on two workers
+(test_vllm_layouts.py)."""
+
+
 def build(config: Any, seed: int, path: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     """A random model, and its tensors under the names of the checkpoint that transformers writes."""
     from safetensors.torch import load_file
@@ -147,7 +152,10 @@ def build(config: Any, seed: int, path: Path) -> tuple[Any, dict[str, torch.Tens
     return model, load_file(path / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", list(MODELS))
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow) if kind in ELSEWHERE_TOO else kind for kind in MODELS],
+)
 def test_a_model_class(tmp_path: Path, kind: str) -> None:
     torch.set_num_threads(1)
     make, lacking = MODELS[kind]
@@ -156,7 +164,7 @@ def test_a_model_class(tmp_path: Path, kind: str) -> None:
     (tmp_path / "bare").mkdir()
     config.save_pretrained(tmp_path / "bare")
     with running_cluster(tmp_path / "cluster") as cluster:
-        replica = start_vllm(cluster, "vllm", tmp_path / "bare").registered(400)
+        replica = start_vllm(cluster, "vllm", tmp_path / "bare").registered(600)
         assert_closed(replica)
         with Trainer(cluster.address, lineage=kind) as trainer:
             for version in (1, 2):

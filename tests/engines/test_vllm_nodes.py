@@ -13,7 +13,7 @@ from tests.cluster import Replica, eventually, running_cluster
 from tests.engines.serving import model_of, publish, start_on_two_nodes
 from tests.engines.vllm_server import assert_serves, needs_vllm, start_vllm
 
-pytestmark = [*needs_vllm, pytest.mark.timeout(900)]
+pytestmark = needs_vllm
 
 
 def test_a_server_on_two_nodes_is_updated_and_ends_as_a_whole(tmp_path: Path) -> None:
@@ -35,12 +35,12 @@ def test_a_server_on_two_nodes_is_updated_and_ends_as_a_whole(tmp_path: Path) ->
             assert status is not None
             assert [worker.state for worker in status.workers] == [1, 1], "NONE on both nodes before memory goes"
             trainer.wake(replicas=["wide"])
-            eventually("it serves again after an update", 60, lambda: trainer.update_weights(version=2).ok)
+            eventually("it serves again after an update", 180, lambda: trainer.update_weights(version=2).ok)
             assert_serves(leader, second, 2)
             # A worker of the other node dies: the whole server ends, and no request is answered any more.
             near, far = part(leader), part(follower)
             far.kill()
-            eventually("the replica is closed", 60, lambda: (now := leader.status) and not now.serving)
+            eventually("the replica is closed", 180, lambda: (now := leader.status) and not now.serving)
             with pytest.raises((httpx.TransportError, AssertionError)):
                 assert_serves(leader, second, 2)
             near.wait(120)

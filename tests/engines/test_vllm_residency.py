@@ -15,7 +15,7 @@ from tests.engines.test_vllm_models import SMALL, build
 from tests.engines.vllm_server import OVERLAY, PYTHON, needs_vllm
 from tests.tiny_model import make_tiny_qwen3
 
-pytestmark = [*needs_vllm, pytest.mark.timeout(300)]
+pytestmark = needs_vllm
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -43,37 +43,43 @@ def deepseek_v2() -> Any:
     )
 
 
-def install(path: Path, tied: bool) -> Any:
-    """What tests/engines/resident_install.py tells of the model in `path`."""
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What tests/engines/resident_install.py tells of each kind of model, in one process of vLLM's Python."""
+    path = tmp_path_factory.mktemp("resident")
+    for kind in ("untied", "tied"):
+        make_tiny_qwen3(path / kind, 4, tied=kind == "tied")
+    config = deepseek_v2()
+    config.dtype = torch.bfloat16
+    (path / "latent").mkdir()
+    build(config, 1, path / "latent")
+    kinds = ("untied", "tied", "latent")
     environment = {**os.environ, "PYTHONPATH": f"{OVERLAY}:{REPOSITORY}", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [PYTHON, "-m", "tests.engines.resident_install", str(path), "tied" if tied else "untied"],
+        [PYTHON, "-m", "tests.engines.resident_install", *(str(path / kind) for kind in kinds)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         env={**environment, "VLLM_CPU_KVCACHE_SPACE": "1"},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["problem"] == ""
-    return found
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"staged"')]
+    return dict(zip(kinds, map(json.loads, lines), strict=True))
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])
-def test_what_nothing_repacks_is_resident(tmp_path: Path, kind: str) -> None:
-    make_tiny_qwen3(tmp_path, 4, tied=kind == "tied")
-    found = install(tmp_path, kind == "tied")
+def test_what_nothing_repacks_is_resident(told: dict[str, Any], kind: str) -> None:
+    found = told[kind]
+    assert found["problem"] == ""
     assert (found["staged"], found["verified_as_loaded"], found["moved"], found["differ"]) == ([], 0, [], [])
     assert found["verified"] > found["tensors"]
     assert found["deriving"] == 0, "ordinary attention makes nothing of weights"
 
 
-def test_what_latent_attention_makes_of_weights_is_made_anew(tmp_path: Path) -> None:
-    config = deepseek_v2()
-    config.dtype = torch.bfloat16
-    build(config, 1, tmp_path)
-    found = install(tmp_path, False)
+def test_what_latent_attention_makes_of_weights_is_made_anew(told: dict[str, Any]) -> None:
+    found = told["latent"]
+    assert found["problem"] == ""
     experts = "model.layers.1.mlp.experts.routed_experts."
     assert found["staged"] == found["differ"] == [experts + "w13_weight", experts + "w2_weight"], "packed for a CPU"
     assert {name.rpartition(".")[2] for name in found["derived"]} == {"W_UV", "W_UK_T"}

@@ -53,7 +53,7 @@ def test_an_attribute_that_was_replaced_is_left_alone() -> None:
 
 
 def test_a_worker_says_that_it_holds_nothing_before_it_discards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for vLLM's worker class; tests/engines/test_vllm_sleep.py has the real one."""
+    """A stand-in for vLLM's worker class; tests/engines/test_vllm_two_workers.py has the real one."""
     told: list[object] = []
 
     class Worker:

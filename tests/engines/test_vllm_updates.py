@@ -14,7 +14,7 @@ from ckpt_engine import Trainer
 from ckpt_engine_adapters.vllm.gate import VllmGate
 from tests.cluster import Cluster, Stream, running_cluster
 from tests.conformance.weights import load
-from tests.engines.serving import check_routes, check_under_load, label_of, model_of, publish
+from tests.engines.serving import UPDATES_UNDER_LOAD, check_routes, check_under_load, label_of, model_of, publish
 from tests.engines.vllm_server import assert_serves, complete, needs_vllm, start_vllm, tokens
 from tests.tiny_model import ROUNDING, make_tiny_qwen3, regrets
 
@@ -30,7 +30,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     torch.set_num_threads(1)
     make_tiny_qwen3(path / "bare", weights=False)
     with running_cluster(path) as running:
-        start_vllm(running, "vllm", path / "bare", "--root-path", ROOT, "--enable-scale-out").registered(400)
+        start_vllm(running, "vllm", path / "bare", "--root-path", ROOT, "--enable-scale-out").registered(600)
         yield running
 
 
@@ -47,8 +47,8 @@ def test_a_root_path_leads_nobody_around_the_gate(cluster: Cluster) -> None:
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait", "in_place"])
 def test_many_updates_while_twenty_streams_generate(cluster: Cluster, tmp_path: Path, mode: str) -> None:
     """Each request is answered; afterwards a new one gets the last version's tokens."""
-    model = check_under_load(complete, tokens, cluster, tmp_path, mode, 50)
-    assert_serves(cluster.replicas[0], model, 50)
+    model = check_under_load(complete, tokens, cluster, tmp_path, mode)
+    assert_serves(cluster.replicas[0], model, UPDATES_UNDER_LOAD)
 
 
 def number_of(span: dict[str, Any]) -> int:

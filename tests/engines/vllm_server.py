@@ -40,10 +40,9 @@ def start_vllm(
         "PYTHONPATH": OVERLAY,
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else each worker wants a NUMA node, and all servers the same cores
         "HF_HUB_OFFLINE": "1",
     }
-    if tensor_parallel > 1 or {"--data-parallel-size", "--pipeline-parallel-size"} & set(arguments):
-        given["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     return cluster.replica(
         name,
         "vllm",

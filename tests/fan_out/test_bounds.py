@@ -101,8 +101,14 @@ def test_a_chunk_is_passed_on_when_it_is_verified_and_not_before() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", [1, 8, 64, 256, 1024])
-@pytest.mark.parametrize(("size", "most"), [(16 * 10**9, 1.5), (10**12, 1.15)])
+@pytest.mark.parametrize(
+    ("hosts", "size", "most"),
+    [
+        *((hosts, 16 * 10**9, 1.5) for hosts in (1, 8, 64, 256, 1024)),
+        *((hosts, 10**12, 1.15) for hosts in (1, 8, 64)),
+        *(pytest.param(hosts, 10**12, 1.15, marks=pytest.mark.hours) for hosts in (256, 1024)),  # half a minute
+    ],
+)
 def test_large_models_and_many_hosts_are_within_their_bounds(hosts: int, size: int, most: float) -> None:
     for trainers in (1, 4):
         of = world(hosts, size, trainers, RATE)

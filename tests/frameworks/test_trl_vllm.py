@@ -28,7 +28,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     # vLLM wants to name the tokens whose logprobs it tells.
     tokenizer(VOCABULARY).save_pretrained(path / "model")
     with running_cluster(path) as cluster:
-        start_vllm(cluster, "one", path / "model", "--dtype", "float32", "--no-skip-tokenizer-init").registered(400)
+        start_vllm(cluster, "one", path / "model", "--dtype", "float32", "--no-skip-tokenizer-init").registered(600)
         yield cluster
 
 

@@ -31,7 +31,7 @@ def said(replicas: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[di
     if os.environ.get("CKPT_ENGINE_VERL_WITH_VLLM"):
         made = save_tokenizer(replicas.path / "model")
         more = ("--dtype", "float32", "--no-skip-tokenizer-init")
-        vllm_server.start_vllm(replicas, "three", made, *more).registered(300)
+        vllm_server.start_vllm(replicas, "three", made, *more).registered(600)
     names = [replica.name for replica in replicas.replicas]
     command = [os.environ["CKPT_ENGINE_VERL_PYTHON"], "-m", "frameworks.verl_run", replicas.address]
     # A path of its own, and a short one: Ray makes sockets in it.

@@ -1,4 +1,5 @@
-"""Sleep, wake and hybrid updates with real vLLM servers: right tokens, right order, and a gate that closes first.
+"""A real vLLM server on two workers: each reads its slices, one that fails fails the replica; sleep, wake and hybrid
+updates have right tokens, the right order, and a gate that closes first. And a judge, whose weights are its own.
 
 On a CPU vLLM's sleep moves no memory; tests/gpu has the same with memory that is really given up.
 """
@@ -16,7 +17,8 @@ import torch
 from ckpt_engine import Trainer
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
 from ckpt_engine.words.directory import EngineDirectory
-from tests.cluster import Cluster, Replica, outcomes, running_cluster
+from tests.cluster import Cluster, Replica, corrupt_after_sealing, outcomes, running_cluster
+from tests.conformance.weights import load
 from tests.engines.serving import model_of, publish
 from tests.engines.vllm_server import (
     TOKENS,
@@ -28,7 +30,7 @@ from tests.engines.vllm_server import (
     tokens,
     wait_until_open,
 )
-from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, reference_tokens
+from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
 
 pytestmark = needs_vllm
 
@@ -42,7 +44,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     torch.set_num_threads(1)
     make_tiny_qwen3(path / "bare", weights=False)
     with running_cluster(path) as running:
-        start_vllm(running, "vllm", path / "bare", tensor_parallel=2, options=("--mode", "hybrid")).registered(400)
+        start_vllm(running, "vllm", path / "bare", tensor_parallel=2, options=("--mode", "hybrid")).registered(600)
         yield running
 
 
@@ -82,6 +84,41 @@ def why_closed(replica: Replica) -> str:
     assert response.status_code == 503, response.text
     detail: str = response.json()["detail"]
     return detail
+
+
+def test_updates_of_slices(cluster: Cluster, replica: Replica, tmp_path: Path) -> None:
+    assert_closed(replica)
+    live = model_of(tmp_path, 99)
+    total = sum(tensor.nbytes for _, tensor in named_weights(live))
+    with Trainer(cluster.address, lineage="slices") as trainer:
+        trainer.publish(live)
+        for version in range(8):
+            model = model_of(tmp_path, version)
+            load(live, model)
+            report = trainer.update_weights(version=version)
+            assert report.ok, f"{report}\n{replica.tail()}"
+            workers = report.replicas[0].message.workers
+            assert [worker.rank for worker in workers] == [0, 1]
+            assert all(worker.bytes < 0.6 * total for worker in workers), "slices only"
+            assert_serves(replica, model, version)
+
+
+def test_a_slice_that_is_wrong_on_one_rank_only_fails_the_replica(
+    cluster: Cluster, replica: Replica, tmp_path: Path
+) -> None:
+    """Every HTTP call answers 200, and one rank of two is right."""
+    model = model_of(tmp_path, 40)
+    with Trainer(cluster.address, lineage="one rank") as trainer:
+        trainer.publish(model)
+        gate = dict(model.named_parameters())["model.layers.0.mlp.gate_proj.weight"]
+        restore = corrupt_after_sealing(trainer, gate, gate.nbytes - 2)  # the last row: rank 1's
+        report = trainer.update_weights(version=1)
+        restore()
+        assert outcomes(report) == {"vllm": "quarantined"}
+        assert [bool(worker.problem.message) for worker in report.replicas[0].message.workers] == [False, True]
+        assert_closed(replica)
+        assert trainer.update_weights(version=2).ok
+        assert_serves(replica, model, 2)
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -162,7 +199,7 @@ def test_a_colocated_judge_serves_its_own_weights_and_no_update_touches_it(tmp_p
     with running_cluster(tmp_path / "cluster") as running:
         judge = start_vllm(
             running, "judge", tmp_path / "judge", "--load-format", "auto", options=("--mode", "colocated")
-        ).registered(400)
+        ).registered(600)
         wait_until_open(judge, 60)
         assert tokens(complete(judge, prompt)) == expected.tokens
         with Trainer(running.address, lineage="policy") as trainer:
