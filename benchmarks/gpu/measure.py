@@ -26,12 +26,14 @@ class Series:
             self._values.setdefault(name, []).append(value)
 
     def last(self, rounds: int) -> dict[str, Any]:
-        """Median, interquartile range and number of the last `rounds` values of each list (warm-up comes first)."""
+        """Median, interquartile range, the largest and number of the last `rounds` values of each list (warm-up comes
+        first)."""
         found = {}
         for name, values in self._values.items():
             kept = values[-rounds:]
             spread = quantiles(kept, n=4) if len(kept) > 1 else [kept[0]] * 3
-            found[name] = {"median": median(kept), "iqr": spread[2] - spread[0], "rounds": len(kept)}
+            told = {"median": median(kept), "iqr": spread[2] - spread[0], "worst": max(kept), "rounds": len(kept)}
+            found[name] = told
         return found
 
     def first(self) -> dict[str, float]:

@@ -1,5 +1,5 @@
-"""The rivals: vLLM's own weight transfer, as its documentation says to use it, with the time of a bare pause and
-resume; and Moonshot's checkpoint-engine.
+"""The rivals: vLLM's own weight transfer (its trainer's side as 0.32 and 0.33 have it), as its documentation says to
+use it, with the time of a bare pause and resume; SGLang's `update_weights_from_tensor`; Moonshot's checkpoint-engine.
 
 vLLM's development routes are open here, and its `ipc` backend unpickles what it is sent: on loopback, for a baseline
 only.
@@ -7,16 +7,24 @@ only.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import threading
+import os
+import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import httpx
 from torch import nn
 
 from benchmarks.gpu.lines import LineProcess
+from tests.engines.sglang_server import PYTHON as SGLANG_PYTHON
+from tests.gpu import sglang_fleet
+from tests.gpu.sglang_fleet import OPTIONS
 from tests.ports import free_port
 
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
@@ -28,10 +36,9 @@ def backend_arguments(backend: str) -> tuple[str, ...]:
 
 
 class Sender(Protocol):
-    """The trainer's half of one backend."""
+    """The trainer's half of one backend: sends all weights, opens and closes the update session itself."""
 
-    def __call__(self) -> None:
-        """Sends all weights inside an open update session."""
+    def __call__(self) -> None: ...
 
 
 class NativeServer:
@@ -39,7 +46,7 @@ class NativeServer:
 
     def __init__(self, url: str, model: nn.Module) -> None:
         self.url = url
-        self._named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+        self._model = model
         # The server closes a connection that was idle for 5 s; one that it might be closing is not used.
         self._client = httpx.Client(base_url=url, timeout=120, limits=httpx.Limits(keepalive_expiry=3.0))
 
@@ -47,46 +54,35 @@ class NativeServer:
         self._client.post(route, json=body if body is not None else {}).raise_for_status()
 
     def ipc(self) -> Sender:
-        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerSendWeightsArgs, IPCWeightTransferEngine
+        """All tensors' handles in one call."""
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-        self.post("/init_weight_transfer_engine", {"init_info": {}})
-        where = IPCTrainerSendWeightsArgs(send_mode="http", url=self.url)
-        return lambda: IPCWeightTransferEngine.trainer_send_weights(iter(self._named), where)
+        return self._sender(IPCTrainerInitInfo(rank=0))
 
     def nccl(self) -> Sender:
-        from vllm.distributed.weight_transfer import nccl_common
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs, NCCLWeightTransferEngine
+        """One server's worker beside the trainer, in packed buffers."""
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        port = free_port()
-        where = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2}
-        init = {"init_info": {**where, "rank_offset": 1}}
-        joining = threading.Thread(target=self.post, args=("/init_weight_transfer_engine", init), daemon=True)
-        joining.start()
-        group = nccl_common.trainer_init(where)
-        joining.join(60)
-        described = {
-            "names": [name for name, _ in self._named],
-            "dtype_names": ["bfloat16"] * len(self._named),
-            "shapes": [list(tensor.shape) for _, tensor in self._named],
-            "packed": True,
-        }
+        return self._sender(NCCLTrainerInitInfo("127.0.0.1", free_port(), 2, rank=0))
 
-        def send() -> None:
-            receiving = threading.Thread(target=self.post, args=("/update_weights", {"update_info": described}))
-            receiving.start()
-            arguments = NCCLTrainerSendWeightsArgs(group=group, packed=True)
-            NCCLWeightTransferEngine.trainer_send_weights(iter(self._named), arguments)
-            receiving.join()
+    def _sender(self, how: Any) -> Sender:
+        """vLLM's trainer engine for this init info, over its HTTP client; connections are kept, so that what is
+        measured is the backend."""
+        from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, ModuleSource
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
+        client = HTTPVLLMWeightSyncClient(self.url)
+        client._post = lambda path, json=None: self.post(f"/{path}", json)
+        source = ModuleSource(self._model)
+        engine = WeightTransferTrainerFactory.trainer_init(how, client=client, source=source)
+        send: Sender = engine.send_weights
         return send
 
     def update(self, send: Sender, keeps_caches: bool = False) -> float:
         """Seconds from pause to resume. keeps_caches: requests go on over the old ones."""
         began = time.perf_counter()
         self.post(f"/pause?mode=keep&clear_cache={'false' if keeps_caches else 'true'}")
-        self.post("/start_weight_update")
         send()
-        self.post("/finish_weight_update")
         self.post("/resume")
         return time.perf_counter() - began
 
@@ -95,6 +91,62 @@ class NativeServer:
         began = time.perf_counter()
         self.post("/pause?mode=keep")
         self.post("/resume")
+        return time.perf_counter() - began
+
+
+SGLANG_SIZES = (
+    *("--mem-fraction-static", "0.5", "--max-total-tokens", "8192", "--context-length", "1024"),
+    *("--cuda-graph-max-bs-decode", "32"),
+)
+"""Of SGLang servers of Qwen3-8B's shapes, two of which share a GPU with a trainer."""
+
+
+@contextlib.contextmanager
+def plain_sglang(model: Path, log: Path, *arguments: str) -> Iterator[Any]:
+    """An SGLang server without us, with random weights."""
+    port = free_port()
+    command = [SGLANG_PYTHON, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1"]
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [*command, "--port", str(port), "--skip-server-warmup", *OPTIONS, *SGLANG_SIZES, *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **sglang_fleet.ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "0"},
+            start_new_session=True,
+        )
+    try:
+        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", process=process, log=log)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+
+class NativeSglang:
+    """SGLang's own update: the tensors' CUDA IPC handles in one request. The server unpickles it: on loopback, for a
+    baseline only."""
+
+    def __init__(self, url: str, model: nn.Module) -> None:
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        # One connection a request: the server closes one that was idle for 5 s, just when it is used again.
+        self._client = httpx.Client(base_url=url, timeout=120, limits=httpx.Limits(max_keepalive_connections=0))
+        self._serialize = MultiprocessingSerializer.serialize
+        self._named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+    def post(self, route: str, **body: Any) -> None:
+        answer = self._client.post(route, json=body)
+        assert answer.status_code == 200, f"{route}: {answer.text}"
+
+    def update(self, keeps_caches: bool = False) -> float:
+        """Seconds from pause to resume. keeps_caches: requests go on over the old ones."""
+        began = time.perf_counter()
+        self.post("/pause_generation", mode="in_place" if keeps_caches else "retract")
+        self.post(
+            "/update_weights_from_tensor",
+            serialized_named_tensors=[self._serialize(self._named, output_str=True)],
+            flush_cache=not keeps_caches,
+        )
+        self.post("/continue_generation")
         return time.perf_counter() - began
 
 

@@ -1,6 +1,8 @@
 """Clients of one server, as a process of their own: so many streams, each asking for one completion after the other.
 
-    python -m benchmarks.gpu.streams URL MODEL STREAMS TOKENS FILE
+    python -m benchmarks.gpu.streams URL MODEL STREAMS TOKENS FILE ROUTE
+
+ROUTE is `/v1/completions`, or SGLang's `/generate`, whose events tell how many tokens there are so far.
 
 Answers (see lines.py) as soon as every stream has had a token, or with the problem; ends at the next line, after it has
 written FILE: a JSON list of requests, each
@@ -43,10 +45,10 @@ LOWEST, HIGHEST = 5, 500
 class Streams:
     """All of them; `requests` is what FILE will have."""
 
-    def __init__(self, url: str, model: str, streams: int, tokens: int) -> None:
+    def __init__(self, url: str, model: str, streams: int, tokens: int, route: str = "/v1/completions") -> None:
         host, port = url.removeprefix("http://").rstrip("/").split(":")
         self._host, self._port, self._model, self._most = host, int(port), model, tokens
-        self._streams = streams
+        self._streams, self._route = streams, route
         self._begun: set[int] = set()
         self.requests: list[dict[str, Any]] = []
         self.all_begun = asyncio.Event()
@@ -68,10 +70,9 @@ class Streams:
                 await asyncio.sleep(REFUSED_SECONDS)
 
     async def _ask(self, number: int, prompt: list[int], tokens: int, request: dict[str, Any]) -> None:
-        asked = {"model": self._model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        body = json.dumps({**asked, "stream": True, "return_token_ids": True, "detokenize": False}).encode()
+        body = json.dumps(self._asked(prompt, tokens)).encode()
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n"
+            f"POST {self._route} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
         reader, writer = await asyncio.open_connection(self._host, self._port, limit=1 << 20)
@@ -94,11 +95,22 @@ class Streams:
         finally:
             writer.close()
 
+    def _asked(self, prompt: list[int], tokens: int) -> dict[str, Any]:
+        if self._route == "/generate":
+            sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+            return {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+        asked = {"model": self._model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        return {**asked, "stream": True, "return_token_ids": True, "detokenize": False}
+
     def _event(self, number: int, event: dict[str, Any], request: dict[str, Any]) -> None:
         now = time.perf_counter()
         if "error" in event:
             request["problem"] = json.dumps(event["error"])
-        count = sum(len(choice.get("token_ids") or ()) for choice in event.get("choices", ()))
+        if self._route == "/generate":
+            before = sum(count for _, count in request["tokens"])
+            count = event.get("meta_info", {}).get("completion_tokens", before) - before
+        else:
+            count = sum(len(choice.get("token_ids") or ()) for choice in event.get("choices", ()))
         if count:
             request["tokens"].append((now, count))
             self._begun.add(number)
@@ -112,9 +124,8 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
         return await reader.readline()
 
 
-async def run(url: str, model: str, streams: int, tokens: int, file: Path) -> None:
+async def run(clients: Streams, streams: int, file: Path) -> None:
     """Until a line comes, or the input ends."""
-    clients = Streams(url, model, streams, tokens)
     running = [asyncio.create_task(clients.one(number)) for number in range(streams)]
     problem = ""
     try:
@@ -133,8 +144,8 @@ async def run(url: str, model: str, streams: int, tokens: int, file: Path) -> No
 
 
 def main() -> None:
-    url, model, streams, tokens, file = sys.argv[1:]
-    asyncio.run(run(url, model, int(streams), int(tokens), Path(file)))
+    url, model, streams, tokens, file, route = sys.argv[1:]
+    asyncio.run(run(Streams(url, model, int(streams), int(tokens), route), int(streams), Path(file)))
 
 
 if __name__ == "__main__":

@@ -12,90 +12,25 @@ CUDA graphs and overlapped scheduling are on. The rival unpickles what it is sen
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.gpu.measure import ROUNDS, WARMUP, CopyCeiling, Series, rounded, versions
 from benchmarks.gpu.qwen3_8b import BYTES, Tree, renew, write_config
+from benchmarks.gpu.rivals import SGLANG_SIZES, NativeSglang, plain_sglang
 from ckpt_engine import Trainer
 from tests.cluster import Replica, running_cluster
-from tests.engines.sglang_server import PYTHON, complete, tokens
+from tests.engines.sglang_server import complete, tokens
 from tests.gpu.gpu_server import wait_for_plain
-from tests.gpu.sglang_fleet import ENVIRONMENT, OPTIONS, needs_gpu_sglang, start_gpu_sglang
-from tests.ports import free_port
+from tests.gpu.sglang_fleet import needs_gpu_sglang, start_gpu_sglang
 
 pytestmark = [*needs_gpu_sglang, pytest.mark.timeout(480)]
 
 PROMPTS = [[5, 6, 7, 8], list(range(1000, 1064)), [151000, 3, 99, 12345]]
-SIZES = (
-    "--mem-fraction-static",
-    "0.5",
-    "--max-total-tokens",
-    "8192",
-    "--context-length",
-    "1024",
-    "--cuda-graph-max-bs",
-    "32",
-)
-
-
-@contextlib.contextmanager
-def plain_sglang(model: Path, log: Path) -> Iterator[Any]:
-    """A server without us, with random weights."""
-    port = free_port()
-    command = [PYTHON, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1"]
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [*command, "--port", str(port), "--skip-server-warmup", *OPTIONS, *SIZES],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "0"},
-            start_new_session=True,
-        )
-    try:
-        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", process=process, log=log)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
-
-
-class Rival:
-    """SGLang's own update: the tensors' CUDA IPC handles in one request."""
-
-    def __init__(self, url: str, model: Tree) -> None:
-        from sglang.srt.utils import MultiprocessingSerializer
-
-        # One connection a request: the server closes one that was idle for 5 s, just when it is used again.
-        self._client = httpx.Client(base_url=url, timeout=120, limits=httpx.Limits(max_keepalive_connections=0))
-        self._serialize = MultiprocessingSerializer.serialize
-        self._named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-
-    def post(self, route: str, **body: Any) -> None:
-        answer = self._client.post(route, json=body)
-        assert answer.status_code == 200, f"{route}: {answer.text}"
-
-    def update(self) -> float:
-        """Seconds from pause to resume."""
-        began = time.perf_counter()
-        self.post("/pause_generation", mode="retract")
-        self.post(
-            "/update_weights_from_tensor",
-            serialized_named_tensors=[self._serialize(self._named, output_str=True)],
-            flush_cache=True,
-        )
-        self.post("/continue_generation")
-        return time.perf_counter() - began
 
 
 @dataclass
@@ -106,7 +41,7 @@ class Both:
     server: Any
     model: Tree
     trainer: Trainer
-    rival: Rival
+    rival: NativeSglang
 
     def update(self) -> Any:
         report = self.trainer.update_weights(timeout=60)
@@ -123,13 +58,13 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(plain_sglang(config, path / "rival.log"))
         cluster = stack.enter_context(running_cluster(path / "cluster"))
-        replica = start_gpu_sglang(cluster, "sglang", config, *SIZES, visible="0")
+        replica = start_gpu_sglang(cluster, "sglang", config, *SGLANG_SIZES, visible="0")
         model = Tree("cuda:0")
         wait_for_plain(server, 300)
         replica.registered(300)
         trainer = stack.enter_context(Trainer(cluster.address, lineage="benchmark-sglang"))
         trainer.publish(model)
-        yield Both(replica, server, model, trainer, Rival(server.url, model))
+        yield Both(replica, server, model, trainer, NativeSglang(server.url, model))
 
 
 def test_idle(benchmark: BenchmarkFixture, both: Both) -> None:

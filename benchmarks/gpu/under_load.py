@@ -1,6 +1,7 @@
-"""Updates while clients stream: what they lose, and where the time goes; vLLM's own `ipc` backend in the same run.
+"""Updates while clients stream: what they lose, and where the time goes; the engine's own way in the same run.
 
-    python -m benchmarks.gpu.under_load -o FILE                          # a GPU with vLLM: ours, then the rival
+    python -m benchmarks.gpu.under_load -o FILE                          # a GPU with vLLM: ours, then vLLM's `ipc`
+    python -m benchmarks.gpu.under_load -o FILE --engine sglang          # the same; its `update_weights_from_tensor`
     python -m benchmarks.gpu.under_load -o FILE --engine reference       # the reference engine on a GPU; no rival
     python -m benchmarks.gpu.under_load -o FILE --engine reference --cpu --streams 4 --every 0.5   # a small model
 
@@ -9,7 +10,7 @@ Trainer and servers share GPU 0. Every server is first updated without clients (
 between updates is one small tensor, since making 16 GB of new values would itself take the GPU from the server; all
 bytes are brought and verified all the same. Servers are loaded one after the other, with CUDA graphs, in both pause
 modes that keep requests: `keep` recomputes their caches with the new weights, which is computing of the engine's and
-begins when the pause is over; `in_place` goes on over the old caches.
+begins when the pause is over; `in_place` goes on over the old caches. Ours is then updated by way of a relay, too.
 
 FILE is written anew after each part, so that a run that is cut off leaves what it had. `fields` in it says what the
 numbers are.
@@ -28,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -36,29 +38,44 @@ from benchmarks.gpu.clients_view import FIELDS, Window, seen, windows_of
 from benchmarks.gpu.lines import LineProcess
 from benchmarks.gpu.measure import Series, rounded, versions
 from benchmarks.gpu.qwen3_8b import Tree, renew, write_config
-from benchmarks.gpu.rivals import ENVIRONMENT, NativeServer, backend_arguments, read_log
+from benchmarks.gpu.rivals import (
+    ENVIRONMENT,
+    SGLANG_SIZES,
+    NativeServer,
+    NativeSglang,
+    backend_arguments,
+    plain_sglang,
+    read_log,
+)
 from ckpt_engine import Trainer, UpdateReport
 from ckpt_engine.core.prediction import PAUSED
+from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.timeline.drawing import draw
-from tests.cluster import Replica, running_cluster
+from tests.cluster import Cluster, Replica, running_cluster
+from tests.engines.sglang_server import start_sglang
 from tests.engines.vllm_server import start_vllm
 from tests.gpu.gpu_server import plain_vllm, start_gpu_vllm, wait_for_plain
+from tests.gpu.sglang_fleet import start_gpu_sglang
 from tests.tiny_model import make_tiny_qwen3
 
 ABOUT = FIELDS | {
-    "idle, loaded": "medians of updates without and with clients; seconds",
+    "idle, loaded": "medians, interquartile ranges and the worst of updates without and with clients; seconds",
     "pause_seconds": "ours: as the report tells it; the rival: from the call of /pause to the answer of /resume",
     "call_seconds": "from the trainer's call to its return",
     "stage_*": "as the report has them",
     "rest_of_pause_seconds": f"the pause less its stages ({', '.join(PAUSED)})",
     "step, *": "slices of the update's timeline by process (docs/timeline.md); those of the agent follow one another",
     "ours, rival; ..._in_place": "pause mode keep; in_place, and the rival's pause without clearing caches",
+    "ours_by_relay": "pause mode keep; the host's relay fills itself first, and the pause copies from it",
     "ours_over_rival": "medians, ours by the rival's",
 }
 
 
 MODES = {"keep": "", "in_place": "_in_place"}
 """Pause modes, and what they add to a server's name."""
+
+RELAY_BYTES = 31 << 30
+"""Of a relay's memory, for Qwen3-8B's shapes."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +90,7 @@ class Load:
     warmup: int = 2
     every: float = 1.5
     quiet: float = 4.0
-    idle: int = 6
+    idle: int = 31
 
 
 @dataclass(frozen=True)
@@ -87,12 +104,14 @@ class Server:
 
 
 class World(NamedTuple):
-    """What one run measures. touch: new values in a small tensor of what the trainer publishes."""
+    """What one run measures. touch: new values in a small tensor of what the trainer publishes. route: at which clients
+    ask (streams.py)."""
 
     servers: list[Server]
     touch: Callable[[int], None]
     model: str
     about: dict[str, Any]
+    route: str = "/v1/completions"
 
 
 def steps_of(report: UpdateReport) -> dict[str, float]:
@@ -106,23 +125,27 @@ def steps_of(report: UpdateReport) -> dict[str, float]:
     return found
 
 
-def ours(trainer: Trainer, replica: Replica, size: int, seconds: float, name: str = "ours") -> list[Server]:
-    """Our replica, once for each pause mode. size: bytes that each update has to bring."""
+def ours(trainer: Trainer, replica: Replica, size: int, seconds: float) -> list[Server]:
+    """Our replica, once for each pause mode and once by way of a relay. size: bytes that each update has to bring."""
+    ways = {f"ours{added}": {"pause_mode": mode, "prefetch": "never"} for mode, added in MODES.items()}
+    ways["ours_by_relay"] = {"pause_mode": "keep", "prefetch": "always"}
     return [
-        Server(f"{name}{added}", replica.url, _ours(trainer, replica, size, seconds, mode), replica.tail)
-        for mode, added in MODES.items()
+        Server(name, replica.url, _ours(trainer, replica, size, {"timeout": seconds, **options}), replica.tail)
+        for name, options in ways.items()
     ]
 
 
-def _ours(trainer: Trainer, replica: Replica, size: int, seconds: float, mode: str) -> Callable[[], dict[str, float]]:
+def _ours(trainer: Trainer, replica: Replica, size: int, options: Any) -> Callable[[], dict[str, float]]:
     def update() -> dict[str, float]:
         began = time.perf_counter()
-        report = trainer.update_weights(timeout=seconds, pause_mode=mode)
+        report = trainer.update_weights(**options)
         call = time.perf_counter() - began
         assert report.ok, f"{report}\n{replica.tail()}"
         assert report.verified
         assert report.bytes == size, f"{report.bytes} of {size} bytes: {report}"
         (outcome,) = report.replicas
+        used = {use.transport for use in outcome.transports}
+        assert ("relay_memory" in used) == (options["prefetch"] == "always"), used
         staged = sum(outcome.stages.get(stage, 0.0) for stage in PAUSED)
         return {
             "pause_seconds": outcome.pause_seconds,
@@ -151,49 +174,108 @@ def touching(model: nn.Module) -> Callable[[int], None]:
     return touch
 
 
+Rival = tuple[str, Callable[[bool], float], Callable[[], str]]
+"""Where a rival's server answers; an update of it (whether caches are kept) to its seconds; what it printed."""
+
+
 @contextlib.contextmanager
-def vllm_on_a_gpu(path: Path, rival: bool, seconds: float = 400.0) -> Iterator[World]:
-    """Ours and, if asked for, the rival's, both with CUDA graphs. seconds: until both answer."""
+def vllm_on_a_gpu(path: Path, rival: bool) -> Iterator[World]:
+    """Ours and, if asked for, vLLM's `ipc`, both with CUDA graphs."""
+
+    def plain(stack: contextlib.ExitStack, config: Path) -> Callable[[nn.Module], Rival]:
+        environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "0"}
+        server = plain_vllm(config, path / "rival.log", *backend_arguments("ipc"), environment=environment)
+        started = stack.enter_context(server)
+
+        def up(model: nn.Module) -> Rival:
+            wait_for_plain(started, UP_SECONDS)
+            native = NativeServer(started.url, model)
+            send = native.ipc()
+            return started.url, partial(native.update, send), lambda: read_log(started.log)
+
+        return up
+
+    with _on_a_gpu(path, "vllm", start_gpu_vllm, plain if rival else None) as world:
+        yield world
+
+
+@contextlib.contextmanager
+def sglang_on_a_gpu(path: Path, rival: bool) -> Iterator[World]:
+    """Ours and, if asked for, SGLang's `update_weights_from_tensor`, both with CUDA graphs."""
+
+    def plain(stack: contextlib.ExitStack, config: Path) -> Callable[[nn.Module], Rival]:
+        started = stack.enter_context(plain_sglang(config, path / "rival.log"))
+
+        def up(model: nn.Module) -> Rival:
+            wait_for_plain(started, UP_SECONDS)
+            native = NativeSglang(started.url, model)
+            return started.url, native.update, lambda: read_log(started.log)
+
+        return up
+
+    def start(cluster: Cluster, name: str, config: Path, **given: Any) -> Replica:
+        return start_gpu_sglang(cluster, name, config, *SGLANG_SIZES, **given)
+
+    with _on_a_gpu(path, "sglang", start, plain if rival else None) as world:
+        yield world._replace(route="/generate")
+
+
+UP_SECONDS = 400.0
+"""Until servers of one run answer."""
+
+
+@contextlib.contextmanager
+def _on_a_gpu(
+    path: Path,
+    engine: str,
+    start: Callable[..., Replica],
+    plain: Callable[[contextlib.ExitStack, Path], Callable[[nn.Module], Rival]] | None,
+) -> Iterator[World]:
+    """start: our server. plain: starts the rival's; what it returns waits until that is up."""
     config = write_config(path / "model")
     with contextlib.ExitStack() as stack:
-        plain = None
-        if rival:
-            environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "0"}
-            server = plain_vllm(config, path / "rival.log", *backend_arguments("ipc"), environment=environment)
-            plain = stack.enter_context(server)
+        up = plain(stack, config) if plain is not None else None
+        stack.enter_context(_relays_below(path))
         cluster = stack.enter_context(running_cluster(path / "cluster"))
-        replica = start_gpu_vllm(cluster, "vllm", config, visible="0")
+        replica = start(cluster, engine, config, visible="0")
+        threads = {"OMP_NUM_THREADS": str(min(16, len(os.sched_getaffinity(0))))}
+        relay = cluster.relay("a", "--memory", f"{RELAY_BYTES}B", environment=threads)
         model = Tree("cuda:0")
         renew(model, 1)
-        end = time.monotonic() + seconds
-        if plain is not None:
-            wait_for_plain(plain, seconds)
-        replica.registered(max(1.0, end - time.monotonic()))
+        replica.registered(UP_SECONDS)
+        relay.registered()
         trainer = stack.enter_context(Trainer(cluster.address, lineage="under-load"))
         trainer.publish(model)
         size = sum(parameter.nbytes for parameter in model.parameters())
         servers = ours(trainer, replica, size, 60)
-        if plain is not None:
-            native = NativeServer(plain.url, model)
-            send = native.ipc()
-            log = plain.log
+        if up is not None:
+            url, update, said = up(model)
 
             def told(keeps_caches: bool) -> dict[str, float]:
-                return {"pause_seconds": native.update(send, keeps_caches)}
+                return {"pause_seconds": update(keeps_caches)}
 
-            servers += [
-                Server(f"rival{added}", plain.url, partial(told, mode == "in_place"), lambda: read_log(log))
-                for mode, added in MODES.items()
+            rivals = [
+                Server(f"rival{added}", url, partial(told, mode == "in_place"), said) for mode, added in MODES.items()
             ]
-        about = {"engine": "vllm", "rival": "vLLM ipc" if rival else "none", "bytes": size}
-        yield World(servers, touching(model), "tiny", {**about, "versions": versions("vllm")})
+            servers = [*servers[:2], *rivals, *servers[2:]]
+        about = {"engine": engine, "rival": RIVALS[engine] if up is not None else "none", "bytes": size}
+        yield World(servers, touching(model), "tiny", {**about, "versions": versions(engine)})
+
+
+RIVALS = {"vllm": "vLLM ipc", "sglang": "SGLang update_weights_from_tensor"}
+
+
+def _relays_below(path: Path) -> Any:
+    """A directory of relays of this run's own, for what is started meanwhile."""
+    return patch.dict(os.environ, {DIRECTORY: str(path / "relays")})
 
 
 @contextlib.contextmanager
-def vllm_on_the_cpu(path: Path) -> Iterator[World]:
-    """A small model; vLLM's own backends need a GPU, so there is no rival."""
-    with _small(path, lambda cluster, config: start_vllm(cluster, "vllm", config)) as world:
-        yield world
+def engine_on_the_cpu(path: Path, engine: str) -> Iterator[World]:
+    """A small model; the engines' own backends need a GPU, so there is no rival."""
+    start = {"vllm": start_vllm, "sglang": start_sglang}[engine]
+    with _small(path, lambda cluster, config: start(cluster, engine, config)) as world:
+        yield world._replace(route="/generate" if engine == "sglang" else world.route)
 
 
 @contextlib.contextmanager
@@ -203,26 +285,21 @@ def reference(path: Path, cpu: bool) -> Iterator[World]:
         with _small(path, lambda cluster, config: cluster.replica("r", "reference", config)) as world:
             yield world
         return
-    config = write_config(path / "model")
-    with running_cluster(path / "cluster") as cluster:
-        environment = {"CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": str(min(16, len(os.sched_getaffinity(0))))}
-        replica = cluster.replica("r", "reference", config, "--device", "cuda", environment=environment)
-        model = Tree("cuda:0")
-        renew(model, 1)
-        replica.registered(240)
-        with Trainer(cluster.address, lineage="under-load") as trainer:
-            trainer.publish(model)
-            size = sum(parameter.nbytes for parameter in model.parameters())
-            servers = ours(trainer, replica, size, 60)
-            about = {"engine": "reference on a GPU", "rival": "none", "bytes": size, "versions": versions()}
-            yield World(servers, touching(model), str(config), about)
+
+    def start(cluster: Cluster, name: str, config: Path, visible: str) -> Replica:
+        environment = {"CUDA_VISIBLE_DEVICES": visible, "OMP_NUM_THREADS": str(min(16, len(os.sched_getaffinity(0))))}
+        return cluster.replica(name, "reference", config, "--device", "cuda", environment=environment)
+
+    with _on_a_gpu(path, "reference", start, None) as world:
+        yield world._replace(model=str(path / "model"))
 
 
 @contextlib.contextmanager
 def _small(path: Path, start: Callable[[Any, Path], Replica]) -> Iterator[World]:
     model = make_tiny_qwen3(path / "model", 1, weights=False)
-    with running_cluster(path / "cluster") as cluster:
+    with _relays_below(path), running_cluster(path / "cluster") as cluster:
         replica = start(cluster, path / "model")
+        cluster.relay("a", "--memory", "64MB").registered()
         replica.registered(300)
         with Trainer(cluster.address, lineage="under-load") as trainer:
             trainer.publish(model)
@@ -248,7 +325,7 @@ def loaded(server: Server, world: World, load: Load, path: Path) -> dict[str, An
     for _ in range(max(2, load.idle)):
         update(idle)
     file, log = path / f"{server.name}.requests.json", path / f"{server.name}.clients.log"
-    asked = [server.url, world.model, str(load.streams), str(load.tokens), str(file)]
+    asked = [server.url, world.model, str(load.streams), str(load.tokens), str(file), world.route]
     clients = LineProcess(log, ["benchmarks.gpu.streams", *asked])
     try:
         begun = clients.hear(90)
@@ -296,9 +373,8 @@ def measure(world: World, load: Load, path: Path, wrote: Callable[[dict[str, Any
         else:
             _print(server.name, result[server.name])
         wrote(result)
-    assert not failed, "\n".join(failed)
     for added in MODES.values():
-        if f"rival{added}" not in result:
+        if not {f"ours{added}", f"rival{added}"} <= result.keys():
             continue
         mine, theirs = result[f"ours{added}"], result[f"rival{added}"]
         result[f"ours_over_rival{added}"] = rounded(
@@ -312,6 +388,7 @@ def measure(world: World, load: Load, path: Path, wrote: Callable[[dict[str, Any
             }
         )
     wrote(result)
+    assert not failed, "\n".join(failed)
     return result
 
 
@@ -320,10 +397,12 @@ def _print(name: str, found: dict[str, Any]) -> None:
         return f"{found[what]['median']:.1f} ({found[what]['iqr']:.1f})"
 
     pause = {kind: 1e3 * found[kind]["pause_seconds"]["median"] for kind in ("idle", "loaded")}
+    worst = 1e3 * found["idle"]["pause_seconds"]["worst"]
     print(
         f"RESULT {name}: lost {told('lost_milliseconds')} ms, near {told('near_lost_milliseconds')} ms, "
         f"worst gap {told('worst_gap_milliseconds')} ms "
-        f"(quiet {told('quiet_worst_gap_milliseconds')}), pause {pause['loaded']:.1f} ms (idle {pause['idle']:.1f}), "
+        f"(quiet {told('quiet_worst_gap_milliseconds')}), pause {pause['loaded']:.1f} ms "
+        f"(idle {pause['idle']:.1f}, worst of {found['idle']['pause_seconds']['rounds']}: {worst:.1f}), "
         f"{found['rate']['both']:.0f} tokens/s, requests {found['requests']}",
         flush=True,
     )
@@ -340,13 +419,15 @@ def world_of(engine: str, cpu: bool, rival: bool, path: Path) -> contextlib.Abst
     """The servers that the command line asks for."""
     if engine == "reference":
         return reference(path, cpu)
-    return vllm_on_the_cpu(path) if cpu else vllm_on_a_gpu(path, rival)
+    if cpu:
+        return engine_on_the_cpu(path, engine)
+    return sglang_on_a_gpu(path, rival) if engine == "sglang" else vllm_on_a_gpu(path, rival)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--engine", choices=("vllm", "reference"), default="vllm")
+    parser.add_argument("--engine", choices=("vllm", "sglang", "reference"), default="vllm")
     parser.add_argument("--cpu", action="store_true", help="a small model on the CPU")
     parser.add_argument("--no-rival", action="store_true")
     for name, value in asdict(Load()).items():

@@ -18,10 +18,13 @@ WRITES = (
     "import pathlib,sys; pathlib.Path(sys.argv[1], 'found.json').write_text('{}'); print('RESULT 42'); print('end')"
 )
 HANGS = """
-import os, signal, subprocess, sys, time
+import os, pathlib, signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 open(sys.argv[1] + "/pid", "w").write(str(child.pid))
+below = pathlib.Path(os.environ["TMPDIR"], "pytest-of-x", "fleet", "graphs")
+below.mkdir(parents=True)
+(below / "graphs.log").write_text("the server's last words")
 time.sleep(600)
 """
 
@@ -49,6 +52,7 @@ def test_a_run_goes_on_and_packs_what_there_is(
     assert not psutil.pid_exists(int((results / "hangs" / "pid").read_text())), (
         "what it started in a session of its own"
     )
+    assert (results / "hangs" / "servers" / "fleet-graphs-graphs.log").read_text() == "the server's last words"
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["fails", "hangs", "well"]
     assert lines[2].endswith("RESULT 42")

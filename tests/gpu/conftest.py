@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.seen import Seen
+
 _HERE = Path(__file__).parent
 
 
@@ -35,3 +37,12 @@ def repository() -> Path:
     """Where `python -m ckpt_engine` and `-m tests....` are started from."""
     os.environ.setdefault("PYTHONPATH", "")
     return _HERE.parents[1]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seen", metavar="FILE", help="JSON of what ran on this GPU, for `python -m tests.gpu.seen`")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if file := config.getoption("--seen"):
+        config.pluginmanager.register(Seen(Path(file)))

@@ -30,7 +30,7 @@ OPTIONS = (
 measure each other."""
 
 EAGER = ("--disable-cuda-graph",)
-GRAPHS = ("--cuda-graph-max-bs", "16")
+GRAPHS = ("--cuda-graph-max-bs-decode", "16")
 
 
 def start_gpu_sglang(

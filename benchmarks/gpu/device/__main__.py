@@ -42,6 +42,9 @@ GRACE_SECONDS = 20.0
 LOG_BYTES = 2 << 20
 """What is kept of a log: its end."""
 
+SERVER_LOG_BYTES = 256 << 10
+"""The same of each server that a step has started."""
+
 ARCHIVE = "results.tar.xz"
 
 
@@ -141,16 +144,27 @@ def run(step: Step, results: Path, cpu: bool, limit: float) -> dict[str, Any]:
             ended = f"not over in {limit:.0f} s"
         finally:
             end(process, mark)
+            keep_logs(Path(temporary), out / "servers")
             shutil.rmtree(temporary, ignore_errors=True)
     shorten(log)
     return {"ended": ended, "seconds": time.monotonic() - began, "command": words}
 
 
-def shorten(log: Path) -> None:
+def keep_logs(below: Path, out: Path) -> None:
+    """What servers printed, under one name each: `servers/graphs-graphs.log`."""
+    for log in below.rglob("*.log"):
+        if log.is_file() and log.stat().st_size:
+            out.mkdir(exist_ok=True)
+            kept = out / "-".join(log.relative_to(below).parts[-3:])
+            shutil.copyfile(log, kept)
+            shorten(kept, SERVER_LOG_BYTES)
+
+
+def shorten(log: Path, most: int = LOG_BYTES) -> None:
     """Keeps its end."""
-    if (size := log.stat().st_size) > LOG_BYTES:
+    if (size := log.stat().st_size) > most:
         with log.open("rb") as file:
-            file.seek(size - LOG_BYTES)
+            file.seek(size - most)
             kept = file.read()
         log.write_bytes(b"(what came before is left out)\n" + kept)
 

@@ -39,24 +39,54 @@ def bench(file: str, limit: int, case: str = "") -> tuple[str, ...]:
 
 
 def tests(where: str, limit: int, *words: str) -> tuple[str, ...]:
-    """Tests of tests/gpu."""
-    return (*PYTEST, f"tests/gpu{where}", f"--timeout={limit}", "-rs", *words)
+    """Tests of tests/gpu, with the JSON that `python -m tests.gpu.seen` makes a page of."""
+    return (*PYTEST, f"tests/gpu{where}", f"--timeout={limit}", "-rs", "--seen={out}/seen.json", *words)
 
 
 LOAD = ("-m", "benchmarks.gpu.under_load", "-o", "{out}/under_load.json")
 TRACED = ("-m", "benchmarks.gpu.traced", "-o")
 FILES = ("-m", "benchmarks.gpu.directory", "-o", "{out}/directory.json")
-SMALL_LOAD = ("--engine", "reference", "--cpu", "--streams", "4", "--updates", "3", "--warmup", "1", "--quiet", "2")
+SMALL = ("--streams", "4", "--updates", "3", "--warmup", "1", "--quiet", "2", "--idle", "4")
+SMALL_LOAD = ("--engine", "reference", "--cpu", *SMALL)
 
 STEPS = (
     Step(
         "under-load",
         "32 streams, an update every 1.5 s, against vLLM's ipc: at most 35 ms lost, worst gap 80 ms, none refused",
         LOAD,
-        *(245, 520),
+        *(350, 530),
         engine="vllm",
         cpu=(*LOAD, *SMALL_LOAD),
+    ),
+    Step(
+        "load-sglang",
+        "the same of SGLang, against its update_weights_from_tensor",
+        (*LOAD, "--engine", "sglang"),
+        *(360, 540),
+        engine="sglang",
+        cpu=(*LOAD, *SMALL_LOAD),
+    ),
+    Step(
+        "model-classes",
+        "vLLM: each class of models as a server that loaded the same files has it",
+        tests("/test_model_classes.py", 300),
+        *(200, 420),
+        engine="vllm",
+    ),
+    Step(
+        "hybrid",
+        "vLLM, asleep at levels 1 and 2: sleep, and the update that wakes it",
+        bench("test_hybrid.py", 220, "vllm"),
+        *(109, 250),
+        engine="vllm",
         guessed=False,
+    ),
+    Step(
+        "hybrid-sglang",
+        "SGLang, asleep at level 2: the same",
+        bench("test_hybrid.py", 260, "sglang"),
+        *(140, 290),
+        engine="sglang",
     ),
     Step(
         "traced",
