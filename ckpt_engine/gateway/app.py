@@ -29,7 +29,7 @@ from ckpt_engine.gateway.json_numbers import load_asked
 from ckpt_engine.gateway.passing import Passing
 from ckpt_engine.gateway.placing import Placing
 from ckpt_engine.gateway.refusals import RefusedError, bad_request
-from ckpt_engine.gateway.wishes import wishes_of
+from ckpt_engine.gateway.wishes import once, wishes_of
 from ckpt_engine.gateway.writing import PROBLEM, CallerGoneError, Writer
 
 log = logging.getLogger("ckpt_engine.gateway")
@@ -123,7 +123,7 @@ class Gateway:
             self._admit()
             self._enter(1)
             try:
-                headers = {name.lower(): value for name, value in Headers(scope=scope).items()}
+                headers = once(Headers(scope=scope).items())
                 authorized = self._door.check(headers)
                 body = await read_body(receive, headers, settings.body_bytes)
                 work = self._work(route, body, headers, authorized, writer)

@@ -7,13 +7,14 @@ refused or did not answer is left alone for a moment that grows, however well it
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from types import MappingProxyType
 
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.refusals import RefusedError
-from ckpt_engine.gateway.versions import KEPT, RECOMPUTED, UNKNOWN, Identity
+from ckpt_engine.gateway.versions import KEPT, RECOMPUTED, UNKNOWN, Identity, Span
 
 HISTORY = 64
 """Versions of a replica whose numbers are remembered."""
@@ -33,6 +34,9 @@ class State(Enum):
 TAKES = (State.SERVING, State.DRAINING)
 """While it drains its gate keeps requests until its weights are whole again."""
 
+ENDS = ("ABORT", "WAIT")
+"""Pause modes in which a request that has a token ends before its replica takes another version."""
+
 
 @dataclass(frozen=True)
 class Told:
@@ -50,30 +54,85 @@ class Told:
     mislabels: bool = False
 
 
+NONE: Mapping[str, Told] = MappingProxyType({})
+
+
+class Visit:
+    """One request of this process inside a replica, and the versions that the replica can have held meanwhile."""
+
+    def __init__(self, member: Member, resumed: bool = False) -> None:
+        """Begins it. resumed: it goes on after another leg, so its whole prompt is computed before its first token."""
+        self._member, self._prefills = member, resumed
+        self._begun = False  # whether a token has come
+        self._admitted: Identity | None = None  # by the gate that let it in
+        self._taken: set[Identity] = set()  # that the replica went back to, or is about to
+        self._named: set[Identity] = set()  # else told of the replica; a late word if older than what the gate named
+        member.visits.add(self)
+        member.prefills += resumed
+        self.hear(member.told, None)
+
+    def begin(self) -> None:
+        """Notes a token."""
+        self._begun = True
+        self._member.prefills -= self._prefills
+        self._prefills = False
+
+    def end(self) -> None:
+        """Ends it. What the replica can have held stays what it is now."""
+        self.begin()
+        self._member.visits.discard(self)
+
+    def let_in(self, admitted: Identity | None) -> None:
+        """Notes under which version the gate let it in; None: it named none."""
+        self._admitted = admitted
+
+    def hear(self, told: Told, before: Identity | None) -> None:
+        """Takes in what is told of the replica now. before: the version that was told the last time."""
+        stays = self._begun and told.mode in ENDS
+        for each in (told.identity, None if stays else told.next):
+            if each is not None:
+                lower = _goes_back(before, each) or _goes_back(told.identity, each)
+                (self._taken if lower else self._named).add(each)
+
+    def see(self, served: Identity | None) -> None:
+        """Notes what the replica says itself that it serves now."""
+        if served is not None:
+            self._taken.add(self._member.whole(served))
+
+    def held(self) -> tuple[Identity | None, Identity | None]:
+        """The lowest and the highest of them."""
+        first = self._admitted
+        known = self._taken | {each for each in self._named if first is None or each.version >= first.version}
+        if first is not None:
+            known.add(first)
+        return min(known, key=_number, default=None), max(known, key=_number, default=None)
+
+
 @dataclass
 class Member:
-    """One replica. own: requests of this process inside it. reported: requests inside it by its own count, when `own`
-    was own_then. prefills: requests of this process that were resumed there and have no token yet. life: how often its
-    engine was seen dead. went_back: the lowest version that it was told with after a higher one, as long as requests
-    are inside that may have met it."""
+    """One replica."""
 
     told: Told
     history: OrderedDict[int, Identity] = field(default_factory=OrderedDict)
-    own: int = 0
-    reported: int = 0
+    visits: set[Visit] = field(default_factory=set)  # requests of this process inside it
+    reported: int = 0  # requests inside it by its own count, when it had `own_then` of this process
     own_then: int = 0
-    prefills: int = 0
+    prefills: int = 0  # requests of this process that were resumed there and have no token yet
     failures: int = 0
     shunned_until: float = 0.0
     seen: str = ""
     modes: dict[int, str] = field(default_factory=dict)
-    went_back: Identity | None = None
-    life: int = 0
+    life: int = 0  # how often its engine was seen dead
     down: bool = False
 
     @property
     def name(self) -> str:
         return self.told.name
+
+    @property
+    def own(self) -> int:
+        """Requests of this process inside it."""
+        return len(self.visits)
 
     @property
     def load(self) -> int:
@@ -95,27 +154,16 @@ class Member:
         same = known is not None and said.lineage in ("", known.lineage) and known.root.startswith(said.root)
         return known if same and known is not None else said
 
-    def held(self, admitted: Identity | None) -> tuple[Identity | None, Identity | None]:
-        """The lowest and highest that it can have held since it let a request in under `admitted`."""
-        known = [each for each in (admitted, self.told.identity, self.told.next) if each is not None]
-        if admitted is None:
-            return (None, None) if not known else (min(known, key=_number), max(known, key=_number))
-        back = [] if self.went_back is None else [self.went_back]
-        since = [each for each in known if each.version >= admitted.version]
-        return min([admitted, *back], key=_number), max(since, key=_number)
+    def whole(self, named: Identity) -> Identity:
+        """The whole of what its gate names, as far as it is known."""
+        known = self.history.get(named.version)
+        return named if known is None or (named.root and known.root and known.root != named.root) else known
 
     def tell(self, told: Told) -> None:
-        """Takes in what is told of it. A rollback is remembered: what is older than what it held is news then, and not
-        a late word."""
+        """Takes in what is told of it."""
         before, self.told = self.told.identity, told
-        lower = [
-            each
-            for each in (told.identity, told.next)
-            if each and before and each.lineage == before.lineage and each.version < before.version
-        ]
-        if self.went_back is not None and self.own:
-            lower.append(self.went_back)
-        self.went_back = min(lower, key=_number, default=None)
+        for visit in self.visits:
+            visit.hear(told, before)
 
     def caches(self, number: int) -> str:
         """What became of the caches of requests inside when it took the version of this number."""
@@ -139,6 +187,20 @@ class Want:
     def any_version(self) -> bool:
         """Whether it asks for none."""
         return self.version is None and self.min_version is None and self.max_lag is None
+
+    def against(self, span: Span) -> RefusedError | None:
+        """Why tokens of this span are none that were asked for. One that is not exact may hold none of another version
+        than the one asked for, nor of an older one than the minimum."""
+        said = f"the replica {'went' if span.exact else 'may have gone'} over to"
+        low, high = span.lowest, span.highest
+        if self.version is not None and not (low and high and low.version == self.version == high.version):
+            other = next((each.version for each in (high, low) if each and each.version != self.version), "none")
+            asked = f"version {other}, and version {self.version} was asked for"
+            return RefusedError(409, refusals.VERSION_CHANGED, f"{said} {asked}")
+        if self.min_version is not None and (low is None or low.version < self.min_version):
+            asked = f"version {low.version if low else 'none'}, and {self.min_version} or a later one was asked for"
+            return RefusedError(409, refusals.ROLLED_BACK, f"{said} {asked}")
+        return None
 
 
 class Fleet:
@@ -208,22 +270,27 @@ class Fleet:
         member.answers()
         if admitted is None:
             return None
-        known = member.history.get(admitted.version)
-        if known is None or (admitted.root and known.root and known.root != admitted.root):
+        known = member.whole(admitted)
+        if known is admitted:
             self._remember(member, admitted)
-            known = admitted
         return known
 
     # -- who may
 
-    def candidates(self, want: Want, now: float) -> list[Member]:
-        """Who may be asked now, of the best kind that there is. Raises RefusedError where waiting cannot help."""
+    def candidates(self, want: Want, now: float, unsuited: Mapping[str, Told] = NONE) -> list[Member]:
+        """Who may be asked now, of the best kind that there is. unsuited: replicas whose gates let the request in under
+        a version that it does not want, with what was told of them then. Raises RefusedError where waiting cannot
+        help."""
         able = [member for member in self.members.values() if member.told.url and self._speaks(member, want)]
         if self.heard and self.members and not any(self._speaks(member, want) for member in self.members.values()):
             kinds = ", ".join(sorted({member.told.engine for member in self.members.values()}))
             raise RefusedError(501, refusals.NO_DIALECT, f"no replica speaks this route: there are engines of {kinds}")
         self._hopeless(want)
-        able = [member for member in able if now >= member.shunned_until and self._fits(member, want)]
+        able = [
+            member
+            for member in able
+            if now >= member.shunned_until and self._fits(member, want) and unsuited.get(member.name) is not member.told
+        ]
         for states in (TAKES, (State.AWAY,)):
             found = [member for member in able if member.told.state in states]
             if found:
@@ -256,19 +323,29 @@ class Fleet:
         return not want.engines or not member.told.engine or member.told.engine in want.engines
 
     def _fits(self, member: Member, want: Want) -> bool:
-        held = member.told.identity
-        if want.lineage and held is not None and held.lineage and held.lineage != want.lineage:
-            return False
-        if want.any_version:
-            return True
+        held, after = member.told.identity, member.told.next
         if held is None or (want.lineage and not held.lineage):
+            return want.any_version
+        if not self._meets(held, want):
             return False
-        if want.version is not None and (held.version != want.version or member.told.state is State.DRAINING):
+        if member.told.state is not State.DRAINING or want.any_version:
+            return True
+        # Its gate lets nothing in before it holds the next version, and a rollback may make that an older one.
+        return want.version is None and not (want.min_version and after and after.version < want.min_version)
+
+    def _meets(self, held: Identity, want: Want) -> bool:
+        if want.lineage and held.lineage and held.lineage != want.lineage:
+            return False
+        if want.version is not None and held.version != want.version:
             return False
         if want.min_version is not None and held.version < want.min_version:
             return False
         last = self.latest.get(held.lineage)
         return want.max_lag is None or last is None or last.version - held.version <= want.max_lag
+
+    def suits(self, want: Want, admitted: Identity | None) -> bool:
+        """Whether a request may go on that a gate let in under this version; None: it named none."""
+        return want.any_version if admitted is None else self._meets(admitted, want)
 
     def _hopeless(self, want: Want) -> None:
         """A version that is not waited for: it is over, or was taken back."""
@@ -292,3 +369,10 @@ class Fleet:
 
 def _number(identity: Identity) -> int:
     return identity.version
+
+
+def _goes_back(before: Identity | None, after: Identity) -> bool:
+    """Whether a replica that held `before` goes back, or over to another run, when it takes `after`."""
+    if before is None:
+        return False
+    return before.lineage != after.lineage or after.version < before.version

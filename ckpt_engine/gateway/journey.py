@@ -12,19 +12,19 @@ import json
 import random
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.dialects.base import Dialect, EngineError, MalformedError, load_event
-from ckpt_engine.gateway.fleet import Member, Want
-from ckpt_engine.gateway.placing import Placing
+from ckpt_engine.gateway.fleet import Member, Told, Visit, Want
+from ckpt_engine.gateway.placing import Placing, UnsuitedError
 from ckpt_engine.gateway.poison import Suspects
 from ckpt_engine.gateway.refusals import RefusedError
 from ckpt_engine.gateway.stitching import ABORT, ABORTED, BROKEN, ERROR, WHOLE, OverrunError, Piece, Stitch
 from ckpt_engine.gateway.upstream import BrokenError, NotAdmittedError, Stream
-from ckpt_engine.gateway.versions import lineages
+from ckpt_engine.gateway.versions import Span, lineages
 
 DEATH_LOOK_SECONDS = 0.05
 """How long after a break a replica is asked whether it lives: an engine that dies may still close connections."""
@@ -62,17 +62,22 @@ class Journey:
         Raises RefusedError when there is no answer, or no whole one: the stitch then has what there is.
         """
         patience = self._placing.patience(self._wishes.queue_seconds)
+        unsuited: dict[str, Told] = {}
         while self._stitch.finish is None:
-            member = await self._placing.place(self._want, self._wishes.key, patience, self._resumed)
+            member = await self._placing.place(self._want, self._wishes.key, patience, self._resumed, unsuited)
             leg = self._stitch.begin(member.name)
             why, silent, url, life = "", False, member.told.url, member.life
-            with self._placing.inside(member, self._resumed) as begun:
+            with self._placing.inside(member, self._resumed) as visit:
                 try:
-                    async with aclosing(self._leg(member)) as pieces:
+                    async with aclosing(self._leg(member, visit)) as pieces:
                         async for piece in pieces:
-                            begun()
                             yield piece
                     ended = WHOLE if self._stitch.finish is not None else ABORTED
+                except UnsuitedError as error:
+                    self._stitch.legs.pop()
+                    unsuited[member.name] = error.told
+                    self._placing.check(self._want, patience)
+                    ended = "not_admitted"
                 except NotAdmittedError as error:
                     self._stitch.legs.pop()
                     self._placing.refused(member, error)
@@ -81,12 +86,11 @@ class Journey:
                 except (BrokenError, EngineError, MalformedError, OverrunError) as error:
                     why, ended = str(error) or type(error).__name__, BROKEN
                     silent = isinstance(error, BrokenError) and error.silent
-                finally:
-                    leg.held = member.held(leg.held[0])
-            leg.ended = ended
-            self._metrics.legs.labels(member.name, ended).inc()
-            if ended in (WHOLE, "not_admitted"):
-                continue
+                leg.ended = ended
+                self._metrics.legs.labels(member.name, ended).inc()
+                if ended in (WHOLE, "not_admitted"):
+                    continue
+                await self._check_last(member, visit, len(self._stitch.tokens))
             if self._stitch.broken(self._dialect.finish):
                 yield Piece()
                 return
@@ -99,7 +103,7 @@ class Journey:
     def _resumed(self) -> bool:
         return bool(self._stitch.tokens)
 
-    async def _leg(self, member: Member) -> AsyncGenerator[Piece, None]:
+    async def _leg(self, member: Member, visit: Visit) -> AsyncGenerator[Piece, None]:
         stitch, number = self._stitch, len(self._stitch.legs)
         identifier = f"{self._identifier}-{number}"
         body = self._dialect.leg_body(stitch, identifier)
@@ -112,20 +116,20 @@ class Journey:
             member.told.url, self._dialect.route, content, headers, self._wishes.resume
         ) as stream:
             leg = stitch.leg
-            admitted = self._placing.fleet.answered(member, stream.admitted)
-            leg.held, leg.identify, leg.caches = (admitted, admitted), member.identify, member.caches
+            admitted = self._placing.let_in(member, visit, stream.admitted, self._want)
+            leg.held, leg.identify, leg.caches = visit.held, member.identify, member.caches
             if admitted is not None and admitted.lineage and not self._want.lineage:
                 self._want = replace(self._want, lineage=admitted.lineage)
-            async with aclosing(self._read(stream, member)) as pieces:
+            async with aclosing(self._read(stream, member, visit)) as pieces:
                 async for piece in pieces:
                     yield piece
 
-    async def _read(self, stream: Stream, member: Member) -> AsyncGenerator[Piece, None]:
+    async def _read(self, stream: Stream, member: Member, visit: Visit) -> AsyncGenerator[Piece, None]:
         """One piece for all events that came together, so that a busy gateway writes less often, and not later."""
         stitch = self._stitch
         async with aclosing(stream.events()) as events:
             async for told in events:
-                together, wrong, aborted = Piece(), None, False
+                together, wrong, aborted, had = Piece(), None, False, len(stitch.tokens)
                 for data in told:
                     try:
                         piece = self._take(data, member)
@@ -139,6 +143,9 @@ class Journey:
                     if aborted or stitch.finish is not None:
                         break
                 if together.says:
+                    visit.begin()
+                    if stitch.finish is not None:
+                        await self._check_last(member, visit, had)
                     yield together
                 if wrong is not None:
                     raise wrong
@@ -167,9 +174,9 @@ class Journey:
         return piece
 
     def _check_versions(self, member: Member, had: int) -> None:
-        """Tokens that the caller does not want are taken back before anybody sees them: those of another version than
-        the one that was asked for, and of another lineage."""
-        stitch, want = self._stitch, self._wishes.want
+        """Takes tokens back that the caller does not want before anybody sees them: those of which the engine says that
+        another version made them than one that was asked for, or another lineage. had: tokens that have been seen."""
+        stitch = self._stitch
         labels = stitch.leg.labels
         if not labels:
             return
@@ -180,18 +187,29 @@ class Journey:
         spans = stitch.leg.spans()
         if labels[-1].end > labels[-1].start and labels[-1].end >= stitch.leg.count:
             self._checked = known  # what the labels say covers all that came
-        for span in spans:
-            held = span.lowest
-            wrong = held is not None and want.version is not None and held.version != want.version
-            if held is not None and wrong and span.first + span.count > had:
-                stitch.cut(max(span.first, had))
-                said = f"the replica went on to version {held.version}, and version {want.version} was asked for"
-                raise RefusedError(409, refusals.VERSION_CHANGED, said)
+        self._check_spans([span for span in spans if span.exact], had)
         runs = lineages(spans) | ({self._want.lineage} if self._want.lineage else set())
         if len(runs) > 1:
             stitch.cut(had)
             said = f"the replica went over to another run ({', '.join(sorted(runs))})"
             raise RefusedError(409, refusals.LINEAGE_CHANGED, said)
+
+    async def _check_last(self, member: Member, visit: Visit, had: int) -> None:
+        """At the end of a leg: looks at tokens of which its engine has not said what made them. What the replica serves
+        by then may be news to everybody here. had: as for `_check_versions`."""
+        spans = self._stitch.leg.spans()
+        if self._wishes.want.any_version or all(span.exact for span in spans):
+            return
+        await self._placing.look_again(member, visit, self._wishes.want)
+        self._check_spans(self._stitch.leg.spans(), had)
+
+    def _check_spans(self, spans: Sequence[Span], had: int) -> None:
+        for span in spans:
+            refused = self._wishes.want.against(span)
+            if refused is not None:
+                self._stitch.cut(max(span.first, had))
+                self._stitch.finish = None
+                raise refused
 
     async def _may_go_on(self, member: Member, count: int, why: str) -> None:
         """After a leg that ended too early. Raises RefusedError when there is no other one."""

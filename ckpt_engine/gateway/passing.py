@@ -1,26 +1,38 @@
 """Requests that are passed on as they came: texts, chats, and what engines do not stream. On the gateway's loop.
 
 They wait for a replica like others, and go to another one as long as none has let them in. They are not resumed: text
-cannot be joined without a tokenizer, so what breaks inside an engine ends with a reason and what ids there are.
+cannot be joined without a tokenizer, so what breaks inside an engine ends with a reason and what ids there are. What an
+update interrupts is asked for again from its beginning if its caller has got nothing of it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_engine.gateway import refusals
-from ckpt_engine.gateway.fleet import Member
+from ckpt_engine.gateway.fleet import Member, Told, Visit
 from ckpt_engine.gateway.journey import Wishes
-from ckpt_engine.gateway.json_numbers import passed
-from ckpt_engine.gateway.placing import Placing
+from ckpt_engine.gateway.json_numbers import dump, load_told, passed
+from ckpt_engine.gateway.placing import Placing, UnsuitedError
 from ckpt_engine.gateway.refusals import RefusedError
+from ckpt_engine.gateway.samples import aborted, ended, may_end, name_versions, samples_of, says
+from ckpt_engine.gateway.stitching import Leg
 from ckpt_engine.gateway.upstream import BrokenError, NotAdmittedError, Stream
+from ckpt_engine.gateway.versions import Span
 from ckpt_engine.gateway.writing import Writer
 
 MOST_IDS = 1 << 20
 """Ids that are remembered of a stream, for the case that it breaks."""
+
+
+MOST_EARLY = 8
+"""Events that are kept back, since they say nothing, until one says something."""
+
+
+class AbortedError(Exception):
+    """An engine was paused before the end of its answer, in a mode that ends what runs."""
 
 
 class Passing:
@@ -30,6 +42,7 @@ class Passing:
         self._placing, self._route, self._body = placing, route, body
         self._wishes, self._writer = wishes, writer
         self._ids: dict[int, list[int]] = {}
+        self._told = False  # whether the caller has got anything of the answer
 
     @property
     def streams(self) -> bool:
@@ -38,44 +51,126 @@ class Passing:
 
     async def work(self) -> None:
         """Answers. Raises RefusedError, and what the writer raises."""
-        placing, content = self._placing, json.dumps(self._body).encode()
+        placing, want, content = self._placing, self._wishes.want, json.dumps(self._body).encode()
         patience = placing.patience(self._wishes.queue_seconds)
+        unsuited: dict[str, Told] = {}
+        tries = 0
         while True:
-            member = await placing.place(self._wishes.want, self._wishes.key, patience)
-            with placing.inside(member, False):
+            member = await placing.place(want, self._wishes.key, patience, False, unsuited)
+            ended, again = "whole", True
+            with placing.inside(member, False) as visit:
                 try:
                     async with placing.upstream.ask(
                         member.told.url, self._route, content, self._wishes.headers, self._wishes.resume
                     ) as stream:
-                        placing.fleet.answered(member, stream.admitted)
-                        await self._relay(stream)
+                        placing.let_in(member, visit, stream.admitted, want)
+                        leg = Leg(member.name, 0, member.identify, visit.held, member.caches)
+                        await self._relay(stream, member, visit, leg)
+                        again = False
+                except UnsuitedError as error:
+                    unsuited[member.name], ended = error.told, "not_admitted"
                 except NotAdmittedError as error:
                     placing.refused(member, error)
-                    placing.metrics.legs.labels(member.name, "not_admitted").inc()
-                    placing.check(self._wishes.want, patience)
-                    continue
+                    ended = "not_admitted"
+                except AbortedError as error:
+                    tries, ended = tries + 1, "aborted"
+                    self._may_try_again(member, tries, error)
+                    patience = placing.patience(self._wishes.queue_seconds)
                 except BrokenError as error:
-                    placing.metrics.legs.labels(member.name, "broken").inc()
+                    ended = "broken"
                     raise self._broken(member, error) from error
-                placing.metrics.legs.labels(member.name, "whole").inc()
+                finally:
+                    placing.metrics.legs.labels(member.name, ended).inc()
+            if not again:
                 return
+            placing.check(want, patience)
+
+    def _may_try_again(self, member: Member, tries: int, error: AbortedError) -> None:
+        """Raises RefusedError unless an answer that was cut off can be asked for once more from its beginning."""
+        said = f"an update interrupted it at {member.name} (pause mode abort)"
+        if self._told:
+            why = f"{said}, and a request that is passed on as it came is not resumed"
+            raise RefusedError(502, refusals.NOT_RESUMABLE, why) from error
+        if not self._wishes.resume:
+            raise RefusedError(502, refusals.RESUME_OFF, f"{said}, and the caller switched resuming off") from error
+        if tries > self._placing.settings.dry:
+            raise RefusedError(502, refusals.NO_PROGRESS, f"{said}, and so were {tries - 1} tries before") from error
 
     def _broken(self, member: Member, error: BrokenError) -> RefusedError:
         self._placing.failed(member, str(error))
         said = f"{member.name} broke off ({error}), and a request that is passed on as it came is not resumed"
         return RefusedError(502, refusals.NOT_RESUMABLE, said)
 
-    async def _relay(self, stream: Stream) -> None:
-        if not stream.content_type.startswith("text/event-stream"):
-            body = passed(await stream.whole())
-            await self._writer.answer(stream.status, (stream.content_type or "application/json").encode(), body, {})
+    async def _relay(self, stream: Stream, member: Member, visit: Visit, leg: Leg) -> None:
+        """The answer of one engine. Raises AbortedError, RefusedError and BrokenError."""
+        self._writer.headers = stream.named
+        if stream.content_type.startswith("text/event-stream"):
+            await self._relay_events(stream, member, visit, leg)
             return
+        body = passed(await stream.whole())
+        try:
+            content = load_told(body)
+        except (ValueError, RecursionError):
+            content = None
+        samples = samples_of(content)
+        if any(map(aborted, samples)):
+            raise AbortedError
+        spans = name_versions(content, leg)
+        await self._check(spans, member, visit, leg)
+        if samples:
+            name_versions(content, leg)
+            body = dump(content)
+        await self._writer.answer(stream.status, (stream.content_type or "application/json").encode(), body, {})
+
+    async def _relay_events(self, stream: Stream, member: Member, visit: Visit, leg: Leg) -> None:
+        early: list[bytes] = []  # events that say nothing: until one says something, another engine may answer
+        checked = False
         async for told in stream.events():
-            events = [passed(data) for data in told]
-            for data in events:
+            events = []
+            for data in map(passed, told):
                 self._remember(data)
-            await self._writer.raw(b"".join(b"data: " + data + b"\n\n" for data in events), True)
+                if self._told and not may_end(data):
+                    events.append(data)
+                    continue
+                content = _load(data)
+                samples = samples_of(content)
+                if any(map(aborted, samples)):
+                    await self._tell([*early, *events, *_without_end(content)])
+                    raise AbortedError
+                if any(map(ended, samples)):
+                    checked = True
+                    counts = {number: len(found) for number, found in self._ids.items()}
+                    await self._check(name_versions(content, leg, counts), member, visit, leg)
+                    name_versions(content, leg, counts)
+                    data = dump(content)
+                if self._told or says(content) or len(early) == MOST_EARLY:
+                    visit.begin()
+                    events += [*early, data]
+                    early, self._told = [], True
+                else:
+                    early.append(data)
+            await self._tell(events)
+        if not checked:
+            await self._check([], member, visit, leg)
+        self._told = True
+        await self._tell(early)
         await self._writer.events([], done=True)
+
+    async def _tell(self, events: Sequence[bytes]) -> None:
+        if events and self._told:
+            await self._writer.raw(b"".join(b"data: " + data + b"\n\n" for data in events), True)
+
+    async def _check(self, spans: Sequence[Span], member: Member, visit: Visit, leg: Leg) -> None:
+        """Raises RefusedError if what made the answer is not what the caller asked for."""
+        want = self._wishes.want
+        if want.any_version:
+            return
+        if not spans or not all(span.exact for span in spans):
+            await self._placing.look_again(member, visit, want)
+            spans = [leg.span(0)]
+        for span in spans:
+            if refused := want.against(span):
+                raise refused
 
     def _remember(self, data: bytes) -> None:
         if b'"token_ids"' not in data:
@@ -93,3 +188,20 @@ class Passing:
         """The ids of each sample, where the engine said any."""
         choices = [{"index": number, "token_ids": found} for number, found in sorted(self._ids.items())]
         return {"choices": choices} if choices else {}
+
+
+def _load(data: bytes) -> Any:
+    """An event's content; None: it is not JSON."""
+    try:
+        return load_told(data)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _without_end(content: Any) -> list[bytes]:
+    """What an event says beside how it ended, where it says anything."""
+    if not says(content):
+        return []
+    for sample in samples_of(content):
+        sample["finish_reason"] = None
+    return [dump(content)]

@@ -5,19 +5,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.choice import choose
-from ckpt_engine.gateway.fleet import Fleet, Member, Want
+from ckpt_engine.gateway.fleet import NONE, Fleet, Member, Told, Visit, Want
 from ckpt_engine.gateway.metrics import Metrics
 from ckpt_engine.gateway.refusals import RefusedError
 from ckpt_engine.gateway.settings import Settings
 from ckpt_engine.gateway.upstream import NotAdmittedError, Upstream
+from ckpt_engine.gateway.versions import Identity
 
 LOOK_SECONDS = 0.1
 """How often a waiting request looks again: what keeps a replica out of choice may end with time alone."""
+
+
+LAST_LOOK_SECONDS = 5.0
+"""How long a whole answer waits at most until its replica says which version it serves, for a caller who asked for a
+least one of an engine that does not label tokens."""
+
+
+class UnsuitedError(Exception):
+    """A gate let the request in under a version that it does not want. told: what was told of the replica then."""
+
+    def __init__(self, told: Told) -> None:
+        super().__init__(f"{told.name} serves another version than the one that was asked for")
+        self.told = told
 
 
 @dataclass(frozen=True)
@@ -47,11 +61,14 @@ class Placing:
         """The patience of a request that begins to wait now."""
         return Patience(seconds, time.monotonic() + seconds)
 
-    async def place(self, want: Want, key: bytes, patience: Patience, resumed: bool = False) -> Member:
-        """The replica for a leg. Raises RefusedError: when waiting cannot help, or its patience ends."""
+    async def place(
+        self, want: Want, key: bytes, patience: Patience, resumed: bool = False, unsuited: Mapping[str, Told] = NONE
+    ) -> Member:
+        """The replica for a leg. unsuited: see `Fleet.candidates`. Raises RefusedError: when waiting cannot help, or
+        its patience ends."""
         while True:
             now = time.monotonic()
-            able = self.fleet.candidates(want, now)
+            able = self.fleet.candidates(want, now, unsuited)
             if resumed:
                 able = [member for member in able if member.prefills < self.settings.prefills]
             if able:
@@ -71,22 +88,36 @@ class Placing:
             raise RefusedError(503, reason, said, {"retry-after": "1"})
 
     @contextlib.contextmanager
-    def inside(self, member: Member, resumed: bool) -> Iterator[Callable[[], None]]:
-        """Counts a leg as inside its replica while it runs. Gives what is to be called at its first token."""
-        prefilling = resumed
-        member.own += 1
-        member.prefills += resumed
-
-        def begun() -> None:
-            nonlocal prefilling
-            member.prefills -= prefilling
-            prefilling = False
-
+    def inside(self, member: Member, resumed: bool) -> Iterator[Visit]:
+        """Counts a leg as inside its replica while it runs."""
+        visit = Visit(member, resumed)
         try:
-            yield begun
+            yield visit
         finally:
-            member.own -= 1
-            begun()
+            visit.end()
+
+    def let_in(self, member: Member, visit: Visit, named: Identity | None, want: Want) -> Identity | None:
+        """Notes that a replica let a request in, under the version that its gate named. Returns that with its lineage,
+        if it is known. Raises UnsuitedError."""
+        admitted = self.fleet.answered(member, named)
+        visit.let_in(admitted)
+        if not self.fleet.suits(want, admitted):
+            raise UnsuitedError(member.told)
+        return admitted
+
+    async def look_again(self, member: Member, visit: Visit, want: Want) -> None:
+        """Asks a replica which version it serves after a request that wants a least one: that it went back may not have
+        been told yet. While its gate keeps requests it does not say."""
+        if want.min_version is None:
+            return
+        with contextlib.suppress(NotAdmittedError, TimeoutError):
+            async with asyncio.timeout(LAST_LOOK_SECONDS):
+                open_, held = True, None
+                while open_ and held is None:
+                    open_, _, held = await self.upstream.ready(member.told.url)
+                    if held is None:
+                        await asyncio.sleep(LOOK_SECONDS)
+                visit.see(held)
 
     def refused(self, member: Member, error: NotAdmittedError) -> None:
         """Notes that a replica did not let a request in."""

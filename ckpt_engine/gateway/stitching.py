@@ -7,7 +7,7 @@ that arrived whole count. When a leg ends too early, `remaining` says what is le
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_engine.gateway.single import Single
@@ -68,25 +68,33 @@ def _recomputed(_number: int) -> str:
     return RECOMPUTED
 
 
+def _unknown() -> tuple[Identity | None, Identity | None]:
+    return None, None
+
+
 @dataclass(slots=True)
 class Leg:
-    """One request to one engine. offset: tokens of the answer before it, text_before: characters. identify: the whole
-    of what its engine's labels say. caches: what became of them when the replica took a version. held: the lowest and
-    highest version that the replica can have held meanwhile. ended: how; empty while it runs."""
+    """One request to one engine."""
 
     replica: str
-    offset: int
-    identify: Callable[[Identity], Identity] = _itself
-    held: tuple[Identity | None, Identity | None] = (None, None)
-    caches: Callable[[int], str] = _recomputed
-    ended: str = ""
+    offset: int  # tokens of the answer before it
+    identify: Callable[[Identity], Identity] = _itself  # the whole of what its engine's labels say
+    # the lowest and highest version that the replica can have held meanwhile
+    held: Callable[[], tuple[Identity | None, Identity | None]] = _unknown
+    caches: Callable[[int], str] = _recomputed  # what became of them when the replica took a version
+    ended: str = ""  # how; empty while it runs
     count: int = 0
     labels: list[Label] | None = None
-    text_before: int = 0
+    text_before: int = 0  # characters of the answer before it
 
     def spans(self) -> list[Span]:
         """Spans of its tokens."""
-        return leg_spans(self.offset, self.count, self.labels, self.identify, self.held, self.caches)
+        return leg_spans(self.offset, self.count, self.labels, self.identify, self.held(), self.caches)
+
+    def span(self, count: int) -> Span:
+        """The span of so many tokens that came with its first one, and are none of the answer's: an echo."""
+        first = next(iter(self.spans()), None) or Span(0, count, *self.held(), exact=False, caches=RECOMPUTED)
+        return replace(first, first=0, count=count)
 
 
 class OverrunError(Exception):

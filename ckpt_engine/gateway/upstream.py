@@ -39,14 +39,16 @@ class BrokenError(Exception):
 
 
 class Stream:
-    """An answer that has begun. admitted: the version under which it was let in, as its headers say. idle: seconds that
-    an engine may be silent."""
+    """An answer that has begun. admitted: the version under which it was let in, as its headers say; named: those
+    headers. idle: seconds that an engine may be silent."""
 
     def __init__(self, connection: Connection, url: str, idle: float) -> None:
         self._connection, self._url, self._idle = connection, url, idle
         self.status = connection.status
         self.content_type = connection.headers.get("content-type", "")
         self.admitted = _held(connection.headers)
+        said = connection.headers
+        self.named = {name: said[name] for name in (VERSION_HEADER, ROOT_HEADER) if name in said}
 
     async def events(self) -> AsyncGenerator[list[bytes], None]:
         """The data of whole events, those together that came together, without the last one ([DONE]). Raises

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ckpt_engine.gateway.choice import key_of
 from ckpt_engine.gateway.fleet import Want
@@ -15,6 +15,10 @@ SESSION = ("x-session-id", "x-smg-routing-key")
 VERSION, MIN_VERSION, MAX_LAG = "x-ckpt-engine-version", "x-ckpt-engine-min-version", "x-ckpt-engine-max-lag"
 LINEAGE, QUEUE_SECONDS = "x-ckpt-engine-lineage", "x-ckpt-engine-queue-seconds"
 RESUME = "x-ckpt-engine-resume"
+OURS = "x-ckpt-engine-"
+
+MOST_DIGITS = 20
+"""Of a number; versions have 64 bits."""
 
 _PASSED = ("traceparent", "tracestate")
 
@@ -40,16 +44,23 @@ def wishes_of(
     return Wishes(want, key_of(named, prompt), _queue_seconds(headers, settings), resume == "on", passed)
 
 
+def once(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Headers by their names in lower case. Raises RefusedError (400) if one of ours comes twice."""
+    found: dict[str, str] = {}
+    for name, value in headers:
+        if name.lower().startswith(OURS) and name.lower() in found:
+            raise bad_request(f"{name}: it is given twice, {found[name.lower()]!r} and {value!r}; give it once")
+        found[name.lower()] = value
+    return found
+
+
 def _number(headers: Mapping[str, str], name: str) -> int | None:
     if name not in headers:
         return None
-    try:
-        value = int(headers[name])
-    except ValueError:
-        value = -1
-    if value < 0:
-        raise bad_request(f"{name}: {headers[name]!r} is no whole number of 0 or more")
-    return value
+    value = headers[name]
+    if not (value.isascii() and value.isdecimal() and len(value) <= MOST_DIGITS):
+        raise bad_request(f"{name}: {value!r} is no whole number of 0 or more")
+    return int(value)
 
 
 def _queue_seconds(headers: Mapping[str, str], settings: Settings) -> float:

@@ -31,6 +31,7 @@ class Writer:
         self._send, self._idle = send, idle
         self._one = asyncio.Lock()
         self.begun = False
+        self.headers: dict[str, str] = {}  # for an answer, beside its own; not for a refusal
         self.written = time.monotonic()
 
     async def events(self, contents: Iterable[Any], done: bool = False) -> None:
@@ -55,12 +56,12 @@ class Writer:
         if self.begun:
             await self.events([refused.event(reason=refused.reason, **more)], done=True)
         else:
-            body = dump(refused.problem(**more))
+            body, self.headers = dump(refused.problem(**more)), {}
             await self.answer(refused.status, PROBLEM, body, refused.headers)
 
     async def answer(self, status: int, content_type: bytes, body: bytes, headers: dict[str, str]) -> None:
         """Any whole answer."""
-        more = [(name.encode(), value.encode()) for name, value in headers.items()]
+        more = [(name.encode(), value.encode()) for name, value in (self.headers | headers).items()]
         named = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *more]
         async with self._one:
             self.begun = True
@@ -72,6 +73,7 @@ class Writer:
             if not self.begun:
                 self.begun = True
                 headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+                headers += [(name.encode(), value.encode()) for name, value in self.headers.items()]
                 await self._put({"type": "http.response.start", "status": 200, "headers": headers})
             await self._put({"type": "http.response.body", "body": body, "more_body": more})
 

@@ -11,6 +11,7 @@ import itertools
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from starlette.routing import Route
 from ckpt_engine.gateway.app import Gateway
 from ckpt_engine.gateway.server import running_gateway
 from ckpt_engine.gateway.settings import Settings
+from ckpt_engine.gateway.versions import Identity
 from tests.gateway import model_engine
 from tests.ports import free_port
 
@@ -39,9 +41,10 @@ class Engine:
     """One misbehaving engine. tls: the files of its certificate and key; none: it is asked in the clear. asked: bodies
     of its requests. inside: how many are open. looked: called when somebody asks whether it is ready."""
 
-    def __init__(self, behave: Behaviour, tls: tuple[Path, Path] | None = None) -> None:
+    def __init__(self, behave: Behaviour, tls: tuple[Path, Path] | None = None, kind: str = "reference") -> None:
         self.behave = behave
-        self._tls = tls
+        self._tls, self._kind = tls, kind
+        self.version = 4  # that its gate names
         self.looked: Callable[[], None] = lambda: None
         self.server: uvicorn.Server
         self.stack: contextlib.AsyncExitStack
@@ -87,6 +90,17 @@ class Engine:
         stack.push_async_callback(_end, self.server, asyncio.ensure_future(self.server.serve(sockets=[bound])))
         return f"http{'s' if self._tls else ''}://127.0.0.1:{self.port}"
 
+    @staticmethod
+    def streaming(events: AsyncIterator[bytes], headers: dict[str, str]) -> Response:
+        """A stream with headers."""
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+
+    def tell(self) -> None:
+        """Lets the gateway hear which version it holds now."""
+        fleet = self.gateway.placing.fleet
+        told = fleet.members[f"http://127.0.0.1:{self.port}"].told
+        fleet.tell([replace(told, identity=Identity(self.version))])
+
     def die(self) -> None:
         """Soon nobody listens there."""
         self.server.should_exit = True
@@ -101,18 +115,20 @@ class Engine:
 
     def app(self) -> Starlette:
         async def info(_request: Request) -> Response:
-            return JSONResponse({"engine": "reference", "running": self.inside, "waiting": 0})
+            return JSONResponse({"engine": self._kind, "running": self.inside, "waiting": 0})
 
         async def ready(_request: Request) -> Response:
             self.looked()
             if self.dead_worker:
                 return JSONResponse({"detail": "worker 0 is dead", "reason": "dead_worker"}, 503)
-            return JSONResponse({"ready": True}, headers={"x-ckpt-engine-admitted-version": "4"})
+            return JSONResponse({"ready": True}, headers={"x-ckpt-engine-admitted-version": str(self.version)})
 
         return Starlette(
             routes=[
                 Route("/v1/completions", self._complete, methods=["POST"]),
                 Route("/v1/chat/completions", self._complete, methods=["POST"]),
+                Route("/generate", self._complete, methods=["POST"]),
+                Route("/inference/v1/generate", self._complete, methods=["POST"]),
                 Route("/v1/models", info),
                 Route("/info", info),
                 Route("/ckpt_engine/ready", ready),

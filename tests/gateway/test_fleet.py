@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckpt_engine.gateway.choice import BOUND, choose, key_of, ranked
 from ckpt_engine.gateway.dialects import base
-from ckpt_engine.gateway.fleet import Fleet, State, Told, Want
+from ckpt_engine.gateway.fleet import Fleet, State, Told, Visit, Want
 from ckpt_engine.gateway.refusals import RefusedError
 from ckpt_engine.gateway.versions import Identity
 from ckpt_engine.gateway.watcher import News, StaleError
@@ -158,14 +159,67 @@ def test_what_was_missed_or_is_older_makes_it_dial_again() -> None:
 def test_what_a_replica_can_have_held_is_a_range() -> None:
     fleet = fleet_of(told("a", version=2))
     member = fleet.members["a"]
-    admitted = fleet.answered(member, Identity(2, "", "ab"))
-    assert member.held(admitted) == (Identity(2, "run", "ab"), Identity(2, "run", "ab"))
+    visit = Visit(member)
+    visit.let_in(fleet.answered(member, Identity(2, "", "ab")))
+    assert visit.held() == (Identity(2, "run", "ab"), Identity(2, "run", "ab"))
     draining = Told(
         "a", "http://a", "vllm", State.DRAINING, "", Identity(2, "run", "ab"), Identity(3, "run"), "IN_PLACE"
     )
     fleet.tell([draining])
-    assert member.held(admitted) == (Identity(2, "run", "ab"), Identity(3, "run"))
+    assert visit.held() == (Identity(2, "run", "ab"), Identity(3, "run"))
     assert (member.caches(3), member.caches(2)) == ("kept", "unknown")
+
+
+@pytest.mark.parametrize(("mode", "highest"), [("ABORT", 2), ("WAIT", 2), ("KEEP", 3), ("", 3)])
+def test_a_request_with_a_token_meets_no_other_version_in_modes_that_end_it(mode: str, highest: int) -> None:
+    fleet = fleet_of(told("a", version=2))
+    begun, waits = Visit(fleet.members["a"]), Visit(fleet.members["a"])
+    begun.begin()
+    fleet.tell([replace(told("a", State.DRAINING, 2), next=Identity(3, "run"), mode=mode)])
+    assert [each.version for each in begun.held() if each] == [2, highest]
+    assert [each.version for each in waits.held() if each] == [2, 3]
+
+
+def test_a_gate_names_a_version_by_its_root() -> None:
+    """Two runs may have the same number; a root that was not told is none of the run that was told."""
+    fleet = fleet_of(told("a"))
+    member = fleet.members["a"]
+    assert fleet.answered(member, Identity(3, "", "ab")) == Identity(3, "run", "ab")
+    assert fleet.answered(member, Identity(3)) == Identity(3, "run", "ab")
+    assert fleet.answered(member, Identity(3, "", "cd")) == Identity(3, "", "cd")
+    assert member.identify(Identity(3)) == Identity(3, "", "cd")
+
+
+def test_what_a_gate_let_in_is_compared_with_what_was_asked_for() -> None:
+    fleet = fleet_of(told("a"))
+
+    def suits(admitted: int | None, **want: Any) -> bool:
+        return fleet.suits(Want(**want), None if admitted is None else Identity(admitted, "run", "ab"))
+
+    assert [suits(version, min_version=3) for version in (None, 2, 3, 4)] == [False, False, True, True]
+    assert [suits(version, version=3) for version in (None, 2, 3, 4)] == [False, False, True, False]
+    assert [suits(version, max_lag=1) for version in (None, 1, 2)] == [False, False, True]
+    assert [suits(version) for version in (None, 1)] == [True, True]
+    assert not suits(3, lineage="another")
+
+
+def test_a_gate_that_disagrees_with_what_is_told_is_asked_again_after_news() -> None:
+    fleet = fleet_of(told("a"), told("b"))
+    unsuited = {"a": fleet.members["a"].told}
+    want = Want(min_version=3)
+    assert [each.name for each in fleet.candidates(want, 0.0, unsuited)] == ["b"]
+    fleet.tell([told("a")])
+    assert sorted(each.name for each in fleet.candidates(want, 0.0, unsuited)) == ["a", "b"]
+
+
+def test_a_replica_that_goes_back_is_not_asked_for_a_later_version() -> None:
+    fleet = fleet_of(told("a"))
+    fleet.tell([replace(told("a", State.DRAINING), next=Identity(2, "run"))])
+    assert names(fleet, Want(min_version=3)) == []
+    assert names(fleet, Want(min_version=2)) == ["a"]
+    assert names(fleet, Want()) == ["a"]
+    fleet.tell([replace(told("a", State.DRAINING), next=Identity(4, "run"))])
+    assert names(fleet, Want(min_version=3)) == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -187,15 +241,29 @@ def test_an_engines_label_is_taken_apart(label: object, made_by: Identity | None
 def test_what_a_replica_can_have_held_has_no_floor_while_it_goes_back() -> None:
     fleet = fleet_of(told("a", version=3))
     member, admitted = fleet.members["a"], Identity(3, "run", "ab")
-    member.own = 1
+    visit = Visit(member)
+    visit.let_in(admitted)
     fleet.tell([replace(told("a", State.DRAINING, version=3), next=Identity(1, "run"))])
-    assert member.held(admitted) == (Identity(1, "run"), admitted)
+    assert visit.held() == (Identity(1, "run"), admitted)
     fleet.tell([told("a", version=1)])
+    fleet.tell([told("a", version=5)])
     fleet.tell([told("a", version=4)])
-    assert member.held(admitted) == (Identity(1, "run", "ab"), Identity(4, "run", "ab"))
-    member.own = 0
-    fleet.tell([told("a", version=4)])
-    assert member.held(Identity(4, "run", "ab")) == (Identity(4, "run", "ab"), Identity(4, "run", "ab"))
+    assert [each.version for each in visit.held() if each] == [1, 5]
+    later = Visit(member)
+    later.let_in(Identity(4, "run", "ab"))
+    assert later.held() == (Identity(4, "run", "ab"), Identity(4, "run", "ab"))
+    visit.end()
+    fleet.tell([told("a", version=9)])
+    assert [each.version for each in visit.held() if each] == [1, 5]
+
+
+def test_a_late_word_is_no_news_and_another_run_is() -> None:
+    fleet = fleet_of(told("a", version=2))
+    visit = Visit(fleet.members["a"])
+    visit.let_in(Identity(3, "run", "cd"))
+    assert visit.held() == (Identity(3, "run", "cd"), Identity(3, "run", "cd"))
+    fleet.tell([told("a", version=1, lineage="another")])
+    assert visit.held() == (Identity(1, "another", "ab"), Identity(3, "run", "cd"))
 
 
 def test_a_label_says_more_than_a_number_and_less_than_the_manager() -> None:

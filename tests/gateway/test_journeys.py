@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from starlette.responses import JSONResponse, Response
 
@@ -263,3 +264,125 @@ def test_a_port_that_is_taken_is_named_with_what_to_do() -> None:
         at = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(CkptEngineError, match=f"cannot listen on {at}.*--listen"):
             listening(at)
+
+
+VERSION_WISHES = [("x-ckpt-engine-version", "version_changed"), ("x-ckpt-engine-min-version", "rolled_back")]
+
+
+@pytest.mark.parametrize(("wish", "reason"), VERSION_WISHES)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_engine_that_labels_nothing_is_judged_by_what_is_told_of_it(
+    wish: str, reason: str, stream: bool
+) -> None:
+    """It goes back to version 3 in the middle of the first answer. What was seen by then is in the error."""
+
+    async def goes_back(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        async for event in told(body, 4, done=False):
+            yield event
+        await until(lambda: first_tokens(engine) > 1)
+        engine.version = 3
+        engine.tell()
+        async for event in told({**body, "prompt": [*body["prompt"], *WHOLE[:4]], "max_tokens": 8}):
+            yield event
+
+    engine = Engine(lambda number, body: named(goes_back(body) if number == 1 else told(body)), kind="")
+    async with asking(engine) as client:
+        body = {**BODY, "stream": stream}
+        before = await client.post("/v1/completions", json=body, headers={wish: "4"})
+        assert (before.status_code, len(engine.asked)) == (200, 1)
+        answer = await client.post("/v1/completions", json=body, headers={wish: "4"})
+    assert len(engine.asked) == 2
+    *events, problem = contents(answer) if answer.status_code == 200 else [answer.json()]
+    problem = problem.get("error", problem)
+    assert problem["reason"] == reason
+    seen = [token for event in events for token in event["choices"][0]["token_ids"]]
+    (choice,) = problem["choices"]
+    assert choice["token_ids"] == WHOLE[:4]
+    assert seen == (WHOLE[:4] if stream else [])
+    (span,) = choice["ckpt_engine"]["spans"]
+    assert (span["min_version"], span["max_version"], span["exact"]) == (3, 4, False)
+
+
+async def test_what_was_seen_stays_in_an_error_whatever_its_labels_say() -> None:
+    """vLLM names versions on its last chunk only: its caller has seen tokens by then that it did not want."""
+    asks = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 12}, "stream": True}
+
+    async def labelled(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        first, last = model_engine.inference(body, lambda _count: [8, 4], 4)
+        last["choices"][0]["weight_versions"] = [
+            {"version": "4", "start": 0, "end": 5},
+            {"version": "5", "start": 5, "end": 12},
+        ]
+        yield b"data: " + json.dumps(first).encode() + b"\n\n"
+        await until(lambda: first_tokens(engine) > 0)
+        yield b"data: " + json.dumps(last).encode() + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    engine = Engine(lambda _number, body: named(labelled(body)))
+    async with asking(engine) as client:
+        answer = await client.post("/inference/v1/generate", json=asks, headers={"x-ckpt-engine-version": "4"})
+    event, problem = contents(answer)
+    (choice,) = problem["error"]["choices"]
+    assert (problem["error"]["reason"], len(choice["token_ids"])) == ("version_changed", 8)
+    assert choice["token_ids"] == event["choices"][0]["token_ids"]
+    assert [(span["first"], span["count"], span["version"]) for span in choice["ckpt_engine"]["spans"]] == [
+        (0, 5, 4),
+        (5, 3, 5),
+    ]
+
+
+async def test_the_last_event_of_a_stream_names_what_its_replica_may_have_held() -> None:
+    async def updated(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        async for event in told(body, 4, done=False):
+            yield event
+        engine.version = 5
+        engine.tell()
+        async for event in told({**body, "prompt": [*body["prompt"], *WHOLE[:4]], "max_tokens": 8}):
+            yield event
+
+    engine = Engine(lambda _number, body: named(updated(body)), kind="")
+    async with asking(engine) as client:
+        *_, last = contents(await client.post("/v1/completions", json={**BODY, "stream": True}))
+    said = last["choices"][0]["ckpt_engine"]
+    assert (said["min_version"], said["max_version"], said["exact"]) == (4, 5, False)
+
+
+@pytest.mark.parametrize("value", ["-1", "+7", "7.0", "1_0", "", "seven", "9" * 30, "4, 4"])
+async def test_a_version_that_is_none_is_refused(value: str) -> None:
+    engine = Engine(lambda _number, body: told(body))
+    async with asking(engine) as client:
+        for name, _ in VERSION_WISHES:
+            answer = await client.post("/v1/completions", json=BODY, headers={name: value})
+            assert (answer.status_code, answer.json()["reason"]) == (400, "bad_request")
+            assert name in answer.json()["detail"]
+    assert not engine.asked
+
+
+async def test_a_header_that_is_given_twice_is_refused_and_zeros_in_front_are_not() -> None:
+    engine = Engine(lambda _number, body: named(told(body)))
+    async with asking(engine) as client:
+        twice = [("x-ckpt-engine-min-version", "3"), ("X-Ckpt-Engine-Min-Version", "4")]
+        answer = await client.post("/v1/completions", json=BODY, headers=twice)
+        assert (answer.status_code, answer.json()["reason"]) == (400, "bad_request")
+        assert "given twice" in answer.json()["detail"]
+        answer = await client.post("/v1/completions", json=BODY, headers=[("x-ckpt-engine-version", "04")])
+        assert answer.status_code == 200, answer.text
+
+
+def named(events: AsyncIterator[bytes]) -> Response:
+    """With the version that a gate lets it in under."""
+    return Engine.streaming(events, {"x-ckpt-engine-admitted-version": "4"})
+
+
+def first_tokens(engine: Engine) -> float:
+    """How many answers have a token."""
+    lines = engine.gateway.placing.metrics.exposition().decode().splitlines()
+    name = "ckpt_engine_gateway_first_token_seconds_count "
+    return next(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+
+def contents(answer: httpx.Response) -> list[Any]:
+    """Events of a stream."""
+    parts = [part.removeprefix("data: ") for part in answer.text.split("\n\n") if part.startswith("data: ")]
+    assert parts[-1] == "[DONE]"
+    return [json.loads(part) for part in parts[:-1]]

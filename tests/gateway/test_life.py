@@ -88,11 +88,11 @@ async def test_prefills_of_resumed_requests_are_bounded_at_each_replica() -> Non
             return await placing.place(Want(), key, placing.patience(0.0), resumed)
 
         member = await place(True)
-        with placing.inside(member, True) as begun:
+        with placing.inside(member, True) as visit:
             assert await place(False) is member
             with pytest.raises(RefusedError, match="all are taken"):
                 await place(True)
-            begun()  # its first token has come
+            visit.begin()  # its first token has come
             assert await place(True) is member
 
 

@@ -60,7 +60,7 @@ def in_legs(dialect: type[Dialect], body: dict[str, Any], cuts: Sequence[int], c
         told: list[int] = []
         for version, cut in enumerate([*cuts, None]):
             leg = stitch.begin(f"replica-{version}")
-            leg.held = (Identity(version), Identity(version))
+            leg.held = lambda version=version: (Identity(version), Identity(version))  # type: ignore[misc]
             events = ENGINES[dialect](
                 made.leg_body(stitch, f"leg-{version}"), lambda count: split(count, chunks), version
             )
@@ -233,6 +233,34 @@ def test_a_seed_is_never_used_twice() -> None:
     stitch.begin("one")
     stitch.take(Piece([4, 5], [{}, {}]))
     assert made.leg_body(stitch, "two")["seed"] == leg_seed(7, 2)
+
+
+def test_a_stop_token_below_the_least_number_ends_nothing_after_a_break() -> None:
+    asked = Completions.read(body_of(Completions, min_tokens=3, stop_token_ids=[9]))
+    assert asked is not None
+    made, stitch = Completions(asked, "id", 0), Stitch(asked.singles[0])
+    for tokens, over in (([4, 9], False), ([9], False), ([9], True)):
+        stitch.begin("one")
+        stitch.take(Piece(tokens))
+        assert stitch.broken(made.finish) is over
+    assert stitch.finish is not None
+    assert (stitch.finish.kind, stitch.finish.stop_reason) == ("stop", 9)
+
+
+def test_tokens_that_are_taken_back_are_in_no_span() -> None:
+    asked = Completions.read(body_of(Completions))
+    assert asked is not None
+    stitch = Stitch(asked.singles[0])
+    stitch.begin("one")
+    stitch.take(Piece([4, 5], [{}, {}]))
+    stitch.begin("two")
+    stitch.take(Piece([6, 7, 8], [{}, {}, {}]))
+    stitch.cut(3)
+    assert (stitch.tokens, len(stitch.records)) == ([4, 5, 6], 3)
+    assert [leg.count for leg in stitch.legs] == [2, 1]
+    assert sum(span.count for span in stitch.spans()) == 3
+    stitch.cut(3)
+    assert sum(span.count for span in stitch.spans()) == 3
 
 
 def test_an_abort_is_no_end_and_a_lost_last_event_is_one() -> None:

@@ -1,0 +1,104 @@
+"""The samples in an answer that is passed on: how each of them ended, and what the gateway adds to them. Pure.
+
+It reads what chats, texts and whole answers have in common. It decides nothing about what becomes of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_engine.gateway.dialects.base import MalformedError, labels_of
+from ckpt_engine.gateway.stitching import ABORT, Leg
+from ckpt_engine.gateway.versions import RECOMPUTED, Span, leg_spans, told
+
+PASSED_ON = "it is passed on as it came"
+
+_END = re.compile(rb'"finish_reason":\s*(?!null|\s)')
+
+
+def may_end(data: bytes) -> bool:
+    """Whether an event can be the end of a sample; quick, since most events are not."""
+    return _END.search(data) is not None
+
+
+def samples_of(content: Any) -> list[dict[str, Any]]:
+    """What says of each sample how it ended: its choice, or its `meta_info` in SGLang's form."""
+    if isinstance(content, list):
+        return [sample for each in content for sample in samples_of(each)]
+    if not isinstance(content, dict):
+        return []
+    if isinstance(content.get("meta_info"), dict):
+        return [content["meta_info"]]
+    choices = content.get("choices")
+    return [each for each in choices if isinstance(each, dict)] if isinstance(choices, list) else []
+
+
+def ended(sample: Mapping[str, Any]) -> bool:
+    """Whether it has an end."""
+    return sample.get("finish_reason") is not None
+
+
+def aborted(sample: Mapping[str, Any]) -> bool:
+    """Whether its engine was paused before its end. An abort with a status is an error of the request."""
+    reason = sample.get("finish_reason")
+    if isinstance(reason, dict):
+        return reason.get("type") == ABORT and not reason.get("status_code")
+    return reason == ABORT
+
+
+def says(content: Any) -> bool:
+    """Whether an event brings anything of an answer; the first one of a chat names its role only."""
+    samples = samples_of(content)
+    return not samples or any(map(_brings, samples))
+
+
+def _brings(sample: Mapping[str, Any]) -> bool:
+    delta = sample.get("delta")
+    if isinstance(delta, dict):
+        return any(value for name, value in delta.items() if name != "role")
+    return bool(sample.get("text", True))
+
+
+def name_versions(content: Any, leg: Leg, streamed: Mapping[int, int] | None = None) -> list[Span]:
+    """Adds `ckpt_engine` to each sample that has ended. Returns all their spans.
+
+    streamed: ids that a stream has brought of each sample by now; None: the answer is whole.
+    """
+    found: list[Span] = []
+    samples = samples_of(content)
+    for sample in samples:
+        if not ended(sample):
+            continue
+        count, spans = _spans(content, sample, leg, len(samples) == 1, streamed)
+        found += spans
+        said = told(spans)
+        if not count:
+            said["spans"] = [{**each, "count": None} for each in said["spans"]]
+        one = {"replica": leg.replica, "first": 0, "count": count, "ended": "whole"}
+        sample["ckpt_engine"] = {**said, "resumes": 0, "legs": [one], "not_resumable": PASSED_ON}
+    return found
+
+
+def _spans(
+    content: Any, sample: Mapping[str, Any], leg: Leg, alone: bool, streamed: Mapping[int, int] | None
+) -> tuple[int | None, list[Span]]:
+    """Of one sample, with the number of its tokens if that is known."""
+    metadata = content.get("metadata") if isinstance(content, dict) and alone else None
+    said = sample.get("weight_versions") or (metadata.get("weight_versions") if isinstance(metadata, dict) else None)
+    try:
+        labels = labels_of(said)
+    except MalformedError:
+        labels = None
+    ids, usage = sample.get("token_ids"), content.get("usage") if isinstance(content, dict) and alone else None
+    counts = (
+        sample.get("completion_tokens"),
+        streamed.get(sample.get("index", 0)) if streamed is not None else len(ids) if isinstance(ids, list) else None,
+        usage.get("completion_tokens") if isinstance(usage, dict) else None,
+        labels[-1].end if labels else None,
+    )
+    count = next((each for each in counts if isinstance(each, int) and each > 0), None)
+    if count is None:
+        return None, [Span(0, 0, *leg.held(), exact=False, caches=RECOMPUTED)]
+    return count, leg_spans(0, count, labels, leg.identify, leg.held(), leg.caches)

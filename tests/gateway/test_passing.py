@@ -1,0 +1,223 @@
+"""Chats and texts: how they end when an update interrupts them, and which version they say they are of.
+
+The engines are stand-ins that answer as vLLM and SGLang do; no small model has a chat. A real one is in tests/engines.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import httpx
+import pytest
+from starlette.responses import JSONResponse, Response
+
+from tests.gateway.misbehaving import Engine, asking, told
+
+CHAT = {"messages": [{"role": "user", "content": "Call me"}]}
+HEADERS = {"x-ckpt-engine-admitted-version": "4", "x-ckpt-engine-admitted-root": "abcd"}
+ROLE: dict[str, Any] = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+
+Answer = AsyncIterator[bytes] | Response
+
+
+def said(content: str | None, reason: str | None = None) -> dict[str, Any]:
+    delta = {} if content is None else {"content": content}
+    return {"index": 0, "delta": delta, "finish_reason": reason}
+
+
+def vllm(words: Sequence[str], reason: str) -> list[dict[str, Any]]:
+    """Choices of a stream: the last token comes with the end, and an abort is one of its reasons."""
+    return [ROLE, *map(said, words[:-1]), said(words[-1] if words else "", reason)]
+
+
+def sglang(words: Sequence[str], reason: str) -> list[dict[str, Any]]:
+    """The end has an event of its own."""
+    return [ROLE, *map(said, words), said(None, reason)]
+
+
+async def streamed(choices: Sequence[dict[str, Any]]) -> AsyncIterator[bytes]:
+    for choice in choices:
+        chunk = {"id": "chat", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]}
+        yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+def whole(reason: str) -> Response:
+    message = {"role": "assistant", "content": "Ishmael" if reason == "stop" else "Ish"}
+    choice = {"index": 0, "message": message, "finish_reason": reason}
+    usage = {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    return JSONResponse({"id": "chat", "choices": [choice], "usage": usage}, headers=HEADERS)
+
+
+def named(answer: Answer) -> Answer:
+    """With what a gate adds."""
+    if isinstance(answer, Response):
+        return answer
+    return Engine.streaming(answer, HEADERS)
+
+
+def events_of(answer: httpx.Response) -> list[Any]:
+    parts = [part.removeprefix("data: ") for part in answer.text.split("\n\n") if part.startswith("data: ")]
+    assert parts[-1] == "[DONE]"
+    return [json.loads(part) for part in parts[:-1]]
+
+
+def as_openai(answer: httpx.Response) -> str:
+    """What a caller with the usual client gets of a stream: its text; RuntimeError where that client raises, which it
+    does at an event with a true `error`."""
+    text = ""
+    for event in events_of(answer):
+        if event.get("error"):
+            raise RuntimeError(event["error"]["message"])
+        for choice in event["choices"]:
+            text += choice["delta"].get("content") or ""
+            assert choice["finish_reason"] in (None, "stop", "length", "tool_calls", "content_filter")
+    return text
+
+
+@pytest.mark.parametrize("form", [vllm, sglang])
+async def test_a_chat_that_an_update_cuts_off_ends_with_the_reason(form: Callable[..., Any]) -> None:
+    engine = Engine(lambda _number, _body: named(streamed(form(["Ish", "ma"], "abort"))))
+    async with asking(engine) as client:
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    *events, last = events_of(answer)
+    assert (last["error"]["reason"], last["error"]["code"], len(engine.asked)) == ("not_resumable", 502, 1)
+    text = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+    assert text == "Ishma"
+    with pytest.raises(RuntimeError, match="interrupted"):
+        as_openai(answer)
+
+
+@pytest.mark.parametrize("form", [vllm, sglang])
+async def test_a_chat_that_is_cut_off_before_its_first_word_is_asked_for_again(form: Callable[..., Any]) -> None:
+    def behave(number: int, _body: dict[str, Any]) -> Answer:
+        return named(streamed(form(["Ish", "mael"], "stop") if number else form([], "abort")))
+
+    engine = Engine(behave)
+    async with asking(engine) as client:
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    assert (as_openai(answer), len(engine.asked)) == ("Ishmael", 2)
+    roles = [event["choices"][0]["delta"].get("role") for event in events_of(answer)]
+    assert roles.count("assistant") == 1
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"prompt": "Call me"}),
+        ("/v1/completions", {"prompt": [1, 2], "prompt_logprobs": 1}),
+    ],
+)
+async def test_what_is_not_streamed_is_asked_for_again(route: str, body: dict[str, Any]) -> None:
+    engine = Engine(lambda number, _body: whole("stop" if number == 2 else "abort"))
+    async with asking(engine) as client:
+        answer = await client.post(route, json=body)
+        assert (answer.status_code, len(engine.asked)) == (200, 3)
+        assert answer.json()["choices"][0]["message"]["content"] == "Ishmael"
+        assert engine.asked == [body] * 3
+
+
+@pytest.mark.parametrize(("resume", "reason", "asked"), [("off", "resume_off", 1), ("on", "no_progress", 3)])
+async def test_tries_are_bounded(resume: str, reason: str, asked: int) -> None:
+    engine = Engine(lambda _number, _body: whole("abort"))
+    async with asking(engine, dry=2) as client:
+        answer = await client.post("/v1/chat/completions", json=CHAT, headers={"x-ckpt-engine-resume": resume})
+    assert (answer.status_code, answer.json()["reason"], len(engine.asked)) == (502, reason, asked)
+
+
+async def test_sglangs_texts_are_asked_for_again_too() -> None:
+    def behave(number: int, _body: dict[str, Any]) -> Answer:
+        reason = {"type": "stop", "matched": 9} if number else {"type": "abort", "message": "Aborted"}
+        labels = [{"version": "4", "start": 0, "end": 3}]
+        meta = {"finish_reason": reason, "completion_tokens": 3, "weight_versions": labels}
+        return JSONResponse({"text": "Ishmael", "meta_info": meta}, headers=HEADERS)
+
+    engine = Engine(behave, kind="sglang")
+    async with asking(engine) as client:
+        answer = await client.post("/generate", json={"text": "Call me"})
+    meta = answer.json()["meta_info"]
+    assert (meta["finish_reason"]["type"], len(engine.asked)) == ("stop", 2)
+    (span,) = meta["ckpt_engine"]["spans"]
+    assert (span["version"], span["count"], span["exact"]) == (4, 3, True)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_chat_names_its_version_in_headers_and_body(stream: bool) -> None:
+    def behave(_number: int, _body: dict[str, Any]) -> Answer:
+        return named(streamed(vllm(["Ish", "mael"], "stop"))) if stream else whole("stop")
+
+    engine = Engine(behave)
+    async with asking(engine) as client:
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": stream})
+    assert {name: answer.headers[name] for name in HEADERS} == HEADERS
+    choices = [event["choices"][0] for event in (events_of(answer) if stream else [answer.json()])]
+    assert ["ckpt_engine" in choice for choice in choices] == [False] * (len(choices) - 1) + [True]
+    spoken = choices[-1]["ckpt_engine"]
+    (span,) = spoken["spans"]
+    assert (span["version"], span["exact"], span["count"]) == (4, False, None if stream else 3)
+    assert (spoken["min_version"], spoken["max_version"], spoken["legs"][0]["ended"]) == (4, 4, "whole")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("wish", "reason"), [("x-ckpt-engine-min-version", "rolled_back"), ("x-ckpt-engine-version", "version_changed")]
+)
+async def test_a_chat_whose_replica_goes_over_to_another_version_is_no_answer(
+    wish: str, reason: str, stream: bool
+) -> None:
+    """The engine labels nothing: that the replica went back is told by its gate alone."""
+
+    def behave(_number: int, _body: dict[str, Any]) -> Answer:
+        engine.version = 3
+        engine.tell()
+        return named(streamed(vllm(["Ish", "mael"], "stop"))) if stream else whole("stop")
+
+    engine = Engine(behave)
+    async with asking(engine) as client:
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": stream}, headers={wish: "4"})
+    if answer.status_code == 200:  # its first events may come together with the last
+        assert stream
+        error = events_of(answer)[-1]["error"]
+        with pytest.raises(RuntimeError):
+            as_openai(answer)
+    else:
+        error = answer.json()
+        assert answer.status_code == 409
+    assert error["reason"] == reason
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+async def test_that_a_replica_went_back_is_asked_of_it_if_nobody_told(route: str) -> None:
+    """No news come in time: the next look at replicas is a minute away."""
+    asks: dict[str, Any] = {**CHAT, "prompt": [1, 2, 3], "max_tokens": 2}
+
+    def behave(_number: int, body: dict[str, Any]) -> Answer:
+        engine.version = 3
+        return whole("stop") if "chat" in route else Engine.streaming(told(body), HEADERS)
+
+    engine = Engine(behave, kind="")
+    async with asking(engine, probe=60.0) as client:
+        answer = await client.post(route, json=asks, headers={"x-ckpt-engine-min-version": "4"})
+    assert (answer.status_code, answer.json()["reason"], len(engine.asked)) == (409, "rolled_back", 1)
+
+
+async def test_a_request_that_a_gate_let_in_under_another_version_goes_on_elsewhere() -> None:
+    def behave(_number: int, body: dict[str, Any]) -> Answer:
+        return Engine.streaming(told(body), {"x-ckpt-engine-admitted-version": "3"})
+
+    def sound(_number: int, body: dict[str, Any]) -> Answer:
+        return Engine.streaming(told(body), {"x-ckpt-engine-admitted-version": "4"})
+
+    late, right = Engine(behave), Engine(sound)
+    asks = {"prompt": [1, 2, 3], "max_tokens": 2, "return_token_ids": True}
+    async with asking(late, right) as client:
+        for number in range(6):  # sessions go to either
+            headers = {"x-ckpt-engine-min-version": "4", "x-session-id": str(number)}
+            answer = await client.post("/v1/completions", json=asks, headers=headers)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["ckpt_engine"]["min_version"] == 4
+    assert late.asked
+    assert len(right.asked) == 6

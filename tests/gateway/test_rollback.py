@@ -1,0 +1,147 @@
+"""Real replicas go back to an older version while requests run and wait that asked for a later one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from ckpt_engine import Trainer, rollback
+from tests.cluster import Cluster, running_cluster
+from tests.gateway.gateways import GatewayProcess, running_gateway
+from tests.gateway.test_gateway import BODIES, running, said_of, tokens_of
+from tests.tiny_model import make_tiny_qwen3
+
+MODES = ("keep", "in_place", "abort", "wait")
+TOKENS = 300
+TIMES = 10
+"""A rollback is to come in the middle of a request; an engine may be faster than one, on a busy machine."""
+
+
+@dataclass
+class Ended:
+    """One request. said: its `ckpt_engine`; empty: no token came. reason: of its error; empty: it is whole."""
+
+    tokens: list[int]
+    said: dict[str, Any]
+    reason: str
+
+
+class World:
+    """Two replicas, a relay that holds the last versions, a gateway, a trainer. version: the last one."""
+
+    def __init__(self, cluster: Cluster, gateway: GatewayProcess, trainer: Trainer) -> None:
+        self.cluster, self.gateway, self.trainer = cluster, gateway, trainer
+        self.version, self.before = 0, 0
+        self.update()
+
+    def update(self) -> None:
+        report = self.trainer.update_weights()
+        assert report.ok, report
+        self.before, self.version = self.version, report.version
+
+    def go_back(self, mode: str) -> None:
+        report = rollback(self.cluster.address, self.before, pause_mode=mode, timeout=120)
+        assert report.ok, report
+        self.version = self.before
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    torch.set_num_threads(1)
+    path: Path = tmp_path_factory.mktemp("rollback")
+    make_tiny_qwen3(path / "bare", weights=False)
+    own = {"CKPT_ENGINE_RELAY_DIRECTORY": str(path / "relay")}  # this host may have a relay
+    with running_cluster(path) as cluster:
+        for name in ("a", "b"):
+            named = ("--served-model-name", "tiny")
+            cluster.replica(name, "reference", path / "bare", *named, environment=own)
+        relay = cluster.relay("relay", environment=own)
+        with running_gateway(path / "gateway.log", "--manager", cluster.address, "--queue-seconds", "60") as gateway:
+            for replica in cluster.replicas:
+                replica.registered()
+            relay.registered()
+            with Trainer(cluster.address, lineage="run") as trainer:
+                trainer.publish(make_tiny_qwen3(path / "one", 1))
+                yield World(cluster, gateway.ready(), trainer)
+
+
+def bodies() -> list[tuple[str, dict[str, Any]]]:
+    """A long request in each form."""
+    found = []
+    for route, body in BODIES.items():
+        most = "max_new_tokens" if route == "/generate" else "max_tokens"
+        sampling = body.get("sampling_params")
+        more = {"max_tokens": TOKENS} if sampling is None else {"sampling_params": {**sampling, most: TOKENS}}
+        found.append((route, {**body, **more}))
+    return found
+
+
+async def ask(world: World, route: str, body: dict[str, Any], stream: bool) -> Ended:
+    """For the version that is the last one now, or a later one."""
+    headers = {"x-ckpt-engine-min-version": str(world.version)}
+    url = f"{world.gateway.url}{route}"
+    async with (
+        httpx.AsyncClient(timeout=180) as client,
+        client.stream("POST", url, json={**body, "stream": stream}, headers=headers) as opened,
+    ):
+        text = (await opened.aread()).decode()
+        if not stream or opened.status_code != 200:
+            answer = json.loads(text)
+            if "reason" in answer:
+                (choice,) = answer.get("choices", [{}])
+                return Ended(choice.get("token_ids", []), choice.get("ckpt_engine", {}), answer["reason"])
+            return Ended(tokens_of(answer), said_of(answer), "")
+        *events, done = [part.removeprefix("data: ") for part in text.split("\n\n") if part.startswith("data: ")]
+        told = [json.loads(each) for each in events]
+        assert done == "[DONE]"
+        if "error" in told[-1]:
+            (choice,) = told[-1]["error"].get("choices", [{}])
+            seen = [] if len(told) < 2 else tokens_of(told[-2]) if route == "/generate" else joined(told[:-1])
+            assert choice.get("token_ids", [])[: len(seen)] == seen
+            return Ended(seen, choice.get("ckpt_engine", {}), told[-1]["error"]["reason"])
+        return Ended(tokens_of(told[-1]) if route == "/generate" else joined(told), said_of(told[-1]), "")
+
+
+def joined(told: list[Any]) -> list[int]:
+    return [token for each in told for token in tokens_of(each)]
+
+
+async def asked_during_a_rollback(world: World, mode: str) -> list[Ended]:
+    """Requests that ran when it began, and some that came while it went on."""
+    running_ones = [asyncio.ensure_future(ask(world, *each, stream)) for each in bodies() for stream in (True, False)]
+    async with asyncio.timeout(90):
+        while not await asyncio.to_thread(running, world) and not all(each.done() for each in running_ones):
+            pass
+    back = asyncio.ensure_future(asyncio.to_thread(world.go_back, mode))
+    others = []
+    while not back.done():
+        others.append(asyncio.ensure_future(ask(world, *bodies()[len(others) % 3], len(others) % 2 == 0)))
+        await asyncio.sleep(0.05)
+    await back
+    return list(await asyncio.gather(*running_ones, *others))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_answer_has_tokens_of_less_than_it_asked_for(world: World, mode: str) -> None:
+    for _ in range(TIMES):
+        world.update()
+        least = world.version
+        ended = asyncio.run(asked_during_a_rollback(world, mode))
+        for each in ended:
+            if each.reason:
+                assert each.reason == "rolled_back", each
+            else:
+                assert len(each.tokens) == TOKENS, each
+                assert each.said["min_version"] >= least, each
+                assert each.said["exact"], each
+        if mode in ("abort", "wait") or any(each.reason and each.tokens for each in ended):
+            break
+    assert any(each.reason for each in ended)
