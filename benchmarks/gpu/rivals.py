@@ -7,24 +7,15 @@ only.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import httpx
 from torch import nn
 
 from benchmarks.gpu.lines import LineProcess
-from tests.engines.sglang_server import PYTHON as SGLANG_PYTHON
-from tests.gpu import sglang_fleet
-from tests.gpu.sglang_fleet import OPTIONS
 from tests.ports import free_port
 
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
@@ -99,26 +90,6 @@ SGLANG_SIZES = (
     *("--cuda-graph-max-bs-decode", "32"),
 )
 """Of SGLang servers of Qwen3-8B's shapes, two of which share a GPU with a trainer."""
-
-
-@contextlib.contextmanager
-def plain_sglang(model: Path, log: Path, *arguments: str) -> Iterator[Any]:
-    """An SGLang server without us, with random weights."""
-    port = free_port()
-    command = [SGLANG_PYTHON, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1"]
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [*command, "--port", str(port), "--skip-server-warmup", *OPTIONS, *SGLANG_SIZES, *arguments],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **sglang_fleet.ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "0"},
-            start_new_session=True,
-        )
-    try:
-        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", process=process, log=log)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
 
 
 class NativeSglang:

@@ -29,14 +29,13 @@ from benchmarks.gpu.rivals import (
     NativeServer,
     NativeSglang,
     backend_arguments,
-    plain_sglang,
 )
 from ckpt_engine import Trainer
 from tests.cluster import Cluster, Replica, running_cluster
 from tests.engines import sglang_server, vllm_server
 from tests.gpu.exact import free_bytes, sleep
 from tests.gpu.gpu_server import KV_BYTES, needs_gpu_vllm, plain_vllm, start_gpu_vllm, wait_for_plain
-from tests.gpu.sglang_fleet import needs_gpu_sglang, start_gpu_sglang
+from tests.gpu.sglang_fleet import needs_gpu_sglang, plain_sglang, start_gpu_sglang
 
 pytestmark = pytest.mark.timeout(420)
 
@@ -84,7 +83,7 @@ ENGINES = {
         KV_BYTES,
     ),
     "sglang": Engine(
-        plain_sglang,
+        lambda model, log: plain_sglang(model, log, *SGLANG_SIZES),
         _sglang_replica,
         lambda url, model: NativeSglang(url, model).update(),
         lambda server, prompt: sglang_server.tokens(sglang_server.complete(server, prompt)),

@@ -21,12 +21,12 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.gpu.measure import ROUNDS, WARMUP, CopyCeiling, Series, rounded, versions
 from benchmarks.gpu.qwen3_8b import BYTES, Tree, renew, write_config
-from benchmarks.gpu.rivals import SGLANG_SIZES, NativeSglang, plain_sglang
+from benchmarks.gpu.rivals import SGLANG_SIZES, NativeSglang
 from ckpt_engine import Trainer
 from tests.cluster import Replica, running_cluster
 from tests.engines.sglang_server import complete, tokens
 from tests.gpu.gpu_server import wait_for_plain
-from tests.gpu.sglang_fleet import needs_gpu_sglang, start_gpu_sglang
+from tests.gpu.sglang_fleet import needs_gpu_sglang, plain_sglang, start_gpu_sglang
 
 pytestmark = [*needs_gpu_sglang, pytest.mark.timeout(480)]
 
@@ -56,7 +56,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     path = tmp_path_factory.mktemp("sglang")
     config = write_config(path / "model")
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(plain_sglang(config, path / "rival.log"))
+        server = stack.enter_context(plain_sglang(config, path / "rival.log", *SGLANG_SIZES))
         cluster = stack.enter_context(running_cluster(path / "cluster"))
         replica = start_gpu_sglang(cluster, "sglang", config, *SGLANG_SIZES, visible="0")
         model = Tree("cuda:0")

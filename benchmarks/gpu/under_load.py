@@ -44,7 +44,6 @@ from benchmarks.gpu.rivals import (
     NativeServer,
     NativeSglang,
     backend_arguments,
-    plain_sglang,
     read_log,
 )
 from ckpt_engine import Trainer, UpdateReport
@@ -55,7 +54,7 @@ from tests.cluster import Cluster, Replica, running_cluster
 from tests.engines.sglang_server import start_sglang
 from tests.engines.vllm_server import start_vllm
 from tests.gpu.gpu_server import plain_vllm, start_gpu_vllm, wait_for_plain
-from tests.gpu.sglang_fleet import start_gpu_sglang
+from tests.gpu.sglang_fleet import plain_sglang, start_gpu_sglang
 from tests.tiny_model import make_tiny_qwen3
 
 ABOUT = FIELDS | {
@@ -204,7 +203,7 @@ def sglang_on_a_gpu(path: Path, rival: bool) -> Iterator[World]:
     """Ours and, if asked for, SGLang's `update_weights_from_tensor`, both with CUDA graphs."""
 
     def plain(stack: contextlib.ExitStack, config: Path) -> Callable[[nn.Module], Rival]:
-        started = stack.enter_context(plain_sglang(config, path / "rival.log"))
+        started = stack.enter_context(plain_sglang(config, path / "rival.log", *SGLANG_SIZES))
 
         def up(model: nn.Module) -> Rival:
             wait_for_plain(started, UP_SECONDS)

@@ -11,13 +11,17 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from tests.engines.sglang_server import complete, tokens
-from tests.gpu.exact import Exact, Fleet, bare_models
-from tests.gpu.sglang_fleet import CACHED_TOKENS, EAGER, GRAPHS, needs_gpu_sglang, start_gpu_sglang
+from tests.engines.test_vllm_models import build
+from tests.gpu.exact import PROMPTS, ROUNDING, Exact, Fleet, bare_models, mixture
+from tests.gpu.gpu_server import wait_for_plain
+from tests.gpu.sglang_fleet import CACHED_TOKENS, EAGER, GRAPHS, needs_gpu_sglang, plain_sglang, start_gpu_sglang
+from tests.tiny_model import regrets
 
 pytestmark = [*needs_gpu_sglang, pytest.mark.timeout(400)]
 
@@ -34,9 +38,29 @@ not supported for fallback_rotary_embedding")."""
 SGLANG = Exact(complete, tokens, CACHE_BYTES, labels=True, head_dim=HEAD_DIM)
 
 
+LOADED = 3
+"""The seed of the experts that a server without us loads: the last version of `check_mixture`."""
+
+
+class Loaded(NamedTuple):
+    """A server that SGLang's own loader brought its weights, and transformers' model of the same."""
+
+    server: Any
+    model: Any
+
+
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """All servers of this module, started at once."""
+def loaded_mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
+    """Experts. It may be starting still."""
+    path = tmp_path_factory.mktemp("loaded")
+    model, _ = build(mixture(HEAD_DIM), LOADED, path / "model")
+    with plain_sglang(path / "model", path / "loaded.log", *EAGER, "--load-format", "auto") as server:
+        yield Loaded(server, model)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, loaded_mixture: Loaded) -> Iterator[Fleet]:
+    """All servers of this module, started at once; loaded_mixture too."""
     path = tmp_path_factory.mktemp("sglang")
     bare_models(path, HEAD_DIM)
     with contextlib.ExitStack() as stack:
@@ -61,8 +85,19 @@ def test_sglang_updates_from_live_parameters(fleet: Fleet, tmp_path: Path, kind:
     SGLANG.check_updates(fleet.ready(kind), tmp_path, updates, workers=workers, tied=kind == "tied")
 
 
-def test_a_mixture_of_experts_in_sglang(fleet: Fleet, tmp_path: Path) -> None:
-    SGLANG.check_mixture(fleet.ready("mixture"), tmp_path)
+def test_sglangs_own_loading_of_a_mixture_of_experts(fleet: Fleet, loaded_mixture: Loaded) -> None:
+    """What the next test stands on: if this fails, it is not our doing."""
+    wait_for_plain(loaded_mixture.server)
+    for prompt in PROMPTS:
+        found = tokens(complete(loaded_mixture.server, prompt))
+        assert max(regrets(loaded_mixture.model, prompt, found)) < ROUNDING
+
+
+def test_a_mixture_of_experts_in_sglang(fleet: Fleet, loaded_mixture: Loaded, tmp_path: Path) -> None:
+    served = fleet.ready("mixture")
+    SGLANG.check_mixture(served, tmp_path)
+    for prompt in PROMPTS:
+        assert tokens(complete(served[1], prompt)) == tokens(complete(loaded_mixture.server, prompt)), prompt
 
 
 def test_a_corrupt_slice_closes_sglangs_gate_until_the_next_good_update(fleet: Fleet, tmp_path: Path) -> None:
