@@ -15,7 +15,8 @@ import grpc
 import grpc.aio
 
 from ckpt_engine.connection import checked_address, connection_problem
-from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.problems import CkptEngineError, invalid
 from ckpt_engine.grpc_loops import quiet_loop
 from ckpt_engine.security.client import ClientSecurity
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
@@ -49,13 +50,26 @@ _CODE_OF_STATUS = {status: code for code, status in STATUS_OF_CODE.items()}
 _CODE_OF_STATUS[grpc.StatusCode.CANCELLED] = weights_pb2.Problem.ABORTED
 
 
+NO_PING_MILLISECONDS = 1_000_000_000
+"""Between two pings of a connection: eleven days."""
+
+
 def channel_options() -> list[tuple[str, int]]:
     """Options of every channel to the manager.
 
-    Sessions send their own heartbeats, so there are no HTTP/2 keepalive pings. A lost manager is tried again within
-    two seconds. HTTP proxies are not used: the manager is a neighbour in the cluster, and a proxy cuts long streams.
+    Sessions send their own heartbeats, so there are no HTTP/2 keepalive pings. But a connection on which nothing that
+    was sent is acknowledged for a lease is given up (TCP_USER_TIMEOUT): TCP itself would go on for minutes, longer each
+    time, and the next session would wait on that connection after the network has healed. A lost manager is tried again
+    within two seconds. HTTP proxies are not used: the manager is a neighbour in the cluster, and a proxy cuts long
+    streams. Raises INVALID_ARGUMENT for deadlines in the environment that are none.
     """
+    try:
+        lease = Deadlines.from_environment(os.environ).lease
+    except ValueError as error:
+        raise invalid(str(error)) from None
     return [
+        ("grpc.keepalive_time_ms", NO_PING_MILLISECONDS),  # gRPC sets the timeout only where pings may come
+        ("grpc.keepalive_timeout_ms", int(lease * 1000)),
         ("grpc.max_receive_message_length", MESSAGE_BYTES),
         ("grpc.max_send_message_length", MESSAGE_BYTES),
         ("grpc.initial_reconnect_backoff_ms", 100),

@@ -186,14 +186,14 @@ def _judge(world: World, cell: Cell, result: Result, before: int) -> None:
         world.restart_agent(VICTIM)
     for name, allowed in zip((VICTIM, BYSTANDER), cell.allowed(), strict=True):
         ended = world.until(
-            f"{name} is in an end state", SETTLE_SECONDS, lambda name=name: _end_of(world, cell, name, before)
+            f"{name} is in an end state", SETTLE_SECONDS, lambda name=name: end_of(world, cell, name, before)
         )
         result.ends[name] = ended
         if ended not in allowed:
             result.wrong.append(f"{name} is {ended}, allowed: {', '.join(sorted(allowed))}; {world.describe()}")
 
 
-def _end_of(world: World, cell: Cell, name: str, before: int) -> str:
+def end_of(world: World, cell: Cell, name: str, before: int) -> str:
     """new_serving and old_serving if its own answers say so, quarantined if it is closed with a reason; else ''."""
     status = world.status()
     found = next((each for each in status.replicas if each.name == name), None) if status is not None else None
@@ -208,8 +208,8 @@ def _end_of(world: World, cell: Cell, name: str, before: int) -> str:
         if version == before:
             return OLD
         return f"serving version {version}"
-    if cell.stage == "join" and name == VICTIM and world.holds(world.version):
-        return ""  # its engine is new and closed, and there is a relay that brings it up
+    if cell.stage == "join" and name == VICTIM and world.relay is not None and world.relay.alive:
+        return ""  # its engine is new and closed, and a relay holds the version, which may be on its way back
     return QUARANTINED if found.closed_reason and _is_closed(found) else ""
 
 

@@ -31,17 +31,25 @@ class Loop:
 
 
 class Proxy:
-    """Listens on a free port, or the one that is given. upstream: host and port; a test may change it for later
-    connections. pause: seconds that every 64 KiB wait."""
+    """Listens on a free port, or the one that is given, or at `listener`. upstream: host and port; a test may change it
+    for later connections. pause: seconds that every 64 KiB wait."""
 
-    def __init__(self, loop: Loop, upstream: tuple[str, int], host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        upstream: tuple[str, int],
+        host: str = "127.0.0.1",
+        port: int = 0,
+        listener: socket.socket | None = None,
+    ) -> None:
         self.upstream = upstream
         self.pause = 0.0
         self._host = host
         self._loop = loop
         self._reachable = True
         self._writers: set[asyncio.StreamWriter] = set()
-        self._server = loop.run(asyncio.start_server(self._carry, host, port))
+        where = {"host": host, "port": port} if listener is None else {"sock": listener}
+        self._server = loop.run(asyncio.start_server(self._carry, **where))
         self.port: int = self._server.sockets[0].getsockname()[1]
 
     @property

@@ -28,6 +28,7 @@ MORE = (
     Cell("trainer", "cut", "plan"),
     Cell("agent", "duplicate", "resume"),
     Cell("relay", "cut", "transfer"),
+    Cell("relay", "partition", "join"),
 )
 
 

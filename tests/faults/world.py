@@ -235,13 +235,6 @@ class World:
         status = self.status()
         return status is not None and any(each.connected and each.kind == "relay" for each in status.holders)
 
-    def holds(self, version: int) -> bool:
-        """Whether the manager knows the relay as one that has this version."""
-        status = self.status()
-        return status is not None and any(
-            each.connected and version in [held.version for held in each.held] for each in status.holders
-        )
-
     def until(self, what: str, seconds: float, look: Callable[[], Any]) -> Any:
         """What `look` finds; AssertionError naming `what` after `seconds`."""
         end = time.monotonic() + seconds

@@ -291,6 +291,66 @@ def test_a_filling_ends_at_its_deadline_and_when_it_is_overtaken(slots: Slots, m
     assert_holds(slots.fill(1, all, 60.0), checkpoint)
 
 
+def test_a_filling_that_is_overtaken_when_all_has_come_holds_and_lends_nothing(slots: Slots) -> None:
+    checkpoint, recorded = checkpoint_of()
+    all = all_of(recorded, tables(checkpoint))
+    before = slots.fill(0, all, 60.0)
+
+    def overtake(done: int, total: int) -> None:
+        if done == total:
+            slots.stop()
+
+    with pytest.raises(CkptEngineError, match="overtaken"):
+        slots.fill(0, all, 60.0, overtake)
+    assert slots.held(0) is None
+    with pytest.raises(CkptEngineError):
+        RelayMemoryTransport().open(regions_of(before.table)).check()
+    assert_holds(slots.fill(0, all, 60.0), checkpoint)
+
+
+def test_what_was_given_up_while_it_was_digested_is_not_answered_for(
+    slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot gets the next version while pieces of this one are digested: who asked must not get a mixture."""
+    checkpoint, recorded = checkpoint_of(3)
+    held = slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
+    other, next_record = checkpoint_of(4)
+    shard = held.table.shards[0]
+    atom = Atom(shard=0, start=shard.start, stop=shard.stop)
+    atoms = Atoms(table_digest=blob_digest(canonical(held.table)), atoms=[atom])
+    assert slots.digest(atoms, 1) == held.digest(atoms)
+    digest = Held.digest
+
+    def overwritten(self: Held, atoms: Atoms) -> list[int]:
+        monkeypatch.setattr(Held, "digest", digest)
+        slots.fill(0, all_of(next_record, tables(other), 2), 60.0)
+        return self.digest(atoms)
+
+    monkeypatch.setattr(Held, "digest", overwritten)
+    with pytest.raises(CkptEngineError, match="does not hold version 1 any more") as caught:
+        slots.digest(atoms, 1)
+    assert caught.value.problem.code == Problem.FAILED_PRECONDITION
+
+
+def test_a_source_that_could_not_be_read_is_read_by_the_next_filling(slots: Slots, tmp_path: Path) -> None:
+    """Its file was away, as on a disk that was not mounted; nothing else has changed by the next filling."""
+    checkpoint, recorded = checkpoint_of()
+    path = tmp_path / "model.safetensors"
+    save_file(checkpoint.weights, path)
+    source = directory_source(path, host=this_host())
+    elsewhere = Checkpoint({"norm.weight": checkpoint.weights["norm.weight"]}, None)
+    all = all_of(recorded, [source.table(), *tables(elsewhere, "norm")])
+    path.rename(tmp_path / "away")
+    first = slots.fill(0, all, 60.0)
+    assert [spec.name for spec in first.table.tensors] == ["norm.weight"]
+    (tmp_path / "away").rename(path)
+    second = slots.fill(0, all, 60.0)
+    assert (second.filled.missing, second.filled.faults) == ((), ())
+    assert_holds(second, checkpoint)
+    source.close()
+    elsewhere.close()
+
+
 def test_pieces_larger_than_a_batch_are_cut_and_add_up(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_batches, "BATCH_BYTES", 100)
     checkpoint, recorded = checkpoint_of(5)
