@@ -41,8 +41,23 @@ def _about_machines() -> str:
     return " ".join([*files, f"{STORIES}::test_promises_hold_whatever_happens[0]", "--timeout=60"])
 
 
+def _about_relays_in_updates() -> str:
+    """Tests of the manager's side of relays: its machine alone, then stories of the simulation."""
+    names = ("relay_hosts", "relay_stories", "relay_failures", "held_stories", "fan_out_stories", "busy_rules")
+    stories = " ".join(f"tests/simulation/test_{name}.py" for name in names)
+    return f"tests/machines/test_prefetch.py tests/machines/test_filled_together.py {stories} --timeout=60"
+
+
 def _gate(*names: str) -> str:
     return " ".join(f"tests/words/test_{name}.py" for name in names)
+
+
+def _relay(*names: str) -> str:
+    return " ".join(f"tests/relay/test_{name}.py" for name in names)
+
+
+def _gateway(*names: str) -> str:
+    return " ".join(f"tests/gateway/test_{name}.py" for name in names)
 
 
 SELECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -59,6 +74,13 @@ SELECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("ckpt_engine/core/sealed_record.py", ("tests/core",)),
     ("ckpt_engine/digest/host.py", ("tests/digest",)),
     ("ckpt_engine/digest/host_jobs.py", ("tests/digest",)),
+    ("ckpt_engine/relay/fan_in.py", ("tests/network/test_passing_on.py", "tests/network/test_tcp.py", "tests/relay")),
+    ("ckpt_engine/relay/", (_relay("filling", "relay_work", "sources", "door", "relay_settings"), "tests/relay")),
+    ("ckpt_engine/gateway/", (_gateway("stitching", "json_numbers", "fleet", "journeys", "gateway"), "tests/gateway")),
+    *(
+        (f"ckpt_engine/machines/manager/{name}.py", (_about_relays_in_updates(), _about_machines(), STORIES))
+        for name in ("prefetch", "relaying", "routes", "filling")
+    ),
     ("ckpt_engine/machines/", (_about_machines(), STORIES, "tests/manager", "tests/agent")),
 )
 """Which files (all below a folder), and which tests are to notice: arguments of pytest, quick ones first.

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -291,6 +292,26 @@ def test_whoever_is_stopped_tells_those_who_wait(world: World, monkeypatch: pyte
         assert found.filled.missing == ()
         assert_same(found, world.weights)
     assert world.relays["a"].held(0) is None
+
+
+def test_nothing_lands_any_more_when_a_filling_has_ended(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`b` is told to stop while `a` passes on to it: the next version may be written to that memory at once."""
+    landing: list[asking.Passed] = []
+    receive = asking.Passed.receive
+
+    def noted(self: asking.Passed, *wishes: Any) -> None:
+        landing.append(self)
+        world.relays["b"].stop()
+        try:
+            receive(self, *wishes)
+        finally:
+            time.sleep(0.1)  # as if what has come were still being written
+            landing.remove(self)
+
+    monkeypatch.setattr(asking.Passed, "receive", noted)
+    with pytest.raises(CkptEngineError, match="overtaken by a newer command"):
+        world.fill("b", world.orders()["b"]).result(60)
+    assert not landing
 
 
 def test_nothing_is_sent_before_it_is_verified(world: World) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
 from ckpt_engine.machines import events
 from ckpt_engine.v1 import manager_pb2, worker_pb2
 from tests.simulation.engine import Engine
@@ -87,6 +88,23 @@ def test_bringing_up_that_is_cut_short_before_its_intent_is_on_the_disk_touches_
     assert len(report.replicas) == 2
     assert report.ok
     assert {install.identity.version for install in installs} == {1}
+
+
+def test_a_late_replica_that_gave_way_often_is_brought_up_all_the_same(story: Story, slow_disk: None) -> None:
+    """Updates that are refused end one attempt after the other; none of these has failed for what it was to do."""
+    story.relay()
+    story.replica()
+    group = story.ranks(kind="snapshot")
+    identity = story.trained(group, prefetch=manager_pb2.ALWAYS).identity
+    story.join_replica(manager_pb2.STANDALONE)
+    for _ in range(CATCH_UP_ATTEMPTS + 1):
+        wait_until(story, lambda: "bringing up" in story.phase and ": recording" in story.phase, 30.0)
+        group.train()
+        result = story.call(group.trainers[0], version=identity.version)
+        wait_until(story, lambda result=result: bool(result))
+        refused(result[0], Problem.FAILED_PRECONDITION, "the weights are not those")
+    story.wait(30.0)
+    assert [story.held_by(agent) for agent in story.agents.values()] == [identity, identity]
 
 
 def test_a_replica_that_does_not_hear_that_bringing_up_is_given_up_is_told_again(

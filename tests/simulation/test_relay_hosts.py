@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.machines.events import Message, Send
 from ckpt_engine.machines.manager.members import Member, Replica
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.hosts import NETWORK, RELAY, host_of
+from tests.simulation.manager import ManagerShell
 from tests.simulation.members import AgentShell
 from tests.simulation.relays import RelayShell
 from tests.simulation.story import NEW, OLD, Problem, Story, outcomes, refused
@@ -189,6 +191,45 @@ def test_whoever_waits_for_a_relay_takes_another(story: Story, when: str, how: s
     assert outcomes(report) == {far.name: NEW}, report
     assert holds(far) == report.identity
     assert spare.fills or a.fills
+
+
+def test_an_answer_that_comes_again_is_no_answer_to_the_next_command(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way to the relay was cut for a moment, and the network repeats what it said of that whenever it is told to
+    try again: it is not taken for failed once more, which would use up all its tries."""
+    _, b = relays_on(story, A, B)
+    far, group, manager = story.replica(host=B), story.ranks(), story.cluster.manager
+    assert manager is not None
+    feed, watch = manager.feed, manager.watch
+    failed: list[object] = []
+    attempts: list[int] = []
+
+    def heard(event: object) -> None:
+        body = event.body if isinstance(event, Message) else None
+        if isinstance(body, manager_pb2.RelayFilled) and body.HasField("problem") and not failed:
+            failed.append(event)
+            story.faults.wire_cuts.clear()
+            story.faults.wire_delay = 2.0
+        feed(event)
+
+    def told(shell: ManagerShell, command: Any) -> None:
+        if isinstance(command, Send) and isinstance(command.body, manager_pb2.FillRelay) and failed:
+            attempts.append(command.body.attempt)
+            story.world.after(0.002, lambda: feed(failed[0]))
+        watch(shell, command)
+
+    monkeypatch.setattr(manager, "feed", heard)
+    monkeypatch.setattr(manager, "watch", told)
+    story.faults.wire_cuts.add(frozenset("AB"))
+    group.train()
+    (result,) = [story.call(trainer) for trainer in group.trainers]
+    story.wait(41.0)
+    (report,) = result
+    assert failed
+    assert set(attempts) == {1}
+    assert outcomes(report) == {far.name: NEW}
+    assert b.fills == 2
 
 
 def phase(story: Story) -> str:
