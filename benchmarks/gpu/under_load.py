@@ -36,7 +36,7 @@ from torch import nn
 
 from benchmarks.gpu.clients_view import FIELDS, Window, seen, windows_of
 from benchmarks.gpu.lines import LineProcess
-from benchmarks.gpu.measure import Series, rounded, versions
+from benchmarks.gpu.measure import CopyCeiling, Series, rounded, versions
 from benchmarks.gpu.qwen3_8b import Tree, renew, write_config
 from benchmarks.gpu.rivals import (
     ENVIRONMENT,
@@ -58,6 +58,7 @@ from tests.gpu.sglang_fleet import plain_sglang, start_gpu_sglang
 from tests.tiny_model import make_tiny_qwen3
 
 ABOUT = FIELDS | {
+    "copy_ceiling_GB_s": "one buffer on the GPU to another, sustained: what transfer and install are held against",
     "idle, loaded": "medians, interquartile ranges and the worst of updates without and with clients; seconds",
     "pause_seconds": "ours: as the report tells it; the rival: from the call of /pause to the answer of /resume",
     "call_seconds": "from the trainer's call to its return",
@@ -257,7 +258,8 @@ def _on_a_gpu(
                 Server(f"rival{added}", url, partial(told, mode == "in_place"), said) for mode, added in MODES.items()
             ]
             servers = [*servers[:2], *rivals, *servers[2:]]
-        about = {"engine": engine, "rival": RIVALS[engine] if up is not None else "none", "bytes": size}
+        about: dict[str, Any] = {"engine": engine, "rival": RIVALS[engine] if up is not None else "none"}
+        about |= {"bytes": size, "copy_ceiling_GB_s": CopyCeiling("cuda:0", "cuda:0", 2 << 30).sustained()}
         yield World(servers, touching(model), "tiny", {**about, "versions": versions(engine)})
 
 
@@ -429,6 +431,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=("vllm", "sglang", "reference"), default="vllm")
     parser.add_argument("--cpu", action="store_true", help="a small model on the CPU")
     parser.add_argument("--no-rival", action="store_true")
+    parser.add_argument("--only", nargs="+", metavar="SERVER", help="ours, rival, ours_by_relay, ours_in_place …")
     for name, value in asdict(Load()).items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     options = parser.parse_args()
@@ -442,6 +445,8 @@ def main() -> None:
             options.output.write_text(json.dumps(result, indent=1) + "\n")
 
         with world_of(options.engine, options.cpu, not options.no_rival, path) as world:
+            if options.only:
+                world = world._replace(servers=[each for each in world.servers if each.name in options.only])
             measure(world, load, path, wrote)
 
 

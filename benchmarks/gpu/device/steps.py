@@ -49,6 +49,8 @@ FILES = ("-m", "benchmarks.gpu.directory", "-o", "{out}/directory.json")
 SMALL = ("--streams", "4", "--updates", "3", "--warmup", "1", "--quiet", "2", "--idle", "4")
 SMALL_LOAD = ("--engine", "reference", "--cpu", *SMALL)
 
+KEEP = ("--only", "ours", "rival", "ours_by_relay")
+
 STEPS = (
     Step(
         "under-load",
@@ -59,12 +61,20 @@ STEPS = (
         cpu=(*LOAD, *SMALL_LOAD),
     ),
     Step(
+        "load-keep",
+        "under-load in one pause mode and by way of a relay",
+        (*LOAD, *KEEP),
+        *(240, 400),
+        engine="vllm",
+        cpu=(*LOAD, *KEEP, *SMALL_LOAD),
+    ),
+    Step(
         "load-sglang",
         "the same of SGLang, against its update_weights_from_tensor",
-        (*LOAD, "--engine", "sglang"),
-        *(360, 540),
+        (*LOAD, "--engine", "sglang", *KEEP),
+        *(260, 420),
         engine="sglang",
-        cpu=(*LOAD, *SMALL_LOAD),
+        cpu=(*LOAD, *KEEP, *SMALL_LOAD),
     ),
     Step(
         "model-classes",
