@@ -22,7 +22,7 @@ grpo: $(INSTALLED)
 
 # Several files at a time, since most tests wait for processes that they have started; those that take longest first
 # (tests/conftest.py). The linters run among them.
-FILES_AT_A_TIME = --numprocesses $(1) --dist loadgroup --no-loadscope-reorder
+FILES_AT_A_TIME = --numprocesses $(1) --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not engine and not framework and not gpu and not slow" $(call FILES_AT_A_TIME,4) $(ARGS)

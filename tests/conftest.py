@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Before torch is imported, and for all that tests start: threads of small models only wait for each other, and
@@ -59,11 +61,28 @@ LONGEST = (
 """Files whose tests take longest together: they are begun first, so that none of them is what all others wait for."""
 
 
+ONE_ENGINE_AT_A_TIME = ("test_conformance.py", "test_relays_engines.py")
+"""Files whose tests' first parameter is an engine, with a server for each: they are divided by it."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files in the order in which they are begun; the tests of a file stay in theirs, and in one process unless they
-    are marked otherwise."""
+    """Files in the order in which they are begun; the tests of a file stay in theirs."""
     order = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONGEST)))
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
+
+
+class Files(LoadFileScheduling):  # type: ignore[misc]
+    """Several files at a time, and of those in ONE_ENGINE_AT_A_TIME several engines."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        """What is run by one process."""
+        file, _, test = nodeid.partition("::")
+        if not file.endswith(ONE_ENGINE_AT_A_TIME):
+            return file
+        engine = test.partition("[")[2].rstrip("]").partition("-")[0]
+        return f"{file} {engine} {'-by relay' in test}"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Files | None:
+    return Files(config, log) if config.getvalue("dist") == "loadfile" else None

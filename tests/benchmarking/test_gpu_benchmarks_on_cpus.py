@@ -22,7 +22,11 @@ SMALL = Load(streams=4, tokens=100, updates=2, warmup=1, every=1.0, quiet=2.0, i
 
 
 @pytest.mark.parametrize(
-    "engine", [pytest.param("reference", marks=pytest.mark.slow), pytest.param("vllm", marks=needs_vllm)]
+    "engine",
+    [
+        pytest.param("reference", marks=pytest.mark.slow),
+        pytest.param("vllm", marks=[*needs_vllm, pytest.mark.slow]),
+    ],
 )
 def test_updates_under_load(tmp_path: Path, engine: str) -> None:
     written: list[dict[str, Any]] = []

@@ -52,13 +52,12 @@ BY_RELAY = "by relay"
 
 
 def servers() -> Iterator[Any]:
-    """Each engine, reading the trainer and reading a relay; as many groups of tests that can run at a time."""
+    """Each engine, reading the trainer and reading a relay."""
     for engine in ENGINES:
         real = () if engine.kind == "reference" else (pytest.mark.engine,)
         for way, marks in (("", ()), (BY_RELAY, (pytest.mark.slow,))):
             name = f"{engine.kind}-{way}" if way else engine.kind
-            group = pytest.mark.xdist_group(f"conformance of {name}")
-            yield pytest.param((engine, way), id=name, marks=(*real, *marks, group))
+            yield pytest.param((engine, way), id=name, marks=(*real, *marks))
 
 
 @pytest.fixture(scope="module", params=servers())

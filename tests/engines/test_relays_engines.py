@@ -68,12 +68,7 @@ def spoil(live: Any) -> None:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(
-            engine,
-            id=engine.kind,
-            marks=(MARKS.get(engine.kind, pytest.mark.engine), pytest.mark.xdist_group(f"relays of {engine.kind}")),
-        )
-        for engine in ENGINES
+        pytest.param(engine, id=engine.kind, marks=MARKS.get(engine.kind, pytest.mark.engine)) for engine in ENGINES
     ],
 )
 def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
