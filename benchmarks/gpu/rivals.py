@@ -93,8 +93,8 @@ SGLANG_SIZES = (
 
 
 class NativeSglang:
-    """SGLang's own update: the tensors' CUDA IPC handles in one request. The server unpickles it: on loopback, for a
-    baseline only."""
+    """SGLang's own update as 0.5.23 has it: the tensors' CUDA IPC handles in one request, within a session. The server
+    unpickles it: on loopback, for a baseline only."""
 
     def __init__(self, url: str, model: nn.Module) -> None:
         from sglang.srt.utils import MultiprocessingSerializer
@@ -112,11 +112,13 @@ class NativeSglang:
         """Seconds from pause to resume. keeps_caches: requests go on over the old ones."""
         began = time.perf_counter()
         self.post("/pause_generation", mode="in_place" if keeps_caches else "retract")
+        self.post("/begin_weight_update")
         self.post(
             "/update_weights_from_tensor",
             serialized_named_tensors=[self._serialize(self._named, output_str=True)],
             flush_cache=not keeps_caches,
         )
+        self.post("/end_weight_update")
         self.post("/continue_generation")
         return time.perf_counter() - began
 
