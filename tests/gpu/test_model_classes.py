@@ -149,7 +149,7 @@ class Kind:
 
     make: Callable[[], Any]
     arguments: tuple[str, ...] = ()  # of both servers
-    float32: tuple[str, ...] = ()  # ends of the names of tensors that vLLM keeps, and ours publish, in float32
+    float32: tuple[str, ...] = ()  # ends of the names of tensors that ours publishes in float32
 
 
 KINDS = {
@@ -157,7 +157,8 @@ KINDS = {
     "tied embeddings": Kind(tied),
     "experts": Kind(experts),
     "latent attention": Kind(latent_attention),
-    "hybrid": Kind(hybrid, float32=(".A_log",)),
+    "hybrid": Kind(hybrid),  # vLLM keeps A_log in float32, and widens it
+    "hybrid, A_log published in float32": Kind(hybrid, float32=(".A_log",)),
     "gpt-oss": Kind(gpt_oss),
     "gemma3": Kind(gemma3),
     "LoRA enabled": Kind(qwen3, ("--enable-lora", "--max-lora-rank", "8")),
