@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Iterator
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ckpt_engine.security.server import ServerSecurity
 
@@ -43,7 +44,7 @@ class HttpServer(uvicorn.Server):
         """security: its certificate and authority. kept_seconds: how long an idle connection is kept."""
         super().__init__(
             uvicorn.Config(
-                application,
+                _of_one_length(application),
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -61,3 +62,31 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leaves signals alone: they belong to the process, whose own end stops this server."""
         yield
+
+
+TWO_LENGTHS = (
+    "the request has both Content-Length and Transfer-Encoding, so servers may take different parts of it for its "
+    "body: send one of them"
+)
+
+
+def _of_one_length(application: ASGIApp) -> ASGIApp:
+    """Refuses what h11 lets through: a request that says its length in two ways. The connection closes, since what
+    follows may be a part of its body."""
+
+    async def one_length(scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope.get("headers", ())}
+        if not {b"content-length", b"transfer-encoding"} <= names:
+            await application(scope, receive, send)
+            return
+        problem = {"type": "about:blank", "title": "Bad Request", "status": 400, "detail": TWO_LENGTHS}
+        body = json.dumps({**problem, "reason": "bad_request"}).encode()
+        headers = [
+            (b"content-type", b"application/problem+json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        await send({"type": "http.response.start", "status": 400, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    return one_length

@@ -54,6 +54,9 @@ def gateway(
         int, typer.Option(min=1, help="Requests that run or wait at most, in each process.")
     ] = Settings.requests,
     body_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request's body at most.")] = Settings.body_bytes,
+    body_values: Annotated[
+        int, typer.Option(min=1, help="Values in a request's body at most, such as token ids; texts are one each.")
+    ] = Settings.body_values,
     resumes: Annotated[int, typer.Option(min=0, help="How often one sample is resumed at most.")] = Settings.resumes,
     certificate: Certificate = None,
     key: Key = None,
@@ -86,6 +89,7 @@ def gateway(
         drain=drain_seconds,
         requests=requests,
         body_bytes=body_bytes,
+        body_values=body_values,
         resumes=resumes,
         security=ServerSecurity(certificate, key, client_authority, tokens, insecure),
     )

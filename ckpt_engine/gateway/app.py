@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.applications import Starlette
@@ -26,6 +27,7 @@ from ckpt_engine.gateway.dialects.inference import Inference
 from ckpt_engine.gateway.dialects.sglang import Sglang
 from ckpt_engine.gateway.door import Door
 from ckpt_engine.gateway.json_numbers import load_asked
+from ckpt_engine.gateway.large_json import LARGE_BYTES, values_of
 from ckpt_engine.gateway.passing import Passing
 from ckpt_engine.gateway.placing import Placing
 from ckpt_engine.gateway.refusals import RefusedError, bad_request
@@ -125,8 +127,10 @@ class Gateway:
             try:
                 headers = once(Headers(scope=scope).items())
                 authorized = self._door.check(headers)
-                body = await read_body(receive, headers, settings.body_bytes)
-                work = self._work(route, body, headers, authorized, writer)
+                data = await read_body(receive, headers, settings.body_bytes)
+                writer.large = len(data) >= LARGE_BYTES
+                prepare = partial(self._work, route, data, headers, authorized, writer)
+                work = await asyncio.to_thread(prepare) if writer.large else prepare()
                 ended = await self._run(work, writer, receive)
             finally:
                 self._enter(-1)
@@ -148,9 +152,9 @@ class Gateway:
             said = f"{self.inside} requests run or wait already, this process carries {most}"
             raise RefusedError(429, refusals.TOO_MANY, said, {"retry-after": "1"})
 
-    def _work(
-        self, route: str, body: dict[str, Any], headers: Mapping[str, str], authorized: bool, writer: Writer
-    ) -> Work:
+    def _work(self, route: str, data: bytes, headers: Mapping[str, str], authorized: bool, writer: Writer) -> Work:
+        """Reads a request. On any thread, since that of a large one takes a while."""
+        body = body_of(data, self.placing.settings.body_values)
         dialect = DIALECTS.get(route)
         asked: Asked | None = None if dialect is None else dialect.read(body)
         prompt = asked.singles[0].prompt if asked else ()
@@ -277,8 +281,8 @@ class _Endpoint:
         await self._function(scope, receive, send)
 
 
-async def read_body(receive: Receive, headers: Mapping[str, str], most: int) -> dict[str, Any]:
-    """A request's JSON object. Raises RefusedError for what is too large or none, CallerGoneError."""
+async def read_body(receive: Receive, headers: Mapping[str, str], most: int) -> bytes:
+    """A request's body. Raises RefusedError for what is too large or none, CallerGoneError."""
     if headers.get("content-encoding", "identity").lower() != "identity":
         said = f"the body is compressed (content-encoding: {headers['content-encoding']}); send it as it is"
         raise RefusedError(415, refusals.BAD_REQUEST, said)
@@ -298,8 +302,16 @@ async def read_body(receive: Receive, headers: Mapping[str, str], most: int) -> 
         raise RefusedError(413, refusals.TOO_LARGE, said, {"connection": "close"})  # the rest of it is not read
     if not size:
         raise bad_request("there is no body: send a JSON object")
+    return b"".join(parts)
+
+
+def body_of(data: bytes, most: int) -> dict[str, Any]:
+    """A request's JSON object. Raises RefusedError for what is none, or has more values than `most`."""
+    if len(data) > most and (count := values_of(data)) > most:
+        said = f"a body of {count} values; {most} are the most (--body-values)"
+        raise RefusedError(413, refusals.TOO_LARGE, said)
     try:
-        body = load_asked(b"".join(parts))
+        body = load_asked(data)
     except (ValueError, RecursionError) as error:
         raise bad_request(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):

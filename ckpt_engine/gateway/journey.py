@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.dialects.base import Dialect, EngineError, MalformedError, load_event
 from ckpt_engine.gateway.fleet import Member, Told, Visit, Want
+from ckpt_engine.gateway.json_numbers import dump
 from ckpt_engine.gateway.placing import Placing, UnsuitedError
 from ckpt_engine.gateway.poison import Suspects
 from ckpt_engine.gateway.refusals import RefusedError
@@ -28,6 +29,9 @@ from ckpt_engine.gateway.versions import Span, lineages
 
 DEATH_LOOK_SECONDS = 0.05
 """How long after a break a replica is asked whether it lives: an engine that dies may still close connections."""
+
+LARGE = 1 << 14
+"""Tokens of a leg's prompt from which on it is written on another thread."""
 
 END_SECONDS = 1.0
 """How long an engine may take to end a stream after its last token; then the connection is closed, and used no more."""
@@ -103,15 +107,20 @@ class Journey:
     def _resumed(self) -> bool:
         return bool(self._stitch.tokens)
 
+    def _content(self, identifier: str, large: bool = False) -> bytes:
+        """What the next leg asks an engine for. On any thread."""
+        return dump(self._dialect.leg_body(self._stitch, identifier), large)
+
     async def _leg(self, member: Member, visit: Visit) -> AsyncGenerator[Piece, None]:
         stitch, number = self._stitch, len(self._stitch.legs)
         identifier = f"{self._identifier}-{number}"
-        body = self._dialect.leg_body(stitch, identifier)
+        write = partial(self._content, identifier)
+        large = len(stitch.single.prompt) + len(stitch.tokens) >= LARGE
+        content = await asyncio.to_thread(write, True) if large else write()
         if stitch.tokens:
             self._metrics.resumes.labels(member.name).inc()
             self._metrics.prefilled_again.labels(member.name).inc(len(stitch.single.prompt) + len(stitch.tokens))
         headers = {**self._wishes.headers, "x-request-id": identifier}
-        content = json.dumps(body).encode()
         async with self._placing.upstream.ask(
             member.told.url, self._dialect.route, content, headers, self._wishes.resume
         ) as stream:
@@ -197,11 +206,12 @@ class Journey:
     async def _check_last(self, member: Member, visit: Visit, had: int) -> None:
         """At the end of a leg: looks at tokens of which its engine has not said what made them. What the replica serves
         by then may be news to everybody here. had: as for `_check_versions`."""
-        spans = self._stitch.leg.spans()
-        if self._wishes.want.any_version or all(span.exact for span in spans):
+        stitch = self._stitch
+        if self._wishes.want.any_version or (stitch.leg.count and all(span.exact for span in stitch.leg.spans())):
             return
         await self._placing.look_again(member, visit, self._wishes.want)
-        self._check_spans(self._stitch.leg.spans(), had)
+        scored = stitch.prompt_span() if stitch.scored and stitch.scored[0] is stitch.leg else None
+        self._check_spans([*stitch.leg.spans(), *([scored] if scored else [])], had)
 
     def _check_spans(self, spans: Sequence[Span], had: int) -> None:
         for span in spans:

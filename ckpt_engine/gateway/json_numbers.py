@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
+
+from ckpt_engine.gateway.large_json import LARGE_BYTES, dump_in_steps, load_in_steps
 
 NAMES = (b"NaN", b"Infinity")
 
@@ -23,7 +26,7 @@ def load_asked(data: bytes) -> Any:
             raise ValueError(f"{_where(data)}{text[:40]} is no number that JSON and a double can have")
         return value
 
-    return json.loads(data, parse_constant=number, parse_float=number)
+    return _load(data, number)
 
 
 def load_told(data: bytes) -> Any:
@@ -31,12 +34,23 @@ def load_told(data: bytes) -> Any:
     return json.loads(data, parse_constant=lambda name: None)
 
 
-def dump(content: Any) -> bytes:
-    """JSON, with null for what is not finite."""
+def dump(content: Any, large: bool = False) -> bytes:
+    """JSON, with null for what is not finite. large: in steps."""
+    write = dump_in_steps if large else _dump
     try:
-        return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+        return write(content)
     except ValueError:
-        return json.dumps(_finite(content), separators=(",", ":"), allow_nan=False).encode()
+        return write(_finite(content))
+
+
+def _dump(content: Any) -> bytes:
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _load(data: bytes, number: Callable[[str], float]) -> Any:
+    if len(data) >= LARGE_BYTES:
+        return load_in_steps(data, number)
+    return json.loads(data, parse_constant=number, parse_float=number)
 
 
 def passed(data: bytes) -> bytes:
@@ -61,7 +75,7 @@ def _finite(value: Any) -> Any:
 
 def _where(data: bytes) -> str:
     """The way to the first number that is not finite; empty if it was written over."""
-    way = _way(json.loads(data))
+    way = _way(_load(data, float))
     return f"{''.join(way).removeprefix('.')[:80]}: " if way else ""
 
 

@@ -51,7 +51,7 @@ class Passing:
 
     async def work(self) -> None:
         """Answers. Raises RefusedError, and what the writer raises."""
-        placing, want, content = self._placing, self._wishes.want, json.dumps(self._body).encode()
+        placing, want, content = self._placing, self._wishes.want, await self._writer.dump(self._body)
         patience = placing.patience(self._wishes.queue_seconds)
         unsuited: dict[str, Told] = {}
         tries = 0
@@ -167,7 +167,7 @@ class Passing:
             return
         if not spans or not all(span.exact for span in spans):
             await self._placing.look_again(member, visit, want)
-            spans = [leg.span(0)]
+            spans = [leg.span(0, 0)]
         for span in spans:
             if refused := want.against(span):
                 raise refused

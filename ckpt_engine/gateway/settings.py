@@ -19,7 +19,8 @@ class Settings:
     nobody could serve, and /readyz says so. idle: a leg that brings nothing for so long is given up; a whole request
     may take as long as it likes. comment: between comments in a caller's stream that waits. drain: of running requests
     after SIGTERM. connect: to an engine.
-    requests: at most so many at once, of this process. body_bytes: of one request. resumes: of one sample. dry: legs in
+    requests: at most so many at once, of this process. body_bytes, body_values: of one request, its
+    token ids above all. resumes: of one sample. dry: legs in
     a row that bring nothing. deaths: engines that died, or fell silent, with the request inside, after which it is
     given up. dying: how long an engine that broke it off is watched where its death would decide that. prefills:
     resumed legs at one replica that have no token yet, of this process. jitter: at most, before a leg after a break.
@@ -39,6 +40,7 @@ class Settings:
     probe: float = 1.0
     requests: int = 4096
     body_bytes: int = 16 << 20
+    body_values: int = 1 << 20
     resumes: int = 256
     dry: int = 8
     deaths: int = 2

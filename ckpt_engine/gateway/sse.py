@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ckpt_engine.gateway.json_numbers import dump
-
 DONE = b"[DONE]"
 COMMENT = b": waiting\n\n"
 MOST_EVENT_BYTES = 64 << 20
@@ -29,11 +25,6 @@ class Events:
         if len(self._rest) > MOST_EVENT_BYTES:
             raise EventTooLargeError(f"an event of more than {MOST_EVENT_BYTES} bytes")
         return [found for found in map(_data, whole) if found]
-
-
-def event(content: Any) -> bytes:
-    """One event with this object."""
-    return b"data: " + dump(content) + b"\n\n"
 
 
 def done() -> bytes:

@@ -34,7 +34,8 @@ class Finish:
 class Piece:
     """What one event adds. records: one for each token, as the dialect has them; none: nobody asked for any. echo:
     tokens of the prompt in front of them, with their records. labels: what the engine has said so far of the versions
-    of all tokens of this leg. about: facts of the prompt (usage, log-probabilities), which the first leg tells."""
+    of all tokens of this leg. about: facts of the prompt (usage, log-probabilities), which the first leg tells.
+    scored: tokens at the end of the prompt of which it has log-probabilities."""
 
     tokens: list[int] = field(default_factory=list)
     records: list[Any] = field(default_factory=list)
@@ -44,6 +45,7 @@ class Piece:
     finish: Finish | None = None
     labels: list[Label] | None = None
     about: dict[str, Any] = field(default_factory=dict)
+    scored: int = 0
 
     def add(self, later: Piece) -> None:
         """Adds what the next event brought, for a caller who gets both at once."""
@@ -91,10 +93,10 @@ class Leg:
         """Spans of its tokens."""
         return leg_spans(self.offset, self.count, self.labels, self.identify, self.held(), self.caches)
 
-    def span(self, count: int) -> Span:
-        """The span of so many tokens that came with its first one, and are none of the answer's: an echo."""
-        first = next(iter(self.spans()), None) or Span(0, count, *self.held(), exact=False, caches=RECOMPUTED)
-        return replace(first, first=0, count=count)
+    def span(self, first: int, count: int) -> Span:
+        """The span of what came with its first token, and is no token of the answer."""
+        made = next(iter(self.spans()), None) or Span(0, 0, *self.held(), exact=False, caches=RECOMPUTED)
+        return replace(made, first=first, count=count)
 
 
 class OverrunError(Exception):
@@ -113,6 +115,7 @@ class Stitch:
         self.echo_records: list[Any] = []
         self.legs: list[Leg] = []
         self.about: dict[str, Any] = {}
+        self.scored: tuple[Leg, int] | None = None  # the leg that scored the prompt, and how many tokens of it
         self.finish: Finish | None = None
 
     @property
@@ -155,6 +158,8 @@ class Stitch:
             self.leg.labels = piece.labels
         if len(self.legs) == 1 or not self.about:
             self.about |= piece.about
+            if piece.scored:
+                self.scored = self.leg, piece.scored
         if piece.finish is not None and piece.finish.kind not in (ABORT, ERROR):
             self.finish, self.leg.ended = piece.finish, WHOLE
         return piece
@@ -185,6 +190,13 @@ class Stitch:
     def spans(self) -> list[Span]:
         """Which version made which tokens, without a hole."""
         return joined([span for leg in self.legs for span in leg.spans()])
+
+    def prompt_span(self) -> Span | None:
+        """Which version made the log-probabilities of the prompt, by its tokens; None: there are none."""
+        if self.scored is None:
+            return None
+        leg, count = self.scored
+        return leg.span(len(self.single.prompt) - count, count)
 
     @property
     def resumes(self) -> int:

@@ -31,13 +31,14 @@ class Writer:
         self._send, self._idle = send, idle
         self._one = asyncio.Lock()
         self.begun = False
+        self.large = False  # whether the request was, which an answer may repeat
         self.headers: dict[str, str] = {}  # for an answer, beside its own; not for a refusal
         self.written = time.monotonic()
 
     async def events(self, contents: Iterable[Any], done: bool = False) -> None:
         """Adds events to the stream, which begins with the first one."""
-        body = b"".join(map(sse.event, contents)) + (sse.done() if done else b"")
-        await self._stream(body, not done)
+        events = [b"data: " + await self.dump(each) + b"\n\n" for each in contents]
+        await self._stream(b"".join(events) + (sse.done() if done else b""), not done)
 
     async def comment(self) -> None:
         """Says nothing, so that nobody between here and the caller thinks that the connection is dead."""
@@ -49,15 +50,19 @@ class Writer:
 
     async def whole(self, content: Any) -> None:
         """Everything at once."""
-        await self.answer(200, JSON, dump(content), {})
+        await self.answer(200, JSON, await self.dump(content), {})
 
     async def refuse(self, refused: RefusedError, **more: Any) -> None:
         """An answer that is none; in a stream that has begun an event that says so, and the end."""
         if self.begun:
             await self.events([refused.event(reason=refused.reason, **more)], done=True)
         else:
-            body, self.headers = dump(refused.problem(**more)), {}
+            body, self.headers = await self.dump(refused.problem(**more)), {}
             await self.answer(refused.status, PROBLEM, body, refused.headers)
+
+    async def dump(self, content: Any) -> bytes:
+        """JSON; on another thread where it may take a while."""
+        return await asyncio.to_thread(dump, content, True) if self.large else dump(content)
 
     async def answer(self, status: int, content_type: bytes, body: bytes, headers: dict[str, str]) -> None:
         """Any whole answer."""

@@ -70,10 +70,10 @@ def body_of(route: str, count: int) -> dict[str, Any]:
 class Asking(threading.Thread):
     """Asks for so many tokens again and again until `end`. found: the answers."""
 
-    def __init__(self, gateway: GatewayProcess, route: str, count: int) -> None:
+    def __init__(self, gateway: GatewayProcess, route: str, count: int, body: dict[str, Any] | None = None) -> None:
         super().__init__(daemon=True)
         self._gateway, self._route, self._ended = gateway, route, threading.Event()
-        self._body = body_of(route, count)
+        self._body = body or body_of(route, count)
         self.found: list[httpx.Response] = []
         self.start()
 
@@ -153,6 +153,72 @@ def test_vllms_completions_are_resumed_and_say_ranges(
         assert not choice["ckpt_engine"]["exact"]
         assert 0 <= choice["ckpt_engine"]["min_version"] <= choice["ckpt_engine"]["max_version"] <= MOST_UPDATES
     assert any(answer["choices"][0]["ckpt_engine"]["resumes"] for answer in answers)
+
+
+ECHO = {**COMPLETION, "echo": True, "logprobs": 1, "return_tokens_as_token_ids": True}
+
+
+@pytest.mark.parametrize("mark", [pytest.param(None, marks=needs_vllm)])
+@pytest.mark.parametrize("most", [0, 5])
+def test_vllms_echo_comes_through_with_the_version_that_made_it(
+    vllm: tuple[Cluster, GatewayProcess], tmp_path: Path, most: int, mark: None
+) -> None:
+    cluster, gateway = vllm
+    with Trainer(cluster.address, lineage=f"echo of {most}") as trainer:
+        trainer.publish(make_tiny_qwen3(tmp_path / "model", 0))
+        assert trainer.update_weights(version=7).ok
+    (replica,) = cluster.replicas
+    body = {**ECHO, "max_tokens": most}
+    (expected,) = httpx.post(f"{replica.url}/v1/completions", json=body, timeout=120).json()["choices"]
+    answer = gateway.post("/v1/completions", body, x_ckpt_engine_version="7")
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert choice["logprobs"]["tokens"] == expected["logprobs"]["tokens"]
+    assert len(choice["logprobs"]["tokens"]) == len(PROMPT) + most
+    for ours, vllms in zip(choice["logprobs"]["token_logprobs"], expected["logprobs"]["token_logprobs"], strict=True):
+        assert ours == (None if vllms is None else pytest.approx(vllms, abs=0.05))
+    assert choice["token_ids"] == (expected["token_ids"] if most else [])
+    assert (choice["prompt_token_ids"], choice["finish_reason"]) == (PROMPT, "length")
+    said = choice["ckpt_engine"]
+    assert (said["prompt"]["first"], said["prompt"]["count"], said["prompt"]["version"]) == (0, len(PROMPT), 7)
+    assert [leg["ended"] for leg in said["legs"]] == ["whole"]
+
+
+@pytest.mark.parametrize("mark", [pytest.param(None, marks=needs_vllm)])
+def test_what_is_passed_on_to_vllm_is_never_cut_off(
+    vllm: tuple[Cluster, GatewayProcess], tmp_path: Path, mark: None
+) -> None:
+    """With log-probabilities of the prompt, which vLLM does not stream; its answer to an update is a part of it."""
+    cluster, gateway = vllm
+    body = {**COMPLETION, "ignore_eos": True, "max_tokens": 60, "prompt_logprobs": 0, "detokenize": False}
+    with Trainer(cluster.address, lineage="passed on") as trainer:
+        trainer.publish(make_tiny_qwen3(tmp_path / "model", 0))
+        assert trainer.update_weights(version=0).ok
+        asking = Asking(gateway, "/v1/completions", 60, body)
+        try:
+            for version in range(1, MOST_UPDATES + 1):
+                seen = len(asking.found)
+                while len(asking.found) == seen and not inside(gateway):
+                    asking.join(0.01)
+                assert trainer.update_weights(version=version, pause_mode="abort").ok
+                if 'ended="aborted"' in httpx.get(f"{gateway.url}/metrics", timeout=60).text:
+                    break
+        finally:
+            answers = asking.end()
+        assert version < MOST_UPDATES
+    for answer in answers:
+        assert answer.status_code == 200, f"{answer.text}\n{gateway.tail()}"
+        (choice,) = answer.json()["choices"]
+        assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", 60)
+        assert choice["ckpt_engine"]["spans"][0]["count"] == 60
+        assert 0 <= choice["ckpt_engine"]["min_version"] <= version
+        assert int(answer.headers["x-ckpt-engine-admitted-version"]) >= choice["ckpt_engine"]["min_version"]
+
+
+def inside(gateway: GatewayProcess) -> bool:
+    """Whether a request runs or waits in the gateway."""
+    lines = httpx.get(f"{gateway.url}/metrics", timeout=60).text.splitlines()
+    return any(line.startswith("ckpt_engine_gateway_requests_inside ") and line[-3:] != "0.0" for line in lines)
 
 
 @pytest.mark.parametrize("mark", [pytest.param(None, marks=needs_sglang)])

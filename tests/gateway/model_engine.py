@@ -66,23 +66,28 @@ def completions(body: Mapping[str, Any], chunks: Chunks, version: int) -> Iterat
     ended = decode(
         prompt, body["max_tokens"], body.get("min_tokens", 0), frozenset(body.get("stop_token_ids") or ()), allowed
     )
-    at = 0
-    for count in chunks(len(ended.tokens)):
+    at = offset = 0
+    for count in chunks(len(ended.tokens)) or [0]:
         tokens = ended.tokens[at : at + count]
         context = [*prompt, *ended.tokens[:at]]
         values = [logprob([*context, *tokens[:index]], token) for index, token in enumerate(tokens)]
-        if at == 0 and body.get("echo"):
+        scored, first = tokens, at == 0
+        if first and body.get("echo"):
             values = [logprob(prompt[:index], token) for index, token in enumerate(prompt)] + values
-            tokens = [*prompt, *tokens]
+            scored = [*prompt, *tokens]
         at += count
         over = at == len(ended.tokens)
         choice: dict[str, Any] = {"index": 0, "text": "".join(f"<{token}>" for token in tokens), "token_ids": tokens}
+        if first:
+            choice["prompt_token_ids"] = prompt
+        if body["max_tokens"] == 0:
+            choice["token_ids"] = [next_token(prompt)]
         if body.get("logprobs") is not None:
-            names = [f"token_id:{token}" for token in tokens]
-            offsets, offset = [], 0
-            for token in tokens:
+            names = [f"<{token}>" for token in scored]
+            offsets = []
+            for name in names:
                 offsets.append(offset)
-                offset += len(f"<{token}>")
+                offset += len(name)
             choice["logprobs"] = {
                 "tokens": names,
                 "token_logprobs": values,

@@ -303,6 +303,27 @@ async def test_an_engine_that_labels_nothing_is_judged_by_what_is_told_of_it(
     assert (span["min_version"], span["max_version"], span["exact"]) == (3, 4, False)
 
 
+@pytest.mark.parametrize(("wish", "reason"), VERSION_WISHES)
+async def test_an_echo_alone_is_of_the_version_that_was_asked_for(wish: str, reason: str) -> None:
+    """As evaluation harnesses ask: no token, log-probabilities of the prompt."""
+
+    async def goes_back(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        engine.version = 3
+        engine.tell()
+        async for event in told(body):
+            yield event
+
+    engine = Engine(lambda number, body: named(goes_back(body) if number else told(body)), kind="")
+    async with asking(engine) as client:
+        body = {**BODY, "max_tokens": 0, "echo": True, "logprobs": 1}
+        whole = await client.post("/v1/completions", json=body, headers={wish: "4"})
+        refused = await client.post("/v1/completions", json=body, headers={wish: "4"})
+    (choice,) = whole.json()["choices"]
+    assert (choice["token_ids"], len(choice["logprobs"]["tokens"])) == ([], 3)
+    assert (choice["ckpt_engine"]["prompt"]["version"], choice["ckpt_engine"]["spans"]) == (4, [])
+    assert (refused.status_code, refused.json()["reason"]) == (409, reason)
+
+
 async def test_what_was_seen_stays_in_an_error_whatever_its_labels_say() -> None:
     """vLLM names versions on its last chunk only: its caller has seen tokens by then that it did not want."""
     asks = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 12}, "stream": True}

@@ -107,6 +107,58 @@ async def test_what_cannot_be_read_is_refused(content: bytes, headers: list[byte
     assert not engine.asked
 
 
+CHUNKED = b"%x\r\n%b\r\n0\r\n\r\n" % (len(CONTENT), CONTENT)
+LENGTH = b"%d" % len(CONTENT)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        ([b"Content-Length: " + LENGTH, b"Transfer-Encoding: chunked"], CHUNKED),
+        ([b"Transfer-Encoding: chunked", b"Content-Length: " + LENGTH], CHUNKED),
+        ([b"Content-Length: 0", b"Transfer-Encoding: chunked"], CHUNKED),
+        ([b"Content-Length: " + LENGTH, b"transfer-encoding:\r\n chunked"], CHUNKED),
+        ([b"Content-Length: " + LENGTH, b"Transfer-Encoding: identity"], CONTENT),
+        ([b"Content-Length: " + LENGTH, b"Transfer-Encoding: xchunked"], CONTENT),
+        ([b"Content-Length: " + LENGTH, b"Transfer-Encoding : chunked"], CHUNKED),
+        ([b"Transfer-Encoding: chunked", b"Transfer-Encoding: identity"], CHUNKED),
+        ([b"Content-Length: " + LENGTH, b"Content-Length: 3"], CONTENT),
+        ([b"Content-Length: " + LENGTH + b", 3"], CONTENT),
+        ([b"Content-Length: " + LENGTH + b"\r\n 3"], CONTENT),
+        ([b"Content-Length:\r\n 3", b"Content-Length: " + LENGTH], CONTENT),
+        ([b"Content-Length: +" + LENGTH], CONTENT),
+        ([b"Content-Length: -1"], CONTENT),
+        ([b"Content-Length: 0x10"], CONTENT),
+        ([b"Content-Length : " + LENGTH], CONTENT),
+        ([b"Content-Length: " + b"9" * 30], CONTENT),
+        ([b"Content-Length:"], CONTENT),
+    ],
+)
+async def test_a_body_whose_length_is_said_in_two_ways_is_refused_and_what_follows_is_none(
+    headers: list[bytes], body: bytes
+) -> None:
+    """Where a server before this one takes the other length, a part of the body is somebody else's next request."""
+    engine = sound()
+    head = b"\r\n".join((ROUTE, b"Host: x", *headers, b"", b""))
+    async with serving(engine) as port:
+        answer = await sent(port, head + body + request(CONTENT))
+        about_itself = head.replace(ROUTE, b"POST /readyz HTTP/1.1")
+        other = await sent(port, about_itself + body + request(CONTENT))
+    for each in (answer, other):
+        assert each.count(b"HTTP/1.1 ") == 1, each
+        assert each.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 413 ", b"HTTP/1.1 501 ")), each
+        assert b"connection: close" in each.lower(), each
+    assert not engine.asked
+
+
+async def test_a_length_that_is_said_twice_alike_is_one() -> None:
+    engine = sound()
+    async with serving(engine) as port:
+        answer = await sent(port, request(CONTENT, b"Content-Length: " + LENGTH))
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert len(engine.asked) == 1
+
+
 async def test_a_head_without_end_is_not_kept() -> None:
     engine = sound()
     async with serving(engine) as port:

@@ -68,11 +68,11 @@ def in_legs(dialect: type[Dialect], body: dict[str, Any], cuts: Sequence[int], c
                 if place == cut:
                     break
                 piece = stitch.take(made.piece(stitch, event, "vllm"))
-                told += [*piece.echo, *piece.tokens]
+                told += piece.tokens
                 made.chunk(number, stitch, piece, stitch.finish is not None)
             if stitch.broken(made.finish):
                 break
-        assert told == [*stitch.echo, *stitch.tokens], "what a stream tells is what a whole answer has"
+        assert told == stitch.tokens, "what a stream tells is what a whole answer has"
     return made.whole(stitches)
 
 
@@ -119,13 +119,23 @@ def test_min_tokens_is_reduced(dialect: type[Dialect], cuts: list[int], chunks: 
 
 
 @settings(max_examples=40, deadline=None)
-@given(cuts=cuts, chunks=sizes)
-def test_echo_is_of_the_first_leg_only(cuts: list[int], chunks: list[int]) -> None:
-    body = body_of(Completions, echo=True)
+@given(cuts=cuts, chunks=sizes, most=st.integers(0, 24))
+def test_an_echo_is_of_the_first_leg_that_says_anything(cuts: list[int], chunks: list[int], most: int) -> None:
+    """As vLLM has it: log-probabilities of the prompt stand before the output's, token ids are the output's alone."""
+    body = body_of(Completions, echo=True, max_tokens=most)
     answer = in_legs(Completions, body, cuts, chunks)
     assert bare(answer) == bare(in_legs(Completions, body, [], [1]))
-    assert answer["choices"][0]["token_ids"][:3] == [1, 2, 3]
-    assert answer["usage"]["completion_tokens"] == 24
+    (choice,) = answer["choices"]
+    assert (len(choice["token_ids"]), answer["usage"]["completion_tokens"]) == (most, most)
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"][:3] == ["<1>", "<2>", "<3>"]
+    assert [len(values) for values in logprobs.values()] == [3 + most] * 4
+    assert logprobs["text_offset"] == [
+        3 * place if place < 3 else logprobs["text_offset"][place] for place in range(3 + most)
+    ]
+    said = choice["ckpt_engine"]["prompt"]
+    first = next((place for place, cut in enumerate(cuts) if cut), len(cuts))
+    assert (said["first"], said["count"], said["version"]) == (0, 3, first)
 
 
 @settings(max_examples=40, deadline=None)
@@ -135,6 +145,9 @@ def test_log_probabilities_of_the_prompt_are_of_the_first_leg_only(cuts: list[in
     answer = in_legs(Sglang, body, cuts, chunks)
     assert bare(answer) == bare(in_legs(Sglang, body, [], [1]))
     assert [entry[1] for entry in answer["meta_info"]["input_token_logprobs"]] == [2, 3]
+    said = answer["meta_info"]["ckpt_engine"]["prompt"]
+    first = next((place for place, cut in enumerate(cuts) if cut), len(cuts))
+    assert (said["first"], said["count"], said["version"]) == (1, 2, first)
 
 
 @settings(max_examples=40, deadline=None)

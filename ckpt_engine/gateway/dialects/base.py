@@ -82,6 +82,8 @@ class Dialect(ABC):
             {"replica": leg.replica, "first": leg.offset, "count": leg.count, "ended": leg.ended} for leg in stitch.legs
         ]
         said = {**told(stitch.spans()), "resumes": stitch.resumes, "legs": legs}
+        if (scored := stitch.prompt_span()) is not None:
+            said["prompt"] = scored.to_dict()
         return {**said, "not_resumable": self.asked.not_resumable} if self.asked.not_resumable else said
 
 

@@ -75,20 +75,22 @@ class Completions(Dialect):
             said = f"{stitch.leg.replica} sends texts without token ids on this route, so they cannot be joined"
             raise RefusedError(502, ENGINE_REFUSED, said)
         tokens = base.output_tokens(choice.get("token_ids") or [])
-        records = _records(choice.get("logprobs"), len(tokens), len(stitch.text))
-        echoes = stitch.single.echo and not stitch.begun
-        split = len(stitch.single.prompt) if echoes and tokens else 0
-        if len(tokens) < split:
-            raise MalformedError(f"an echo of {len(tokens)} tokens, the prompt has {split}")
+        # vLLM's event with an echo has log-probabilities and text of both, but ids of the output alone.
+        echoes = stitch.single.echo and not stitch.begun and choice.get("prompt_token_ids") is not None
+        echo = list(stitch.single.prompt) if echoes else []
+        if stitch.single.max_tokens == 0:
+            tokens = []  # vLLM makes one all the same, and does not mention it otherwise
+        records = _records(choice.get("logprobs"), len(echo) + len(tokens), _text_before(stitch))
         return Piece(
-            tokens[split:],
-            records[split:],
+            tokens,
+            records[len(echo) :],
             choice.get("text") or "",
-            tokens[:split],
-            records[:split],
+            echo,
+            records[: len(echo)],
             base.vllm_finish(choice.get("finish_reason"), choice.get("stop_reason")),
-            _labels(stitch, event, len(tokens) - split, kind),
+            _labels(stitch, event, len(tokens), kind),
             about,
+            len(echo) if records else 0,
         )
 
     def finish(self, kind: str, detail: Any) -> Finish:
@@ -96,14 +98,8 @@ class Completions(Dialect):
 
     def chunk(self, number: int, stitch: Stitch, piece: Piece, over: bool) -> dict[str, Any]:
         first = len(stitch.tokens) == len(piece.tokens) and stitch.begun
-        choice = self._choice(
-            number,
-            stitch,
-            [*piece.echo, *piece.tokens],
-            [*piece.echo_records, *piece.records],
-            piece.text,
-            over,
-        )
+        records = [*piece.echo_records, *piece.records]
+        choice = self._choice(number, stitch, piece.tokens, records, piece.text, over)
         if first and self.asked.body.get("return_token_ids"):
             choice["prompt_token_ids"] = list(stitch.single.prompt)
         return {**self._head(), "choices": [choice]}
@@ -115,8 +111,8 @@ class Completions(Dialect):
     def whole(self, stitches: Sequence[Stitch]) -> Any:
         choices = []
         for number, stitch in enumerate(stitches):
-            tokens, records = [*stitch.echo, *stitch.tokens], [*stitch.echo_records, *stitch.records]
-            choice = self._choice(number, stitch, tokens, records, stitch.text, True)
+            records = [*stitch.echo_records, *stitch.records]
+            choice = self._choice(number, stitch, list(stitch.tokens), records, stitch.text, True)
             if self.asked.body.get("return_token_ids"):
                 choice["prompt_token_ids"] = list(stitch.single.prompt)
             choices.append(choice)
@@ -151,6 +147,12 @@ class Completions(Dialect):
         if over:
             choice["ckpt_engine"] = self.about_versions(stitch)
         return choice
+
+
+def _text_before(stitch: Stitch) -> int:
+    """Characters of the answer so far, by which offsets count: those of an echo are its tokens'."""
+    last = stitch.echo_records[-1] if stitch.echo_records else None
+    return len(stitch.text) + (last["text_offset"] + len(last["tokens"]) if last else 0)
 
 
 def _records(logprobs: Any, count: int, before: int) -> list[Any]:

@@ -90,6 +90,7 @@ class Sglang(Dialect):
             finish=_finish(meta.get("finish_reason"), len(stitch.tokens) + new),
             labels=base.labels_of(meta.get("weight_versions")),
             about=about,
+            scored=len(meta.get("input_token_logprobs") or ()),
         )
 
     def finish(self, kind: str, detail: Any) -> Finish:

@@ -1,0 +1,58 @@
+"""JSON of many values, read and written in small steps on another thread, so that the loop gets its turns meanwhile.
+
+Python's own reader and writer hold the interpreter until they are done, on whichever thread they run. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from json.decoder import JSONArray  # type: ignore[attr-defined]  # the stubs lack it
+from json.scanner import py_make_scanner  # type: ignore[attr-defined]  # nor this
+from typing import Any
+
+LARGE_BYTES = 1 << 16
+"""Of a body from which on it is read and written in this way."""
+
+STEP = 1 << 14
+"""Characters of a list of numbers that are read at once."""
+
+_NUMBERS = re.compile(r"[\d\s,]*")
+
+
+def values_of(data: bytes) -> int:
+    """An upper bound of how many values a JSON text has, without reading it."""
+    return data.count(b",") + data.count(b"[") + data.count(b"{") + 1
+
+
+def load_in_steps(data: bytes, number: Callable[[str], float]) -> Any:
+    """As json.loads does. number: parses floats, NaN and infinities. Raises ValueError and RecursionError."""
+    decoder: Any = json.JSONDecoder(parse_constant=number, parse_float=number)
+    decoder.parse_array = _array
+    decoder.scan_once = py_make_scanner(decoder)
+    content: Any = decoder.decode(data.decode(json.detect_encoding(data)))
+    return content
+
+
+def dump_in_steps(content: Any) -> bytes:
+    """As json.dumps does. Raises ValueError for what is not finite."""
+    return "".join(json.JSONEncoder(separators=(",", ":"), allow_nan=False).iterencode(content)).encode()
+
+
+def _array(text_and_end: tuple[str, int], scan_once: Any) -> tuple[list[Any], int]:
+    """What stands behind a `[`: whole numbers at its beginning step by step, the rest value by value."""
+    text, end = text_and_end
+    found: list[Any] = []
+    while True:
+        step = text[end : end + STEP]
+        numbers = _NUMBERS.match(step)
+        last = step.rfind(",", 0, numbers.end() if numbers else 0)
+        if last <= 0:
+            break
+        found += json.loads(f"[{step[:last]}]")
+        end += last + 1
+    rest, end = JSONArray((text, end), scan_once)
+    if found and not rest:
+        raise json.JSONDecodeError("Illegal trailing comma before end of array", text, end - 1)
+    return found + rest if found else rest, end

@@ -1,0 +1,126 @@
+"""Bodies of very many token ids: others' tokens pass while one is read, and what is too much is not read at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ckpt_engine.gateway import large_json
+from ckpt_engine.gateway.json_numbers import load_asked
+from ckpt_engine.gateway.large_json import dump_in_steps, load_in_steps, values_of
+from tests.gateway.misbehaving import BODY, Engine, asking, told, until
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.lists(st.integers(0, 99), min_size=5) | st.dictionaries(st.text(), inner),
+    max_leaves=40,
+)
+
+
+@given(values, st.sampled_from([None, 1]))
+def test_in_steps_is_as_at_once(content: Any, indent: int | None) -> None:
+    data = json.dumps(content, indent=indent).encode()
+    assert load_in_steps(data, float) == content
+    assert json.loads(dump_in_steps(content)) == content
+    assert values_of(data) >= count(content)
+
+
+def count(content: Any) -> int:
+    inner = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+    return 1 + sum(map(count, inner))
+
+
+@given(st.text('[]{},:"1 0-.e\ntrue', max_size=12))
+@example("[1,]")
+@example("[1,2,]")
+@example("[,1]")
+@example("[1,,2]")
+@example("[1 2,3]")
+@example("[01,2]")
+@example("[1,2")
+@example("[1,2,3}")
+@example('[1,"a",]')
+def test_what_is_not_json_is_not_in_steps_either(text: str) -> None:
+    for each in (text, f"[{text}]"):
+        try:
+            expected = json.loads(each)
+        except ValueError:
+            with pytest.raises(ValueError):  # noqa: PT011  # whatever it says of it
+                load_in_steps(each.encode(), float)
+        else:
+            assert load_in_steps(each.encode(), float) == expected
+
+
+def test_no_step_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+    real = json.loads
+
+    def watched(text: str) -> Any:
+        steps.append(len(text))
+        return real(text)
+
+    monkeypatch.setattr(large_json.json, "loads", watched)
+    ids = list(range(100_000))
+    assert load_in_steps(b'{"prompt": [[7], ' + json.dumps(ids).encode() + b"]}", float) == {"prompt": [[7], ids]}
+    assert max(steps) <= large_json.STEP + 2
+    assert sum(steps) > 4 * len(ids)
+
+
+def test_a_number_that_is_none_is_named_in_a_large_body() -> None:
+    content = b'{"prompt": [' + b"1," * 50_000 + b'1], "temperature": NaN}'
+    with pytest.raises(ValueError, match="temperature: NaN"):
+        load_asked(content)
+    assert not math.isfinite(load_in_steps(b"[1, NaN]", float)[1])
+
+
+async def test_tokens_of_others_pass_while_a_large_body_is_read() -> None:
+    """Counted from when the body is there until its engine hears of it."""
+    passed = 0
+    ids = [7] * 400_000
+
+    async def endless(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        nonlocal passed
+        event = json.dumps({"choices": [{"index": 0, "text": "", "token_ids": [1]}]}).encode()
+        while True:
+            yield b"data: " + event + b"\n\n"
+            passed += 1
+            await asyncio.sleep(0)
+
+    def behave(_number: int, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        return told({**body, "prompt": [1]}) if len(body["prompt"]) > 3 else endless(body)
+
+    engine = Engine(behave)
+    async with asking(engine) as client:
+        other = asyncio.ensure_future(client.post("/v1/completions", json={**BODY, "max_tokens": None}))
+        await until(lambda: passed > 100)
+        heard, before = len(engine.asked), 0
+        content = json.dumps({**BODY, "prompt": ids}).encode()
+        asked = asyncio.ensure_future(client.post("/v1/completions", content=content))
+        before = passed
+        await until(lambda: len(engine.asked) > heard)
+        between = passed - before
+        assert (await asked).status_code == 200
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
+    assert engine.asked[-1]["prompt"] == ids
+    assert between > 100
+
+
+@pytest.mark.parametrize("inside", [b"1,", b"[],", b"{},", b"[1],"])
+async def test_more_values_than_a_gateway_takes_are_refused_unread(inside: bytes) -> None:
+    """It is no JSON, which nobody finds out."""
+    engine = Engine(lambda _number, body: told(body))
+    async with asking(engine) as client:
+        answer = await client.post("/v1/completions", content=b'{"prompt": [' + inside * 1_200_000)
+        assert (answer.status_code, answer.json()["reason"]) == (413, "too_large")
+        assert "--body-values" in answer.json()["detail"]
+    async with asking(engine, body_values=10) as client:
+        assert (await client.post("/v1/completions", json={**BODY, "prompt": [1] * 9})).status_code == 413
+        assert (await client.post("/v1/completions", json={**BODY, "prompt": [1] * 5})).status_code == 200
