@@ -48,9 +48,10 @@ def _array(text_and_end: tuple[str, int], scan_once: Any) -> tuple[list[Any], in
         step = text[end : end + STEP]
         numbers = _NUMBERS.match(step)
         last = step.rfind(",", 0, numbers.end() if numbers else 0)
-        if last <= 0:
+        some = json.loads(f"[{step[:last]}]") if last > 0 else []
+        if not some:
             break
-        found += json.loads(f"[{step[:last]}]")
+        found += some
         end += last + 1
     rest, end = JSONArray((text, end), scan_once)
     if found and not rest:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ckpt_engine.gateway import large_json
 from ckpt_engine.gateway.json_numbers import load_asked
@@ -41,6 +45,7 @@ def count(content: Any) -> int:
 @example("[1,]")
 @example("[1,2,]")
 @example("[,1]")
+@example("[ ,1]")
 @example("[1,,2]")
 @example("[1 2,3]")
 @example("[01,2]")
@@ -80,37 +85,79 @@ def test_a_number_that_is_none_is_named_in_a_large_body() -> None:
     assert not math.isfinite(load_in_steps(b"[1, NaN]", float)[1])
 
 
-async def test_tokens_of_others_pass_while_a_large_body_is_read() -> None:
-    """Counted from when the body is there until its engine hears of it."""
-    passed = 0
-    ids = [7] * 400_000
+class Other:
+    """A stream of another caller through the same gateway. passed: its tokens so far."""
 
-    async def endless(body: dict[str, Any]) -> AsyncIterator[bytes]:
-        nonlocal passed
+    def __init__(self) -> None:
+        self.passed = 0
+
+    async def tokens(self) -> AsyncIterator[bytes]:
         event = json.dumps({"choices": [{"index": 0, "text": "", "token_ids": [1]}]}).encode()
         while True:
             yield b"data: " + event + b"\n\n"
-            passed += 1
+            self.passed += 1
             await asyncio.sleep(0)
 
-    def behave(_number: int, body: dict[str, Any]) -> AsyncIterator[bytes]:
-        return told({**body, "prompt": [1]}) if len(body["prompt"]) > 3 else endless(body)
+    @contextlib.asynccontextmanager
+    async def running(self, client: httpx.AsyncClient) -> AsyncIterator[None]:
+        asked = asyncio.ensure_future(client.post("/v1/completions", json={**BODY, "max_tokens": None}))
+        await until(lambda: self.passed > 100)
+        try:
+            yield
+        finally:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
 
-    engine = Engine(behave)
-    async with asking(engine) as client:
-        other = asyncio.ensure_future(client.post("/v1/completions", json={**BODY, "max_tokens": None}))
-        await until(lambda: passed > 100)
-        heard, before = len(engine.asked), 0
-        content = json.dumps({**BODY, "prompt": ids}).encode()
-        asked = asyncio.ensure_future(client.post("/v1/completions", content=content))
-        before = passed
-        await until(lambda: len(engine.asked) > heard)
-        between = passed - before
-        assert (await asked).status_code == 200
-        other.cancel()
-        await asyncio.gather(other, return_exceptions=True)
-    assert engine.asked[-1]["prompt"] == ids
-    assert between > 100
+
+LARGE = 400_000
+ENOUGH = 100
+"""Tokens of others. A loop that is held up meanwhile lets a few pass, between two steps of its own."""
+
+
+async def test_tokens_of_others_pass_while_a_large_body_is_read() -> None:
+    """One that is refused in the end, for its last id."""
+    other = Other()
+    engine = Engine(lambda _number, _body: other.tokens())
+    content = json.dumps({**BODY, "prompt": [*[7] * LARGE, -1]}).encode()
+    async with asking(engine) as client, other.running(client):
+        before = other.passed
+        answer = await client.post("/v1/completions", content=content)
+        between = other.passed - before
+    assert (answer.status_code, len(engine.asked)) == (400, 1)
+    assert f"number {LARGE} of it is -1" in answer.json()["detail"]
+    assert between > ENOUGH
+
+
+async def test_tokens_of_others_pass_while_a_large_request_is_written_once_more() -> None:
+    """From when its first leg was aborted until an engine hears of the second."""
+    other, moments = Other(), []
+
+    async def aborted() -> AsyncIterator[bytes]:
+        choice = {"index": 0, "text": "", "token_ids": [1], "finish_reason": "abort"}
+        moments.append(other.passed)
+        yield b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    def behave(number: int, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        if len(body["prompt"]) == 3:
+            return other.tokens()
+        if number == 1:
+            return aborted()
+        return told({**body, "prompt": [1]})
+
+    class Noting(Engine):
+        async def _complete(self, request: Request) -> Response:
+            moments.append(other.passed)
+            return await super()._complete(request)
+
+    engine = Noting(behave)
+    body = {**BODY, "prompt": [7] * LARGE}
+    async with asking(engine) as client, other.running(client):
+        answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    assert engine.asked[-1]["prompt"] == [7] * LARGE + [1]
+    _, _, abort, again = moments
+    assert again - abort > ENOUGH
 
 
 @pytest.mark.parametrize("inside", [b"1,", b"[],", b"{},", b"[1],"])
