@@ -37,7 +37,7 @@ test-engines: $(INSTALLED)
 
 # Real training frameworks, with replicas of the reference engine and of vLLM.
 test-frameworks: $(INSTALLED)
-	engines/run $(FRAMEWORKS) -- $(BIN)/python -m pytest -m "framework" --timeout=1200 $(call FILES_AT_A_TIME,2) $(ARGS)
+	engines/run $(FRAMEWORKS) -- $(BIN)/python -m pytest -m "framework" --timeout=1200 $(ARGS)
 
 # Repetitions, most of a million simulated events, and real engines by way of relays. PART=ci: without the engines, and
 # without what takes very long or repeats what another test asks (marked `hours`).
@@ -45,7 +45,7 @@ SLOW = slow and not engine and not framework and not gpu$(if $(PART), and not ho
 
 test-slow: $(INSTALLED)
 	$(if $(filter-out ci,$(PART)),$(error PART=$(PART): there is PART=ci, and all of it without PART))
-	$(BIN)/python -m pytest -m "$(SLOW)" --timeout=1800 $(call FILES_AT_A_TIME,3) $(ARGS)
+	$(BIN)/python -m pytest -m "$(SLOW)" --timeout=1800 $(call FILES_AT_A_TIME,4) $(ARGS)
 	$(if $(PART),,$(MAKE) test-engines PART=slow ENGINES="$(filter-out routers,$(ENGINES))")
 
 # A million damaged messages for everything that reads what another process sent (docs/security.md).

@@ -13,6 +13,15 @@ from tests.collective.collective_processes import Processes
 
 PATIENCE = 15.0
 
+LEAD, WORKER = 0, 2
+FAULTS = {"kill-vote": LEAD, "stop-vote": WORKER, "kill-voted": WORKER, "kill-middle": LEAD, "stop-middle": WORKER}
+"""What happens to a member, and to which one in CI."""
+CASES = [
+    pytest.param(fault, member, id=f"{fault}-{name}", marks=() if member == first else pytest.mark.hours)
+    for fault, first in FAULTS.items()
+    for name, member in (("the lead", LEAD), ("a worker", WORKER))
+]
+
 
 class Armed(Processes):
     module = "tests.collective.arming_member"
@@ -41,8 +50,7 @@ def test_all_begin_and_all_get_what_was_sealed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("member", [0, 2], ids=["the lead", "a worker"])
-@pytest.mark.parametrize("fault", ["kill-vote", "stop-vote", "kill-voted", "kill-middle", "stop-middle"])
+@pytest.mark.parametrize(("fault", "member"), CASES)
 def test_a_member_that_is_not_there(fault: str, member: int) -> None:
     said = ends("one", fault, member)
     for lines in said.values():

@@ -191,7 +191,9 @@ def test_processes_bring_versions_to_each_other() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "fault"), [(2, "kill"), (2, "stop"), (2, "fail"), (3, "stop")])
+@pytest.mark.parametrize(
+    ("victim", "fault"), [(2, "kill"), pytest.param(2, "stop", marks=pytest.mark.hours), (2, "fail"), (3, "stop")]
+)
 def test_a_worker_that_ends_in_the_middle_is_named_by_all_others(victim: int, fault: str) -> None:
     """By the deadline: a member that did not end would not end at all, since nothing else limits it here."""
     with processes("one", 2, {victim: fault}) as all_of_it:
@@ -204,7 +206,7 @@ def test_a_worker_that_ends_in_the_middle_is_named_by_all_others(victim: int, fa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["kill", "stop"])
+@pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.hours)])
 def test_the_lead_that_ends_in_the_middle_is_named_by_all_others(fault: str) -> None:
     """By all that were not done: the lead may be, and what it had sent passes on without it."""
     with processes("split", 2, {0: fault}) as all_of_it:

@@ -199,7 +199,7 @@ def test_a_relay_that_is_killed_while_it_is_filled_costs_no_update(world: World,
         assert generate(replica, prompt, TOKENS) == tokens
 
 
-@pytest.mark.parametrize(("wanted", "version"), [("held", 21), ("installed", 22)])
+@pytest.mark.parametrize(("wanted", "version"), [("held", 21), pytest.param("installed", 22, marks=pytest.mark.hours)])
 def test_a_trainer_that_is_killed_once_its_relay_is_filled_is_not_needed(
     world: World, tmp_path: Path, wanted: str, version: int
 ) -> None:

@@ -65,7 +65,7 @@ def memory(url: str) -> list[str]:
     return given_up
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.hours), 2])  # 1: in the conformance suite
 def test_a_hybrid_replica_sleeps_while_the_trainer_trains_and_is_woken_by_its_update(
     cluster: Cluster, tmp_path: Path, level: int
 ) -> None:

@@ -45,7 +45,7 @@ def test_before_the_first_update_no_replica_answers(cluster: Cluster) -> None:
         assert "holds no weights yet" in response.json()["detail"]
 
 
-SEVERAL = pytest.mark.parametrize("updates", [4, pytest.param(20, marks=pytest.mark.slow)])
+SEVERAL = pytest.mark.parametrize("updates", [4, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.hours])])
 
 
 @SEVERAL

@@ -1,4 +1,5 @@
-"""A million events of the three machines together, checked after every one: a twentieth of them in `make test`.
+"""A million events of the three machines together, checked after every one: a twentieth of them in `make test`, and up
+to a half in CI.
 
 A failing story prints its recipe and the shortest one that fails in the same way. Replay either alone with
 ``CKPT_ENGINE_SEED='437' pytest tests/simulation/test_simulation.py``; run more with ``CKPT_ENGINE_EVENTS=20000000``,
@@ -18,12 +19,20 @@ from tests.simulation.world import BrokenPromiseError
 
 EVENTS = int(os.environ.get("CKPT_ENGINE_EVENTS", "1000000"))
 PARTS = 20
+HALF = 10
 ONLY = os.environ.get("CKPT_ENGINE_SEED")
 
 
 @pytest.mark.skipif(ONLY is not None, reason="one story is replayed")
 @pytest.mark.timeout(max(600, EVENTS // 10_000))
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))])
+@pytest.mark.parametrize(
+    "part",
+    [
+        0,
+        *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, HALF)),
+        *(pytest.param(part, marks=[pytest.mark.slow, pytest.mark.hours]) for part in range(HALF, PARTS)),
+    ],
+)
 def test_promises_hold_whatever_happens(part: int) -> None:
     """Each part has seeds of its own, as many as it takes."""
     outcomes: Counter[str] = Counter()
