@@ -60,6 +60,39 @@ async def test_refused_cut_off_and_whole_answers_are_told_apart() -> None:
     assert all(body["stream"] and body["return_token_ids"] and 20 <= body["max_tokens"] <= 40 for body in asked)
 
 
+async def test_sglangs_events_say_how_many_tokens_there_are_so_far() -> None:
+    asked: list[dict[str, Any]] = []
+    again = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        if asked:
+            again.set()
+        asked.append({"head": head, **json.loads(await reader.readexactly(length))})
+        for tokens in (1, 2, 5):
+            data = json.dumps({"output_ids": [7] * tokens, "meta_info": {"completion_tokens": tokens}}).encode()
+            writer.write((HEAD if tokens == 1 else b"") + b"data: " + data + b"\n\n")
+        writer.write(b"data: [DONE]\n\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    clients = Streams(f"http://127.0.0.1:{port}", "tiny", 1, 40, "/generate")
+    running = asyncio.create_task(clients.one(0))
+    try:
+        await asyncio.wait_for(again.wait(), 60)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        server.close()
+    first = clients.requests[0]
+    assert ([count for _, count in first["tokens"]], first["whole"], first["problem"]) == ([1, 1, 3], True, "")
+    assert asked[0]["head"].startswith(b"POST /generate HTTP/1.1")
+    assert 20 <= asked[0]["sampling_params"]["max_new_tokens"] <= 40
+
+
 async def test_clients_end_also_when_a_token_comes_at_that_moment() -> None:
     """A cancellation that is lost would leave a client asking for ever."""
     for _ in range(20):
