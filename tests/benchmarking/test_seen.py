@@ -59,7 +59,7 @@ def test_the_page_tells_what_ran_and_nothing_else(tmp_path: Path) -> None:
     assert "## vLLM 0.33.0, 2026-11-23\n\nNVIDIA H200, torch" in written
     assert "| hybrid (1 tensors published in float32) | `Qwen3ForCausalLM` | - | 96 | 0 | 10; 2 |" in written
     assert "| LoRA | `Qwen3ForCausalLM` | `--enable-lora` | 96 | 0 | 10; 2 |" in written
-    assert "| broken | `Qwen3ForCausalLM` | - | **failed**: " in written
+    assert "| broken | `Qwen3ForCausalLM` | - | **failed**: AssertionError: assert 'this' == 'that / other'" in written
     assert "that | other" not in written, "a cell of a table"
     assert "absent" not in written
     assert "| `test_vllm_some.py` vllm sleeps | passed | 0 |" in written

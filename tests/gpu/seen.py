@@ -57,7 +57,8 @@ class Seen:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped or (report.passed and report.when != "call"):
             return
-        why = report.longreprtext.strip().splitlines()[-1:] if report.failed else []
+        crash = getattr(report.longrepr, "reprcrash", None)
+        why = (crash.message if crash else report.longreprtext).strip().splitlines()[:1] if report.failed else []
         self._found[report.nodeid] = {
             "test": report.nodeid,
             "outcome": report.outcome,

@@ -307,6 +307,6 @@ def check(pair: Pair, record: Callable[[str, object], None]) -> None:
         if seed == LOADED:
             record("largest difference of a log-probability", found)
             against = f"logits lost, ours {judged(pair, answers)}, the other server {judged(pair, expected)}"
-            assert found <= LARGEST_DIFFERENCE, f"{pair.replica.tail()}\nby update: {differences}; {against}"
+            assert found <= LARGEST_DIFFERENCE, f"by update: {differences}; {against}\n{pair.replica.tail()}"
         else:
             assert found == float("inf"), f"the weights of {seed} answer as those of {LOADED} do: {differences}"
