@@ -73,7 +73,7 @@ def _rates(path: Path | None) -> Rates:
         return Rates.of(json.loads(path.read_text()), MEASURED)
     except (OSError, UnicodeDecodeError) as error:
         said = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         said = f"{path} is not JSON: {error}"
     except CkptEngineError as error:
         said = f"{path}: {error.problem.message}"

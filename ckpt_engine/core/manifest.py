@@ -25,8 +25,7 @@ def canonical(message: Message) -> bytes:
 def manifest_of(specs: Iterable[TensorSpec]) -> Manifest:
     """The manifest of these tensors, sorted by name.
 
-    Raises INVALID_ARGUMENT if there are none, a name is empty or occurs twice, a dtype is not supported or a dimension
-    is negative.
+    Raises INVALID_ARGUMENT if there are none, if a name occurs twice, and as `check_spec`.
     """
     found: dict[str, TensorSpec] = {}
     for spec in specs:
@@ -39,18 +38,53 @@ def manifest_of(specs: Iterable[TensorSpec]) -> Manifest:
     return Manifest(tensors=[found[name] for name in sorted(found)])
 
 
-def check_spec(spec: TensorSpec, ranks: Sequence[int] = ()) -> None:
-    """Raises INVALID_ARGUMENT, naming the tensor, if it has no name, an unsupported dtype or a negative dimension."""
-    if not spec.name:
+MOST_AXES = 64
+"""Dimensions of a tensor; torch has no more."""
+
+MOST_BYTES = 1 << 62
+"""Of a tensor, counting each dimension of size 0 as 1: strides are computed from the others."""
+
+METADATA = "__metadata__"
+"""Under this name a safetensors file has notes instead of a tensor."""
+
+
+def check_name(name: str, ranks: Sequence[int] = ()) -> None:
+    """Raises INVALID_ARGUMENT for a tensor's name that a message or a checkpoint's file cannot carry."""
+    if not name:
         raise invalid("a tensor has no name; publish it under its checkpoint name", ranks=ranks)
-    if any(size < 0 for size in spec.shape):
-        raise invalid(
-            f"tensor {spec.name} has shape {list(spec.shape)}; no dimension can be negative", [spec.name], ranks
-        )
+    if name == METADATA:
+        raise invalid(f"a tensor is called {name!r}, where safetensors files have notes; rename it", [name], ranks)
+    if not name.isascii():
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise invalid(f"the tensor name {name!r} cannot be written as UTF-8; rename it", [name], ranks) from None
+
+
+def shape_problem(shape: Sequence[int], width: int) -> str:
+    """Why no tensor has this shape; empty: one may have it. width: bytes of an element. Looks at `MOST_AXES` numbers
+    at most, and multiplies none that is too large."""
+    if len(shape) > MOST_AXES:
+        return f"has {len(shape)} dimensions; a tensor has at most {MOST_AXES}"
+    size = width
+    for extent in shape:
+        if extent < 0:
+            return f"has shape {list(shape)}; no dimension can be negative"
+        if extent > MOST_BYTES or (size := size * max(extent, 1)) > MOST_BYTES:
+            said = ", ".join(str(each) if each <= MOST_BYTES else "..." for each in shape)
+            return f"has shape [{said}], more than any memory holds"
+    return ""
+
+
+def check_spec(spec: TensorSpec, ranks: Sequence[int] = ()) -> None:
+    """Raises INVALID_ARGUMENT, naming the tensor, for a name, a dtype or a shape that no tensor can have."""
+    check_name(spec.name, ranks)
     try:
-        itemsize(spec.dtype)
+        width = itemsize(spec.dtype)
     except UnsupportedDtypeError as error:
         raise invalid(f"tensor {spec.name}: {error.problem.message}", [spec.name], ranks) from None
+    if problem := shape_problem(spec.shape, width):
+        raise invalid(f"tensor {spec.name} {problem}", [spec.name], ranks)
 
 
 DIGEST_FORMAT = 2

@@ -41,11 +41,15 @@ def error(
     replica: str = "",
 ) -> CkptEngineError:
     """An error of ``code``; at most 16 tensors are named."""
+    named = [_text(name) for name in list(tensors)[:_NAMED_TENSORS]]
     return CkptEngineError(
-        weights_pb2.Problem(
-            code=code, message=message, tensors=list(tensors)[:_NAMED_TENSORS], ranks=list(ranks), replica=replica
-        )
+        weights_pb2.Problem(code=code, message=_text(message), tensors=named, ranks=list(ranks), replica=_text(replica))
     )
+
+
+def _text(words: str) -> str:
+    """What a message can carry: names of files and tensors come from anywhere, and may hold halves of characters."""
+    return words if words.isascii() else words.encode(errors="backslashreplace").decode()
 
 
 def invalid(message: str, tensors: Sequence[str] = (), ranks: Sequence[int] = (), replica: str = "") -> CkptEngineError:

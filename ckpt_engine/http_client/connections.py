@@ -59,7 +59,10 @@ class Answer:
 
     def json(self) -> Any:
         """The content as JSON. Raises ValueError."""
-        return json.loads(self.content)
+        try:
+            return json.loads(self.content)
+        except RecursionError as error:
+            raise ValueError("the JSON is nested too deeply") from error
 
 
 @lru_cache(1024)

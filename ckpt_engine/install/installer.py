@@ -23,7 +23,7 @@ from contextlib import contextmanager
 import torch
 from google.protobuf.message import DecodeError
 
-from ckpt_engine.core.manifest import DIGEST_FORMAT, blob_digest
+from ckpt_engine.core.manifest import DIGEST_FORMAT, blob_digest, check_spec
 from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid
 from ckpt_engine.engine.target import LoadTarget, StagedLayer
@@ -183,6 +183,8 @@ class Installer:
             manifest = weights_pb2.Manifest.FromString(manifest_bytes)
         except DecodeError as error:
             raise invalid(f"the manifest cannot be read: {error}") from error
+        for spec in manifest.tensors:
+            check_spec(spec)
         recording = record(manifest, self._target, stop_at, digest=digest)
         warm_up(recording, self._target.named_tensors())
         self._recordings[digest] = (recording, layout)

@@ -265,7 +265,7 @@ async def _weight_dir(request: Request) -> str:
             raise invalid(f"a body has at most {BODY_BYTES} bytes")
     try:
         directory: Any = json.loads(body)["weight_dir"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         directory = None
     if not isinstance(directory, str) or not directory:
         raise invalid(

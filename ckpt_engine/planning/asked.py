@@ -102,7 +102,7 @@ def rates_of(asked: Asked) -> Rates:
             raise not_found(f"--rates: {asked.rates} is no file; docs/plan.md shows what it has")
         try:
             told = json.loads(asked.rates.read_text())
-        except ValueError as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise invalid(f"--rates: {asked.rates} cannot be read as JSON: {error}") from error
     return foresight.rates_of(told, asked.engine, network, asked.replicas)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_engine.core.dtypes import ITEMSIZES, itemsize
+from ckpt_engine.core.manifest import shape_problem
 from ckpt_engine.core.problems import invalid, not_found
 from ckpt_engine.planning.shapes import Config, key_value_heads, optional, shapes_of
 from ckpt_engine.source.safetensors import INDEX, SINGLE, read_header
@@ -156,6 +157,8 @@ def _model(name: str, tensors: list[Tensor], config: Config | None, notes: list[
         raise invalid(f"{name} has no tensor")
     by_dtype: Counter[str] = Counter()
     for tensor in tensors:
+        if problem := shape_problem(tensor.shape, itemsize(tensor.dtype)):
+            raise invalid(f"{name}: {tensor.name} {problem}", [tensor.name])
         by_dtype[tensor.dtype] += tensor.bytes
     heads = None
     if config is not None and optional(config, "num_attention_heads") and optional(config, "num_hidden_layers"):
@@ -209,7 +212,7 @@ def _json(path: Path) -> dict[str, Any]:
         if path.stat().st_size > _LARGEST:
             raise invalid(f"{path} has {path.stat().st_size} bytes, too many for a config or an index")
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise invalid(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
         raise invalid(f"{path} holds no JSON object")

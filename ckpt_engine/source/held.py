@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ckpt_engine.core.manifest import check_name
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.source.rehome import byte_range
 
@@ -48,11 +49,12 @@ def held(named: Iterable[tuple[str, torch.Tensor]]) -> list[Held]:
     """What this process holds of each tensor: all of it, or its shard of a DTensor; nothing if that shard is empty.
 
     Raises INVALID_ARGUMENT for tensors whose memory cannot be offered (meta, sparse, quantised, other subclasses,
-    placements other than Shard and Replicate) and for names that occur twice, FAILED_PRECONDITION for those whose
-    memory is gone.
+    placements other than Shard and Replicate), for names that occur twice and as `check_name`, FAILED_PRECONDITION for
+    those whose memory is gone.
     """
     found: dict[str, Held | None] = {}
     for name, tensor in named:
+        check_name(name)
         if name in found:
             raise invalid(f"two tensors are called {name!r} once wrappers are stripped; rename one", tensors=[name])
         if is_sharded(tensor):

@@ -17,7 +17,8 @@ from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from ckpt_engine.core.dtypes import UnsupportedDtypeError, itemsize
-from ckpt_engine.core.problems import invalid, not_found
+from ckpt_engine.core.manifest import METADATA, check_name, shape_problem
+from ckpt_engine.core.problems import CkptEngineError, invalid, not_found
 
 HEADER_LIMIT = 100_000_000
 """Bytes; the format's own limit."""
@@ -84,7 +85,7 @@ def read_header(path: Path) -> FileHeader:
         raise not_found(f"cannot read {path}: {error}") from error
     header = _json(raw, path)
     data_size = size - 8 - length
-    header.pop("__metadata__", None)
+    header.pop(METADATA, None)
     entries = sorted((_entry(name, value, path) for name, value in header.items()), key=lambda entry: entry[1:])
     end = 0
     for tensor, start, stop in entries:
@@ -149,9 +150,17 @@ def _index(path: Path) -> dict[str, str]:
     if not isinstance(placed, dict) or not placed:
         raise invalid(f"{path} has no weight_map")
     for name, file in placed.items():
-        if not isinstance(file, str) or Path(file).name != file or file in (".", ".."):
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", "..") or not _is_path(file):
             raise invalid(f"{path} places {name!r} in {file!r}, which is no file of this directory", tensors=[name])
     return placed
+
+
+def _is_path(name: str) -> bool:
+    """Whether the file system can be asked for it."""
+    try:
+        return b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
 
 
 def _json(raw: bytes, path: Path) -> dict[str, Any]:
@@ -172,6 +181,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(name: str, value: object, path: Path) -> tuple[FileTensor, int, int]:
+    try:
+        check_name(name)
+    except CkptEngineError as error:
+        raise invalid(f"{path}: {error.problem.message}", tensors=[name]) from error
     if not isinstance(value, dict):
         raise invalid(f"{path}: the entry of {name!r} is no object", tensors=[name])
     code, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
@@ -179,9 +192,13 @@ def _entry(name: str, value: object, path: Path) -> tuple[FileTensor, int, int]:
         raise invalid(f"{path}: the entry of {name!r} has no proper dtype, shape and data_offsets", tensors=[name])
     try:
         dtype = DTYPES[code]
-        itemsize(dtype)
+        width = itemsize(dtype)
     except (KeyError, UnsupportedDtypeError) as error:
-        raise invalid(f"{path}: {name!r} is of dtype {code}, which cannot be published", tensors=[name]) from error
+        raise invalid(
+            f"{path}: {name!r} is of dtype {code[:40]!r}, which cannot be published", tensors=[name]
+        ) from error
+    if problem := shape_problem(shape, width):
+        raise invalid(f"{path}: {name!r} {problem}", tensors=[name])
     return FileTensor(name, dtype, tuple(shape), offsets[0]), offsets[0], offsets[1]
 
 

@@ -96,6 +96,21 @@ REFUSED = {
     ),
     "negative shape": ([SourceTable(id="x", tensors=[TensorSpec(name="q", dtype="int8", shape=[-2])])], ["[-2]"], []),
     "no name": ([SourceTable(id="x", tensors=[TensorSpec(dtype="int8", shape=[2])])], ["no name"], []),
+    "notes of files": (
+        [SourceTable(id="x", tensors=[TensorSpec(name="__metadata__", dtype="int8", shape=[2])])],
+        ["'__metadata__'", "safetensors", "rename"],
+        [],
+    ),
+    "more than memory": (
+        [SourceTable(id="x", tensors=[TensorSpec(name="q", dtype="int8", shape=[1 << 61, 1 << 61, 0])])],
+        ["tensor q", f"[{1 << 61}, {1 << 61}, 0]"],
+        [],
+    ),
+    "dimensions": (
+        [SourceTable(id="x", tensors=[TensorSpec(name="q", dtype="int8", shape=[1 << 61] * 300_000)])],
+        ["tensor q", "300000 dimensions", "64"],
+        [],
+    ),
     "two of a name": (edited(lambda table: table.tensors.append(table.tensors[0])), ["two tensors", "a.weight"], [1]),
     "one rank twice": (edited(lambda table: setattr(table, "rank", 0)), ["rank 0", "its own rank"], [0]),
     "outside": (edited(set_shard(stop=[9, 6])), ["rank 1", "a.weight", "[9, 6]", "[8, 6]"], [1]),

@@ -6,6 +6,7 @@ A protobuf of random bytes is nearly always refused by the parser, so a message 
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -26,12 +27,38 @@ NUMBERS = (
     1 << 31,
     (1 << 32) - 1,
     1 << 40,
+    1 << 61,
     (1 << 63) - 1,
     -1,
     -8,
 )
 FLOATS = (0.0, -1.0, 1e-9, 1.0, 1e9, float("inf"), float("-inf"), float("nan"))
-TEXTS = ("", "bfloat16", "shared_memory", "cuda_ipc", "file", "../../etc/passwd", "/dev/zero", "run", "ü", "a" * 300)
+TEXTS = (
+    "",
+    "bfloat16",
+    "shared_memory",
+    "cuda_ipc",
+    "file",
+    "../../etc/passwd",
+    "/dev/zero",
+    "run",
+    "ü",
+    "a" * 300,
+    "__metadata__",
+)
+JSON = (
+    b"[" * 3000,
+    b'{"a":' * 3000,
+    b"2305843009213693952",
+    b"9" * 5000,
+    b'"\\ud800"',
+    b"null",
+    b"-1",
+    b"1e999",
+    b"NaN",
+)
+LONG = 3000
+"""So many equal values of one field: each is looked at, and some are multiplied."""
 
 _INTEGERS = {
     FieldDescriptor.CPPTYPE_INT32: (-(1 << 31), (1 << 31) - 1),
@@ -54,7 +81,7 @@ def mutated(data: bytes, kind: type[Message] | None, rng: random.Random) -> byte
                 change(message, rng)
                 data = message.SerializeToString()
                 continue
-        data = _bytes(data, rng)
+        data = _json(data, rng) if kind is None and b'{"' in data and rng.random() < 0.3 else _bytes(data, rng)
     return data
 
 
@@ -92,7 +119,8 @@ def _repeated(values: Any, field: FieldDescriptor, rng: random.Random) -> None:
         else:
             change(copied, rng)
     else:
-        values.append(_value(field, values[-1] if values else None, rng))
+        value = _value(field, values[-1] if values else None, rng)
+        values.extend([value] * (LONG if rng.random() < 0.05 else 1))
 
 
 def _value(field: FieldDescriptor, old: Any, rng: random.Random) -> Any:
@@ -112,6 +140,18 @@ def _value(field: FieldDescriptor, old: Any, rng: random.Random) -> Any:
     if field.type == FieldDescriptor.TYPE_BYTES:
         return _bytes(old or b"", rng)
     return rng.choice(TEXTS) if rng.random() < 0.7 else (old or "") + rng.choice("x/*\n\x00")
+
+
+def _json(data: bytes, rng: random.Random) -> bytes:
+    """One value of the JSON in it is another one; a safetensors file's length says so."""
+    values = [found.span() for found in re.finditer(rb'"[^"]*"|[0-9]+|\[[^][{}]*\]', data)]
+    if not values:
+        return _bytes(data, rng)
+    first, last = rng.choice(values)
+    made = data[:first] + rng.choice(JSON) + data[last:]
+    if int.from_bytes(data[:8], "little") == data.rfind(b"}") - 7:
+        made = (len(made) - len(data) + int.from_bytes(data[:8], "little")).to_bytes(8, "little") + made[8:]
+    return made
 
 
 def _bytes(data: bytes, rng: random.Random) -> bytes:

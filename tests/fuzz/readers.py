@@ -23,9 +23,10 @@ from ckpt_engine.install.installer import Installer
 from ckpt_engine.machines import events
 from ckpt_engine.manager.blobs import BlobStore, receive
 from ckpt_engine.manager.compiler import Compiler
+from ckpt_engine.planning.model import read_model
 from ckpt_engine.security.grants import Tokens
 from ckpt_engine.source.digests import digest_atoms
-from ckpt_engine.source.safetensors import read_header
+from ckpt_engine.source.safetensors import INDEX, read_directory, read_header
 from ckpt_engine.transport.cuda_ipc import CudaIpcTransport
 from ckpt_engine.transport.file import FileTransport
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
@@ -40,7 +41,7 @@ from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.words.routes import route_of
 from ckpt_engine.words.state import EnginePage, verdict
 from ckpt_engine_adapters.reference.gate import ReferenceGate
-from tests.fuzz.seeds import HOST, TwoTensors, needs_seed, prepare_order, sealed_record, table
+from tests.fuzz.seeds import HOST, TwoTensors, needs_seed, prepare_order, safetensors_file, sealed_record, table
 from tests.sealing import root
 
 
@@ -311,6 +312,23 @@ def safetensors() -> Iterator[Callable[[bytes], None]]:
             read_header(path)
 
         yield take
+
+
+@contextlib.contextmanager
+def configs() -> Iterator[Callable[[bytes], None]]:
+    """A model's config.json, from which shapes follow."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        yield lambda data: (path.write_bytes(data), read_model(path), None)[2]
+
+
+@contextlib.contextmanager
+def indexes() -> Iterator[Callable[[bytes], None]]:
+    """An index of a checkpoint's files, beside one of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / INDEX
+        (path.parent / "a.safetensors").write_bytes(safetensors_file())
+        yield lambda data: (path.write_bytes(data), read_directory(path.parent), None)[2]
 
 
 @contextlib.contextmanager

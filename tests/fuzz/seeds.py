@@ -266,6 +266,14 @@ def safetensors_file() -> bytes:
     return len(header).to_bytes(8, "little") + header + bytes(16)
 
 
+def model_config() -> bytes:
+    """Of a model with one layer."""
+    return (
+        b'{"architectures":["LlamaForCausalLM"],"hidden_size":8,"intermediate_size":16,"num_attention_heads":2,'
+        b'"num_hidden_layers":1,"vocab_size":32,"torch_dtype":"bfloat16"}'
+    )
+
+
 def serialised(messages: Sequence[Message]) -> list[bytes]:
     return [message.SerializeToString() for message in messages]
 

@@ -23,7 +23,9 @@ from tests.fuzz.nodes import MESSAGES, NODE_COMMANDS, follower, leader
 from tests.fuzz.readers import (
     SLOT,
     atoms,
+    configs,
     gate_requests,
+    indexes,
     orders,
     records,
     regions,
@@ -47,6 +49,7 @@ from tests.fuzz.seeds import (
     blob_chunk,
     fence,
     install_order,
+    model_config,
     needs_seed,
     prepare_order,
     ready_order,
@@ -187,6 +190,8 @@ TARGETS = [
         uploads,
         manager_pb2.BlobChunk,
     ),
+    Target("configs", [model_config()], configs, weight=0.2),
+    Target("indexes", [b'{"weight_map":{"a":"a.safetensors"}}'], indexes, weight=0.2),
     Target("safetensors", [safetensors_file()], safetensors, weight=0.2),
     Target("texts", [b"127.0.0.1:50051", b"lease=20 quiesce=90", b"viewer " + DIGEST.hex().encode()], texts),
 ]

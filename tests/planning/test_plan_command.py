@@ -208,6 +208,25 @@ def test_a_config_without_end_is_refused(run: Run, tmp_path: Path, monkeypatch: 
     assert "config.json says more than 1000 tensors, which no model has" in run("qwen").stderr
 
 
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("[" * 100_000, "config.json cannot be read as JSON"),
+        ('{"a":' * 100_000, "config.json cannot be read as JSON"),
+        (json.dumps({**QWEN3_8B, "architectures": ["\ud800"]}), "the shapes of \\ud800 are not known here"),
+        (json.dumps({**QWEN3_8B, "hidden_size": 1 << 62}), "more than any memory holds"),
+        (json.dumps({**QWEN3_8B, "hidden_size": 10**4000}), "more than any memory holds"),
+    ],
+)
+def test_a_config_of_a_stranger_is_refused_in_words(run: Run, tmp_path: Path, config: str, says: str) -> None:
+    (tmp_path / "qwen" / "config.json").write_text(config)
+    shown = run("qwen")
+    assert shown.exit_code == 1, shown.output
+    assert says in shown.stderr
+    assert shown.stderr.count("\n") == 1
+    assert len(shown.stderr) < 1000
+
+
 def test_a_rate_that_is_not_known_is_no_prediction(run: Run) -> None:
     """Nobody measured what a GPU reads from files itself."""
     shown = run("qwen", "--trainer", "files", "--no-relays")

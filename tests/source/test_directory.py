@@ -151,6 +151,15 @@ def entry(**changes: Any) -> dict[str, Any]:
         (entry(shape=[2.0]), bytes(8), None),
         (entry(shape=[True, 2]), bytes(8), None),
         (entry(shape=[1 << 61, 8]), bytes(8), None),
+        (entry(shape=[1 << 61] * 300_000), bytes(8), None),
+        (entry(shape=[1] * 65 + [2]), bytes(8), None),
+        (entry(shape=[1 << 61, 1 << 61, 0], data_offsets=[0, 0]), b"", None),
+        (entry(shape=[10**400], data_offsets=[0, 10**400]), bytes(8), None),
+        (entry(shape=[2] * 3_000_000), bytes(8), None),
+        (b'{"\\ud800": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', bytes(8), None),
+        (b'{"": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', bytes(8), None),
+        (b'{"x": {"dtype": "\\ud800", "shape": [2], "data_offsets": [0, 8]}}', bytes(8), None),
+        (b'{"x":' * 100_000, b"", None),
         (entry(shape=None), bytes(8), None),
         (entry(dtype="F4"), bytes(8), None),
         (entry(dtype=["F32"]), bytes(8), None),
@@ -174,6 +183,15 @@ def test_a_damaged_file_is_refused(tmp_path: Path, header: Any, data: bytes, len
     problem = problem_of(file)
     assert problem.code == Problem.INVALID_ARGUMENT
     assert str(file) in problem.message
+    assert len(problem.message) < 1000
+
+
+@pytest.mark.parametrize("placed", ["\ud800.safetensors", "a\0b.safetensors", "../x.safetensors", "", 3])
+def test_an_index_that_names_no_file_of_its_directory_is_refused(tmp_path: Path, placed: object) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": placed}}))
+    problem = problem_of(tmp_path)
+    assert problem.code == Problem.INVALID_ARGUMENT
+    assert "which is no file of this directory" in problem.message
 
 
 def test_a_file_of_no_length_and_a_sound_one(tmp_path: Path) -> None:

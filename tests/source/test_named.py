@@ -54,6 +54,21 @@ def test_every_rank_publishes_what_it_holds() -> None:
     assert tables[0].host == tables[1].host
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("__metadata__", "safetensors"), ("a\ud800", "'a\\ud800' cannot be written as UTF-8"), ("", "has no name")],
+)
+def test_a_name_that_no_file_or_message_can_carry_is_refused_when_it_is_published(name: str, says: str) -> None:
+    module = torch.nn.Module()
+    if name:
+        module.register_parameter(name, torch.nn.Parameter(torch.ones(2)))
+    for published in ({name: torch.ones(2)}, [(name, torch.ones(2))], *([module] if name else [])):
+        with pytest.raises(CkptEngineError) as caught:
+            open_source(published)
+        assert caught.value.problem.code == Problem.INVALID_ARGUMENT
+        assert says in caught.value.problem.message
+
+
 def test_names_lose_what_wrappers_add_and_nothing_else() -> None:
     assert strip_wrappers(["module._orig_mod.layers.0._checkpoint_wrapped_module.w", "module.w"]) == ["layers.0.w", "w"]
     assert strip_wrappers(["_orig_mod.module.module.w", "module.module.b"]) == ["w", "b"]

@@ -179,7 +179,7 @@ class SglangGate(Gate):
     async def _memory(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             wanted = set(json.loads(await _body(receive) or b"{}").get("tags") or MEMORY)
-        except (ValueError, AttributeError, TypeError) as error:
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
             await answer_json(send, 400, {"detail": f"{path} takes a JSON object with a list of tags: {error}"})
             return
         wanted = wanted - self._released if path == RELEASE_ROUTE else wanted & self._released

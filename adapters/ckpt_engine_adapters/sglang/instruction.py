@@ -69,7 +69,7 @@ def decode(named_tensors: Sequence[tuple[str, Tensor]]) -> Instruction:
     text = bytes(tensor.tolist())
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"an order is a JSON object: {error}") from error
     if not isinstance(found, dict) or found.keys() != {"action", "epoch"}:
         raise ValueError(f"an order has the keys action and epoch, not {text.decode(errors='replace')}")
