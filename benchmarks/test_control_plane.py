@@ -112,7 +112,7 @@ def test_update_of_a_tiny_model(
         replicas = Replicas(address, count)
         try:
             with Trainer(address, lineage="control-plane") as trainer:
-                trainer.publish(model)
+                trainer.publish(model, move=True)
                 trainer.wait_for_replicas(count, timeout=60)
 
                 def train() -> None:

@@ -59,7 +59,7 @@ def test_pause_with_and_without_a_relay(
     calls: dict[str, list[float]] = {way: [] for way in WISHES}
     moved = 0
     with Trainer(running.address, lineage=source) as trainer:
-        trainer.publish(model if source == "memory" else files)
+        trainer.publish(model if source == "memory" else files, move=source == "memory")
         for turn in range(ROUNDS + 1):
             for way, wishes in WISHES.items():
                 if source == "memory":

@@ -73,7 +73,7 @@ def offer(rank: int) -> None:
     held = [
         Held(name, torch.randn(box.shape).bfloat16(), SHAPES[name], box.start) for name, box in sorted(boxes.items())
     ]
-    source = MemorySource(lambda: held, host=this_host(), rank=rank, wish=Wish(snapshot=False))
+    source = MemorySource(lambda: held, host=this_host(), rank=rank, wish=Wish(snapshot=False, move=True))
     source.seal()
     print(source.table().SerializeToString().hex(), flush=True)
     sys.stdin.read()

@@ -11,6 +11,7 @@ from typing import Any
 from uuid import UUID
 
 from ckpt_engine.core.enums import enum_word
+from ckpt_engine.core.names import NAMES_SHOWN
 from ckpt_engine.machines.manager.report import is_verified
 from ckpt_engine.v1 import manager_pb2
 
@@ -43,9 +44,10 @@ class CopiedTensors:
 
     def __str__(self) -> str:
         who = f"rank {self.rank}" if self.ranks == 1 else f"{self.ranks} ranks, {self.rank} first,"
-        more = ", ..." if self.tensors > len(self.names) else ""
+        first = self.names[:NAMES_SHOWN]
+        more = ", ..." if self.tensors > len(first) else ""
         return (
-            f"copied by {who}: {self.tensors} tensors, {human_bytes(self.bytes)} ({', '.join(self.names)}{more}); each "
+            f"copied by {who}: {self.tensors} tensors, {human_bytes(self.bytes)} ({', '.join(first)}{more}); each "
             f"{self.reason}"
         )
 

@@ -61,7 +61,7 @@ def test_update_of_two_gpus(benchmark: BenchmarkFixture, two_gpus_for: Any, tmp_
         weights.renew(0)
         ceiling = PinnedCopy()
         trainer = stack.enter_context(Trainer(cluster.address, lineage="benchmark-host"))
-        trainer.publish(model)
+        trainer.publish(model, move=True)
         for replica in cluster.replicas:
             replica.registered(240)
         seeds = itertools.count(1)

@@ -205,7 +205,7 @@ def test_a_trainer_on_a_gpu_is_held(
         seeds = itertools.count(1)
         last: dict[str, Any] = {}
         with Trainer(cluster.address, lineage="benchmark-held") as trainer:
-            trainer.publish(model)
+            trainer.publish(model, move=True)
 
             def before() -> None:
                 renew(model, next(seeds))
@@ -287,7 +287,7 @@ def test_a_trainer_on_the_cpu(benchmark: BenchmarkFixture, rival: dict[str, Any]
         seeds = itertools.count(1)
         last: dict[str, Any] = {}
         with Trainer(cluster.address, lineage="benchmark-cpu") as trainer:
-            trainer.publish(model)
+            trainer.publish(model, move=True)
 
             def before() -> None:
                 weights.renew(next(seeds))

@@ -138,7 +138,7 @@ def measure(path: Path, output: Path, engine: str, cpu: bool, replica_gpu: int, 
         rates = rounded(cpu_rates(model) if cpu else gpu_rates(model, replica_gpu))
         (output / "rates.json").write_text(json.dumps(rates, indent=1) + "\n")
         with Trainer(cluster.address, lineage=LINEAGE) as trainer:
-            trainer.publish(model)
+            trainer.publish(model, move=True)
             for number in range(updates + 1):
                 if cpu:
                     with torch.no_grad():

@@ -245,7 +245,7 @@ def _on_a_gpu(
         replica.registered(UP_SECONDS)
         relay.registered()
         trainer = stack.enter_context(Trainer(cluster.address, lineage="under-load"))
-        trainer.publish(model)
+        trainer.publish(model, move=True)
         size = sum(parameter.nbytes for parameter in model.parameters())
         servers = ours(trainer, replica, size, 60)
         if up is not None:
@@ -303,7 +303,7 @@ def _small(path: Path, start: Callable[[Any, Path], Replica]) -> Iterator[World]
         cluster.relay("a", "--memory", "64MB").registered()
         replica.registered(300)
         with Trainer(cluster.address, lineage="under-load") as trainer:
-            trainer.publish(model)
+            trainer.publish(model, move=True)
             size = sum(parameter.nbytes for parameter in model.parameters())
             servers = ours(trainer, replica, size, 120)
             about = {"engine": "a small model on the CPU", "rival": "none", "bytes": size, "torch": torch.__version__}

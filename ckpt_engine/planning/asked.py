@@ -121,7 +121,7 @@ def setting_of(asked: Asked, question: Question) -> Mapping[str, str]:
     gpus = "no GPUs" if asked.cpu else reach
     return {
         "trainer": f"{asked.trainer}: {_count(trainer.count, 'rank')} on {_count(len(ranks), 'host')}, "
-        f"weights {where}, sealed where they lie (nothing is copied or cast)",
+        f"weights {where}, sealed where they lie (nothing is copied or cast; on a CPU that takes move=True)",
         "replicas": f"{asked.replicas} of {asked.engine} {layout}: {_count(replica.count, 'worker')} each, "
         f"on {on}; {gpus}",
         "needs": "what each worker reads follows from rules for tensor names, not from the engine's own loader, which "

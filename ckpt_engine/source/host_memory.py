@@ -1,40 +1,63 @@
-"""CPU memory of a source: one shared arena, in which tensors live or into which they are copied at each seal."""
+"""CPU memory of a source: arenas of this process, in which tensors live or into which they are copied at each seal."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 
-from ckpt_engine.source.rehome import byte_range, move, storage_bytes
+from ckpt_engine.digest.prepared import prepare_digests
+from ckpt_engine.source.rehome import by_storage, byte_range, move, storage_bytes
 from ckpt_engine.torch_storages import storage_key
 from ckpt_engine.transport.base import HostMemory
-from ckpt_engine.transport.shared_memory import ALIGNMENT, SharedArena
+from ckpt_engine.transport.shared_memory import ALIGNMENT, OwnedMemory, SharedArena, arena_at
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Memory that tensors were moved out of.
+
+    It lives as long as the arena that they were moved into: what kept a pointer into it, unseen, writes to no memory of
+    something else. And it is compared: such a write reaches neither the tensors nor a replica.
+    """
+
+    names: tuple[str, ...]  # of the tensors that lay there
+    bytes: torch.Tensor
+
+
+_left: WeakKeyDictionary[OwnedMemory, list[Left]] = WeakKeyDictionary()
 
 
 class HostOffer:
-    """Room for tensors in shared memory. `offsets[i]`, `memory[i]`: where tensor i lies.
+    """Room for tensors in shared memory. `regions[i]`, `offsets[i]`, `memory[i]`: where tensor i lies.
 
     What is copied there is contiguous; what lives there keeps its strides.
     """
 
     def __init__(
         self,
+        names: Sequence[str],
         tensors: Sequence[torch.Tensor],
         served: Sequence[torch.dtype],
         copied: Sequence[bool],
-        moving: Sequence[Sequence[torch.Tensor]],
-        lend: Callable[[HostMemory], object],
+        known: Sequence[torch.Tensor],
+        lend: Callable[[HostMemory], int],
     ) -> None:
-        """Moves the storages of `moving`, each given by all tensors that use it; those that are not copied lie in them.
-        lend: is given all of it, one region, before anything moves.
+        """What is not copied and does not lie in an arena yet is moved into a new one, whole storages, with all tensors
+        of `known` in them. lend: is given each arena, before anything moves, and returns its region.
 
         Raises UNAVAILABLE, and has moved nothing, without room, and what `lend` raises.
         """
+        live = [index for index, each in enumerate(copied) if not each and tensors[index].numel()]
+        homes = {index: found for index in live if (found := arena_at(tensors[index].data_ptr())) is not None}
+        moving = by_storage([tensors[index] for index in live if index not in homes], of=known)
         offsets, strides, size = [0] * len(tensors), [contiguous(tensor.shape) for tensor in tensors], 0
-        homes: dict[int, int] = {}
+        places: dict[int, int] = {}
         for group in moving:
-            homes[storage_key(group[0])] = size
+            places[storage_key(group[0])] = size
             size = _aligned(size + group[0].untyped_storage().nbytes())
         for index, tensor in enumerate(tensors):
             if copied[index]:
@@ -42,31 +65,71 @@ class HostOffer:
                 size = _aligned(size + tensor.numel() * served[index].itemsize)
             else:
                 strides[index] = tensor.stride()
-                if tensor.numel():
-                    offsets[index] = homes[storage_key(tensor)] + byte_range(tensor)[0]
-        self._arena = SharedArena(max(size, ALIGNMENT))
+        self._arena = SharedArena(max(size, ALIGNMENT)) if size or not homes else None
+        new = [] if self._arena is None else [self._arena.memory]
+        arenas = list(dict.fromkeys([*new, *homes.values()]))
         try:
-            lend(self._arena.lendable())
+            regions = {memory: lend(memory.lendable()) for memory in arenas}
         except BaseException:
-            self._arena.close()
+            if self._arena is not None:
+                self._arena.close()
             raise
+        for index in live:
+            if index in homes:
+                offsets[index] = tensors[index].data_ptr() - homes[index].address
+            else:
+                offsets[index] = places[storage_key(tensors[index])] + byte_range(tensors[index])[0]
+        within = [homes.get(index, arenas[0]) for index in range(len(tensors))]
+        self.regions = [regions[memory] for memory in within]
         self.offsets = offsets
         self.memory = [
-            self._arena.tensor(offset, tensor.shape, kept, stride)
-            for tensor, kept, offset, stride in zip(tensors, served, offsets, strides, strict=True)
+            memory.tensor(offset, tensor.shape, kept, stride)
+            for memory, tensor, kept, offset, stride in zip(within, tensors, served, offsets, strides, strict=True)
         ]
-        # What readers read is another object than what the owner's tensors use, so that the latter has no user but
-        # them, and can be moved again when they are published again.
-        for group in moving:
-            old = storage_bytes(group[0])
-            home = self._arena.tensor(homes[storage_key(group[0])], old.shape, torch.uint8)
-            home.copy_(old)
-            move(group, home)
+        if moving:
+            _move(arenas[0], places, moving, _names(names, tensors, live))
+        self._left = [left for memory in arenas for left in _left.get(memory, ())]
+        self._compared = prepare_digests([(_widest(left.bytes), (0,)) for left in self._left]) if self._left else None
+        self._as_left = self._compared.run() if self._compared is not None else []
+
+    def written(self) -> list[str]:
+        """The tensors that something wrote to where they lay before they were moved, since this was made. Reads all of
+        that memory."""
+        if self._compared is None:
+            return []
+        found = zip(self._left, self._as_left, self._compared.run(), strict=True)
+        return sorted({name for left, before, now in found if now != before for name in left.names})
 
     def close(self) -> None:
         """Lets go of it; what lives in it goes on living."""
-        self.memory = []
-        self._arena.close()
+        self.memory, self._left, self._compared = [], [], None
+        if self._arena is not None:
+            self._arena.close()
+
+
+def _move(
+    arena: OwnedMemory, places: dict[int, int], moving: Sequence[Sequence[torch.Tensor]], names: dict[int, list[str]]
+) -> None:
+    """Moves storages, each given by all tensors that use it, to their places, and keeps what they leave."""
+    for group in moving:
+        key, old = storage_key(group[0]), storage_bytes(group[0])
+        home = arena.tensor(places[key], old.shape, torch.uint8)
+        home.copy_(old)
+        move(group, home)
+        _left.setdefault(arena, []).append(Left(tuple(names[key]), old))
+
+
+def _names(names: Sequence[str], tensors: Sequence[torch.Tensor], live: Sequence[int]) -> dict[int, list[str]]:
+    """The names of the tensors that lie in each storage."""
+    found: dict[int, list[str]] = defaultdict(list)
+    for index in live:
+        found[storage_key(tensors[index])].append(names[index])
+    return found
+
+
+def _widest(memory: torch.Tensor) -> torch.Tensor:
+    """Bytes as integers of 32 bits if they can be: these are digested faster."""
+    return memory if memory.numel() % 4 else memory.view(torch.int32)
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:

@@ -4,7 +4,8 @@ Runs in the trainer, on the thread that trains. Each tensor goes one of these wa
 
 - live on its GPU: other processes map the allocation that it lies in. Sealing copies nothing; if another dtype is
   served, readers cast on the way.
-- re-homed (CPU): its memory moves into shared memory, if nobody else uses it. Sealing copies nothing.
+- re-homed (CPU): it lies in shared memory of this process already, or its memory moves there once, if that is asked for
+  and nothing else is known to use it. Sealing copies nothing, and looks whether something wrote to the old memory.
 - copied: `seal` copies it, casting if need be, into an arena on its GPU, or into shared memory. It stays sealed until
   the next seal.
 
@@ -30,7 +31,6 @@ from ckpt_engine.source.digests import changed_since, prepare_atoms
 from ckpt_engine.source.held import Held, elements_of, plain_values
 from ckpt_engine.source.host_memory import HostOffer
 from ckpt_engine.source.lending import Lending
-from ckpt_engine.source.rehome import by_storage
 from ckpt_engine.source.ways import Wish, copy_reasons, may_share, served_dtype, tell_copied
 from ckpt_engine.torch_dtypes import dtype_name
 from ckpt_engine.transport.base import HostMemory
@@ -44,15 +44,12 @@ CLOSE_SECONDS = 5.0
 PREPARED_KEPT = 2
 """Sets of atoms for which digests are kept ready: that of all replicas, and that of one which joined late."""
 
-_HOST_REGION = 0
-
 
 class MemorySource:
     """Offers what `find` finds. See Source for which call runs when.
 
     find: looks the tensors up; called when opened and before every seal, so that a parameter that was replaced is
         noticed (live, re-homed) or followed (copied).
-    keep: why CPU memory is copied and not moved if the wish does not say; empty: it is moved where it can be.
 
     warnings: logged, and told in the report of each update.
 
@@ -67,7 +64,6 @@ class MemorySource:
         host: Host,
         rank: int = 0,
         wish: Wish | None = None,
-        keep: str = "",
         kind: str = "tensors",
         may_be_empty: bool = False,
         warnings: Sequence[str] = (),
@@ -80,14 +76,15 @@ class MemorySource:
         self._rank = rank
         self._published = boxes
         self._served = [served_dtype(box, wish.dtype) for box in boxes]
-        self._why = copy_reasons(boxes, self._served, wish, keep)
+        self._why = copy_reasons(boxes, self._served, wish)
         self._copied = [bool(why) for why in self._why]
         self._has_seal = False
         self._copied_from: list[torch.Tensor | None] = []  # what was just sealed, until it is known to be unchanged
         self._prepared: list[tuple[Atoms, PreparedDigests]] = []
         self._sealed: list[torch.Tensor] = [torch.empty(0)] * len(boxes)
         self._offsets = [0] * len(boxes)
-        self._places = [_HOST_REGION] * len(boxes)
+        self._regions = [0] * len(boxes)
+        self._on_gpu = [False] * len(boxes)
         self._lending = Lending(wish.transport, host.address)
         self._device: DeviceOffer | None = None
         self._host: HostOffer | None = None
@@ -124,6 +121,15 @@ class MemorySource:
             return 0.0
         boxes = self._look()
         self._has_seal, self._copied_from = False, []
+        if self._host is not None and (names := self._host.written()):
+            raise precondition(
+                f"something wrote to the memory in which {len(names)} tensors lay before move=True moved them: "
+                f"{some(names)}; it keeps an address or a DLPack view from then, and neither the model nor a replica "
+                "gets what it writes. Let it take the tensors as they are now, or publish them without move=True from "
+                "the start",
+                tensors=names[:16],
+                ranks=[self._rank],
+            )
         began = time.perf_counter()
         if self._device is not None:
             self._device.synchronize()
@@ -206,7 +212,7 @@ class MemorySource:
             [box.tensor for box in boxes],
             [self._served[index] for index in indices],
             [self._copied[index] for index in indices],
-            _HOST_REGION + 1,
+            1,
             self._lending,
         )
         for index, offered in zip(indices, self._device.offered, strict=True):
@@ -217,7 +223,8 @@ class MemorySource:
             self._copied[index] = bool(self._why[index])
             if offered is None:
                 continue
-            self._places[index] = offered.region
+            self._on_gpu[index] = True
+            self._regions[index] = offered.region
             self._offsets[index] = offered.offset
             self._sealed[index] = offered.memory
 
@@ -237,26 +244,30 @@ class MemorySource:
 
     def _offer_host(self) -> None:
         """Places everything else in shared memory, and makes what is re-homed live there."""
-        indices = [index for index, place in enumerate(self._places) if place == _HOST_REGION]
-        if not indices and self._published:
+        indices = [index for index, on_gpu in enumerate(self._on_gpu) if not on_gpu]
+        if not indices:
             return
         boxes = [self._published[index] for index in indices]
-        moving = [self._published[index] for index in indices if not self._copied[index]]
-        known = [tensor for box in self._published if not box.must_copy for tensor in (box.tensor, *box.twins)]
         self._host = HostOffer(
+            [box.name for box in boxes],
             [box.tensor for box in boxes],
             [self._served[index] for index in indices],
             [self._copied[index] for index in indices],
-            by_storage([box.tensor for box in moving], of=known),
+            [tensor for box in self._published if not box.must_copy for tensor in (box.tensor, *box.twins)],
             self._lend_host,
         )
-        for index, offset, memory in zip(indices, self._host.offsets, self._host.memory, strict=True):
+        for index, region, offset, memory in zip(
+            indices, self._host.regions, self._host.offsets, self._host.memory, strict=True
+        ):
+            self._regions[index] = region
             self._offsets[index] = offset
             self._sealed[index] = memory
 
-    def _lend_host(self, memory: HostMemory) -> None:
-        if self._published:
-            self._lending.must_offer(_HOST_REGION, memory)
+    def _lend_host(self, memory: HostMemory) -> int:
+        taken = [region.id for region in self._lending.regions]
+        id = max(taken) + 1 if 0 in taken else 0
+        self._lending.must_offer(id, memory)
+        return id
 
     def _make_table(self, host: Host, kind: str, warnings: Sequence[str]) -> SourceTable:
         shards = [
@@ -264,7 +275,7 @@ class MemorySource:
                 tensor=index,
                 start=box.start,
                 stop=[first + extent for first, extent in zip(box.start, box.tensor.shape, strict=True)],
-                region=self._places[index],
+                region=self._regions[index],
                 offset=self._offsets[index],
                 stride=self._sealed[index].stride(),
                 stored_dtype="" if self._sealed[index].dtype == kept else dtype_name(self._sealed[index].dtype),
@@ -294,10 +305,10 @@ class MemorySource:
         """What was decided, for people."""
         ways = []
         why = f" ({'; '.join(self._lending.reasons)})" if self._lending.reasons else ""
-        for box, place, copied in zip(self._published, self._places, self._copied, strict=True):
+        for box, on_gpu, copied in zip(self._published, self._on_gpu, self._copied, strict=True):
             if not box.tensor.numel():
                 continue
-            if place != _HOST_REGION:
+            if on_gpu:
                 ways.append("copied on the GPU at each seal" if copied else "live on the GPU")
             elif copied:
                 ways.append(f"copied at each seal{why if box.tensor.device.type == 'cuda' else ''}")

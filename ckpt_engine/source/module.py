@@ -29,18 +29,14 @@ from ckpt_engine.v1.weights_pb2 import Host
 
 
 def module_source(module: nn.Module, *, host: Host, rank: int = 0, wish: Wish | None = None) -> MemorySource:
-    """Opens a module. A CPU model that is not sharded is re-homed, unless a snapshot is wished for, tensor by tensor
-    where nothing else uses its memory; see source/rehome.py.
-
-    Raises INVALID_ARGUMENT, naming the tensor, for what cannot be published; FSDP1 (flattened) models are among it.
-    """
+    """Opens a module. Raises INVALID_ARGUMENT, naming the tensor, for what cannot be published; FSDP1 (flattened)
+    models are among it."""
     sharded = any(is_sharded(tensor) for _, tensor in _tensors(module))
     return MemorySource(
         Finder(module, _find),
         host=host,
         rank=rank,
         wish=wish,
-        keep="is part of a sharded model" if sharded else "",
         kind="FSDP2 module" if sharded else "nn.Module",
         may_be_empty=sharded,
         warnings=ignored(module),

@@ -26,9 +26,6 @@ def named_source(
     that it holds instead of another is copied, or refused by name, as a module's is. An iterator is read once, and its
     tensors are held until the source is closed.
 
-    Those on a CPU are copied at each seal unless the wish is `snapshot=False`: their memory is the caller's, and moving
-    it is for the caller to allow. Those on a GPU stay where they are, as in MemorySource.
-
     Raises INVALID_ARGUMENT for elements that are no (name, tensor) pairs, and as MemorySource does.
     """
     again = tensors.items() if isinstance(tensors, Mapping) else tensors
@@ -39,7 +36,6 @@ def named_source(
         host=host,
         rank=rank,
         wish=wish,
-        keep="is one of named tensors, whose memory is moved only with snapshot=False",
         kind="named tensors",
         may_be_empty=any(is_sharded(tensor) for _, tensor in map(checked_pair, again)),
     )

@@ -40,25 +40,30 @@ def open_source(
     snapshot: bool | None = None,
     advertise: str = "",
     transport: str | None = None,
+    move: bool = False,
 ) -> Source:
     """Opens `obj` as what trainer rank `rank` of `world_size` offers. In the process that owns the weights.
 
     | obj                                      | by default                                | `snapshot=True`      |
     |------------------------------------------|-------------------------------------------|----------------------|
-    | nn.Module on the CPU                     | re-homed in shared memory, no copies (*)  | copied at each seal  |
+    | nn.Module on the CPU                     | copied at each seal (*)                   | the same             |
     | nn.Module on a GPU                       | live where it lies, no copies             | copied on the GPU    |
     | nn.Module sharded by FSDP2, on a GPU     | this rank's shards, live where they lie   | copied on the GPU    |
     | nn.Module sharded by FSDP2, on the CPU   | this rank's shards, copied at each seal   | the same             |
     | (name, tensor) pairs, or a mapping, GPU  | live where they lie, no copies            | copied on the GPU    |
-    | (name, tensor) pairs, or a mapping, CPU  | copied at each seal                       | the same             |
+    | (name, tensor) pairs, or a mapping, CPU  | copied at each seal (*)                   | the same             |
     | callable that returns pairs              | walked at each seal, copied one by one    | the same             |
     | safetensors directory or file            | files read in place, no copies            | copied at each seal  |
 
-    (*) Tensor by tensor, if nothing but the published tensors uses their memory (source/rehome.py): what torch shares
-    between processes (`share_memory`), has in memory that it did not allocate (numpy, a mapped file), or what something
-    else uses (a flat buffer, a kept `.data`) is copied at each seal, where it is, and the report says which and why. A
-    child that is forked afterwards cannot change re-homed weights for its parent; until it writes them it sees them
-    change as the parent steps. `snapshot=True` moves nothing, and a child then has the weights as they were.
+    (*) With `move=True` re-homed: moved into shared memory once, and not copied. Tensor by tensor, if nothing but the
+    published tensors is seen to use their memory (source/rehome.py): what torch shares between processes
+    (`share_memory`), has in memory that it did not allocate (numpy, a mapped file), or what something else uses (a flat
+    buffer, a kept `.data`, a DLPack view) is copied at each seal, where it is, and the report says which and why. The
+    memory that was moved out of stays taken as long as what moved lives, and each seal reads it: raises
+    FAILED_PRECONDITION, naming tensors, if something wrote there. What was moved once is read where it lies ever after,
+    also when it is published again without `move=True`. A child that is forked afterwards cannot change re-homed
+    weights for its parent; until it writes them it sees them change as the parent steps. What is copied a child has as
+    it was.
 
     Copies are compared with what they were made of once they are digested: weights that change meanwhile raise
     FAILED_PRECONDITION in the update, naming them.
@@ -87,7 +92,17 @@ def open_source(
     names = sorted({kind.name for memory in (GPU_MEMORY, HOST_MEMORY) for kind in _lenders(memory)})
     if transport is not None and transport not in names:
         raise invalid(f"transport {transport!r} is none that tensors can be published over ({', '.join(names)})")
-    host, wish = this_host(advertise), Wish(snapshot, _dtype(dtype), transport)
+    host, wish = this_host(advertise), Wish(snapshot, move, _dtype(dtype), transport)
+    if move and snapshot is True:
+        raise invalid(
+            "snapshot=True copies the weights at each update and moves none, move=True moves them so that none need be "
+            "copied: pass one of them"
+        )
+    if move and (isinstance(obj, str | os.PathLike) or not isinstance(obj, nn.Module | Iterable)):
+        raise invalid(
+            "move=True is for a module or named tensors on a CPU: files are read where they lie, and what a callable "
+            "yields is copied"
+        )
     if isinstance(obj, nn.Module):
         return module_source(obj, host=host, rank=rank, wish=wish)
     if isinstance(obj, str | os.PathLike):

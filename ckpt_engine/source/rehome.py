@@ -2,10 +2,11 @@
 
 The tensor objects stay: parameters in an optimizer, tied weights and hooks notice nothing. A storage moves as a whole,
 with every tensor that uses it, so what shared bytes still shares them, and strides stay. It moves only if nothing else
-uses it: whoever keeps a flat buffer, a `.data`, a numpy view or another process's mapping of the old memory would go on
-writing there, and readers would never see it.
+is known to use it: what keeps a flat buffer, a `.data`, a numpy view or another process's mapping of the old memory
+would go on writing there, and readers would never see it.
 
-What cannot be seen is code that keeps a bare address (`data_ptr()`) from one step to the next.
+Counts prove too little: code that keeps a bare address (`data_ptr()`) from one step to the next shows in none. So
+nothing moves unless its owner asks for it, and what was moved out of is kept and compared (`host_memory.Left`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ ALIASED = (
     "a graph that waits for its backward pass)"
 )
 
+HELD = (
+    "is held by something besides the Python object that is published (a DLPack view, a graph, "
+    "DistributedDataParallel), which may keep its address"
+)
+
 
 def why_not(boxes: Sequence[Sequence[torch.Tensor]]) -> list[str]:
     """Why the memory of each box cannot move; empty if it can. boxes: all tensor objects of each that can be moved.
@@ -34,7 +40,7 @@ def why_not(boxes: Sequence[Sequence[torch.Tensor]]) -> list[str]:
     Collects garbage if something seems to use their memory besides: what only waits to be freed is in nobody's way.
     """
     reasons = _why_not(boxes)
-    if ALIASED in reasons:
+    if ALIASED in reasons or HELD in reasons:
         gc.collect()
         reasons = _why_not(boxes)
     return reasons
@@ -83,9 +89,18 @@ def _fixed(group: Sequence[torch.Tensor]) -> str:
         return SHARED
     if not tensor.untyped_storage().resizable() and not lies_in_arena(tensor.data_ptr()):
         return FOREIGN
+    if any(_holders(each) > 1 for each in group):
+        return HELD
     own_users, own_holders = _uses(torch.empty(1))
     users, holders = _uses(tensor)
     return "" if users - own_users == len(group) - 1 and holders == own_holders else ALIASED
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    """How often the tensor behind a Python object is held: once, by that object, unless native code holds it, too. 1 if
+    this torch does not tell."""
+    count = getattr(tensor, "_use_count", None)
+    return 1 if count is None else int(count())
 
 
 def _uses(tensor: torch.Tensor) -> tuple[int, int]:

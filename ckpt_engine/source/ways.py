@@ -14,12 +14,14 @@ from ckpt_engine.core.transports import GPU_MEMORY, HOST_MEMORY, lending
 from ckpt_engine.source.held import Held
 from ckpt_engine.source.rehome import why_not
 from ckpt_engine.torch_dtypes import dtype_name
+from ckpt_engine.transport.shared_memory import arena_at
 from ckpt_engine.v1.weights_pb2 import CopiedTensors
 
 CASTABLE = frozenset(getattr(torch, name) for name in CASTABLE_NAMES)
 """What a served dtype applies to."""
 
 ASKED = "is copied since snapshot=True asks for it"
+STAYS = "lies on a CPU, and moves into shared memory only with move=True"
 NAMED_MOST = 16
 
 
@@ -28,11 +30,13 @@ class Wish:
     """What the caller asks for.
 
     snapshot: True: all are copied. False: none may need it. None: only those that need it.
+    move: CPU memory that can be moved into shared memory is. Not with snapshot=True.
     dtype: served dtype of floating-point tensors; None: their own.
     transport: the one that all are offered over; None: all that lend unasked, on the GPU where that works.
     """
 
     snapshot: bool | None = None
+    move: bool = False
     dtype: torch.dtype | None = None
     transport: str | None = None
 
@@ -52,21 +56,19 @@ def may_share(box: Held, wish: Wish) -> bool:
     return box.tensor.device.type == "cuda" and bool(lending(GPU_MEMORY, wish.transport))
 
 
-def copy_reasons(boxes: Sequence[Held], served: Sequence[torch.dtype], wish: Wish, keep: str) -> list[str]:
-    """Why each box is copied at each seal; empty if it is not.
+def copy_reasons(boxes: Sequence[Held], served: Sequence[torch.dtype], wish: Wish) -> list[str]:
+    """Why each box is copied at each seal; empty if it is not: what lies in an arena of this process is offered there.
 
-    keep: why CPU memory is not to be moved although it could be, if the wish does not say; empty: it is to be. Raises
-    INVALID_ARGUMENT for a wish that cannot be fulfilled.
+    Raises INVALID_ARGUMENT for a wish that cannot be fulfilled.
     """
     must = [_must_copy(box, kept, wish) for box, kept in zip(boxes, served, strict=True)]
     if wish.snapshot is True:
         return [why or ASKED for why in must]
-    on_cpu = [index for index, box in enumerate(boxes) if box.tensor.device.type == "cpu"]
-    if wish.snapshot is None and keep:
-        return [why or (keep if box.tensor.device.type == "cpu" else "") for why, box in zip(must, boxes, strict=True)]
-    movable = [index for index in on_cpu if not boxes[index].must_copy]
-    fixed = why_not([(boxes[index].tensor, *boxes[index].twins) for index in movable])
-    for index, why in zip(movable, fixed, strict=True):
+    elsewhere = [index for index, box in enumerate(boxes) if not box.must_copy and _moves(box.tensor)]
+    fixed = [STAYS] * len(elsewhere)
+    if wish.move:
+        fixed = why_not([(boxes[index].tensor, *boxes[index].twins) for index in elsewhere])
+    for index, why in zip(elsewhere, fixed, strict=True):
         must[index] = must[index] or why
     for box, why in zip(boxes, must, strict=True):
         if why and wish.snapshot is False:
@@ -89,6 +91,11 @@ def tell_copied(
             if len(entry.names) < NAMED_MOST:
                 entry.names.append(box.name)
     return sorted(told.values(), key=lambda entry: (-entry.bytes, entry.reason))
+
+
+def _moves(tensor: torch.Tensor) -> bool:
+    """Whether offering it without a copy would move it."""
+    return tensor.device.type == "cpu" and bool(tensor.numel()) and arena_at(tensor.data_ptr()) is None
 
 
 def _must_copy(box: Held, served: torch.dtype, wish: Wish) -> str:

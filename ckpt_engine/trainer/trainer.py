@@ -113,6 +113,7 @@ class Trainer:
         *,
         dtype: str | torch.dtype | None = None,
         snapshot: bool | None = None,
+        move: bool = False,
         transport: str | None = None,
         check_finite: bool = False,
     ) -> None:
@@ -121,19 +122,23 @@ class Trainer:
 
         Once, and again only when tensors are replaced (not when their values change). Each rank publishes what it
         holds. dtype: served, if another than the weights'. snapshot: True copies the weights at each update, so that
-        replicas that join late can be served between updates; False refuses what needs a copy. transport: what all
+        replicas that join late can be served between updates; False refuses what needs a copy. move: True moves
+        weights on a CPU into shared memory, once, so that updates need not copy them; see below. transport: what all
         of them are offered over, "cuda_ipc", "shared_memory" or another that lends memory; none: where they lie if that
         works. "nccl": this rank takes part in a collective with the replicas' workers, inside `update_weights`, over
         NCCL between GPUs and over Gloo between CPUs (docs/collective.md). check_finite: each update reads all weights
         once more and is refused, naming tensor and rank, if they hold NaN or infinity. The table in
         `source.open.open_source` says what each kind of weights does by default.
 
-        A module's weights on a CPU move into shared memory, where the optimizer goes on stepping them; those whose
-        memory something else uses, too (a flat buffer, `share_memory`, a kept `.data`), stay where they are and are
-        copied at each update, which the report says (`report.copied`). A child that this process forks later cannot
-        change moved weights for it, but sees them change until it has written them itself: publish with snapshot=True
-        if it needs them as they were. A child that shall train what this process publishes needs
-        `model.share_memory()` before `publish`.
+        Weights on a CPU stay where they are and are copied into shared memory at each update, which the report says
+        (`report.copied`). With move=True they move there instead, as the same parameter objects, and the optimizer
+        steps them there; what moved once is read there ever after. Whatever took an address of them before (a DLPack
+        view, native code) is cut off: publish before that. What is seen to share its memory with something (a flat
+        buffer, `share_memory`, a kept `.data`, a DLPack view) does not move and is copied. The memory that was left
+        stays taken, and each update looks at it: if something wrote there, the update is refused by name. A child that
+        this process forks later cannot change moved weights for it, but sees them change until it has written them
+        itself: do not move them if it needs them as they were. A child that shall train what this process publishes
+        needs `model.share_memory()` before `publish`.
 
         Weights on a GPU are read where they lie, and stay mapped by the replicas from update to update. Before their
         memory is given up (to offload them, or to let an engine have it), call `withdraw`.
@@ -142,6 +147,7 @@ class Trainer:
         Raises CkptEngineError (INVALID_ARGUMENT, naming the tensor) for weights that cannot be published.
         """
         checked_flag("snapshot", snapshot)
+        checked_flag("move", move)
         checked_flag("check_finite", check_finite)
         with self._alone("publish"):
             self._background.require_running()
@@ -153,6 +159,7 @@ class Trainer:
                 snapshot=snapshot,
                 advertise=self._advertise,
                 transport=transport,
+                move=move,
             )
             self._background.publish(self._sealer.offer(source, check_finite))
 

@@ -38,22 +38,39 @@ ALIGNMENT = 64
 """Bytes; where tensors should start in an arena, so that none shares a cache line with another."""
 
 
-class _OwnedMemory(mmap.mmap):
+class OwnedMemory(mmap.mmap):
     """The owner's mapping of a whole memory file. It lives as long as any tensor over it."""
 
     address: int
     descriptor: int
+    process: int  # that made it: in a forked child these are private pages
 
     @classmethod
-    def of(cls, descriptor: int, size: int) -> _OwnedMemory:
+    def of(cls, descriptor: int, size: int) -> OwnedMemory:
         """Maps it. Raises OSError."""
         memory = cls(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         memory.address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        memory.descriptor = os.dup(descriptor)
+        memory.descriptor, memory.process = os.dup(descriptor), os.getpid()
         _libc()  # a child should not have to load anything
         weakref.finalize(memory, os.close, memory.descriptor)
         _owned.add(memory)
         return memory
+
+    def tensor(
+        self, offset: int, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """As SharedArena.tensor."""
+        steps = torch.empty(tuple(shape), device="meta").stride() if stride is None else tuple(stride)
+        if 0 in shape:
+            return torch.empty_strided(tuple(shape), steps, dtype=dtype)
+        length = span(shape, steps)
+        if offset < 0 or offset % dtype.itemsize or offset + length * dtype.itemsize > len(self):
+            raise invalid(f"a tensor of {length} x {dtype.itemsize} bytes cannot lie at {offset} in {len(self)} bytes")
+        return torch.frombuffer(self, dtype=dtype, count=length, offset=offset).as_strided(tuple(shape), steps)
+
+    def lendable(self) -> HostMemory:
+        """All of it, for a Lender."""
+        return HostMemory(self.tensor(0, (len(self),), torch.uint8), self.descriptor)
 
     def make_private(self) -> None:
         """Puts a private mapping of the file in the place of the shared one. In a forked child. Raises OSError."""
@@ -71,12 +88,26 @@ def _libc() -> ctypes.CDLL:
 
 
 _MAP_FIXED = 0x10  # what Linux calls it; Python does not
-_owned: weakref.WeakSet[_OwnedMemory] = weakref.WeakSet()
+_owned: weakref.WeakSet[OwnedMemory] = weakref.WeakSet()
 
 
 def lies_in_arena(address: int) -> bool:
     """Whether memory of this process lies in an arena that it made, be that closed or not."""
     return any(memory.address <= address < memory.address + len(memory) for memory in _owned)
+
+
+def arena_at(address: int) -> OwnedMemory | None:
+    """The arena in which memory lies that others can map, be that closed or not. None: it lies in none, or in one of
+    the process that this one was forked from."""
+    process = os.getpid()
+    return next(
+        (
+            memory
+            for memory in _owned
+            if memory.process == process and memory.address <= address < memory.address + len(memory)
+        ),
+        None,
+    )
 
 
 def _become_child() -> None:
@@ -115,7 +146,7 @@ class SharedArena:
             fcntl.fcntl(
                 self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             )
-            self._memory: _OwnedMemory | None = _OwnedMemory.of(self._descriptor, size)
+            self._memory: OwnedMemory | None = OwnedMemory.of(self._descriptor, size)
         except OSError as error:
             self._closer()
             raise unavailable(f"{size} bytes of shared memory cannot be had: {error}") from error
@@ -127,25 +158,22 @@ class SharedArena:
 
         Raises INVALID_ARGUMENT if it does not fit, if `offset` is no multiple of the element size, or after `close`.
         """
-        steps = torch.empty(tuple(shape), device="meta").stride() if stride is None else tuple(stride)
-        if 0 in shape:
-            return torch.empty_strided(tuple(shape), steps, dtype=dtype)
+        return self.memory.tensor(offset, shape, dtype, stride)
+
+    @property
+    def memory(self) -> OwnedMemory:
+        """What tensors keep alive. Raises INVALID_ARGUMENT after `close`."""
         if self._memory is None:
             raise invalid("this shared memory was closed")
-        length = span(shape, steps)
-        if offset < 0 or offset % dtype.itemsize or offset + length * dtype.itemsize > self.size:
-            raise invalid(f"a tensor of {length} x {dtype.itemsize} bytes cannot lie at {offset} in {self.size} bytes")
-        return torch.frombuffer(self._memory, dtype=dtype, count=length, offset=offset).as_strided(tuple(shape), steps)
+        return self._memory
 
     def region(self, id: int) -> Region:
         """The region that lets others open this memory while this process lives and `close` was not called."""
-        if self._memory is None:
-            raise invalid("this shared memory was closed")
-        return _region(id, self._descriptor, self.size)
+        return _region(id, self._descriptor, len(self.memory))
 
     def lendable(self) -> HostMemory:
         """All of it, for a Lender. Raises INVALID_ARGUMENT after `close`."""
-        return HostMemory(self.tensor(0, (self.size,), torch.uint8), self._descriptor)
+        return self.memory.lendable()
 
     def close(self) -> None:
         """Lets nobody open it from now on. May be repeated. The memory goes when no tensor of any process uses it."""

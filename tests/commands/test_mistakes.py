@@ -91,6 +91,9 @@ def test_arguments_of_other_calls_that_cannot_be() -> None:
             (lambda: trainer.wait_for_replicas("2"), "count '2' is not a number of replicas"),  # type: ignore[arg-type]
             (lambda: trainer.publish(weights, check_finite="no"), "check_finite 'no' is neither True nor False"),  # type: ignore[arg-type]
             (lambda: trainer.publish(weights, snapshot="no"), "snapshot 'no' is neither True nor False"),  # type: ignore[arg-type]
+            (lambda: trainer.publish(weights, move="yes"), "move 'yes' is neither True nor False"),  # type: ignore[arg-type]
+            (lambda: trainer.publish(weights, move=True, snapshot=True), "snapshot=True copies the weights at each"),
+            (lambda: trainer.publish(weights, snapshot=False), "only with move=True"),
             (lambda: trainer.publish(weights, dtype="bf16"), "cannot serve weights as bf16: dtype 'bf16' is not"),
             (lambda: trainer.publish([3]), "expected (name, tensor) pairs, found an item of type int"),  # type: ignore[list-item]
         ):

@@ -117,7 +117,7 @@ def test_an_update_from_a_checkpoint_is_served_under_its_version(server: Server)
 def test_ten_different_updates_in_a_row(server: Server) -> None:
     live = server.models.live(0)
     with server.trainer("ten") as trainer:
-        trainer.publish(live)
+        trainer.publish(live, move=True)
         for version in range(10):
             load(live, server.models[version])
             report = trainer.update_weights(version=version)
@@ -145,7 +145,7 @@ def test_a_torn_update_is_never_served_and_the_next_one_recovers(server: Server)
     """One bit flips after sealing, in tensors that engines treat differently: repacked, plain, with padding."""
     live = server.models.live(3)
     with server.trainer("torn") as trainer:
-        trainer.publish(live)
+        trainer.publish(live, move=True)
         for number, name in enumerate((O_PROJ, "model.norm.weight", "lm_head.weight")):
             restore = corrupt_after_sealing(trainer, dict(live.named_parameters())[name], 7)
             report = trainer.update_weights(version=2 * number)
@@ -166,7 +166,7 @@ def test_requests_in_flight_during_updates(server: Server, mode: manager_pb2.Pau
         return
     models, live, updates = [server.models[4], server.models[5]], server.models.live(4), Updates()
     with server.trainer(f"streams-{mode_name(mode)}") as trainer:
-        trainer.publish(live)
+        trainer.publish(live, move=True)
         assert trainer.update_weights(version=0).ok
         streams = [Stream(server.engine, server.replica, updates) for _ in range(STREAMS)]
         version, proved, looked = 0, False, [0] * STREAMS
@@ -203,7 +203,7 @@ def refuses_the_mode(server: Server, mode: manager_pb2.PauseMode) -> None:
     """In words, and no request notices."""
     pauses, models, live = "agent.does.PauseEngine.begin", [server.models[4]], server.models.live(4)
     with server.trainer(f"streams-{mode_name(mode)}") as trainer:
-        trainer.publish(live)
+        trainer.publish(live, move=True)
         assert trainer.update_weights(version=0).ok
         before = server.listener.seen[pauses]
         stream = Stream(server.engine, server.replica, Updates())
@@ -244,7 +244,9 @@ def test_waking_goes_from_weights_to_caches(server: Server) -> None:
     """Level 1 brings the old version back; level 2 does not, until an update."""
     levels = server.engine.capabilities.sleep_levels
     with server.trainer("order") as trainer:
-        trainer.publish(server.models.live(3))  # read where it lies: nothing stays sealed to come back by itself
+        trainer.publish(
+            server.models.live(3), move=True
+        )  # read where it lies: nothing stays sealed to come back by itself
         assert trainer.update_weights(version=1).ok
         assert "no memory tag" in server.wake("cuda_graph")
         if 1 in levels:

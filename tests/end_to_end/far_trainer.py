@@ -78,7 +78,7 @@ def _main(address: str) -> None:
                 shape = {"vocabulary": PADDED_VOCABULARY, **question.get("shape", {})}
                 model = make_tiny_qwen3(Path(folder), seed, weights=False, **shape)
                 weights = model if ranks == 1 else list(named_weights(model))[rank::ranks]
-                trainer.publish(weights, **question.get("publish", {}))
+                trainer.publish(weights, move=ranks == 1, **question.get("publish", {}))
             elif "update" in question:
                 assert trainer is not None
                 answer = _told(trainer.update_weights(**question["update"]))

@@ -30,7 +30,7 @@ def main() -> None:
     address, directory = sys.argv[1:]
     model = make_tiny_qwen3(Path(directory), 6, vocabulary=PADDED_VOCABULARY)
     trainer = Trainer(address, lineage="killed in the middle")
-    trainer.publish(model, transport="nccl")
+    trainer.publish(model, transport="nccl", move=True)
     assert trainer.update_weights().ok
     after_go(trainer, die)
     trainer.update_weights(timeout=60.0)

@@ -25,7 +25,7 @@ def main() -> None:
     model = make_tiny_qwen3(directory / lineage, 71, vocabulary=VOCABULARY, weights=False)
     version = 0
     with Trainer(address, lineage=lineage) as trainer:
-        trainer.publish(model)
+        trainer.publish(model, move=True)
         for line in sys.stdin:
             for _ in range(int(line)):
                 version += 1

@@ -31,7 +31,7 @@ TOKENS = 16
 def test_updates_over_one_communicator_and_other_weights_over_another(tmp_path: Path, cluster: Cluster) -> None:
     model = make_tiny_qwen3(tmp_path / "model", 3, vocabulary=PADDED_VOCABULARY)
     with Trainer(cluster.address, lineage="collective") as trainer:
-        trainer.publish(model, transport="nccl")
+        trainer.publish(model, transport="nccl", move=True)
         for version in (1, 2, 3):
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -49,7 +49,7 @@ def test_updates_over_one_communicator_and_other_weights_over_another(tmp_path: 
         expected = generate(cluster.replicas[0], prompt, TOKENS)
         assert generate(cluster.replicas[1], prompt, TOKENS) == expected
         other = make_tiny_qwen3(tmp_path / "model", 4, vocabulary=PADDED_VOCABULARY, weights=False).float()
-        trainer.publish(other, transport="nccl", dtype=torch.bfloat16)
+        trainer.publish(other, transport="nccl", dtype=torch.bfloat16, move=True)
         assert trainer._background._part._seat._member is None
         assert trainer.update_weights().ok
         trainer.withdraw()
@@ -75,7 +75,7 @@ def test_what_fails_before_go_leaves_all_as_they_were(tmp_path: Path, cluster: C
     model = make_tiny_qwen3(tmp_path / "model", 5, vocabulary=PADDED_VOCABULARY)
     prompt = decisive_prompts(model, 1, TOKENS)[0]
     with Trainer(cluster.address, lineage="goes back") as trainer:
-        trainer.publish(model, transport="nccl")
+        trainer.publish(model, transport="nccl", move=True)
         assert trainer.update_weights().ok
         expected = [generate(replica, prompt, TOKENS) for replica in cluster.replicas]
         with torch.no_grad():
@@ -96,7 +96,7 @@ def test_what_fails_before_go_leaves_all_as_they_were(tmp_path: Path, cluster: C
         seat.vote = vote  # type: ignore[method-assign]
         assert [generate(replica, prompt, TOKENS) for replica in cluster.replicas] == expected
 
-        trainer.publish(model, transport="nccl")
+        trainer.publish(model, transport="nccl", move=True)
         for door in [each for each in _doors.values() if each.port]:
             door.close()
         report = trainer.update_weights()
@@ -105,7 +105,7 @@ def test_what_fails_before_go_leaves_all_as_they_were(tmp_path: Path, cluster: C
             assert each.pause_seconds == 0
             assert "cannot be reached" in str(each.problem)
         assert [generate(replica, prompt, TOKENS) for replica in cluster.replicas] == expected
-        trainer.publish(model, transport="nccl")
+        trainer.publish(model, transport="nccl", move=True)
         assert trainer.update_weights().ok
 
 
@@ -115,7 +115,7 @@ def test_a_worker_that_ends_in_the_middle_is_named_and_the_next_update_mends_all
 ) -> None:
     model = make_tiny_qwen3(tmp_path / "model", 6, vocabulary=PADDED_VOCABULARY)
     with Trainer(cluster.address, lineage=f"a worker ends by {number}") as trainer:
-        trainer.publish(model, transport="nccl")
+        trainer.publish(model, transport="nccl", move=True)
         assert trainer.update_weights().ok
         (victim,) = cluster.replicas[0].workers()
         after_go(trainer, lambda: os.kill(victim.pid, number))
@@ -150,7 +150,7 @@ def test_a_trainer_that_is_killed_in_the_middle_leaves_replicas_that_the_next_on
         assert "rank 0" in status.last_outcome.problem.message, status
     model = make_tiny_qwen3(tmp_path / "model", 7, vocabulary=PADDED_VOCABULARY)
     with Trainer(cluster.address, lineage="after a lead was killed") as trainer:
-        trainer.publish(model, transport="nccl")
+        trainer.publish(model, transport="nccl", move=True)
         mended(cluster, trainer)
 
 

@@ -22,7 +22,7 @@ def test_an_impossible_transport_is_named_and_its_replica_not_touched(tmp_path: 
         for replica in cluster.replicas:
             replica.registered()
         with Trainer(cluster.address, lineage="memory") as trainer:
-            trainer.publish(model)
+            trainer.publish(model, move=True)
             with pytest.raises(CkptEngineError) as caught:
                 trainer.update_weights(min_replicas=2)
             for word in ("files", "shared_memory", "it can use file", "--transport"):

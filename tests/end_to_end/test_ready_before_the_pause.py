@@ -33,7 +33,7 @@ def test_nothing_is_opened_between_pause_and_resume(tmp_path: Path, bare_model: 
         environment = {ENVIRONMENT: str(listener.path)}
         cluster.replica("one", "reference", bare_model, environment=environment).registered()
         with Trainer(cluster.address, lineage="ready") as trainer:
-            trainer.publish(model)
+            trainer.publish(model, move=True)
             for nth in range(2):
                 seen = listener.seen = InOrder()
                 report = trainer.update_weights()

@@ -114,7 +114,7 @@ def test_four_replicas_read_one_union_after_the_trainer_changed_its_weights(worl
     model = model_of(tmp_path, 1)
     prompt, tokens = expected(model)
     with Trainer(world.cluster.address, lineage="run") as trainer:
-        trainer.publish(model)
+        trainer.publish(model, move=True)
         held = trainer.update_weights(version=1, prefetch="always", until="held")
         with torch.no_grad():
             for parameter in model.parameters():
@@ -155,7 +155,7 @@ def test_the_trace_shows_that_a_held_call_returns_before_any_replica_pauses(tmp_
             stack.enter_context(listener.holding(PAUSES, lambda pid, own=replica.process.pid: pid == own))
             for replica in replicas
         ]
-        trainer.publish(model)
+        trainer.publish(model, move=True)
         held = trainer.update_weights(version=1, prefetch="always", until="held", replicas=names)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -180,7 +180,7 @@ def test_a_relay_that_is_killed_while_it_is_filled_costs_no_update(world: World,
     prompt, tokens = expected(model)
     with Listener(tmp_path / "trace") as listener, Trainer(world.cluster.address, lineage="run") as trainer:
         doomed = world.relay("doomed", "a", **{TRACE: str(listener.path)})
-        trainer.publish(model)
+        trainer.publish(model, move=True)
         with listener.holding("relay.does.FillSlot.begin") as held:
 
             def kill() -> None:
@@ -234,7 +234,7 @@ def test_a_late_replica_is_brought_up_by_a_relay_after_everybody_else_has_gone(w
     prompt, tokens = expected(model)
     relay = world.relay("kept", "a")
     with Trainer(world.cluster.address, lineage="run") as trainer:
-        trainer.publish(model)
+        trainer.publish(model, move=True)
         report = trainer.update_weights(version=3, prefetch="always")
         assert report.ok, report
     world.cluster.restart_manager()
@@ -259,7 +259,7 @@ def test_what_a_trainer_takes_back_is_let_go_of_and_late_replicas_read_the_relay
         late = world.replica("later", "a").registered().serving(31)
         assert generate(late, prompt, TOKENS) == tokens
         assert read_from(late) == {("relay keeps", "relay_memory")}
-        trainer.publish(model)
+        trainer.publish(model, move=True)
         assert trainer.update_weights(version=31, prefetch="always").ok
 
 
@@ -273,7 +273,7 @@ def test_two_relays_on_one_host_of_which_one_has_too_little_memory(world: World,
     other = world.replica("other", "b", wide, auto, CKPT_ENGINE_RELAY_MEMORY="64MiB").registered()
     assert "this host has a relay already" in other.tail()
     with Trainer(world.cluster.address, lineage="run") as trainer:
-        trainer.publish(models[0])
+        trainer.publish(models[0], move=True)
         report = trainer.update_weights(version=4, prefetch="always")
         assert set(outcomes(report).values()) == {"new_serving"}, report
         assert transports(report)["other"] == {"shared_memory"}
@@ -284,7 +284,7 @@ def test_two_relays_on_one_host_of_which_one_has_too_little_memory(world: World,
 
         follower = f"relay {socket.gethostname()}"
         eventually("the agent's own relay registers", 120.0, lambda: follower in connected(world.cluster))
-        trainer.publish(models[1])
+        trainer.publish(models[1], move=True)
         report = trainer.update_weights(version=5, prefetch="always")
     assert set(outcomes(report).values()) == {"new_serving"}, report
     assert set().union(*transports(report).values()) == {"relay_memory"}

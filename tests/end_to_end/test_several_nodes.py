@@ -151,7 +151,7 @@ def test_weights_that_are_torn_on_the_other_node_only_close_the_replica(
     nodes: TwoNodes, trainer: Trainer, tmp_path: Path
 ) -> None:
     model = model_of(tmp_path, 5)
-    trainer.publish(model)
+    trainer.publish(model, move=True)
     assert trainer.update_weights(version=10).ok
     weight = model.model.layers[0].mlp.down_proj.weight  # its last input features are rank 1's alone
     restore = corrupt_after_sealing(trainer, weight, weight[0].nbytes - 1)
@@ -175,7 +175,7 @@ def test_a_worker_of_the_other_node_that_stands_still_closes_the_replica(
     nodes: TwoNodes, trainer: Trainer, tmp_path: Path
 ) -> None:
     model = model_of(tmp_path, 6)
-    trainer.publish(model)  # not sealed between updates: nobody tries again by himself
+    trainer.publish(model, move=True)  # not sealed between updates: nobody tries again by himself
     assert trainer.update_weights(version=20).ok
     before = boot_ids(nodes)
     worker = nodes.worker(1)

@@ -46,7 +46,7 @@ def test_who_may_not_open_the_trainers_memory_is_told_and_gets_it_from_a_relay(
         cluster.before = [sys.executable, "-c", WITHOUT_CAPABILITIES]
         replica = cluster.replica("shut", "reference", bare_model).registered()
         with Trainer(cluster.address, lineage="shut") as trainer:
-            trainer.publish(model)
+            trainer.publish(model, move=True)
             report = trainer.update_weights()
             assert outcomes(report) == {"shut": "quarantined"}, "an engine that has just begun holds nothing"
             said = str(report.replicas[0].problem)

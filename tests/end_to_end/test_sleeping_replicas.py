@@ -72,13 +72,13 @@ def test_a_hybrid_replica_sleeps_while_the_trainer_trains_and_is_woken_by_its_up
     hybrid, alone = named(cluster, "hybrid"), named(cluster, "alone")
     first, second = model_of(tmp_path, 1), model_of(tmp_path, 2)
     with Trainer(cluster.address, lineage=f"hybrid-{level}") as trainer:
-        trainer.publish(first)
+        trainer.publish(first, move=True)
         assert trainer.update_weights().ok
         trainer.sleep(level)  # the hybrid ones, if none are named
         assert ("discarded" if level == 2 else "kept on the host") in why_closed(hybrid.url)
         assert memory(hybrid.url) == ["kv_cache", "weights"]
         assert_serves(alone, first)
-        trainer.publish(second)
+        trainer.publish(second, move=True)
         report = trainer.update_weights()
         assert outcomes(report) == {"hybrid": "new_serving", "alone": "new_serving"}, report
         assert memory(hybrid.url) == []
@@ -88,7 +88,7 @@ def test_a_hybrid_replica_sleeps_while_the_trainer_trains_and_is_woken_by_its_up
 def test_a_standalone_replica_stays_asleep_until_somebody_wakes_it(cluster: Cluster, tmp_path: Path) -> None:
     alone, model = named(cluster, "alone"), model_of(tmp_path, 3)
     with Trainer(cluster.address, lineage="alone") as trainer:
-        trainer.publish(model)
+        trainer.publish(model, move=True)
         assert trainer.update_weights().ok
         trainer.sleep(replicas=["alone"])
         report = trainer.update_weights(replicas=["alone"])
@@ -107,7 +107,7 @@ def test_no_update_touches_a_colocated_judge(cluster: Cluster, tmp_path: Path) -
     eventually("the judge serves", 60, lambda: (status := judge.status) and status.serving)
     assert_serves(judge, model)
     with Trainer(cluster.address, lineage="policy") as trainer:
-        trainer.publish(model_of(tmp_path, 4))
+        trainer.publish(model_of(tmp_path, 4), move=True)
         assert sorted(outcomes(trainer.update_weights())) == ["alone", "hybrid"]
         with pytest.raises(CkptEngineError, match="colocated"):
             trainer.update_weights(replicas=["judge"])
@@ -134,7 +134,7 @@ def test_sleep_outlives_the_agent(tmp_path: Path, bare_model: Path) -> None:
     with running_cluster(tmp_path / "cluster") as running, engine(bare_model, tmp_path / "engine.log") as server:
         first = attach(running, "first", server.url)
         with Trainer(running.address, lineage="kept") as trainer:
-            trainer.publish(model_of(tmp_path, 6))
+            trainer.publish(model_of(tmp_path, 6), move=True)
             assert trainer.update_weights().ok
             trainer.sleep(2)
             first.process.kill()
@@ -145,7 +145,7 @@ def test_sleep_outlives_the_agent(tmp_path: Path, bare_model: Path) -> None:
             assert memory(server.url) == ["kv_cache", "weights"]
             assert "discarded" in why_closed(server.url)
             model = model_of(tmp_path, 7)
-            trainer.publish(model)
+            trainer.publish(model, move=True)
             report = trainer.update_weights()
             assert outcomes(report) == {"beside": "new_serving"}, f"{report}\n{second.tail()}"
             assert memory(server.url) == []

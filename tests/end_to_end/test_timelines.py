@@ -58,7 +58,7 @@ def test_a_replica_whose_clock_is_minutes_ahead_is_shown_when_it_was(
             replica.registered()
         model = make_tiny_qwen3(tmp_path / "model", 1, vocabulary=PADDED_VOCABULARY, weights=False)
         with Trainer(cluster.address, lineage="run") as trainer:
-            trainer.publish(model)
+            trainer.publish(model, move=True)
             report = trainer.update_weights(version=0, prefetch="always")
         assert report.ok, report
         told = {outcome.replica: outcome.span for outcome in report.message.replicas}

@@ -77,7 +77,7 @@ def test_edges_are_those_that_a_plan_foretold(cluster: Cluster, tmp_path: Path) 
     """`ckpt-engine plan` from the config alone, and what the agents' reports say: each edge, byte by byte."""
     model = model_of(tmp_path, 98)
     with Trainer(cluster.address, lineage="foretold") as trainer:
-        trainer.publish(model)
+        trainer.publish(model, move=True)
         report = trainer.update_weights(version=1)
     assert report.ok, report
     for replica, workers in zip(sorted(report.replicas, key=lambda each: each.name), (1, 2), strict=True):
@@ -92,7 +92,7 @@ def test_edges_are_those_that_a_plan_foretold(cluster: Cluster, tmp_path: Path) 
 def test_an_update_can_be_looked_at_as_a_timeline(cluster: Cluster, tmp_path: Path) -> None:
     """Its bytes are those of the report, and every member was asked and has answered in the time that is shown."""
     with Trainer(cluster.address, lineage="looked-at") as trainer:
-        trainer.publish(model_of(tmp_path, 3))
+        trainer.publish(model_of(tmp_path, 3), move=True)
         report = trainer.update_weights(version=70)
         words = ["trace", "70", "-o", str(tmp_path / "trace.json"), "--manager", cluster.address]
         written = CliRunner().invoke(app_for(words), words, catch_exceptions=False)
@@ -291,7 +291,7 @@ def test_bytes_that_change_after_they_were_sealed_never_serve(cluster: Cluster, 
     model = model_of(tmp_path, 61)
     name = "model.layers.1.mlp.down_proj.weight"
     with Trainer(cluster.address, lineage=lineage) as trainer:
-        trainer.publish(model)
+        trainer.publish(model, move=True)
         tensor = dict(model.named_parameters())[name]
         restore = corrupt_after_sealing(trainer, tensor, 100)
         report = trainer.update_weights(version=11)

@@ -130,7 +130,7 @@ def check_under_load(
         return tokens(response) if response.status_code == 200 else []
 
     with Trainer(cluster.address, lineage=f"streams-{mode}") as trainer:
-        trainer.publish(live)
+        trainer.publish(live, move=True)
         load(live, models[0])
         assert trainer.update_weights(version=0).ok
         streams = [Stream(ask) for _ in range(20)]

@@ -101,7 +101,7 @@ def played(cluster: Cluster, gateway: GatewayProcess, path: Path, route: str) ->
     models = [make_tiny_qwen3(path / f"weights-{number}", number) for number in range(3)]
     model = make_tiny_qwen3(path / "model", 0)
     with Trainer(cluster.address, lineage=f"run {route}") as trainer:
-        trainer.publish(model)
+        trainer.publish(model, move=True)
         assert trainer.update_weights(version=0).ok
         asking = [Asking(gateway, route, count) for count in COUNTS]
         try:

@@ -99,7 +99,7 @@ def test_ten_updates_by_way_of_a_relay_and_back_to_the_ninth(site: Site) -> None
         return report
 
     with site.trainer() as trainer:
-        trainer.publish(live)
+        trainer.publish(live, move=True)
         for version in range(1, LAST - 1):
             report = updated(version, "held" if version % 2 else "installed")
             if version % 2:
@@ -131,7 +131,7 @@ def test_a_late_server_is_brought_up_when_only_relay_and_manager_are_left(site: 
     """The trainer has ended, the server before it too, and the manager is a new one."""
     live = site.models.live(LAST + 1)
     with site.trainer() as trainer:
-        trainer.publish(live)
+        trainer.publish(live, move=True)
         held = trainer.update_weights(prefetch="always", until="held")
         spoil(live)
         site.check(trainer.wait(held.version), held.version)

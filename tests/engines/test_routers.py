@@ -75,7 +75,7 @@ def test_a_quarantined_replica_gets_no_request_and_after_its_return_its_share(
     model = model_of(tmp_path / "model", 1)
     one, other = urls(cluster)
     with Trainer(cluster.address, lineage=f"return {kind}") as trainer:
-        trainer.publish(model)
+        trainer.publish(model, move=True)
         assert trainer.update_weights(version=1).ok
         with running_router(kind, [one, other], tmp_path / "router.log", *FLAGS) as router:
             eventually("both are found", 60, lambda: router.healthy() == {one, other})
@@ -96,7 +96,7 @@ def test_what_a_router_passes_on(cluster: Cluster, tmp_path: Path, kind: str) ->
     """As docs/routers.md says of these versions."""
     model = model_of(tmp_path / "model", 1)
     with Trainer(cluster.address, lineage=f"passes {kind}") as trainer:
-        trainer.publish(model)
+        trainer.publish(model, move=True)
         assert trainer.update_weights(version=7).ok
         with running_router(kind, urls(cluster), tmp_path / "router.log", *FLAGS) as router:
             eventually("both are found", 60, lambda: router.healthy() == set(urls(cluster)))
@@ -210,7 +210,7 @@ def test_no_request_fails_while_both_replicas_are_updated_every_second(
 ) -> None:
     model = model_of(tmp_path / "model", 1)
     with Trainer(cluster.address, lineage=f"updates {kind}") as trainer:
-        trainer.publish(model)
+        trainer.publish(model, move=True)
         assert trainer.update_weights(version=0).ok
         flags = (*FLAGS, "--disable-retries")
         with running_router(kind, urls(cluster), tmp_path / "router.log", *flags, policy="cache_aware") as router:

@@ -126,7 +126,7 @@ def test_a_slice_that_is_corrupt_on_one_rank_closes_the_gate(
     """The flipped bit lies in the first column, so in the half of the first rank."""
     model = model_of(tmp_path, 11)
     with Trainer(cluster.address, lineage="corrupt half") as trainer:
-        trainer.publish(model)
+        trainer.publish(model, move=True)
         restore = corrupt_after_sealing(trainer, dict(model.named_parameters())[O_PROJ], 1)
         report = trainer.update_weights(version=1)
         restore()
@@ -152,7 +152,7 @@ def test_a_retracted_request_tells_which_version_made_which_token(
     models = [model_of(tmp_path, seed) for seed in (20, 21)]
     live = model_of(tmp_path, 99)
     with Trainer(cluster.address, lineage="spans") as trainer:
-        trainer.publish(live)
+        trainer.publish(live, move=True)
         load(live, models[0])
         assert trainer.update_weights(version=1).ok
         request = LongRequest(replica)
@@ -230,7 +230,7 @@ def test_caches_of_old_weights(cluster: Cluster, replica: Replica, tmp_path: Pat
         return told
 
     with Trainer(cluster.address, lineage=f"caches-{mode}") as trainer:
-        trainer.publish(live)
+        trainer.publish(live, move=True)
         for version in (1, 2):
             load(live, models[version % 2])
             assert trainer.update_weights(version=version, pause_mode="keep" if version == 1 else mode).ok

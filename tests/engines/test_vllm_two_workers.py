@@ -157,7 +157,7 @@ def test_an_update_wakes_a_hybrid_replica_with_the_right_tokens(
 def test_discarded_weights_are_not_served_by_waking(cluster: Cluster, replica: Replica, tmp_path: Path) -> None:
     model = model_of(tmp_path, 51)
     with Trainer(cluster.address, lineage="discarded") as trainer:
-        trainer.publish(model)  # read where it lies: nothing stays sealed, so nothing comes back by itself
+        trainer.publish(model, move=True)  # read where it lies: nothing stays sealed, so nothing comes back by itself
         assert trainer.update_weights(version=1).ok
         assert sleep(cluster, 2) == ""
         assert wake(cluster) == ""
@@ -177,7 +177,7 @@ def test_a_worker_says_that_it_holds_nothing_whoever_makes_it_discard(
     """A call of vLLM's own route past the agent, as a leaked token would allow."""
     model = model_of(tmp_path, 52)
     with Trainer(cluster.address, lineage="past the agent") as trainer:
-        trainer.publish(model)  # read where it lies: nobody brings it back before the next update
+        trainer.publish(model, move=True)  # read where it lies: nobody brings it back before the next update
         assert trainer.update_weights(version=1).ok
         directory = Path(httpx.get(f"{replica.url}/ckpt_engine/info", timeout=30).json()["directory"])
         headers = {"x-ckpt-engine-token": EngineDirectory(directory).token()}

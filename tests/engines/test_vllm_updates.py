@@ -71,7 +71,7 @@ def test_an_answer_tells_which_version_made_which_token(cluster: Cluster, tmp_pa
         return int(response.headers["x-ckpt-engine-admitted-version"]), response.json()["choices"][0]
 
     with Trainer(cluster.address, lineage="told") as trainer:
-        trainer.publish(live)
+        trainer.publish(live, move=True)
         load(live, models[0])
         assert trainer.update_weights(version=0).ok
         streams = [Stream(ask) for _ in range(4)]

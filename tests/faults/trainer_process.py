@@ -59,7 +59,8 @@ def main() -> None:
     rank, world_size = (int(number) for number in ranks.split("/"))
     with Trainer(address, rank, world_size, lineage) as trainer:
         transport = "nccl" if "nccl" in sys.argv[4:] else None
-        trainer.publish(model, snapshot=True if "snapshot" in sys.argv[4:] else None, transport=transport)
+        snapshot = "snapshot" in sys.argv[4:]
+        trainer.publish(model, snapshot=snapshot or None, move=not snapshot, transport=transport)
         print(json.dumps({"published": True}), flush=True)
         for line in sys.stdin:
             asked = json.loads(line)

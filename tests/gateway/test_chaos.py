@@ -29,7 +29,7 @@ def play(path: Path, replicas: int, streams: int, seconds: float, crossed: int, 
             replica.registered()
         options = ("--manager", cluster.address, "--workers", "2")
         with Trainer(cluster.address, lineage="run") as trainer, running_gateway(path / "g.log", *options) as gateway:
-            trainer.publish(model)
+            trainer.publish(model, move=True)
             assert trainer.update_weights(version=0).ok
             gateway.ready()
             callers = Streams(gateway.url, streams, seed=1)

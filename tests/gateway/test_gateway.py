@@ -56,7 +56,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
                 replica.registered()
             model, other = make_tiny_qwen3(path / "one", 1), make_tiny_qwen3(path / "two", 2)
             with Trainer(cluster.address, lineage="run") as trainer:
-                trainer.publish(model)
+                trainer.publish(model, move=True)
                 yield World(cluster, gateway.ready(), trainer, model, other)
 
 

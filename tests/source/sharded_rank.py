@@ -103,7 +103,7 @@ def fsdp(directory: Path) -> None:
     assert rows["steps"] == (0, 3)
 
     with pytest.raises(CkptEngineError, match="snapshot=False") as refused:
-        open_source(model, snapshot=False)
+        open_source(model, snapshot=False, move=True)
     assert refused.value.problem.code == Problem.INVALID_ARGUMENT
 
     served = open_source(model, rank=dist.get_rank(), world_size=4, dtype="bfloat16")

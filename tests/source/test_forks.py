@@ -48,7 +48,7 @@ def published(snapshot: bool | None = None) -> tuple[nn.Linear, Callable[[], Sta
     """A model of several pages, how readers see it, and how it is."""
     torch.manual_seed(0)
     model = nn.Linear(2000, 3)
-    source = open_source(model, snapshot=snapshot)
+    source = open_source(model, snapshot=snapshot, move=snapshot is None)
     source.seal()
     assert ("re-homed" in source.table().description) == (snapshot is None)
     return model, lambda: read(source.table()), {name: each.clone() for name, each in model.state_dict().items()}
@@ -87,7 +87,7 @@ def test_with_a_snapshot_a_child_keeps_the_weights_as_they_were() -> None:
 
 def test_after_the_source_was_closed_a_child_is_private_too() -> None:
     model = nn.Linear(20, 3)
-    open_source(model).close()
+    open_source(model, move=True).close()
     before = {name: each.clone() for name, each in model.state_dict().items()}
 
     def write() -> None:
@@ -103,7 +103,7 @@ def test_a_child_may_publish_what_it_inherited() -> None:
 
     def publish() -> None:
         fill(model, 2)
-        source = open_source(model)
+        source = open_source(model, move=True)
         source.seal()
         assert read(source.table())["weight"].eq(2).all()
 

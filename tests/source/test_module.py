@@ -64,7 +64,7 @@ def test_what_a_checkpoint_would_hold_is_published(snapshot: bool | None) -> Non
     torch.manual_seed(1)
     model = Model()
     before = expected(model)
-    source = opened(model, snapshot=snapshot)
+    source = opened(model, snapshot=snapshot, move=not snapshot)
     table = source.table()
     names = [spec.name for spec in table.tensors]
     assert names == sorted(before)
@@ -95,7 +95,7 @@ def test_rehoming_keeps_objects_ties_aliases_strides_and_the_optimizer() -> None
             optimizer.step()
 
     step()
-    source = opened(model)
+    source = opened(model, move=True)
     assert {name: id(tensor) for name, tensor in model.named_parameters(remove_duplicate=False)} == objects
     assert model.head.weight is model.embed.weight
     assert model.up.weight.stride() == (1, 9)
@@ -186,7 +186,7 @@ def test_nan_that_is_cast_is_no_change(dtype: str) -> None:
 
 
 def test_live_weights_cannot_be_kept() -> None:
-    source = opened(nn.Linear(2, 2))
+    source = opened(nn.Linear(2, 2), move=True)
     source.seal()
     with pytest.raises(CkptEngineError, match="live weights") as error:
         source.seal(keep=True)
@@ -196,7 +196,7 @@ def test_live_weights_cannot_be_kept() -> None:
 def test_a_served_dtype_casts_floats_and_copies_only_those() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).bfloat16()
     model[1].float()
-    source = opened(model, dtype="bfloat16")
+    source = opened(model, dtype="bfloat16", move=True)
     source.seal()
     state = {
         name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
@@ -209,7 +209,7 @@ def test_a_served_dtype_casts_floats_and_copies_only_those() -> None:
     with torch.no_grad():
         model[0].weight.add_(1)
     assert torch.equal(read(source.table())["0.weight"], model[0].weight)
-    problem = refused(Problem.INVALID_ARGUMENT, model, dtype=torch.float16, snapshot=False)
+    problem = refused(Problem.INVALID_ARGUMENT, model, dtype=torch.float16, snapshot=False, move=True)
     assert problem.tensors
     assert "snapshot=False" in problem.message
 
@@ -230,7 +230,7 @@ def test_equal_memory_under_two_parameters_is_tied() -> None:
     model.first = nn.Parameter(torch.ones(2, 3))
     model.second = nn.Parameter(model.first.detach())
     model.turned = nn.Parameter(model.first.detach().t())
-    source = opened(model)
+    source = opened(model, move=True)
     assert [spec.name for spec in source.table().tensors] == ["first", "turned"]
     source.check()
     source.seal()
@@ -246,7 +246,7 @@ def test_equal_memory_under_two_parameters_is_tied() -> None:
 @pytest.mark.parametrize("change", ["data", "parameter", "half", "shape", "gone", "more"])
 def test_moved_memory_is_named_before_anything_is_sealed(change: str) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    source = opened(model)
+    source = opened(model, move=True)
     source.seal()
     if change == "data":
         model[1].weight.data = model[1].weight.data.clone()
@@ -266,7 +266,7 @@ def test_moved_memory_is_named_before_anything_is_sealed(change: str) -> None:
         assert error.value.problem.code == Problem.FAILED_PRECONDITION
         assert list(error.value.problem.tensors) == ["1.extra" if change == "more" else "1.weight"]
     if change in ("data", "parameter"):
-        again = opened(model)
+        again = opened(model, move=True)
         again.seal()
         assert_equal(read(again.table()), expected(model))
 
@@ -286,7 +286,7 @@ def test_a_snapshot_follows_a_parameter_that_was_replaced() -> None:
 def test_inference_tensors_are_copied() -> None:
     with torch.inference_mode():
         model = nn.Linear(3, 3).requires_grad_(False)
-    source = opened(model)
+    source = opened(model, move=True)
     source.seal()
     assert source.table().source_copies == 1
     assert_equal(read(source.table()), expected(model))
@@ -295,7 +295,7 @@ def test_inference_tensors_are_copied() -> None:
 def test_digests_are_those_of_the_atoms_in_their_order() -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.randn(7, 5, dtype=torch.bfloat16).t())
-    source = opened(model)
+    source = opened(model, move=True)
     atoms = Atoms(
         atoms=[Atom(shard=0, start=[2, 0], stop=[5, 7]), Atom(shard=0, start=[0, 0], stop=[2, 3])],
     )
@@ -315,7 +315,7 @@ def test_digests_are_those_of_the_atoms_in_their_order() -> None:
 
 def test_after_close_nobody_new_reads_and_the_model_lives_on() -> None:
     model = nn.Linear(4, 4)
-    source = opened(model)
+    source = opened(model, move=True)
     source.seal()
     before = expected(model)
     source.close()
@@ -361,7 +361,7 @@ def test_views_of_several_dtypes_stay_aligned() -> None:
     model.register_buffer("narrow", raw[2:10].view(torch.bfloat16))
     model.register_buffer("wide", raw[4:12].view(torch.int32))
     before = expected(model)
-    source = opened(model)
+    source = opened(model, move=True)
     source.seal()
     assert_equal(read(source.table()), before)
     model.wide.zero_()

@@ -36,10 +36,13 @@ def test_pairs_and_mappings_are_copied_and_their_memory_left_alone() -> None:
     assert {name: tensor.data_ptr() for name, tensor in tensors.items()} == addresses
 
 
-def test_they_are_rehomed_only_when_told_to() -> None:
+def test_they_are_moved_only_when_asked_for() -> None:
     tensors = {"a": torch.randn(3, 4)}
     before = tensors["a"].data_ptr()
-    source = open_source(tensors, snapshot=False)
+    with pytest.raises(CkptEngineError, match=r"'a' .* only with move=True"):
+        open_source(tensors, snapshot=False)
+    assert tensors["a"].data_ptr() == before
+    source = open_source(tensors, move=True, snapshot=False)
     assert tensors["a"].data_ptr() != before
     source.seal()
     tensors["a"].fill_(3)
@@ -207,7 +210,7 @@ def test_a_mapping_that_holds_something_else_is_noticed_by_name(
     change: Callable[[dict[str, torch.Tensor]], None], name: str, moved: bool
 ) -> None:
     tensors = {"a": torch.zeros(3), "b": torch.zeros(2)}
-    source = open_source(tensors, snapshot=False if moved else None)
+    source = open_source(tensors, move=moved)
     source.seal()
     change(tensors)
     for attempt in (source.check, source.seal):

@@ -121,7 +121,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
     return plain.reshape(-1).view(torch.uint8).tolist()
 
 
-WISHES: dict[str, dict[str, object]] = {"default": {}, "snapshot": {"snapshot": True}}
+WISHES: dict[str, dict[str, object]] = {"default": {}, "snapshot": {"snapshot": True}, "move": {"move": True}}
 
 
 @pytest.mark.parametrize("wish", WISHES)
@@ -197,11 +197,11 @@ def test_values_that_are_read_otherwise_at_the_same_place_are_noticed(given: str
     del tensor
     if given == "module":
         mapping.clear()
-        source = open_source(module)
+        source = open_source(module, move=True)
         module.odd = OTHERWISE[kind](module.odd)
     else:
         del module
-        source = open_source(mapping, snapshot=False)
+        source = open_source(mapping, move=True)
         mapping["odd"] = OTHERWISE[kind](mapping["odd"])
     for attempt in (source.check, source.seal):
         with pytest.raises(CkptEngineError, match="publish again") as noticed:

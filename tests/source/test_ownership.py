@@ -1,9 +1,11 @@
-"""Whose memory it is: a model is moved into shared memory only if nobody would be left behind in the old one."""
+"""Whose memory it is: nothing moves unless `move=True` asks for it, and nothing that something else is seen to use."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import multiprocessing
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,10 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.source import host_memory
 from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.open import open_source
+from ckpt_engine.transport.shared_memory import arena_at
 from ckpt_engine.v1.weights_pb2 import Problem
-from tests.source.reading import assert_equal, read
+from tests.source.reading import assert_equal, read, whole_atoms
 
 Keep = list[object]
 """What somebody keeps aside."""
@@ -33,8 +37,8 @@ def flattened(model: nn.Module) -> torch.Tensor:
     return flat
 
 
-def opened(model: object, **options: object) -> MemorySource:
-    source = open_source(model, **options)  # type: ignore[arg-type]
+def opened(model: object, move: bool = True, **options: object) -> MemorySource:
+    source = open_source(model, move=move, **options)  # type: ignore[arg-type]
     assert isinstance(source, MemorySource)
     return source
 
@@ -207,7 +211,7 @@ def test_only_the_tensors_concerned_are_copied() -> None:
 
 def test_many_copied_tensors_are_counted_and_the_first_ones_named() -> None:
     tensors = {f"t{index:02}": torch.ones(index) for index in range(20)}
-    (copied,) = opened(tensors).table().copied
+    (copied,) = opened(tensors, move=False).table().copied
     assert (copied.tensors, copied.bytes) == (19, 4 * sum(range(20)))
     assert list(copied.names) == [f"t{index:02}" for index in range(1, 17)]
 
@@ -265,12 +269,192 @@ def test_a_cast_tensor_does_not_leave_its_twin_behind() -> None:
     assert torch.equal(found["whole"], model.whole)
 
 
+HIDDEN: dict[str, Callable[[torch.Tensor], object]] = {
+    "torch.from_dlpack": torch.from_dlpack,
+    "numpy.from_dlpack": np.from_dlpack,
+    "capsule": torch.utils.dlpack.to_dlpack,
+    "address": lambda tensor: (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr()),
+}
+"""What keeps the address of a tensor, and shows in no count of its storage."""
+
+
+def write(holder: object, value: float) -> None:
+    """Through what keeps an address."""
+    if type(holder).__name__ == "PyCapsule":
+        holder = torch.from_dlpack(holder)
+    if isinstance(holder, torch.Tensor):
+        holder.fill_(value)
+    else:
+        for index in range(len(holder)):  # type: ignore[arg-type]
+            holder[index] = value  # type: ignore[index]
+
+
+def hidden_model() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Module())
+    model[1].register_buffer("scale", torch.zeros(4))
+    model[1].register_buffer("flag", torch.zeros(3, dtype=torch.bool))
+    return model
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_what_is_written_through_an_address_is_served(kind: str) -> None:
+    model = hidden_model()
+    holder = HIDDEN[kind](model[1].scale)
+    source = opened(model, move=False)
+    source.seal()
+    write(holder, 7)
+    found = served(source)
+    assert found["1.scale"].tolist() == [7.0] * 4
+    assert_equal(found, state(model))
+
+
+def test_a_capsule_of_a_parameter_that_needs_gradients_is_served() -> None:
+    model = nn.Linear(3, 2)
+    capsule = torch.utils.dlpack.to_dlpack(model.weight)
+    source = opened(model, move=False)
+    write(capsule, 7)
+    assert served(source)["weight"].tolist() == [[7.0] * 3] * 2
+
+
+@pytest.mark.parametrize("kind", [kind for kind in HIDDEN if kind != "address"])
+def test_what_dlpack_holds_is_seen_and_not_moved(kind: str) -> None:
+    model = hidden_model()
+    holder = HIDDEN[kind](model[1].scale)
+    before = model[1].scale.data_ptr()
+    source = opened(model)
+    assert model[1].scale.data_ptr() == before
+    (copied,) = source.table().copied
+    assert list(copied.names) == ["1.scale"]
+    assert "DLPack" in copied.reason
+    write(holder, 7)
+    assert_equal(served(source), state(model))
+    assert model[1].scale.tolist() == [7.0] * 4
+
+
+def test_a_write_to_memory_that_was_moved_out_of_is_refused_by_name() -> None:
+    model = hidden_model()
+    holder = HIDDEN["address"](model[1].scale)
+    flags = (ctypes.c_bool * 3).from_address(model[1].flag.data_ptr())
+    source = opened(model)
+    assert is_moved(source)
+    for value in (1, 2):
+        with torch.no_grad():
+            model[0].weight.fill_(value)
+        assert_equal(served(source), state(model))
+    write(holder, 7)
+    flags[2] = True
+    source.check()
+    for _ in range(2):
+        with pytest.raises(CkptEngineError, match="move=True") as refused:
+            source.seal()
+        assert refused.value.problem.code == Problem.FAILED_PRECONDITION
+        assert list(refused.value.problem.tensors) == ["1.flag", "1.scale"]
+        with pytest.raises(CkptEngineError, match="sealed nothing"):
+            source.digest(whole_atoms(source.table()))
+    again = opened(model, move=False)  # it was told, and does so no more
+    assert_equal(served(again), state(model))
+    write(holder, 8)
+    with pytest.raises(CkptEngineError, match="move=True"):
+        again.seal()
+
+
+def test_memory_that_was_moved_out_of_lives_as_long_as_what_moved() -> None:
+    model = hidden_model()
+    source = opened(model)
+    arena = arena_at(model[1].scale.data_ptr())
+    assert arena is not None
+    assert "1.scale" in [name for left in host_memory._left[arena] for name in left.names]
+    memory = weakref.ref(arena)
+    del arena
+    source.close()
+    gc.collect()
+    assert memory() is not None, "what keeps an address would write to freed memory"
+    assert memory() in host_memory._left
+    del model, source
+    gc.collect()
+    assert memory() is None
+
+
+def test_what_was_moved_once_is_offered_there_ever_after() -> None:
+    model = hidden_model()
+    first = opened(model)
+    addresses = [tensor.data_ptr() for tensor in model.state_dict().values()]
+    views = {name: torch.from_dlpack(tensor.detach()) for name, tensor in model.state_dict().items()}
+    kept = nn.Parameter(model[0].weight.data)
+    again = opened(model, move=False, snapshot=False)
+    first.close()
+    assert is_moved(again)
+    assert not again.table().copied
+    assert [tensor.data_ptr() for tensor in model.state_dict().values()] == addresses
+    with torch.no_grad():
+        kept.fill_(5)
+    write(views["1.scale"], 6)
+    found = served(again)
+    assert found["0.weight"].eq(5).all()
+    assert found["1.scale"].eq(6).all()
+    assert_equal(found, state(model))
+
+
+def test_moved_and_copied_tensors_are_offered_side_by_side() -> None:
+    moved, more, plain = nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(3, 3)
+    opened(moved)
+    opened(more)
+    every = {
+        f"{name}.{key}": each
+        for name, one in (("moved", moved), ("more", more), ("plain", plain))
+        for key, each in one.state_dict().items()
+    }
+    for options in (
+        {"move": False},
+        {"move": True},
+        {"move": False, "snapshot": True},
+        {"move": False, "dtype": "float64"},
+    ):
+        source = opened(every, **options)
+        for value in (1.0, 2.0):
+            for one in (moved, more, plain):
+                one.weight.data.fill_(value)
+            found = served(source)
+            assert {name: each.float().tolist() for name, each in found.items()} == {
+                name: each.tolist() for name, each in every.items()
+            }
+        assert source.digest(whole_atoms(source.table()))
+        source.close()
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "words"),
+    [
+        (nn.Linear(2, 2), {"snapshot": True}, "pass one of them"),
+        (lambda: [("a", torch.zeros(1))], {}, "a callable yields is copied"),
+        ("/nowhere", {}, "files are read where they lie"),
+        (Path("/nowhere"), {}, "files are read where they lie"),
+    ],
+    ids=["snapshot", "callable", "text", "path"],
+)
+def test_moving_what_cannot_move_is_refused(weights: object, options: dict[str, object], words: str) -> None:
+    with pytest.raises(CkptEngineError, match=words) as refused:
+        opened(weights, **options)
+    assert refused.value.problem.code == Problem.INVALID_ARGUMENT
+
+
+def test_nothing_moves_unasked() -> None:
+    model = hidden_model()
+    before = [tensor.data_ptr() for tensor in model.state_dict().values()]
+    with pytest.raises(CkptEngineError, match="only with move=True"):
+        open_source(model, snapshot=False)
+    source = open_source(model)
+    assert [tensor.data_ptr() for tensor in model.state_dict().values()] == before
+    assert source.table().stays_sealed
+    assert ["move=True" in each.reason for each in source.table().copied] == [True]
+
+
 def test_a_copy_that_was_forbidden_is_refused_with_the_reason() -> None:
     model = nn.Linear(3, 2)
     alias = model.weight.data
     for weights in (model, {"weight": alias}):
         with pytest.raises(CkptEngineError, match="not published") as refused:
-            open_source(weights, snapshot=False)
+            open_source(weights, snapshot=False, move=True)
         assert refused.value.problem.code == Problem.INVALID_ARGUMENT
         assert list(refused.value.problem.tensors) == ["weight"]
         assert "snapshot=False" in refused.value.problem.message

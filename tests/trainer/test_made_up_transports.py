@@ -299,7 +299,7 @@ def test_a_model_whose_memory_cannot_be_lent_stays_where_it_is(monkeypatch: pyte
     model = torch.nn.Linear(3, 3)
     before = [parameter.data_ptr() for parameter in model.parameters()]
     with pytest.raises(CkptEngineError, match=r"host memory cannot be lent over transport='borrowed': nobody borrows"):
-        open_source(model, transport="borrowed")
+        open_source(model, transport="borrowed", move=True)
     assert [parameter.data_ptr() for parameter in model.parameters()] == before
 
 

@@ -160,7 +160,7 @@ def test_a_late_replica_gets_what_stays_sealed_while_the_trainer_computes(manage
 def test_changing_weights_during_an_update_is_found_out(manager: str, replica: StartReplica) -> None:
     net, reader = model(), replica()
     with a_trainer(manager) as trainer:
-        trainer.publish(net)
+        trainer.publish(net, move=True)
         reader.before_reading = lambda: net[0].weight.data.add_(1)
         report = update(trainer)
         assert not report.ok
@@ -203,7 +203,7 @@ def test_changing_weights_while_they_are_copied_is_found_out(manager: str, repli
 def test_moved_weights_are_refused_by_name(manager: str, replica: StartReplica) -> None:
     net, reader = model(), replica()
     with a_trainer(manager) as trainer:
-        trainer.publish(net)
+        trainer.publish(net, move=True)
         update(trainer)
         net[1].weight.data = net[1].weight.data.clone()
         with pytest.raises(CkptEngineError) as caught:
@@ -212,7 +212,7 @@ def test_moved_weights_are_refused_by_name(manager: str, replica: StartReplica) 
         assert list(caught.value.problem.tensors) == ["1.weight"]
         assert list(caught.value.problem.ranks) == [0]
         assert len(reader.installs) == 1
-        trainer.publish(net)
+        trainer.publish(net, move=True)
         assert update(trainer).ok
 
 

@@ -32,7 +32,7 @@ def test_a_flat_optimizer_reaches_the_replica_with_every_step(manager: str, repl
     optimizer = torch.optim.AdamW([flat], lr=0.1)
     roots = set()
     with a_trainer(manager) as trainer:
-        trainer.publish(net)
+        trainer.publish(net, move=True)
         for _ in range(3):
             flat.grad = torch.ones_like(flat)
             optimizer.step()
@@ -112,7 +112,7 @@ def test_the_warning_outlives_a_restart_of_the_trainer(manager: str, replica: St
 def test_what_is_moved_or_read_in_place_is_not_said_to_be_copied(manager: str, replica: StartReplica) -> None:
     replica()
     with a_trainer(manager) as trainer:
-        trainer.publish(model())
+        trainer.publish(model(), move=True)
         report = update(trainer)
     assert report.copied == ()
     assert "copied" not in str(report)
