@@ -44,12 +44,9 @@ class CopiedTensors:
 
     def __str__(self) -> str:
         who = f"rank {self.rank}" if self.ranks == 1 else f"{self.ranks} ranks, {self.rank} first,"
-        first = self.names[:NAMES_SHOWN]
-        more = ", ..." if self.tensors > len(first) else ""
-        return (
-            f"copied by {who}: {self.tensors} tensors, {human_bytes(self.bytes)} ({', '.join(first)}{more}); each "
-            f"{self.reason}"
-        )
+        names = ", ".join([*self.names[:NAMES_SHOWN], *["..."] * (self.tensors > NAMES_SHOWN)])
+        size = human_bytes(self.bytes)
+        return f"copied by {who}: {self.tensors} tensors, {size} ({names}); each {self.reason}"
 
 
 @dataclass(frozen=True)

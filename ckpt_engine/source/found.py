@@ -55,7 +55,7 @@ def signature_of(module: nn.Module) -> Signature | None:
         if not _is_plain(cast(Any, type(part))):
             return None
         passing = part._non_persistent_buffers_set
-        found += (id(part), *part._modules)
+        found += (id(part), *part._modules.keys())
         waiting += [child for child in part._modules.values() if child is not None]
         for held in (part._parameters, part._buffers):
             for name, tensor in held.items():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,9 +28,11 @@ class Left:
 
     names: tuple[str, ...]  # of the tensors that lay there
     bytes: torch.Tensor
+    start: int  # the address to which these bytes moved
 
 
 _left: WeakKeyDictionary[OwnedMemory, list[Left]] = WeakKeyDictionary()
+"""By arena, in the order of their starts."""
 
 
 class HostOffer:
@@ -51,7 +55,8 @@ class HostOffer:
 
         Raises UNAVAILABLE, and has moved nothing, without room, and what `lend` raises.
         """
-        live = [index for index, each in enumerate(copied) if not each and tensors[index].numel()]
+        here = [index for index, each in enumerate(tensors) if each.device.type == "cpu" and each.numel()]
+        live = [index for index in here if not copied[index]]
         homes = {index: found for index in live if (found := arena_at(tensors[index].data_ptr())) is not None}
         moving = by_storage([tensors[index] for index in live if index not in homes], of=known)
         offsets, strides, size = [0] * len(tensors), [contiguous(tensor.shape) for tensor in tensors], 0
@@ -87,8 +92,8 @@ class HostOffer:
             for memory, tensor, kept, offset, stride in zip(within, tensors, served, offsets, strides, strict=True)
         ]
         if moving:
-            _move(arenas[0], places, moving, _names(names, tensors, live))
-        self._left = [left for memory in arenas for left in _left.get(memory, ())]
+            _move(arenas[0], places, moving, _names(names, tensors, here))
+        self._left = list({id(left): left for index in here if (left := _left_by(tensors[index]))}.values())
         self._compared = prepare_digests([(_widest(left.bytes), (0,)) for left in self._left]) if self._left else None
         self._as_left = self._compared.run() if self._compared is not None else []
 
@@ -116,13 +121,22 @@ def _move(
         home = arena.tensor(places[key], old.shape, torch.uint8)
         home.copy_(old)
         move(group, home)
-        _left.setdefault(arena, []).append(Left(tuple(names[key]), old))
+        _left.setdefault(arena, []).append(Left(tuple(names[key]), old, home.data_ptr()))
 
 
-def _names(names: Sequence[str], tensors: Sequence[torch.Tensor], live: Sequence[int]) -> dict[int, list[str]]:
+def _left_by(tensor: torch.Tensor) -> Left | None:
+    """The memory that a tensor was moved out of; None: it was not moved."""
+    arena = arena_at(tensor.data_ptr())
+    lefts = [] if arena is None else _left.get(arena, [])
+    after = bisect_right(lefts, tensor.data_ptr(), key=attrgetter("start"))
+    found = lefts[after - 1] if after else None
+    return found if found and tensor.data_ptr() < found.start + found.bytes.numel() else None
+
+
+def _names(names: Sequence[str], tensors: Sequence[torch.Tensor], here: Sequence[int]) -> dict[int, list[str]]:
     """The names of the tensors that lie in each storage."""
     found: dict[int, list[str]] = defaultdict(list)
-    for index in live:
+    for index in here:
         found[storage_key(tensors[index])].append(names[index])
     return found
 

@@ -14,6 +14,7 @@ from ckpt_engine.core.names import some
 _LIBRARY = ("torch.distributed.", "torch.nn.")
 """Hooks defined here gather shards, name wrappers and count formats: a source does as much by itself."""
 
+_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
 
@@ -25,7 +26,7 @@ def ignored(module: nn.Module) -> list[str]:
         for method in _METHODS:
             if method in vars(part) or getattr(type(part), method) is not getattr(nn.Module, method):
                 found[f"{method} of their own"].append(called)
-        hooks = [*part._state_dict_hooks.values(), *part._state_dict_pre_hooks.values()]
+        hooks = [hook for kept in _HOOKS for hook in getattr(part, kept, {}).values()]
         if any(not _home(hook).startswith(_LIBRARY) for hook in hooks):
             found["hooks on state_dict"].append(called)
     return [

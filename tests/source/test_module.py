@@ -366,3 +366,14 @@ def test_views_of_several_dtypes_stay_aligned() -> None:
     assert_equal(read(source.table()), before)
     model.wide.zero_()
     assert not model.narrow[1:].any()
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.parametrize("move", [False, True])
+def test_a_scripted_model_is_served_as_it_steps(move: bool) -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    source = opened(model, move=move)
+    with torch.no_grad():
+        dict(model.named_parameters())["0.weight"].fill_(3)
+    source.seal()
+    assert_equal(read(source.table()), expected(model))

@@ -351,11 +351,18 @@ def test_a_write_to_memory_that_was_moved_out_of_is_refused_by_name() -> None:
         assert list(refused.value.problem.tensors) == ["1.flag", "1.scale"]
         with pytest.raises(CkptEngineError, match="sealed nothing"):
             source.digest(whole_atoms(source.table()))
-    again = opened(model, move=False)  # it was told, and does so no more
-    assert_equal(served(again), state(model))
-    write(holder, 8)
-    with pytest.raises(CkptEngineError, match="move=True"):
-        again.seal()
+    options: list[dict[str, object]] = [{}, {"snapshot": True}, {"dtype": "float64"}]
+    for value, more in enumerate(options, 8):
+        again = opened(model, move=False, **more)  # it was told, and does so no more
+        found = {name: each.to(model.state_dict()[name].dtype) for name, each in served(again).items()}
+        assert_equal(found, state(model))
+        write(holder, value)
+        with pytest.raises(CkptEngineError, match="move=True") as refused:
+            again.seal()
+        assert list(refused.value.problem.tensors) == ["1.scale"]
+    other = opened(model[0], move=False)
+    write(holder, 0)
+    assert_equal(served(other), state(model[0]))
 
 
 def test_memory_that_was_moved_out_of_lives_as_long_as_what_moved() -> None:
