@@ -91,7 +91,7 @@ def test_updates_of_slices(cluster: Cluster, replica: Replica, tmp_path: Path) -
     live = model_of(tmp_path, 99)
     total = sum(tensor.nbytes for _, tensor in named_weights(live))
     with Trainer(cluster.address, lineage="slices") as trainer:
-        trainer.publish(live)
+        trainer.publish(live, move=True)
         for version in range(8):
             model = model_of(tmp_path, version)
             load(live, model)
@@ -109,7 +109,7 @@ def test_a_slice_that_is_wrong_on_one_rank_only_fails_the_replica(
     """Every HTTP call answers 200, and one rank of two is right."""
     model = model_of(tmp_path, 40)
     with Trainer(cluster.address, lineage="one rank") as trainer:
-        trainer.publish(model)
+        trainer.publish(model, move=True)
         gate = dict(model.named_parameters())["model.layers.0.mlp.gate_proj.weight"]
         restore = corrupt_after_sealing(trainer, gate, gate.nbytes - 2)  # the last row: rank 1's
         report = trainer.update_weights(version=1)

@@ -127,7 +127,7 @@ class Exact:
         addresses = [parameter.data_ptr() for parameter in live.parameters()]
         with Trainer(cluster.address, lineage=f"live-{replica.name}") as trainer:
             check_closed(self.complete, replica)
-            trainer.publish(live)
+            trainer.publish(live, move=True)
             for version in range(updates):
                 model = model_of(path, version, **options)
                 load(live, model)
@@ -152,7 +152,7 @@ class Exact:
                 model, weights = build(config, version, path / str(version))
                 if not live:
                     live = {name: tensor.to(DEVICE) for name, tensor in weights.items()}
-                    trainer.publish(live)
+                    trainer.publish(live, move=True)
                 for name, tensor in weights.items():
                     live[name].copy_(tensor)
                 update(trainer, replica, version)
@@ -166,7 +166,7 @@ class Exact:
         live = model_of(path, 70).to(DEVICE)
         tensor = dict(live.named_parameters())["model.layers.1.self_attn.o_proj.weight"]
         with Trainer(cluster.address, lineage="corrupt") as trainer:
-            trainer.publish(live)
+            trainer.publish(live, move=True)
             restore = corrupt_after_sealing(trainer, tensor, 7)
             report = trainer.update_weights(version=1)
             restore()
@@ -190,7 +190,7 @@ class Exact:
             return self.tokens(response) if response.status_code == 200 else []
 
         with Trainer(cluster.address, lineage=f"streams-{mode}") as trainer:
-            trainer.publish(live)
+            trainer.publish(live, move=True)
             load(live, models[0])
             update(trainer, replica, 0, pause_mode=mode)
             streams = [Stream(ask) for _ in range(8)]
@@ -214,7 +214,7 @@ class Exact:
         live = live_model(path)
         model = model_of(path, 20)
         with Trainer(cluster.address, lineage=f"hybrid-{level}") as trainer:
-            trainer.publish(live)
+            trainer.publish(live, move=True)
             load(live, model)
             update(trainer, replica, 0)
             for version in (1, 2):

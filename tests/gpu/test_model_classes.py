@@ -291,7 +291,7 @@ def check(pair: Pair, record: Callable[[str, object], None]) -> None:
     pair.replica.registered(240)
     differences = []
     with Trainer(pair.cluster.address, lineage="classes") as trainer:
-        trainer.publish(live)
+        trainer.publish(live, move=True)
         for version, seed in enumerate(SEEDS):
             for name, tensor in pair.weights[seed].items():
                 live[name].copy_(tensor)

@@ -189,7 +189,7 @@ def test_tokens_are_those_of_a_trainer_on_a_gpu_that_went_on_at_once(tmp_path: P
         running = cluster.relay("a", "--memory", "64MiB")
         model.to("cuda")
         with Trainer(cluster.address, lineage="run") as trainer:
-            trainer.publish(model)
+            trainer.publish(model, move=True)
             running.registered()
             replica.registered()
             held = trainer.update_weights(version=1, prefetch="always", until="held", timeout=120)
