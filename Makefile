@@ -37,7 +37,7 @@ test-engines: $(INSTALLED)
 
 # Real training frameworks, with replicas of the reference engine and of vLLM.
 test-frameworks: $(INSTALLED)
-	engines/run $(FRAMEWORKS) -- $(BIN)/python -m pytest -m "framework" --timeout=1200 $(ARGS)
+	engines/run $(FRAMEWORKS) -- $(BIN)/python -m pytest tests/frameworks --timeout=1200 $(ARGS)
 
 # Repetitions, most of a million simulated events, and real engines by way of relays. PART=ci: without the engines, and
 # without what takes very long or repeats what another test asks (marked `hours`).
