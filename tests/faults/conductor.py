@@ -14,10 +14,9 @@ from ckpt_engine.v1 import manager_pb2
 from tests.faults.cells import ALL_STAGES, BYSTANDER, NEW, OLD, QUARANTINED, RELAY, VICTIM, Cell
 from tests.faults.listener import Held
 from tests.faults.proxy import Proxy
-from tests.faults.world import LEASE, World
+from tests.faults.world import HEAL_SECONDS, LEASE, World
 
-REACH_SECONDS = 60.0
-SETTLE_SECONDS = 120.0
+REACH_SECONDS = SETTLE_SECONDS = HEAL_SECONDS  # an engine starts meanwhile
 TIMEOUT_SECONDS = 20.0
 SHORT_TIMEOUT_SECONDS = 8.0
 """Of updates whose engine stands still until their end."""

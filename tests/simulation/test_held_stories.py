@@ -147,6 +147,23 @@ def test_the_slot_that_replicas_read_is_kept_whatever_was_filled_since(
     assert second[0].held
 
 
+def test_the_slot_that_replicas_read_is_kept_by_an_update_of_another_run_too(story: Story) -> None:
+    """The other slot holds that run's own last version, which nobody reads any more."""
+    relay, slow, other, group = story.relay(), story.replica(), story.ranks("other"), story.ranks()
+    story.replica()
+    assert story.update(other, until=HELD).held
+    result = story.call(group.trainers[0], until=HELD)
+    story.until(lambda: bool(result))
+    slow.stop_for(4.0)
+    other.train()
+    second = story.call(other.trainers[0], until=HELD)
+    story.until(lambda: "waiting for" in story.phase)
+    assert relay.fills == 3
+    assert result[0].identity in [slot.filled for slot in relay.slots]
+    story.wait(8.0)
+    assert second[0].held
+
+
 def _forget_what_is_to_be_kept(patch: pytest.MonkeyPatch) -> None:
     original = Prefetch._command
 
