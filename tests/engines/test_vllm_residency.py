@@ -53,11 +53,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     config.dtype = torch.bfloat16
     (path / "latent").mkdir()
     build(config, 1, path / "latent")
-    kinds = (
-        "latent",
-        "untied",
-        "tied",
-    )  # vLLM makes its groups for the first model, one for experts only if it has some
+    # vLLM makes its groups for the first model, and one for experts only if that has some.
+    kinds = ("latent", "untied", "tied")
     environment = {**os.environ, "PYTHONPATH": f"{OVERLAY}:{REPOSITORY}", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [PYTHON, "-m", "tests.engines.resident_install", *(str(path / kind) for kind in kinds)],
