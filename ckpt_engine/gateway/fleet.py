@@ -105,7 +105,8 @@ class Visit:
         known = self._taken | {each for each in self._named if first is None or each.version >= first.version}
         if first is not None:
             known.add(first)
-        return min(known, key=_number, default=None), max(known, key=_number, default=None)
+        rooted = sorted(known, key=_root, reverse=True)  # of two words for one version the one that says more
+        return min(rooted, key=_place, default=None), max(rooted, key=_place, default=None)
 
 
 @dataclass
@@ -193,6 +194,9 @@ class Want:
         than the one asked for, nor of an older one than the minimum."""
         said = f"the replica {'went' if span.exact else 'may have gone'} over to"
         low, high = span.lowest, span.highest
+        runs = {each.lineage for each in (low, high) if each} - {"", self.lineage}
+        if self.lineage and runs:
+            return RefusedError(409, refusals.LINEAGE_CHANGED, f"{said} another run ({', '.join(sorted(runs))})")
         if self.version is not None and not (low and high and low.version == self.version == high.version):
             other = next((each.version for each in (high, low) if each and each.version != self.version), "none")
             asked = f"version {other}, and version {self.version} was asked for"
@@ -367,8 +371,12 @@ class Fleet:
             raise RefusedError(409, refusals.VERSION_GONE, said)
 
 
-def _number(identity: Identity) -> int:
-    return identity.version
+def _root(identity: Identity) -> str:
+    return identity.root
+
+
+def _place(identity: Identity) -> tuple[int, str]:
+    return identity.version, identity.lineage
 
 
 def _goes_back(before: Identity | None, after: Identity) -> bool:

@@ -206,16 +206,17 @@ class Journey:
     async def _check_last(self, member: Member, visit: Visit, had: int) -> None:
         """At the end of a leg: looks at tokens of which its engine has not said what made them. What the replica serves
         by then may be news to everybody here. had: as for `_check_versions`."""
-        stitch = self._stitch
-        if self._wishes.want.any_version or (stitch.leg.count and all(span.exact for span in stitch.leg.spans())):
+        stitch, want = self._stitch, self._want
+        said = stitch.leg.count and all(span.exact for span in stitch.leg.spans())
+        if said or (want.any_version and not want.lineage):
             return
-        await self._placing.look_again(member, visit, self._wishes.want)
+        await self._placing.look_again(member, visit, want)
         scored = stitch.prompt_span() if stitch.scored and stitch.scored[0] is stitch.leg else None
         self._check_spans([*stitch.leg.spans(), *([scored] if scored else [])], had)
 
     def _check_spans(self, spans: Sequence[Span], had: int) -> None:
         for span in spans:
-            refused = self._wishes.want.against(span)
+            refused = self._want.against(span)
             if refused is not None:
                 self._stitch.cut(max(span.first, had))
                 self._stitch.finish = None

@@ -95,6 +95,7 @@ class Passing:
             raise RefusedError(502, refusals.RESUME_OFF, f"{said}, and the caller switched resuming off") from error
         if tries > self._placing.settings.dry:
             raise RefusedError(502, refusals.NO_PROGRESS, f"{said}, and so were {tries - 1} tries before") from error
+        self._ids.clear()
 
     def _broken(self, member: Member, error: BrokenError) -> RefusedError:
         self._placing.failed(member, str(error))
@@ -115,10 +116,10 @@ class Passing:
         samples = samples_of(content)
         if any(map(aborted, samples)):
             raise AbortedError
-        spans = name_versions(content, leg)
-        await self._check(spans, member, visit, leg)
+        believed = not member.told.mislabels
+        await self._check(name_versions(content, leg, believed), member, visit, leg)
         if samples:
-            name_versions(content, leg)
+            name_versions(content, leg, believed)
             body = dump(content)
         await self._writer.answer(stream.status, (stream.content_type or "application/json").encode(), body, {})
 
@@ -140,8 +141,9 @@ class Passing:
                 if any(map(ended, samples)):
                     checked = True
                     counts = {number: len(found) for number, found in self._ids.items()}
-                    await self._check(name_versions(content, leg, counts), member, visit, leg)
-                    name_versions(content, leg, counts)
+                    believed = not member.told.mislabels
+                    await self._check(name_versions(content, leg, believed, counts), member, visit, leg)
+                    name_versions(content, leg, believed, counts)
                     data = dump(content)
                 if self._told or says(content) or len(early) == MOST_EARLY:
                     visit.begin()
@@ -163,7 +165,7 @@ class Passing:
     async def _check(self, spans: Sequence[Span], member: Member, visit: Visit, leg: Leg) -> None:
         """Raises RefusedError if what made the answer is not what the caller asked for."""
         want = self._wishes.want
-        if want.any_version:
+        if want.any_version and not want.lineage:
             return
         if not spans or not all(span.exact for span in spans):
             await self._placing.look_again(member, visit, want)

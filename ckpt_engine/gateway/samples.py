@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt_engine.gateway.dialects.base import MalformedError, labels_of
 from ckpt_engine.gateway.stitching import ABORT, Leg
-from ckpt_engine.gateway.versions import RECOMPUTED, Span, leg_spans, told
+from ckpt_engine.gateway.versions import Label, Span, leg_spans, told
 
 PASSED_ON = "it is passed on as it came"
 
@@ -55,23 +55,29 @@ def says(content: Any) -> bool:
 
 
 def _brings(sample: Mapping[str, Any]) -> bool:
+    if sample.get("token_ids"):
+        return True
     delta = sample.get("delta")
     if isinstance(delta, dict):
         return any(value for name, value in delta.items() if name != "role")
     return bool(sample.get("text", True))
 
 
-def name_versions(content: Any, leg: Leg, streamed: Mapping[int, int] | None = None) -> list[Span]:
+def name_versions(
+    content: Any, leg: Leg, believed: bool = True, streamed: Mapping[int, int] | None = None
+) -> list[Span]:
     """Adds `ckpt_engine` to each sample that has ended. Returns all their spans.
 
-    streamed: ids that a stream has brought of each sample by now; None: the answer is whole.
+    believed: whether the engine's labels are. streamed: ids that a stream has brought of each sample by now; None: the
+    answer is whole.
     """
     found: list[Span] = []
     samples = samples_of(content)
     for sample in samples:
         if not ended(sample):
             continue
-        count, spans = _spans(content, sample, leg, len(samples) == 1, streamed)
+        labels, count = _facts(content, sample, len(samples) == 1, streamed)
+        spans = _spans(leg, count, labels if believed else None)
         found += spans
         said = told(spans)
         if not count:
@@ -81,24 +87,27 @@ def name_versions(content: Any, leg: Leg, streamed: Mapping[int, int] | None = N
     return found
 
 
-def _spans(
-    content: Any, sample: Mapping[str, Any], leg: Leg, alone: bool, streamed: Mapping[int, int] | None
-) -> tuple[int | None, list[Span]]:
-    """Of one sample, with the number of its tokens if that is known."""
-    metadata = content.get("metadata") if isinstance(content, dict) and alone else None
+def _facts(
+    content: Any, sample: Mapping[str, Any], alone: bool, streamed: Mapping[int, int] | None
+) -> tuple[list[Label] | None, int | None]:
+    """What an engine says of one sample: which versions made its tokens, and how many these are. None: nothing."""
+    whole = content if isinstance(content, dict) and alone else {}
+    metadata, usage, ids = whole.get("metadata"), whole.get("usage"), sample.get("token_ids")
     said = sample.get("weight_versions") or (metadata.get("weight_versions") if isinstance(metadata, dict) else None)
     try:
         labels = labels_of(said)
     except MalformedError:
         labels = None
-    ids, usage = sample.get("token_ids"), content.get("usage") if isinstance(content, dict) and alone else None
     counts = (
         sample.get("completion_tokens"),
         streamed.get(sample.get("index", 0)) if streamed is not None else len(ids) if isinstance(ids, list) else None,
         usage.get("completion_tokens") if isinstance(usage, dict) else None,
         labels[-1].end if labels else None,
     )
-    count = next((each for each in counts if isinstance(each, int) and each > 0), None)
+    return labels, next((each for each in counts if isinstance(each, int) and each > 0), None)
+
+
+def _spans(leg: Leg, count: int | None, labels: list[Label] | None) -> list[Span]:
     if count is None:
-        return None, [Span(0, 0, *leg.held(), exact=False, caches=RECOMPUTED)]
-    return count, leg_spans(0, count, labels, leg.identify, leg.held(), leg.caches)
+        return [leg.span(0, 0)]
+    return leg_spans(0, count, labels, leg.identify, leg.held(), leg.caches)

@@ -38,6 +38,8 @@ def wishes_of(
         min_version=_number(headers, MIN_VERSION),
         max_lag=_number(headers, MAX_LAG),
     )
+    if want.version is not None and want.min_version is not None and want.version < want.min_version:
+        raise bad_request(f"{VERSION} {want.version} is below {MIN_VERSION} {want.min_version}: no version is both")
     passed = {name: headers[name] for name in _PASSED if name in headers}
     if not authorized and "authorization" in headers:
         passed["authorization"] = headers["authorization"]

@@ -95,11 +95,11 @@ class Engine:
         """A stream with headers."""
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
-    def tell(self) -> None:
-        """Lets the gateway hear which version it holds now."""
+    def tell(self, **more: Any) -> None:
+        """Lets the gateway hear which version it holds now. more: what else is told of it."""
         fleet = self.gateway.placing.fleet
         told = fleet.members[f"http://127.0.0.1:{self.port}"].told
-        fleet.tell([replace(told, identity=Identity(self.version))])
+        fleet.tell([replace(told, **{"identity": Identity(self.version), **more})])
 
     def die(self) -> None:
         """Soon nobody listens there."""

@@ -18,6 +18,7 @@ from ckpt_engine.addresses import listening
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.gateway.server import check
 from ckpt_engine.gateway.settings import Settings
+from ckpt_engine.gateway.versions import Identity
 from ckpt_engine.security.grants import digest_of
 from ckpt_engine.security.server import ServerSecurity
 from tests.gateway import model_engine
@@ -377,6 +378,33 @@ async def test_a_version_that_is_none_is_refused(value: str) -> None:
             assert (answer.status_code, answer.json()["reason"]) == (400, "bad_request")
             assert name in answer.json()["detail"]
     assert not engine.asked
+
+
+async def test_a_least_version_above_the_exact_one_is_refused() -> None:
+    engine = Engine(lambda _number, body: told(body))
+    async with asking(engine) as client:
+        headers = {"x-ckpt-engine-version": "4", "x-ckpt-engine-min-version": "5"}
+        answer = await client.post("/v1/completions", json=BODY, headers=headers)
+        assert (answer.status_code, answer.json()["reason"]) == (400, "bad_request")
+        assert "no version is both" in answer.json()["detail"]
+
+
+async def test_an_engine_that_labels_nothing_and_takes_weights_of_another_run_is_no_answer() -> None:
+    async def goes_over(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        async for event in told(body, 4, done=False):
+            yield event
+        await until(lambda: first_tokens(engine) > 0)
+        engine.tell(identity=Identity(4, "another", "cd"))
+        async for event in told({**body, "prompt": [*body["prompt"], *WHOLE[:4]], "max_tokens": 8}):
+            yield event
+
+    admitted = {"x-ckpt-engine-admitted-version": "4", "x-ckpt-engine-admitted-root": "ab"}
+    engine = Engine(lambda _number, body: Engine.streaming(goes_over(body), admitted), kind="")
+    async with asking(engine, probe=60.0) as client:
+        engine.tell(identity=Identity(4, "run", "ab"))
+        answer = await client.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.json()["reason"]) == (409, "lineage_changed")
+    assert "another run (another)" in answer.json()["detail"]
 
 
 async def test_a_header_that_is_given_twice_is_refused_and_zeros_in_front_are_not() -> None:

@@ -144,6 +144,38 @@ async def test_sglangs_texts_are_asked_for_again_too() -> None:
     assert (span["version"], span["count"], span["exact"]) == (4, 3, True)
 
 
+async def test_ids_of_a_try_that_was_given_up_are_not_counted() -> None:
+    """A token may have no text yet: half of a character. A caller who asked for ids has got it all the same."""
+    half = {**said(""), "token_ids": [5]}
+
+    def behave(number: int, _body: dict[str, Any]) -> Answer:
+        if number:
+            return named(streamed([ROLE, {**said("Ish"), "token_ids": [6]}, {**said("", "stop"), "token_ids": [7]}]))
+        return named(streamed([ROLE, half, said("", "abort")] if with_ids else [ROLE, said(""), said("", "abort")]))
+
+    for with_ids in (False, True):
+        engine = Engine(behave)
+        async with asking(engine) as client:
+            answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+        last = events_of(answer)[-1]
+        if with_ids:
+            assert last["error"]["choices"] == [{"index": 0, "token_ids": [5]}]
+        else:
+            (span,) = last["choices"][0]["ckpt_engine"]["spans"]
+            assert (len(engine.asked), span["count"]) == (2, 2)
+
+
+async def test_labels_that_are_not_believed_are_none() -> None:
+    meta = {"finish_reason": {"type": "stop"}, "completion_tokens": 3}
+    labels = {"weight_versions": [{"version": "9", "start": 0, "end": 3}]}
+    engine = Engine(lambda *_: JSONResponse({"text": "x", "meta_info": {**meta, **labels}}, headers=HEADERS), kind="")
+    async with asking(engine, probe=60.0) as client:
+        engine.tell(mislabels=True)
+        answer = await client.post("/generate", json={"text": "Call me"})
+    (span,) = answer.json()["meta_info"]["ckpt_engine"]["spans"]
+    assert (span["version"], span["exact"]) == (4, False)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_chat_names_its_version_in_headers_and_body(stream: bool) -> None:
     def behave(_number: int, _body: dict[str, Any]) -> Answer:
