@@ -7,7 +7,6 @@ update interrupts is asked for again from its beginning if its caller has got no
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -177,14 +176,11 @@ class Passing:
     def _remember(self, data: bytes) -> None:
         if b'"token_ids"' not in data:
             return
-        try:
-            choices = json.loads(data).get("choices") or []
-        except (ValueError, AttributeError):
-            return
-        for choice in choices:
-            known = self._ids.setdefault(choice.get("index", 0), [])
-            if len(known) < MOST_IDS:
-                known += choice.get("token_ids") or []
+        for sample in samples_of(_load(data)):
+            number, ids = sample.get("index", 0), sample.get("token_ids")
+            if isinstance(number, int) and isinstance(ids, list):
+                known = self._ids.setdefault(number, [])
+                known += ids if len(known) < MOST_IDS else []
 
     def so_far(self) -> dict[str, Any]:
         """The ids of each sample, where the engine said any."""

@@ -316,7 +316,7 @@ async def test_an_echo_alone_is_of_the_version_that_was_asked_for(wish: str, rea
 
     engine = Engine(lambda number, body: named(goes_back(body) if number else told(body)), kind="")
     async with asking(engine) as client:
-        body = {**BODY, "max_tokens": 0, "echo": True, "logprobs": 1}
+        body = {**BODY, "max_tokens": 0, "echo": True, "logprobs": 1, "return_token_ids": True}
         whole = await client.post("/v1/completions", json=body, headers={wish: "4"})
         refused = await client.post("/v1/completions", json=body, headers={wish: "4"})
     (choice,) = whole.json()["choices"]

@@ -109,6 +109,7 @@ async def test_a_chat_that_is_cut_off_before_its_first_word_is_asked_for_again(f
         ("/v1/chat/completions", CHAT),
         ("/v1/completions", {"prompt": "Call me"}),
         ("/v1/completions", {"prompt": [1, 2], "prompt_logprobs": 1}),
+        ("/v1/completions", {"prompt": [[1, 2], [3]], "echo": True, "logprobs": 1, "max_tokens": 0}),
     ],
 )
 async def test_what_is_not_streamed_is_asked_for_again(route: str, body: dict[str, Any]) -> None:

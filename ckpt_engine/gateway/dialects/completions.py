@@ -46,7 +46,8 @@ class Completions(Dialect):
             tuple(singles),
             base.truth(body.get("stream"), "stream"),
             "; ".join(dict.fromkeys(filter(None, reasons))),
-            not_streamed(body, COMPLETIONS),
+            # An echo is text unless ids are asked for, and only the engine knows the prompt's text.
+            not_streamed(body, COMPLETIONS) or (echo and not body.get("return_token_ids")),
             str(body.get("session_id") or body.get("user") or ""),
         )
 
