@@ -56,7 +56,7 @@ class Passing:
         tries = 0
         while True:
             member = await placing.place(want, self._wishes.key, patience, False, unsuited)
-            ended, again = "whole", True
+            ended = ""
             with placing.inside(member, False) as visit:
                 try:
                     async with placing.upstream.ask(
@@ -65,7 +65,7 @@ class Passing:
                         placing.let_in(member, visit, stream.admitted, want)
                         leg = Leg(member.name, 0, member.identify, visit.held, member.caches)
                         await self._relay(stream, member, visit, leg)
-                        again = False
+                    ended = "whole"
                 except UnsuitedError as error:
                     unsuited[member.name], ended = error.told, "not_admitted"
                 except NotAdmittedError as error:
@@ -79,8 +79,9 @@ class Passing:
                     ended = "broken"
                     raise self._broken(member, error) from error
                 finally:
-                    placing.metrics.legs.labels(member.name, ended).inc()
-            if not again:
+                    if ended:
+                        placing.metrics.legs.labels(member.name, ended).inc()
+            if ended == "whole":
                 return
             placing.check(want, patience)
 

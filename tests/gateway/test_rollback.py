@@ -84,9 +84,9 @@ def bodies() -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-async def ask(world: World, route: str, body: dict[str, Any], stream: bool) -> Ended:
-    """For the version that is the last one now, or a later one."""
-    headers = {"x-ckpt-engine-min-version": str(world.version)}
+async def ask(world: World, least: int, route: str, body: dict[str, Any], stream: bool) -> Ended:
+    """For this version or a later one."""
+    headers = {"x-ckpt-engine-min-version": str(least)}
     url = f"{world.gateway.url}{route}"
     async with (
         httpx.AsyncClient(timeout=180) as client,
@@ -116,14 +116,17 @@ def joined(told: list[Any]) -> list[int]:
 
 async def asked_during_a_rollback(world: World, mode: str) -> list[Ended]:
     """Requests that ran when it began, and some that came while it went on."""
-    running_ones = [asyncio.ensure_future(ask(world, *each, stream)) for each in bodies() for stream in (True, False)]
+    least = world.version
+    running_ones = [
+        asyncio.ensure_future(ask(world, least, *each, stream)) for each in bodies() for stream in (True, False)
+    ]
     async with asyncio.timeout(90):
         while not await asyncio.to_thread(running, world) and not all(each.done() for each in running_ones):
             pass
     back = asyncio.ensure_future(asyncio.to_thread(world.go_back, mode))
     others = []
     while not back.done():
-        others.append(asyncio.ensure_future(ask(world, *bodies()[len(others) % 3], len(others) % 2 == 0)))
+        others.append(asyncio.ensure_future(ask(world, least, *bodies()[len(others) % 3], len(others) % 2 == 0)))
         await asyncio.sleep(0.05)
     await back
     return list(await asyncio.gather(*running_ones, *others))
