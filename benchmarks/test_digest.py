@@ -117,6 +117,19 @@ def test_digest(benchmark: BenchmarkFixture, model: str, threads: int) -> None:
     told(benchmark, size, ours, ceiling, milliseconds_without_preparing=round((time.perf_counter() - began) * 1e3, 3))
 
 
+@pytest.mark.parametrize("model", [model for model in MODELS if not model.endswith("transposed")])
+def test_look_for_nan_and_infinity(benchmark: BenchmarkFixture, model: str, threads: int) -> None:
+    """Digests that look for them, against those that do not. The weights are like a model's: small, or in 8 bits."""
+    dtype = torch.float8_e4m3fn if "byte" in model else torch.bfloat16
+    scale = 100.0 if "byte" in model else 0.05
+    tensors = [(scale * torch.randn(shape)).to(dtype) for shape in MODELS[model]]
+    boxes = [(tensor, (0,) * tensor.dim()) for tensor in tensors]
+    looks, plain = HostDigests(boxes, finite=True), HostDigests(boxes)
+    size = sum(tensor.nbytes for tensor in tensors)
+    told(benchmark, size, *in_turns(looks.run, plain.run))
+    assert not any(looks.not_finite)
+
+
 @pytest.mark.parametrize("model", ["32768 x 4096", "400 mixed tensors"])
 def test_copy_and_digest(benchmark: BenchmarkFixture, model: str, threads: int) -> None:
     """Against torch's `copy_` of as many contiguous bytes."""

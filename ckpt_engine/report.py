@@ -279,6 +279,11 @@ class UpdateReport:
         return tuple(self.message.warnings)
 
     @property
+    def not_finite(self) -> tuple[str, ...]:
+        """Tensors that hold NaN or infinity, 16 at most; `check_finite` refuses what holds them."""
+        return tuple(self.message.not_finite)
+
+    @property
     def copied(self) -> tuple[CopiedTensors, ...]:
         """What ranks copied to seal it, one entry a reason, most bytes first."""
         return tuple(
@@ -320,6 +325,7 @@ class UpdateReport:
             "tensors": self.message.tensors,
             "source_copies": self.message.source_copies,
             "warnings": list(self.warnings),
+            "not_finite": list(self.not_finite),
             "copied": [vars(copied) for copied in self.copied],
             "stages": self.stages,
             "replicas": [replica.to_dict() for replica in self.replicas],
@@ -333,9 +339,8 @@ class UpdateReport:
         state = ("verified" if self.verified else "not verified") if self.ok else "NOT OK"
         if self.ok and serving < len(self.replicas):
             state += ", as many as were asked for"
-        what = (
-            f"{human_bytes(self.bytes)} to {serving} of {len(self.replicas)} replicas in {self.seconds:.2f} s, {state}"
-        )
+        reached = f"{serving} of {len(self.replicas)} replicas"
+        what = f"{human_bytes(self.bytes)} to {reached} in {self.seconds:.2f} s, {state}"
         if self.held:
             what = f"held by relays after {self.seconds:.2f} s, installs go on"
         head = (
@@ -355,12 +360,8 @@ class UpdateReport:
             )
             for replica in self.replicas
         ]
-        problems = [
-            f"{replica.name}: {problem}"
-            for replica in self.replicas
-            for problem in (replica.problem, replica.label_problem)
-            if problem
-        ]
+        said = ((each.name, problem) for each in self.replicas for problem in (each.problem, each.label_problem))
+        problems = [f"{name}: {problem}" for name, problem in said if problem]
         warnings = [f"warning: {warning}" for warning in self.warnings]
         relays = [*map(str, self.relays), *([self.prefetch] if self.relays else [])]
         collective = [] if self.collective.startswith("no collective") else [self.collective]

@@ -68,3 +68,31 @@ def test_digest_on_gpu(benchmark: BenchmarkFixture, case: str, dtype: str) -> No
         torch=torch.__version__,
     )
     print(f"\n{case}, {dtype}: {benchmark.extra_info}")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float32 as bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("case", CASES)
+def test_look_for_nan_and_infinity_on_gpu(benchmark: BenchmarkFixture, case: str, dtype: str) -> None:
+    """Digests that look for them, against those that do not, in turns."""
+    stored = torch.float32 if "float32" in dtype else getattr(torch, dtype)
+    tensors = [torch.randn(shape, device="cuda").to(stored) for shape in CASES[case]]
+    served = [torch.bfloat16 if " as " in dtype else stored] * len(tensors)
+    boxes = [(tensor, (0,) * tensor.dim()) for tensor in tensors]
+    looks, plain = (prepare_digests(boxes, served=served, finite=finite) for finite in (True, False))
+    benchmark.pedantic(looks.run, rounds=ROUNDS, warmup_rounds=2)
+    assert plain.run() == looks.run()
+    assert not any(looks.not_finite)
+    pairs = []
+    for _ in range(3 * ROUNDS):
+        pairs.append([elapsed(each.launch, rounds=1) for each in (looks, plain)])
+        looks.collect(), plain.collect()
+    with_look, without = (sorted(each)[len(pairs) // 2] for each in zip(*pairs, strict=True))
+    benchmark.extra_info.update(
+        bytes=plain.bytes,
+        milliseconds_on_gpu=round(with_look * 1e3, 4),
+        milliseconds_without=round(without * 1e3, 4),
+        more_percent=round(100 * (with_look / without - 1), 2),
+        gpu=torch.cuda.get_device_name(),
+        torch=torch.__version__,
+    )
+    print(f"\n{case}, {dtype}: {benchmark.extra_info}")

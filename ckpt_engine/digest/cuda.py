@@ -20,7 +20,8 @@ import torch
 from ckpt_engine.core.problems import deadline
 from ckpt_engine.digest.cuda_tiles import ALIGNMENT, BLOCK_BYTES, FIELDS, NotTileableError, Strided, Table, TileTable
 from ckpt_engine.digest.factors import Words, digest_of_zeros
-from ckpt_engine.digest.host import digest_host_boxes
+from ckpt_engine.digest.finite import RULES, Rule
+from ckpt_engine.digest.host import HostDigests
 from ckpt_engine.torch_dtypes import dtype_name
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ class _Kind(NamedTuple):
 
     number: int
     unit: torch.dtype
+    rule: Rule | None = None  # how NaN and infinity are found among it, if they are looked for
+    lanes: int = 1  # of an element, if they are
 
 
 _BYTES = _Kind(0, torch.uint8)
@@ -66,8 +69,9 @@ class CudaDigests:
     instances may be used at once.
     """
 
-    def __init__(self, boxes: Sequence[Box], seed: int) -> None:
-        """boxes: on one device, at least one. Raises whatever Triton or CUDA raises, having launched nothing else."""
+    def __init__(self, boxes: Sequence[Box], seed: int, finite: bool = False) -> None:
+        """boxes: on one device, at least one. finite: look for NaN and infinity, too. Raises whatever Triton or CUDA
+        raises, having launched nothing else."""
         self._device = boxes[0][0].device
         self._boxes = list(boxes)
         self.bytes = sum(view.nbytes for view, _, _ in boxes)
@@ -75,9 +79,14 @@ class CudaDigests:
         self._zeros: Words = np.fromiter(
             zeros, dtype=np.uint64, count=len(boxes)
         )  # what the kernels' sums are added to
-        self._sums = torch.zeros(len(boxes), dtype=torch.int64, device=self._device)
+        self.not_finite: list[bool] = []
+        """Of what was collected last: which boxes hold NaN or infinity, if it was looked for."""
+        self._finite = finite
+        room = len(boxes) + len(boxes) % 2  # marks lie behind the sums, aligned as these are
+        self._sums = torch.zeros(2 * room if finite else room, dtype=torch.int64, device=self._device)
+        self._marks = self._sums[-room:]
         on_gpu = self._device.type == "cuda"  # the interpreter of Triton runs on a CPU
-        self._found = torch.zeros(len(boxes), dtype=torch.int64, pin_memory=on_gpu)
+        self._found = torch.zeros(self._sums.numel(), dtype=torch.int64, pin_memory=on_gpu)
         self._done = torch.cuda.Event() if on_gpu else None
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._launches: list[_Launch] = []
@@ -99,7 +108,7 @@ class CudaDigests:
                 scratch.copy_(view)
             self._sums.zero_()
             for launch in self._launches:
-                launch.run(self._sums)
+                launch.run(self._sums, self._marks)
             self._found.copy_(self._sums, non_blocking=True)
             if self._done is not None:
                 self._done.record()
@@ -107,10 +116,14 @@ class CudaDigests:
     def collect(self) -> list[int]:
         """Waits for what was launched, and no more; the digests, in order. Raises DEADLINE_EXCEEDED if a GPU hangs."""
         self._wait()
-        found: list[int] = (self._found.numpy().view(np.uint64) + self._zeros).tolist()
+        count = len(self._zeros)
+        found: list[int] = (self._found[:count].numpy().view(np.uint64) + self._zeros).tolist()
+        marks = self._found[len(self._marks) :] if self._finite else self._found.new_zeros(count)
+        self.not_finite = [bool(mark) for mark in marks[:count].tolist()]
         for place in self._on_host:
             view, start, served = self._boxes[place]
-            found[place] = digest_host_boxes([(view.to(device="cpu", dtype=served), start)], self._seed)[0]
+            there = HostDigests([(view.to(device="cpu", dtype=served), start)], self._seed, finite=self._finite)
+            (found[place],), (self.not_finite[place],) = there.run(), there.not_finite
         return found
 
     def run(self) -> list[int]:
@@ -146,7 +159,7 @@ class CudaDigests:
         tables: dict[_Kind, TileTable] = {}
         copied: list[str] = []
         for place, (view, start, served) in enumerate(self._boxes):
-            why = _add(tables, view, start, served, place, seed, origin)
+            why = self._add(tables, view, start, served, place, seed, origin)
             if why:
                 copied.append(why)
                 self._copy_first(tables, place, seed, origin)
@@ -166,6 +179,31 @@ class CudaDigests:
                 "; ".join(dict.fromkeys(copied[:3])),
             )
 
+    def _add(
+        self,
+        tables: dict[_Kind, TileTable],
+        view: torch.Tensor,
+        start: tuple[int, ...],
+        served: torch.dtype,
+        place: int,
+        seed: int,
+        origin: torch.Tensor,
+    ) -> str:
+        """Puts a box to the table of its kind, or says why that cannot be."""
+        kind = _kind(view, served)
+        if kind is None:
+            return f"{view.dtype} digested as {served}"
+        lanes = view.itemsize // kind.unit.itemsize
+        if self._finite and (rule := RULES.get(dtype_name(served))) is not None:
+            kind = kind._replace(rule=rule, lanes=lanes // 2 if served.is_complex else lanes)
+        if kind not in tables:
+            tables[kind] = TileTable(seed, kind.unit.itemsize, origin.data_ptr())
+        try:
+            tables[kind].add(Strided(view.data_ptr(), tuple(view.shape), tuple(view.stride()), start, lanes), place)
+        except NotTileableError as error:
+            return str(error)
+        return ""
+
     def _copy_first(self, tables: dict[_Kind, TileTable], place: int, seed: int, origin: torch.Tensor) -> None:
         """Puts a copy of a box to the tables; or, if there is no room for it or even that cannot be digested here, the
         box itself to those for the host."""
@@ -175,7 +213,7 @@ class CudaDigests:
         except torch.OutOfMemoryError:
             self._on_host.append(place)
             return
-        if _add(tables, scratch, start, served, place, seed, origin):
+        if self._add(tables, scratch, start, served, place, seed, origin):
             self._on_host.append(place)
         else:
             self._copies.append((scratch, view))
@@ -195,19 +233,25 @@ class _Launch:
         self._factors = factors
         self._origin = origin.view(kind.unit)
         nothing = torch.zeros(FIELDS, dtype=torch.int64, device=factors.device)
-        self._start(nothing, 1, torch.zeros(1, dtype=torch.int64, device=factors.device))
+        sums = torch.zeros(4, dtype=torch.int64, device=factors.device)
+        self._start(nothing, 1, sums[:2], sums[2:])
 
-    def run(self, sums: torch.Tensor) -> None:
-        self._start(self._work, len(self._work), sums)
+    def run(self, sums: torch.Tensor, marks: torch.Tensor) -> None:
+        self._start(self._work, len(self._work), sums, marks)
 
-    def _start(self, work: torch.Tensor, programs: int, sums: torch.Tensor) -> None:
+    def _start(self, work: torch.Tensor, programs: int, sums: torch.Tensor, marks: torch.Tensor) -> None:
         from ckpt_engine.digest.cuda_kernel import digest_flat, digest_tiles
 
         block = BLOCK_BYTES // self._kind.unit.itemsize
-        tables = work, self._origin, self._factors, sums
+        tables = work, self._origin, self._factors, sums, marks
+        flip, keep, least = 0, 0, 0
+        if (rule := self._kind.rule) is not None:
+            flip, keep = rule.of_lane(self._kind.lanes - 1, 8 * min(self._kind.unit.itemsize, 2))
+            least = rule.least
+        look = {"FLIP": flip, "KEEP": keep, "LEAST": least, "LANES_OF_NUMBER": self._kind.lanes}
         if self._flat:
             digest_flat[(programs,)](
-                *tables, BLOCK=block, KIND=self._kind.number, LANES_OF_ELEMENT=self._flat, num_warps=_WARPS
+                *tables, BLOCK=block, KIND=self._kind.number, LANES_OF_ELEMENT=self._flat, **look, num_warps=_WARPS
             )
             return
         digest_tiles[(programs,)](
@@ -217,6 +261,7 @@ class _Launch:
             KIND=self._kind.number,
             VECTOR=self._vector,
             STAGES=_STAGES,
+            **look,
             num_warps=_WARPS,
         )
 
@@ -228,30 +273,3 @@ def _kind(view: torch.Tensor, served: torch.dtype) -> _Kind | None:
     if view.dtype == served:
         return _BYTES if view.itemsize == 1 else _LANES
     return _CASTS.get(served) if view.dtype == torch.float32 else None
-
-
-def _strided(view: torch.Tensor, start: tuple[int, ...], kind: _Kind) -> Strided:
-    lanes = view.itemsize // kind.unit.itemsize
-    return Strided(view.data_ptr(), tuple(view.shape), tuple(view.stride()), start, lanes)
-
-
-def _add(
-    tables: dict[_Kind, TileTable],
-    view: torch.Tensor,
-    start: tuple[int, ...],
-    served: torch.dtype,
-    place: int,
-    seed: int,
-    origin: torch.Tensor,
-) -> str:
-    """Puts a box to the table of its kind, or says why that cannot be."""
-    kind = _kind(view, served)
-    if kind is None:
-        return f"{view.dtype} digested as {served}"
-    if kind not in tables:
-        tables[kind] = TileTable(seed, kind.unit.itemsize, origin.data_ptr())
-    try:
-        tables[kind].add(_strided(view, start, kind), place)
-    except NotTileableError as error:
-        return str(error)
-    return ""

@@ -20,7 +20,7 @@ _MIX_2 = tl.constexpr(MIX_2)
 
 @triton.jit
 def _lanes(pointers, inside, KIND: tl.constexpr):  # noqa: N803
-    """Lanes as 64-bit numbers, zero where not inside."""
+    """Lanes as they are digested, zero where not inside."""
     if KIND == AS_BFLOAT16:
         # In integers, since Triton's interpreter does not round. 0x7FFF is what torch makes of a NaN on a GPU.
         bits = tl.load(pointers, mask=inside, other=0.0).to(tl.uint32, bitcast=True)
@@ -29,7 +29,13 @@ def _lanes(pointers, inside, KIND: tl.constexpr):  # noqa: N803
         value = tl.load(pointers, mask=inside, other=0.0).to(tl.float16).to(tl.uint16, bitcast=True)
     else:
         value = tl.load(pointers, mask=inside, other=0)
-    return value.to(tl.uint64)
+    return value
+
+
+@triton.jit
+def _kept(columns, KEEP: tl.constexpr, LANES_OF_NUMBER: tl.constexpr):  # noqa: N803
+    """Of each column, the bits of its lanes in which NaN and infinity are looked for: those of a number's last lane."""
+    return tl.where(columns % LANES_OF_NUMBER == LANES_OF_NUMBER - 1, KEEP, 0)
 
 
 @triton.jit
@@ -38,18 +44,24 @@ def digest_tiles(
     origin,
     factors,
     sums,
+    marks,
     BLOCK: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
     KIND: tl.constexpr,  # noqa: N803
     VECTOR: tl.constexpr,  # noqa: N803
     STAGES: tl.constexpr,  # noqa: N803
+    FLIP: tl.constexpr,  # noqa: N803
+    KEEP: tl.constexpr,  # noqa: N803
+    LEAST: tl.constexpr,  # noqa: N803
+    LANES_OF_NUMBER: tl.constexpr,  # noqa: N803
 ):
     """One program a tile of digest/cuda_tiles.py. work, factors, sums: int64; unsigned numbers, modulo 2^64.
 
     origin: a pointer to what is loaded, which addresses in `work` count from: the compiler must know that it is aligned
     to make loads of 16 bytes. VECTOR: 1, or units of 16 bytes if addresses, steps and widths are multiples of it.
     ROWS rows are loaded at a time, STAGES such loads are on their way at once. Integer addition is associative, so the
-    order in which programs add to `sums` does not matter.
+    order in which programs add to `sums` does not matter. FLIP, KEEP, LEAST: of the last one of the lanes of a number,
+    as digest/finite.py has them; where one is found, the box's place in `marks` becomes 1. LEAST is 0: it is not asked.
     """
     entry = work + tl.program_id(0).to(tl.int64) * 8
     first = origin + tl.load(entry) // VECTOR * VECTOR
@@ -63,15 +75,26 @@ def digest_tiles(
     together = tl.arange(0, ROWS)
     pointers = first + together.to(tl.int64)[:, None] * step + columns[None, :]
     sum_of_column = tl.zeros([BLOCK], dtype=tl.uint64)
+    greatest = tl.zeros([BLOCK], dtype=tl.int32)
+    kept = _kept(columns, KEEP, LANES_OF_NUMBER)
     whole = rows // ROWS * ROWS
     for row in tl.range(0, whole, ROWS, num_stages=STAGES):
         lanes = _lanes(pointers + row * step, inside[None, :], KIND)
-        sum_of_column += tl.sum(lanes * tl.load(outer + row + together).to(tl.uint64)[:, None], axis=0)
+        row_factors = tl.load(outer + row + together).to(tl.uint64)[:, None]
+        sum_of_column += tl.sum(lanes.to(tl.uint64) * row_factors, axis=0)
+        if LEAST != 0:
+            greatest = tl.maximum(greatest, tl.max((lanes.to(tl.int32) ^ FLIP) & kept[None, :], axis=0))
     for row in range(whole, rows):
-        sum_of_column += _lanes(first + row * step + columns, inside, KIND) * tl.load(outer + row).to(tl.uint64)
+        lane = _lanes(first + row * step + columns, inside, KIND)
+        sum_of_column += lane.to(tl.uint64) * tl.load(outer + row).to(tl.uint64)
+        if LEAST != 0:
+            greatest = tl.maximum(greatest, (lane.to(tl.int32) ^ FLIP) & kept)
     sum_of_column *= tl.load(inner + columns, mask=inside, other=0).to(tl.uint64)
     total = tl.sum(sum_of_column, axis=0).to(tl.int64) * tl.load(entry + 6)
     tl.atomic_add(sums + tl.load(entry + 7), total, sem="relaxed")
+    if LEAST != 0:
+        found = tl.max(greatest, axis=0) >= LEAST
+        tl.atomic_or(marks + tl.load(entry + 7), tl.full([], 1, tl.int64), mask=found, sem="relaxed")
 
 
 @triton.jit
@@ -80,9 +103,14 @@ def digest_flat(
     origin,
     factors,
     sums,
+    marks,
     BLOCK: tl.constexpr,  # noqa: N803
     KIND: tl.constexpr,  # noqa: N803
     LANES_OF_ELEMENT: tl.constexpr,  # noqa: N803
+    FLIP: tl.constexpr,  # noqa: N803
+    KEEP: tl.constexpr,  # noqa: N803
+    LEAST: tl.constexpr,  # noqa: N803
+    LANES_OF_NUMBER: tl.constexpr,  # noqa: N803
 ):
     """Digests as `digest_tiles` does, one program a flat tile: factors are computed, not loaded, since each is needed
     once."""
@@ -98,13 +126,21 @@ def digest_flat(
     hashed = start + (columns // LANES_OF_ELEMENT).to(tl.uint64) * _INDEX_STEP
     pointers = first + columns
     sum_of_column = tl.zeros([BLOCK], dtype=tl.uint64)
+    greatest = tl.zeros([BLOCK], dtype=tl.int32)
+    kept = _kept(columns, KEEP, LANES_OF_NUMBER)
     for _ in tl.range(0, rows):
         x = (hashed ^ (hashed >> 30)) * _MIX_1
         x = (x ^ (x >> 27)) * _MIX_2
         x = (x ^ (x >> 31)) | 1
-        sum_of_column += _lanes(pointers, inside, KIND) * x
+        lanes = _lanes(pointers, inside, KIND)
+        sum_of_column += lanes.to(tl.uint64) * x
+        if LEAST != 0:
+            greatest = tl.maximum(greatest, (lanes.to(tl.int32) ^ FLIP) & kept)
         hashed += stride
         pointers += BLOCK
     sum_of_column *= tl.load(factors + tl.load(entry + 2) + columns % LANES_OF_ELEMENT).to(tl.uint64)
     total = tl.sum(sum_of_column, axis=0).to(tl.int64) * tl.load(entry + 6)
     tl.atomic_add(sums + tl.load(entry + 7), total, sem="relaxed")
+    if LEAST != 0:
+        found = tl.max(greatest, axis=0) >= LEAST
+        tl.atomic_or(marks + tl.load(entry + 7), tl.full([], 1, tl.int64), mask=found, sem="relaxed")

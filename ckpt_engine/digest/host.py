@@ -20,6 +20,7 @@ import torch
 
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.digest.factors import MASK, SEED, Words, digest_of_zeros, hashed, words
+from ckpt_engine.digest.finite import RULES, Rule
 from ckpt_engine.torch_dtypes import dtype_name
 
 if TYPE_CHECKING:
@@ -79,15 +80,24 @@ class HostDigests:
     """Boxes of this host's memory, made ready. Keeps the views. Used from any thread."""
 
     def __init__(
-        self, boxes: Sequence[HostBox], seed: int = SEED, sources: Sequence[torch.Tensor] | None = None
+        self,
+        boxes: Sequence[HostBox],
+        seed: int = SEED,
+        sources: Sequence[torch.Tensor] | None = None,
+        finite: bool = False,
     ) -> None:
         """sources: of each box, what a run copies to it first, in one pass over memory: of the same shape and dtype,
-        and not overlapping with any box. A lazily conjugated or negated view is worked out here, once. Raises as
-        `digest_box`, and INVALID_ARGUMENT for what is not strided memory of this host or does not fit together."""
+        and not overlapping with any box. finite: look for NaN and infinity, too. A lazily conjugated or negated view
+        is worked out here, once. Raises as `digest_box`, and INVALID_ARGUMENT for what is not strided memory of this
+        host or does not fit together."""
         self._seed = seed
         self._boxes = [(_plain(view, start), tuple(start)) for view, start in boxes]
         zeros = (digest_of_zeros(dtype_name(view.dtype), at, tuple(view.shape), seed) for view, at in self._boxes)
         self._zeros: Words = np.fromiter(zeros, dtype=np.uint64, count=len(boxes))  # what the lanes' sums are added to
+        self.not_finite: list[bool] = []
+        """Of the last run, if it looked: which boxes hold NaN or infinity."""
+        names = [dtype_name(view.dtype) if finite else "" for view, _ in self._boxes]
+        self._rules = [RULES.get(name) for name in names]
         plain = [] if sources is None else _plain_sources(sources, self._boxes)
         self._sources: list[torch.Tensor | None] = [*plain] or [None] * len(boxes)
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -96,7 +106,7 @@ class HostDigests:
             if plain:
                 self._copies = [(view, source) for (view, _), source in zip(self._boxes, plain, strict=True)]
             return
-        from ckpt_engine.digest.host_jobs import jobs_of, joined, lie_alike
+        from ckpt_engine.digest.host_jobs import jobs_of, joined, lie_alike, look_for
 
         layouts = []
         for index, ((view, start), source) in enumerate(zip(self._boxes, self._sources, strict=True)):
@@ -107,6 +117,7 @@ class HostDigests:
                 self._sources[index] = other = None
             layouts.append(jobs_of(shape, strides, other, start, view.itemsize, seed))
         self._jobs, self._of_job, self._ends = joined(layouts)
+        look_for(self._jobs, self._of_job, self._rules)
 
     def run(self) -> list[int]:
         """The digests as the bytes are now, in order. Raises FAILED_PRECONDITION if a tensor's memory was freed."""
@@ -114,10 +125,19 @@ class HostDigests:
             view.copy_(source)
         if self._kernel is None:
             sums = [_by_numpy(view, start, self._seed) for view, start in self._boxes]
+            self.not_finite = [
+                rule is not None and _greatest(_lanes_of(view), rule) >= rule.least
+                for (view, _), rule in zip(self._boxes, self._rules, strict=True)
+            ]
             return [(one + other) & MASK for one, other in zip(self._zeros.tolist(), sums, strict=True)]
         jobs = self._jobs_now()
         found = np.empty(len(jobs), dtype=np.uint64)
-        _share_out(self._kernel, jobs, found, self._ends)
+        greatest = np.empty(len(jobs), dtype=np.uint64)
+        _share_out(self._kernel, jobs, found, greatest, self._ends)
+        most = np.zeros(len(self._boxes), dtype=np.uint64)
+        np.maximum.at(most, self._of_job, greatest)
+        rules = zip(most.tolist(), self._rules, strict=True)
+        self.not_finite = [rule is not None and each >= rule.least for each, rule in rules]
         digests = self._zeros.copy()
         np.add.at(digests, self._of_job, found)
         return [int(each) for each in digests]
@@ -130,19 +150,19 @@ class HostDigests:
         return jobs
 
 
-def _share_out(kernel: Kernel, jobs: Words, found: Words, ends: Words) -> None:
+def _share_out(kernel: Kernel, jobs: Words, found: Words, greatest: Words, ends: Words) -> None:
     """Runs the kernel on as many threads as torch would use. ends: bytes of all jobs up to each."""
     threads = torch.get_num_threads()
     shares = min(_SHARES * threads, int(ends[-1]) // _SHARE_BYTES) if len(ends) else 0
     if threads == 1 or shares < 2:
-        kernel(jobs, found)
+        kernel(jobs, found, greatest)
         return
     cuts = np.searchsorted(ends, np.arange(1, shares) * (int(ends[-1]) / shares)).tolist()
     parts = iter([slice(first, last) for first, last in pairwise([0, *cuts, len(jobs)])])
 
     def work() -> None:
         for part in parts:  # the interpreter's lock gives each to one thread
-            kernel(jobs[part], found[part])
+            kernel(jobs[part], found[part], greatest[part])
 
     # Waking a thread takes as long as half a share, so each is woken once and then helps itself.
     helping = [_pool(os.getpid(), threads).submit(work) for _ in range(min(threads, shares) - 1)]
@@ -184,10 +204,25 @@ def _addresses(views: Sequence[torch.Tensor | None]) -> Words:
 
 def _by_numpy(view: torch.Tensor, start: tuple[int, ...], seed: int) -> int:
     """The sum of the formula, axis by axis."""
-    signed, unsigned = (torch.uint8, np.uint8) if view.itemsize == 1 else (torch.int16, np.uint16)
-    lanes: npt.NDArray[Any] = view.unsqueeze(-1).view(signed).numpy().view(unsigned)
+    lanes = _lanes_of(view)
     axes = zip((*range(1, view.dim() + 1), 0), (*start, 0), lanes.shape, strict=True)
     return _contracted(lanes, [words(hashed(seed, axis, first), length) for axis, first, length in axes])
+
+
+def _lanes_of(view: torch.Tensor) -> npt.NDArray[Any]:
+    """An element's lanes are the last axis."""
+    signed, unsigned = (torch.uint8, np.uint8) if view.itemsize == 1 else (torch.int16, np.uint16)
+    lanes: npt.NDArray[Any] = view.unsqueeze(-1).view(signed).numpy().view(unsigned)
+    return lanes
+
+
+def _greatest(lanes: npt.NDArray[Any], rule: Rule) -> int:
+    """The greatest lane as digest/finite.py has it."""
+    if lanes.size > _NUMPY_LANES and max(lanes.shape[:-1]) > 1:
+        return max(_greatest(half, rule) for half in np.array_split(lanes, 2, int(np.argmax(lanes.shape[:-1]))))
+    bits = 8 * lanes.itemsize
+    flip, mask = np.array([rule.of_lane(lane, bits) for lane in range(lanes.shape[-1])], dtype=lanes.dtype).T
+    return int(((lanes ^ flip) & mask).max(initial=0))
 
 
 def _contracted(lanes: npt.NDArray[Any], factors: Sequence[Words]) -> int:

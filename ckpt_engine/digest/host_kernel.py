@@ -8,8 +8,6 @@ to see whether the code that it kept is stale.
 from __future__ import annotations
 
 import contextlib
-import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ckpt_engine.digest import factors
+from ckpt_engine.digest.numba_cache import may_cache
 
 COLUMNS = 32768
 """Lanes of a row, at most; their factors take 256 KiB, which stay in a core's second cache."""
@@ -28,16 +27,20 @@ COLUMNS = 32768
 COLUMN_AXES = 4
 """Axes that a row spans, at most."""
 
-ADDRESS, SOURCE, SCALE, ROWS, ROW_STEP, SOURCE_ROW_STEP, ROW_HASH, UNIT, COLUMN_STEP, WIDTH, AXES = range(11)
+ADDRESS, SOURCE, SCALE, ROWS, ROW_STEP, SOURCE_ROW_STEP, ROW_HASH, UNIT, COLUMN_STEP, WIDTH, FLIP, MASK, GUARD, AXES = (
+    range(14)
+)
 """Fields of a job. Addresses and row steps are in bytes, the column step in lanes, UNIT is the bytes of a lane. SOURCE:
-what is copied to ADDRESS first, or 0; columns lie side by side then. After these come, for each of AXES axes of a row,
+what is copied to ADDRESS first, or 0; columns lie side by side then. FLIP, MASK, GUARD: how the
+greatest lane is found (digest/finite.py); a MASK of 0: it is not. After these come, for each of AXES axes of a row,
 slowest first, what `factors.word` hashes for its first coordinate, and its length."""
 
 FIRST_AXIS = AXES + 1
 FIELDS = FIRST_AXIS + 2 * COLUMN_AXES
 
-Kernel = Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any]], None]
-"""(jobs, uint64 [jobs, FIELDS]; found, uint64 [jobs], what it writes). Runs outside of the interpreter's lock."""
+Kernel = Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]], None]
+"""(jobs, uint64 [jobs, FIELDS]; found and greatest, uint64 [jobs], what it writes: the digest, and the greatest lane as
+digest/finite.py has it, or less where no lane is as great as matters). Runs outside of the interpreter's lock."""
 
 ArrivingKernel = Callable[
     [np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]], None
@@ -55,9 +58,8 @@ _SEGMENT = 256  # lanes between two fetches
 _AHEAD = np.uint64(4096)
 _LINE = 64
 _REST_MICROSECONDS = 30
-_TWO = np.uint64(2)
-_NONE = np.uint64(0)
-_ONE = np.uint64(1)
+_NONE, _ONE, _TWO = np.uint64(0), np.uint64(1), np.uint64(2)
+_ALL = np.uint64((1 << 64) - 1)
 _INDEX_STEP = np.uint64(factors.INDEX_STEP)
 _MIX_1 = np.uint64(factors.MIX_1)
 _MIX_2 = np.uint64(factors.MIX_2)
@@ -66,7 +68,7 @@ _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 def compiled() -> Kernel:
     """The kernel. Takes about a second, or a tenth where an earlier process could keep what it compiled."""
-    kernel: Kernel = _compiled(digest_jobs, "void(uint64[:, ::1], uint64[::1])")
+    kernel: Kernel = _compiled(digest_jobs, "void(uint64[:, ::1], uint64[::1], uint64[::1])")
     return kernel
 
 
@@ -77,22 +79,10 @@ def compiled_arriving() -> ArrivingKernel:
 
 
 def _compiled(function: Callable[..., None], signature: str) -> Any:
-    if _may_cache():
+    if may_cache(Path(__file__).parent):
         with contextlib.suppress(Exception):  # no room, a damaged file: compiled for this process alone then
             return njit(signature, nogil=True, cache=True)(function)
     return njit(signature, nogil=True)(function)
-
-
-def _may_cache() -> bool:
-    """Whether the place that Numba would keep compiled code in is one that only this user, or who installed this, can
-    write to: it is loaded as code. Numba takes NUMBA_CACHE_DIR, else this folder, else one in the user's home."""
-    if os.environ.get("NUMBA_CACHE_DIR") or os.access(Path(__file__).parent, os.W_OK):
-        return True
-    try:
-        home = os.stat(os.path.expanduser("~"))
-    except OSError:
-        return False
-    return home.st_uid == os.geteuid() and not home.st_mode & stat.S_IWOTH
 
 
 def _loads(bits: int):
@@ -138,6 +128,62 @@ def _copy(context, to, source, size):
         return context.get_dummy_value()
 
     return types.void(types.uint64, types.uint64, types.uint64), build
+
+
+_EIGHT, _NUMBER = ir.VectorType(ir.IntType(64), 8), ir.IntType(64)
+
+
+def _everywhere(builder, value):
+    """A line of memory of which each eight bytes hold this."""
+    nothing, zeros = ir.Constant(_EIGHT, ir.Undefined), ir.Constant(ir.VectorType(ir.IntType(32), 8), [0] * 8)
+    first = builder.insert_element(nothing, value, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, nothing, zeros)
+
+
+def _walk(builder, address, size, take):
+    """Calls `take` for each line: four at a time, then the last ones, which may overlap. size: a line or more."""
+
+    def line(at):
+        take(builder.load(builder.inttoptr(builder.add(address, at), _EIGHT.as_pointer()), align=1))
+
+    with cgutils.for_range(builder, builder.lshr(size, _NUMBER(8))) as loop:
+        for place in range(0, 4 * _LINE, _LINE):
+            line(builder.add(builder.shl(loop.index, _NUMBER(8)), _NUMBER(place)))
+    with builder.if_then(builder.icmp_unsigned("!=", builder.and_(size, _NUMBER(255)), _NUMBER(0)), likely=False):
+        first = builder.and_(size, _NUMBER((1 << 64) - 256))
+        with cgutils.for_range(builder, builder.lshr(builder.sub(size, first), _NUMBER(6))) as loop:
+            line(builder.add(first, builder.shl(loop.index, _NUMBER(6))))
+        line(builder.sub(size, _NUMBER(_LINE)))
+
+
+def _gathers(bits: int, combined):
+    @intrinsic
+    def gather(context, address, size, flip, mask, into):
+        """Combines each line of `size` bytes, flipped and masked, with the line at `into`."""
+        lines = ir.VectorType(ir.IntType(bits), 8 * _LINE // bits)
+
+        def build(context, builder, signature, arguments):
+            address, size, flip, mask, into = arguments
+            flips, masks = _everywhere(builder, flip), _everywhere(builder, mask)
+            there, found = builder.inttoptr(into, lines.as_pointer()), cgutils.alloca_once(builder, lines)
+            builder.store(builder.load(there, align=8), found)
+
+            def take(each):
+                value = builder.bitcast(builder.and_(builder.xor(each, flips), masks), lines)
+                builder.store(combined(builder, value, builder.load(found)), found)
+
+            _walk(builder, address, size, take)
+            builder.store(builder.load(found), there, align=8)
+            return context.get_dummy_value()
+
+        return types.void(*[types.uint64] * 5), build
+
+    return gather
+
+
+_greater = lambda on, one, other: on.select(on.icmp_unsigned(">", one, other), one, other)  # noqa: E731
+_compare_bytes, _compare_lanes = _gathers(8, _greater), _gathers(16, _greater)
+_note = _gathers(64, lambda on, one, other: on.or_(one, other))
 
 
 @intrinsic
@@ -214,11 +260,46 @@ def _fill(job, table):
 
 
 @njit
-def _rows(job, table):
-    """The sum of a job, without its scale. table: the address of the columns' factors."""
+def _emptied(lines, which, guard):
+    """Whether a line of memory had a bit of `guard`; it has none afterwards."""
+    seen = _NONE
+    for place in range(which * _LINE // 8, (which + 1) * _LINE // 8):
+        seen |= lines[place]
+        lines[place] = _NONE
+    return seen & guard != _NONE
+
+
+@njit
+def _greatest(address, count, step, unit, flip, mask, greatest):
+    """The greatest of `count` lanes, `step` apart; 0 if it went into the line at `greatest`."""
+    size, most = np.uint64(count) * unit, _NONE
+    if step == 1 and size >= np.uint64(_LINE):
+        if unit == _TWO:
+            _compare_lanes(address, size, flip, mask, greatest)
+        else:
+            _compare_bytes(address, size, flip, mask, greatest)
+        return most
+    bits = np.uint64(8) * unit
+    for column in range(count):
+        at, moved = column * step, np.uint64(column) * bits & np.uint64(63)
+        lane = _lane(address, at) if unit == _TWO else _byte(address, at)
+        most = max(most, (lane ^ (flip >> moved)) & mask >> moved & ((_ONE << bits) - _ONE))
+    return most
+
+
+@njit
+def _rows(job, table, lines):
+    """The sum of a job, without its scale, and its greatest lane. table: the address of the columns' factors.
+    lines: two of memory, for this alone."""
     rows, width, column_step = np.int64(job[ROWS]), np.int64(job[WIDTH]), np.int64(job[COLUMN_STEP])
     unit, step, copies = job[UNIT], job[ROW_STEP], job[SOURCE] != _NONE
-    total = _NONE
+    flip, mask, guard = job[FLIP], job[MASK], job[GUARD]
+    total, most = _NONE, _NONE
+    greatest = np.uint64(lines.ctypes.data)
+    seen = greatest + np.uint64(_LINE)
+    noted = mask != _NONE and column_step == 1 and np.uint64(width) * unit >= np.uint64(_LINE)
+    _emptied(lines, 0, guard)
+    _emptied(lines, 1, guard)
     for row in range(0, rows, 2):
         index = np.uint64(row)
         paired = row + 1 < rows  # the last of an odd number is its own neighbour, with a factor of 0
@@ -256,10 +337,21 @@ def _rows(job, table):
                     factor = _factor(part, column)
                     first_sum += _byte(one, column) * factor
                     second_sum += _byte(other, column) * factor
+            if noted:
+                more = np.uint64(_LINE - size if size < _LINE else 0)  # of the segment before
+                _note(one - more, np.uint64(size) + more, _NONE, _ALL, seen)
+                if paired:
+                    _note(other - more, np.uint64(size) + more, _NONE, _ALL, seen)
+        if mask != _NONE and (not noted or _emptied(lines, 1, guard)):
+            most = max(most, _greatest(first, width, column_step, unit, flip, mask, greatest))
+            if paired:
+                most = max(most, _greatest(second, width, column_step, unit, flip, mask, greatest))
         total += first_sum * _word(job[ROW_HASH] + index * _INDEX_STEP)
         if paired:
             total += second_sum * _word(job[ROW_HASH] + (index + _ONE) * _INDEX_STEP)
-    return total
+    for lane in range(_LINE // np.int64(unit)):
+        most = max(most, _lane(greatest, lane) if unit == _TWO else _byte(greatest, lane))
+    return total, most
 
 
 @njit
@@ -271,18 +363,21 @@ def _alike(job, other):
     return alike
 
 
-def digest_jobs(jobs, found):
-    """Writes the digest of each job."""
+def digest_jobs(jobs, found, greatest):
+    """Writes the digest of each job, and its greatest lane."""
     table = np.empty(COLUMNS, dtype=np.uint64)
+    lines = np.empty(2 * _LINE // 8, dtype=np.uint64)
     for index in range(jobs.shape[0]):
         if index == 0 or not _alike(jobs[index], jobs[index - 1]):
             _fill(jobs[index], table)
-        found[index] = jobs[index, SCALE] * _rows(jobs[index], np.uint64(table.ctypes.data))
+        total, greatest[index] = _rows(jobs[index], np.uint64(table.ctypes.data), lines)
+        found[index] = jobs[index, SCALE] * total
 
 
 def digest_arriving(jobs, found, finished, state):
     """Writes the digest of each job that this thread takes, once its memory is there."""
     table = np.empty(COLUMNS, dtype=np.uint64)
+    lines = np.empty(2 * _LINE // 8, dtype=np.uint64)
     at = np.uint64(state.ctypes.data)
     done = np.uint64(finished.ctypes.data)
     last = -1
@@ -299,5 +394,6 @@ def digest_arriving(jobs, found, finished, state):
         if last < 0 or not _alike(jobs[index], jobs[last]):
             _fill(jobs[index], table)
         last = index
-        found[index] = jobs[index, SCALE] * _rows(jobs[index], np.uint64(table.ctypes.data))
+        total, _ = _rows(jobs[index], np.uint64(table.ctypes.data), lines)
+        found[index] = jobs[index, SCALE] * total
         _tell(done + np.uint64(index))

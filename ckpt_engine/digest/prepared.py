@@ -17,12 +17,15 @@ import torch
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.digest import cuda as digest_cuda
 from ckpt_engine.digest.factors import SEED
-from ckpt_engine.digest.host import HostDigests, checked_box, digest_host_boxes
+from ckpt_engine.digest.host import HostDigests, checked_box
 
 log = logging.getLogger(__name__)
 
 Served = Sequence[torch.dtype | None] | None
 """Of each box, the dtype that it is digested as; None: its own."""
+
+_Found = tuple[list[int], list[bool]]
+"""Digests of boxes, and which of them hold NaN or infinity."""
 
 _KEPT = 8
 _HOST_BYTES = 256 << 20  # of casts and of copies from a GPU that exist at one time
@@ -31,12 +34,15 @@ _HOST_BYTES = 256 << 20  # of casts and of copies from a GPU that exist at one t
 class PreparedDigests:
     """Boxes, checked and made ready. Keeps the views. Used from one thread at a time."""
 
-    def __init__(self, boxes: Sequence[digest_cuda.Box], seed: int) -> None:
+    def __init__(self, boxes: Sequence[digest_cuda.Box], seed: int, finite: bool = False) -> None:
         self._boxes = list(boxes)
         self._seed = seed
+        self._finite = finite
+        self.not_finite: list[bool] = []
+        """Of what was collected last, if it was looked for: which boxes hold NaN or infinity."""
         self._converted: list[int] = []  # at each run, before the host digests them
         self._cuda: list[tuple[list[int], digest_cuda.CudaDigests]] = []
-        self._found: list[tuple[list[int], list[int]]] = []
+        self._found: list[tuple[list[int], _Found]] = []
         as_they_are: list[int] = []
         on_device: dict[torch.device, list[int]] = {}
         for index, (view, _, served) in enumerate(self._boxes):
@@ -46,9 +52,9 @@ class PreparedDigests:
                 self._converted.append(index)
             else:
                 as_they_are.append(index)
-        self._host = as_they_are, HostDigests([self._boxes[index][:2] for index in as_they_are], seed)
+        self._host = as_they_are, HostDigests([self._boxes[index][:2] for index in as_they_are], seed, finite=finite)
         for device, indices in on_device.items():
-            made = _on_gpu(device, [self._boxes[index] for index in indices], seed)
+            made = _on_gpu(device, [self._boxes[index] for index in indices], seed, finite)
             if made is None:
                 self._converted += indices
             else:
@@ -68,17 +74,17 @@ class PreparedDigests:
         """Enqueues the work of GPUs, each on its current stream, and does that of the host."""
         for _, digests in self._cuda:
             digests.launch()
-        converted = _of_host([self._boxes[index] for index in self._converted], self._seed)
+        converted = _of_host([self._boxes[index] for index in self._converted], self._seed, self._finite)
         indices, of_host = self._host
-        self._found = [(indices, of_host.run()), (self._converted, converted)]
+        self._found = [(indices, (of_host.run(), of_host.not_finite)), (self._converted, converted)]
 
     def collect(self) -> list[int]:
         """The digests of the bytes as they were when launched, in order. Waits for its own work, not for a device."""
-        found = [0] * len(self._boxes)
-        parts = [(indices, digests.collect()) for indices, digests in self._cuda]
-        for indices, values in [*parts, *self._found]:
-            for index, value in zip(indices, values, strict=True):
-                found[index] = value
+        found, self.not_finite = [0] * len(self._boxes), [False] * len(self._boxes)
+        parts = [(indices, (digests.collect(), digests.not_finite)) for indices, digests in self._cuda]
+        for indices, (values, not_finite) in [*parts, *self._found]:
+            for index, value, wrong in zip(indices, values, not_finite, strict=True):
+                found[index], self.not_finite[index] = value, wrong
         return found
 
     def run(self) -> list[int]:
@@ -88,16 +94,20 @@ class PreparedDigests:
 
 
 def prepare_digests(
-    boxes: Sequence[tuple[torch.Tensor, Sequence[int]]], seed: int = SEED, served: Served = None
+    boxes: Sequence[tuple[torch.Tensor, Sequence[int]]],
+    seed: int = SEED,
+    served: Served = None,
+    finite: bool = False,
 ) -> PreparedDigests:
     """Makes boxes ready, on the calling thread; the first one of a process, or on a GPU, compiles, which
     takes seconds.
 
     boxes: as in `digest_boxes`. served: digests are of `view.to(dtype)`, rounded to nearest even as torch does; of a
-    NaN, any that is a NaN, so weights with NaN may differ between a GPU and a CPU. Raises INVALID_ARGUMENT as
+    NaN, any that is a NaN, so weights with NaN may differ between a GPU and a CPU. finite: look for NaN and infinity in
+    what is digested, too. Raises INVALID_ARGUMENT as
     `digest_box`.
     """
-    return PreparedDigests(_checked(boxes, served), seed)
+    return PreparedDigests(_checked(boxes, served), seed, finite)
 
 
 def digest_anywhere(
@@ -113,7 +123,7 @@ def digest_anywhere(
     for device, indices in of_device.items():
         part = [checked[index] for index in indices]
         found = _kept(device, part, seed) if device.type == "cuda" else None
-        values = _of_host(part, seed) if found is None else found.run()
+        values = _of_host(part, seed)[0] if found is None else found.run()
         for index, value in zip(indices, values, strict=True):
             digests[index] = value
     return digests
@@ -130,12 +140,14 @@ def _checked(boxes: Sequence[tuple[torch.Tensor, Sequence[int]]], served: Served
     return checked
 
 
-def _on_gpu(device: torch.device, boxes: Sequence[digest_cuda.Box], seed: int) -> digest_cuda.CudaDigests | None:
+def _on_gpu(
+    device: torch.device, boxes: Sequence[digest_cuda.Box], seed: int, finite: bool = False
+) -> digest_cuda.CudaDigests | None:
     """None, with the reason in the log once, if they have to be digested on the host."""
     why = digest_cuda.missing()
     if not why:
         try:
-            return digest_cuda.CudaDigests(boxes, seed)
+            return digest_cuda.CudaDigests(boxes, seed, finite)
         except Exception as error:  # a compiler that is not there, memory that is not: slower, not wrong
             why = f"{type(error).__name__}: {error}"
     _warn(str(device), why.partition("\n")[0])
@@ -167,9 +179,16 @@ def _kept(device: torch.device, boxes: Sequence[digest_cuda.Box], seed: int) -> 
     return made
 
 
-def _of_host(boxes: Sequence[digest_cuda.Box], seed: int) -> list[int]:
+def _of_host(boxes: Sequence[digest_cuda.Box], seed: int, finite: bool = False) -> _Found:
     """Casts, and copies of what lies on a GPU, are made for some boxes at a time."""
     digests: list[int] = []
+    not_finite: list[bool] = []
+
+    def digest() -> None:
+        some = HostDigests(waiting, seed, finite=finite)
+        digests.extend(some.run())
+        not_finite.extend(some.not_finite)
+
     waiting: list[tuple[torch.Tensor, tuple[int, ...]]] = []
     size = 0
     for view, start, served in boxes:
@@ -177,6 +196,7 @@ def _of_host(boxes: Sequence[digest_cuda.Box], seed: int) -> list[int]:
         size += there.nbytes if there is not view else 0
         waiting.append((there, start))
         if size > _HOST_BYTES:
-            digests += digest_host_boxes(waiting, seed)
+            digest()
             waiting, size = [], 0
-    return digests + digest_host_boxes(waiting, seed)
+    digest()
+    return digests, not_finite

@@ -41,6 +41,9 @@ from ckpt_engine.machines.events import (
 from ckpt_engine.machines.session import Session
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
+NOT_FINITE_TOLD = 16
+"""Tensors that hold NaN or infinity, of those that are named."""
+
 REPUBLISH: Key = ("publish",)
 
 
@@ -271,6 +274,8 @@ class OfferingMachine:
             answer.digest_seconds = sealed.digest_seconds
             answer.broken_communicator = sealed.broken
             answer.digested = sealed.digested
+            answer.not_finite.extend(sealed.not_finite[:NOT_FINITE_TOLD])
+            answer.not_finite_tensors = len(sealed.not_finite)
             answer.span.CopyFrom(self._session.clock.span(self._seal_came, now))
         self._sealed = answer
         self._session.send(answer)

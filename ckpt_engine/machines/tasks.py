@@ -198,7 +198,7 @@ class SealResult:
     """What sealing one source came to.
 
     digests: stored, in the order of the atoms. broken: a communicator with which nothing more can be begun.
-    digested: when the digest ended, monotonic seconds; 0: not known.
+    digested: when the digest ended, monotonic seconds; 0: not known. not_finite: tensors that hold NaN or infinity.
     """
 
     digests: manager_pb2.BlobRef
@@ -206,6 +206,7 @@ class SealResult:
     digest_seconds: float
     broken: bytes = b""
     digested: float = 0.0
+    not_finite: tuple[str, ...] = ()
 
 
 # -------------------------------------------------------------------------------------------------------- of the agent

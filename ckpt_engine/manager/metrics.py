@@ -84,6 +84,11 @@ class Metrics:
             ("reason",),
             registry=self.registry,
         )
+        self._not_finite = Counter(
+            "ckpt_engine_updates_not_finite",
+            "Updates that were carried out with weights that hold NaN or infinity.",
+            registry=self.registry,
+        )
         self._gather_seconds = Histogram(
             "ckpt_engine_gather_seconds",
             "From the first trainer rank's call of an update to the last one's: what ranks waited for each other.",
@@ -135,6 +140,7 @@ class Metrics:
         if report.ok:
             self.succeeded(time.time())
         self._updates.labels("ok" if report.ok else "partial").inc()
+        self._not_finite.inc(bool(report.not_finite))
         self._update_seconds.observe(report.seconds)
         for stage in report.stages:
             self._stage_seconds.labels(enum_label(manager_pb2.Stage, stage.stage)).observe(stage.seconds)

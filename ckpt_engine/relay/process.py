@@ -182,7 +182,7 @@ class _Relay:
     async def _seal(self, task: SealSource, atoms: weights_pb2.Atoms) -> Sealing:
         began = time.monotonic()
         values = await self._loop.run_in_executor(self._digester, self._slots.digest, atoms, task.version)
-        return weights_pb2.Digests(values=values), 0.0, time.monotonic() - began
+        return Sealing(weights_pb2.Digests(values=values), 0.0, time.monotonic() - began)
 
     def _notified(self, said: Notice) -> None:
         match said:

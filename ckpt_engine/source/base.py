@@ -43,6 +43,10 @@ class Source(Protocol):
         INVALID_ARGUMENT for an atom outside its shard and FAILED_PRECONDITION before the first `seal`."""
         ...
 
+    def not_finite(self) -> list[str]:
+        """Names of the tensors in which the last `digest` found NaN or infinity, as they are served."""
+        ...
+
     def withdraw(self, seconds: float) -> None:
         """Closes as `close` does, but only once no reader maps GPU memory of it any more, so that freeing that memory
         frees it.

@@ -27,12 +27,19 @@ def digest_atoms(table: SourceTable, sealed: Sequence[torch.Tensor], atoms: Atom
 
 
 def prepare_atoms(table: SourceTable, sealed: Sequence[torch.Tensor], atoms: Atoms) -> PreparedDigests:
-    """The same, to be run any number of times; what is stored in another dtype is digested as if cast to the served
-    one. It keeps the memory alive."""
+    """The same, to be run any number of times, with a look for NaN and infinity (`not_finite`); what is stored in
+    another dtype is digested as if cast to the served one. It keeps the memory alive."""
     boxes = _boxes(table, sealed, atoms)
     shards = [table.shards[atom.shard] for atom in atoms.atoms]
     served = [torch_dtype(table.tensors[each.tensor].dtype) if each.stored_dtype else None for each in shards]
-    return prepare_digests(boxes, served=served)
+    return prepare_digests(boxes, served=served, finite=True)
+
+
+def not_finite(table: SourceTable, atoms: Atoms, digests: PreparedDigests) -> list[str]:
+    """The tensors in which what digested these atoms found NaN or infinity the last time, each once."""
+    shards = (atom.shard for atom, wrong in zip(atoms.atoms, digests.not_finite, strict=True) if wrong)
+    found = {table.shards[shard].tensor for shard in shards}
+    return [table.tensors[tensor].name for tensor in sorted(found)]
 
 
 def changed_since(

@@ -14,7 +14,7 @@ import torch
 
 from ckpt_engine.core.offers import rank_id
 from ckpt_engine.core.problems import invalid, precondition
-from ckpt_engine.source.digests import digest_atoms
+from ckpt_engine.source.digests import not_finite, prepare_atoms
 from ckpt_engine.source.held import Held
 from ckpt_engine.source.host_memory import contiguous
 from ckpt_engine.source.lending import Lending
@@ -72,6 +72,7 @@ class DirectorySource:
         self._opened = opened
         self._sealed = views
         self._has_seal = False
+        self._not_finite: list[str] = []
         self._table = SourceTable(
             host=host,
             id=rank_id(rank),
@@ -116,7 +117,14 @@ class DirectorySource:
         """Digests of what the files hold; reads them once."""
         if not self._has_seal:
             raise precondition("the checkpoint was not sealed, or was closed")
-        return digest_atoms(self._table, self._sealed, atoms)
+        prepared = prepare_atoms(self._table, self._sealed, atoms)
+        digests = prepared.run()
+        self._not_finite = not_finite(self._table, atoms, prepared)
+        return digests
+
+    def not_finite(self) -> list[str]:
+        """Names of the tensors in which the last `digest` found NaN or infinity."""
+        return self._not_finite
 
     def withdraw(self, seconds: float) -> None:
         """Closes as `close` does, once no reader keeps what was lent; nobody does of files."""

@@ -27,7 +27,7 @@ from ckpt_engine.core.problems import CkptEngineError, invalid, precondition
 from ckpt_engine.core.transports import HOST_MEMORY
 from ckpt_engine.digest.prepared import PreparedDigests
 from ckpt_engine.source.device import DeviceOffer
-from ckpt_engine.source.digests import changed_since, prepare_atoms
+from ckpt_engine.source.digests import changed_since, not_finite, prepare_atoms
 from ckpt_engine.source.held import Held, elements_of, plain_values
 from ckpt_engine.source.host_memory import HostOffer
 from ckpt_engine.source.lending import Lending
@@ -79,6 +79,7 @@ class MemorySource:
         self._why = copy_reasons(boxes, self._served, wish)
         self._copied = [bool(why) for why in self._why]
         self._has_seal = False
+        self._not_finite: list[str] = []
         self._copied_from: list[torch.Tensor | None] = []  # what was just sealed, until it is known to be unchanged
         self._prepared: list[tuple[Atoms, PreparedDigests]] = []
         self._sealed: list[torch.Tensor] = [torch.empty(0)] * len(boxes)
@@ -170,13 +171,18 @@ class MemorySource:
             )
         return digests
 
+    def not_finite(self) -> list[str]:
+        """Names of the tensors in which the last `digest` found NaN or infinity."""
+        return self._not_finite
+
     def _digest(self, atoms: Atoms) -> list[int]:
-        for known, prepared in self._prepared:
-            if known is atoms:
-                return prepared.run()
-        prepared = prepare_atoms(self._table, self._sealed, atoms)
-        self._prepared = [*self._prepared[1 - PREPARED_KEPT :], (atoms, prepared)]
-        return prepared.run()
+        prepared = next((each for known, each in self._prepared if known is atoms), None)
+        if prepared is None:
+            prepared = prepare_atoms(self._table, self._sealed, atoms)
+            self._prepared = [*self._prepared[1 - PREPARED_KEPT :], (atoms, prepared)]
+        digests = prepared.run()
+        self._not_finite = not_finite(self._table, atoms, prepared)
+        return digests
 
     def withdraw(self, seconds: float) -> None:
         """Closes as `close` does, once no reader maps GPU memory. Raises DEADLINE_EXCEEDED, and has not closed, if some

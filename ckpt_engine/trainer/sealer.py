@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 
@@ -12,11 +13,12 @@ from ckpt_engine.core.problems import precondition
 from ckpt_engine.core.transports import GPU_MEMORY, memory_of
 from ckpt_engine.digest.host import warm_up
 from ckpt_engine.source.base import Source
-from ckpt_engine.source.finite import not_finite
 from ckpt_engine.trainer.part import held_of
 from ckpt_engine.trainer.session import Sealing
 from ckpt_engine.transport.collective.seat import Held
 from ckpt_engine.v1 import weights_pb2
+
+log = logging.getLogger(__name__)
 
 
 class Sealer:
@@ -61,16 +63,17 @@ class Sealer:
             if atoms.table_digest != self._table_digest:
                 raise precondition("other weights were published since this was planned; update again")
             copy_seconds = self._source.seal(keep)
-            if self._check_finite and not keep and (wrong := not_finite(self._source.tensors())):
-                rank = self._source.table().rank
-                raise precondition(
-                    f"weights of rank {rank} hold NaN or infinity: {some(wrong)}; has training diverged?",
-                    tensors=wrong,
-                    ranks=[rank],
-                )
             started = time.perf_counter()
             values = self._source.digest(atoms)
-            return weights_pb2.Digests(values=values), copy_seconds, time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            wrong = [] if keep else self._source.not_finite()
+            if wrong:
+                rank = self._source.table().rank
+                said = f"weights of rank {rank} hold NaN or infinity: {some(wrong)}; has training diverged?"
+                if self._check_finite:
+                    raise precondition(said, tensors=wrong, ranks=[rank])
+                log.warning("ckpt-engine: %s They are served; publish(check_finite=True) refuses such updates", said)
+            return Sealing(weights_pb2.Digests(values=values), copy_seconds, seconds, wrong)
 
     def held(self, manifest: weights_pb2.Manifest) -> Held:
         """What is sealed, by the numbers of a manifest, for a collective. Raises FAILED_PRECONDITION if nothing is

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 import grpc.aio
@@ -55,8 +55,15 @@ WAIT_AGAIN = 0.5
 
 SHORTEST_WAIT = 0.001
 
-Sealing: TypeAlias = tuple[weights_pb2.Digests, float, float]
-"""Digests, the seconds of copying, the seconds of digesting."""
+
+class Sealing(NamedTuple):
+    """What a seal came to."""
+
+    digests: weights_pb2.Digests
+    copy_seconds: float
+    digest_seconds: float
+    not_finite: Sequence[str] = ()  # tensors that hold NaN or infinity
+
 
 Notice: TypeAlias = SessionOpened | SessionEnded | PublicationDecided | Released | StopFilling
 """What whoever made a session is told. Nothing but a relay is told StopFilling."""
@@ -234,10 +241,12 @@ class OfferingSession:
         if task.epoch < self._seal_epoch:
             # Its atoms came late; sealing anew would change what the later update's readers read.
             raise aborted(f"sealing for epoch {task.epoch} was overtaken by epoch {self._seal_epoch}")
-        digests, copy_seconds, digest_seconds = await self._seal(task, atoms)
+        sealing = await self._seal(task, atoms)
         digested = time.monotonic()
-        ref = await put_blob(self._stub, digests.SerializeToString(deterministic=True), task.seconds, ask=False)
-        return SealResult(ref, copy_seconds, digest_seconds, self._broken(), digested)
+        ref = await put_blob(self._stub, sealing.digests.SerializeToString(deterministic=True), task.seconds, ask=False)
+        return SealResult(
+            ref, sealing.copy_seconds, sealing.digest_seconds, self._broken(), digested, tuple(sealing.not_finite)
+        )
 
     async def fetch(self, refs: Sequence[manager_pb2.BlobRef], seconds: float) -> list[bytes]:
         """Blobs that the manager has, in order. Raises CkptEngineError."""

@@ -126,8 +126,8 @@ class Trainer:
         weights on a CPU into shared memory, once, so that updates need not copy them; see below. transport: what all
         of them are offered over, "cuda_ipc", "shared_memory" or another that lends memory; none: where they lie if that
         works. "nccl": this rank takes part in a collective with the replicas' workers, inside `update_weights`, over
-        NCCL between GPUs and over Gloo between CPUs (docs/collective.md). check_finite: each update reads all weights
-        once more and is refused, naming tensor and rank, if they hold NaN or infinity. The table in
+        NCCL between GPUs and over Gloo between CPUs (docs/collective.md). check_finite: an update is refused, naming
+        tensor and rank, if its weights hold NaN or infinity; else its report warns. The table in
         `source.open.open_source` says what each kind of weights does by default.
 
         Weights on a CPU stay where they are and are copied into shared memory at each update, which the report says

@@ -255,7 +255,7 @@ class Seal(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., version: _Optional[int] = ..., atoms: _Optional[_Union[BlobRef, _Mapping]] = ..., keep: bool = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
 
 class Sealed(_message.Message):
-    __slots__ = ("fence", "atoms", "digests", "copy_seconds", "digest_seconds", "problem", "broken_communicator", "span", "digested")
+    __slots__ = ("fence", "atoms", "digests", "copy_seconds", "digest_seconds", "problem", "broken_communicator", "span", "digested", "not_finite", "not_finite_tensors")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     ATOMS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
@@ -265,6 +265,8 @@ class Sealed(_message.Message):
     BROKEN_COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
     SPAN_FIELD_NUMBER: _ClassVar[int]
     DIGESTED_FIELD_NUMBER: _ClassVar[int]
+    NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
+    NOT_FINITE_TENSORS_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     atoms: BlobRef
     digests: BlobRef
@@ -274,7 +276,9 @@ class Sealed(_message.Message):
     broken_communicator: bytes
     span: Span
     digested: float
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., atoms: _Optional[_Union[BlobRef, _Mapping]] = ..., digests: _Optional[_Union[BlobRef, _Mapping]] = ..., copy_seconds: _Optional[float] = ..., digest_seconds: _Optional[float] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., broken_communicator: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., digested: _Optional[float] = ...) -> None: ...
+    not_finite: _containers.RepeatedScalarFieldContainer[str]
+    not_finite_tensors: int
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., atoms: _Optional[_Union[BlobRef, _Mapping]] = ..., digests: _Optional[_Union[BlobRef, _Mapping]] = ..., copy_seconds: _Optional[float] = ..., digest_seconds: _Optional[float] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., broken_communicator: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., digested: _Optional[float] = ..., not_finite: _Optional[_Iterable[str]] = ..., not_finite_tensors: _Optional[int] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("begin", "seconds", "ahead", "error")
@@ -887,7 +891,7 @@ class UpdateProgress(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., stage: _Optional[_Union[Stage, str]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class UpdateReport(_message.Message):
-    __slots__ = ("fence", "identity", "ok", "replicas", "seconds", "stages", "bytes", "tensors", "source_copies", "verified", "warnings", "copied", "relays", "prefetch", "held", "collective", "timeline")
+    __slots__ = ("fence", "identity", "ok", "replicas", "seconds", "stages", "bytes", "tensors", "source_copies", "verified", "warnings", "copied", "relays", "prefetch", "held", "collective", "timeline", "not_finite")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     OK_FIELD_NUMBER: _ClassVar[int]
@@ -905,6 +909,7 @@ class UpdateReport(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     identity: _weights_pb2.Identity
     ok: bool
@@ -922,7 +927,8 @@ class UpdateReport(_message.Message):
     held: bool
     collective: str
     timeline: Timeline
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., ok: bool = ..., replicas: _Optional[_Iterable[_Union[ReplicaOutcome, _Mapping]]] = ..., seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., source_copies: _Optional[int] = ..., verified: bool = ..., warnings: _Optional[_Iterable[str]] = ..., copied: _Optional[_Iterable[_Union[_weights_pb2.CopiedTensors, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[RelayReport, _Mapping]]] = ..., prefetch: _Optional[str] = ..., held: bool = ..., collective: _Optional[str] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ...) -> None: ...
+    not_finite: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., ok: bool = ..., replicas: _Optional[_Iterable[_Union[ReplicaOutcome, _Mapping]]] = ..., seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., source_copies: _Optional[int] = ..., verified: bool = ..., warnings: _Optional[_Iterable[str]] = ..., copied: _Optional[_Iterable[_Union[_weights_pb2.CopiedTensors, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[RelayReport, _Mapping]]] = ..., prefetch: _Optional[str] = ..., held: bool = ..., collective: _Optional[str] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., not_finite: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Timeline(_message.Message):
     __slots__ = ("began", "phases", "sources")

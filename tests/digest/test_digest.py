@@ -21,10 +21,10 @@ from ckpt_engine.core.dtypes import ITEMSIZES
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.digest import host as digest_host
 from ckpt_engine.digest import host_jobs as digest_host_jobs
-from ckpt_engine.digest import host_kernel as digest_host_kernel
 from ckpt_engine.digest.boxes import SEED, digest_box, digest_boxes
 from ckpt_engine.digest.factors import widened
 from ckpt_engine.digest.host import HostDigests
+from ckpt_engine.digest.numba_cache import may_cache
 from ckpt_engine.torch_dtypes import halves, torch_dtype
 
 MASK = (1 << 64) - 1
@@ -308,9 +308,9 @@ def test_compiled_code_is_kept_only_where_nobody_else_writes(
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere, so a read-only package is a fake
     tmp_path.chmod(0o777 if home == "open to all" else 0o700)
     monkeypatch.setenv("HOME", str(tmp_path / "absent" if home == "absent" else tmp_path))
-    assert digest_host_kernel._may_cache() is (home == "mine")
+    assert may_cache(Path(digest_host.__file__).parent) is (home == "mine")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    assert digest_host_kernel._may_cache()
+    assert may_cache(Path(digest_host.__file__).parent)
 
 
 def test_memory_layout_does_not_matter() -> None:

@@ -194,13 +194,65 @@ print("equal")
 """
 
 
-def test_the_kernel_agrees_in_the_interpreter(tmp_path: Path) -> None:
+FINITE = """
+import torch
+from ckpt_engine.core.dtypes import ITEMSIZES
+from ckpt_engine.digest import cuda_tiles
+from ckpt_engine.digest.boxes import SEED, digest_boxes
+from ckpt_engine.digest.cuda import CudaDigests
+from ckpt_engine.torch_dtypes import torch_dtype
+from tests.digest.test_digest import random_tensor
+from tests.digest.test_finite import is_finite
+
+views = []
+for number, name in enumerate(sorted(ITEMSIZES)):
+    dtype = torch_dtype(name)
+    finite = random_tensor((11, 72), dtype, number)
+    if dtype.is_complex or dtype.is_floating_point:
+        finite = torch.where(is_finite(finite), torch.view_as_real(finite)[..., 0] if dtype.is_complex else
+                             finite.to(torch.float64), 1.0).to(dtype)
+    views += [finite, finite[:, 1:]]
+    for row, column in ((0, 0), (10, 71), (7, 30)):
+        each = finite.clone()
+        if name != "bool":  # the highest bits of one element, and what else it needs to be NaN or infinite
+            last = (column + 1) * dtype.itemsize
+            each.view(torch.uint8)[row, last - min(dtype.itemsize, 2) : last] = 0x80 if "fnuz" in name else 0xFF
+        views.append(each)
+boxes = [(view, (0, 0)) for view in views]
+expected = [bool((~is_finite(view)).any()) for view in views]
+assert sum(expected) == 3 * 10, sum(expected)
+for longest in (cuda_tiles._COLUMN_WORDS, 4):  # the second time rows are flat
+    cuda_tiles._COLUMN_WORDS = longest
+    found = CudaDigests([(view, (0, 0), view.dtype) for view in views], SEED, finite=True)
+    assert found.run() == digest_boxes(boxes)
+    wrong = [str(view.dtype) for view, one, other in zip(views, expected, found.not_finite) if one != other]
+    assert not wrong, wrong
+before = [view.clone() for view in views]
+for view in views:
+    view.zero_()
+found.run()
+assert not any(found.not_finite), "marks are cleared at each run"
+
+single = torch.randn(12, 300) * 1000
+for served, largest in ((torch.bfloat16, 3.389e38), (torch.float16, 65519.0)):
+    for value, answer in ((largest, False), (largest * 1.003, True), (float("nan"), True), (float("-inf"), True)):
+        cast = single.clone()
+        cast[10, 200] = value
+        found = CudaDigests([(cast, (0, 0), served), (cast[:10], (0, 0), served)], SEED, finite=True)
+        found.run()
+        assert found.not_finite == [answer, False], (served, value, found.not_finite)
+print("equal")
+"""
+
+
+@pytest.mark.parametrize("script", [INTERPRETED, FINITE], ids=["digests", "finite"])
+def test_the_kernel_agrees_in_the_interpreter(script: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed here")
-    script = tmp_path / "interpreted.py"
-    script.write_text(INTERPRETED)
+    path = tmp_path / "interpreted.py"
+    path.write_text(script)
     ran = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, str(path)],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

@@ -148,7 +148,10 @@ def test_refusals_gathering_and_sealing_are_counted() -> None:
     manager.metrics.sealed(manager_pb2.Sealed(copy_seconds=1.5, digest_seconds=0.5))
     manager.metrics.sealed(manager_pb2.Sealed(problem=weights_pb2.Problem(message="no")))
     manager.metrics.report(manager_pb2.UpdateReport(identity=identity(7)))
+    assert manager.samples()["ckpt_engine_updates_not_finite_total", ()] == 0
+    manager.metrics.report(manager_pb2.UpdateReport(identity=identity(8), not_finite=["a", "b"]))
     shown = manager.samples()
+    assert shown["ckpt_engine_updates_not_finite_total", ()] == 1
     assert {name: shown["ckpt_engine_update_refusals_total", (name,)] for name in REASONS} == {
         **dict.fromkeys(REASONS, 0),
         "failed_precondition": 1,

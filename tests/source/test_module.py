@@ -132,6 +132,27 @@ def test_a_snapshot_stays_as_it_was_until_the_next_seal() -> None:
     assert source.digest(whole_atoms(source.table())) != digests
 
 
+@pytest.mark.parametrize("snapshot", [True, False])
+def test_tensors_that_hold_nan_or_infinity_are_named_once_by_each_digest(snapshot: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    source = opened(model, snapshot=snapshot)
+    atoms = Atoms(
+        atoms=[
+            Atom(shard=index, start=[row, *[0] * (len(shard.stop) - 1)], stop=[row + 1, *shard.stop[1:]])
+            for index, shard in enumerate(source.table().shards)
+            for row in range(shard.stop[0])
+        ]
+    )
+    for wrong in ([], ["0.weight", "1.bias"], ["1.bias"], []):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.fill_(float("nan") if name in wrong else 1.0)
+        source.seal()
+        source.digest(atoms)
+        assert source.not_finite() == wrong
+    source.close()
+
+
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_a_change_between_copy_and_digest_is_named(dtype: str | None) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))

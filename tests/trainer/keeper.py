@@ -90,7 +90,7 @@ class Keeper:
 
     async def _seal(self, task: SealSource, atoms: weights_pb2.Atoms) -> Sealing:
         self.sealed.append(atoms)
-        return weights_pb2.Digests(values=self._digest(atoms)), 0.0, 0.0
+        return Sealing(weights_pb2.Digests(values=self._digest(atoms)), 0.0, 0.0)
 
     def _notified(self, said: Notice) -> None:
         if isinstance(said, SessionOpened):

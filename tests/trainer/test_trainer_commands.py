@@ -81,6 +81,23 @@ def test_weights_that_are_no_numbers_reach_no_replica(manager: str, reader: Plai
     assert reader.installs == []
 
 
+def test_weights_that_are_no_numbers_are_named_where_they_are_served(
+    manager: str, reader: PlainReplica, tmp_path: Path
+) -> None:
+    """Verified says that they are what the trainer sealed, not that they are good."""
+    checkpoint = write(tmp_path / "diverged", float("-inf"))
+    done = run("update", "--manager", manager, "--checkpoint", checkpoint, "--json")
+    assert done.exit_code == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["ok"], report["verified"], report["not_finite"]) == (True, True, ["a"])
+    (warning,) = report["warnings"]
+    assert "holds NaN or infinity in a (sealed by rank 0)" in warning
+    assert "check_finite" in warning
+    update = ("update", "--manager", manager, "--checkpoint", write(tmp_path / "good", 1.0), "--json")
+    good = json.loads(run(*update).stdout)
+    assert (good["not_finite"], good["warnings"]) == ([], [])
+
+
 def test_an_update_that_is_not_whole_fails(manager: str, reader: PlainReplica, tmp_path: Path) -> None:
     checkpoint = write(tmp_path / "one", 1.0)
     path = tmp_path / "one" / "model.safetensors"

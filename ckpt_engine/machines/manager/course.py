@@ -32,7 +32,8 @@ class Course:
     """The course of one update. phase: one of REFUSABLE, then "recording", "installing", "reporting", "over". fence:
     for preparing and sealing. number: its epoch. filling: the fence that relays are told; another one if they obey a
     higher one since this began. started: when it began. awaited: by phase, names those that it waits for, for people.
-    timeline: what is known by now of when what happened."""
+    timeline: what is known by now of when what happened. not_finite: answers to the command to seal
+    that named tensors which hold NaN or infinity, by source."""
 
     def __init__(self, state: State, goal: Goal) -> None:
         self.state = state
@@ -45,6 +46,7 @@ class Course:
         self.awaited: dict[str, Callable[[], list[str]]] = {}
         self._phase_end = 0.0
         self.timeline = manager_pb2.Timeline()
+        self.not_finite: dict[str, manager_pb2.Sealed] = {}
         self._heard: object = None
 
     @property

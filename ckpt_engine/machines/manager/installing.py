@@ -9,7 +9,7 @@ from ckpt_engine.machines.manager.collecting import Collecting
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.recipients import Recipients, Way
 from ckpt_engine.machines.manager.relaying import Relaying
-from ckpt_engine.machines.manager.report import build_report
+from ckpt_engine.machines.manager.report import build_report, tell_not_finite
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
@@ -108,6 +108,7 @@ class Installing:
         )
         if self._relaying is not None:
             self._relaying.add_to(report)
+        tell_not_finite(report, self._course.not_finite)
         report.collective = self._collecting.said()
         report.timeline.CopyFrom(self._course.timeline)
         return report

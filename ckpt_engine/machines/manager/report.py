@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import unavailable
 from ckpt_engine.core.stages import in_order
 from ckpt_engine.machines.events import Published
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Replica
+from ckpt_engine.machines.offering import NOT_FINITE_TOLD
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 COPIED_TOLD = 16
@@ -148,6 +150,21 @@ def _warnings(identity: weights_pb2.Identity, before: weights_pb2.Identity | Non
         f"version {identity.version} has the same weights as version {before.version}: if the model was trained "
         "in between, what the optimizer writes is not what was published"
     ]
+
+
+def tell_not_finite(report: manager_pb2.UpdateReport, sealed: Mapping[str, manager_pb2.Sealed]) -> None:
+    """Tells of NaN and infinity. sealed: the answers that named some, by source."""
+    if not sealed:
+        return
+    names = sorted({name for answer in sealed.values() for name in answer.not_finite})
+    report.not_finite.extend(names[:NOT_FINITE_TOLD])
+    # Ranks may hold parts of one tensor, and name some of their own only: there are so many at least.
+    more = max(len(names), *(answer.not_finite_tensors for answer in sealed.values())) - len(names)
+    shown = some([*names, *[""] * more])
+    report.warnings.append(
+        f"version {report.identity.version} holds NaN or infinity in {shown} (sealed by {some(sorted(sealed))}): if "
+        "training has diverged, go back; publish(check_finite=True) refuses such updates"
+    )
 
 
 def _told_by_sources(published: Published) -> list[str]:

@@ -104,6 +104,8 @@ class Sealing:
         if known is not None and body.broken_communicator == known[1]:
             del self._state.communicators[self._course.goal.lineage]
         self._answers.update((source.source, body) for source in answered)
+        if body.not_finite:
+            self._course.not_finite |= {source.source: body for source in answered}
         note_sealed(self._course.timeline, body, answered)
         return None
 

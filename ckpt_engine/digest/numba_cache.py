@@ -1,0 +1,19 @@
+"""Whether Numba may keep what it compiles: decides who else could write there, and not what is compiled."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+
+def may_cache(folder: Path) -> bool:
+    """Whether the place that Numba would keep compiled code in is one that only this user, or who installed this, can
+    write to: it is loaded as code. Numba takes NUMBA_CACHE_DIR, else `folder`, else one in the user's home."""
+    if os.environ.get("NUMBA_CACHE_DIR") or os.access(folder, os.W_OK):
+        return True
+    try:
+        home = os.stat(os.path.expanduser("~"))
+    except OSError:
+        return False
+    return home.st_uid == os.geteuid() and not home.st_mode & stat.S_IWOTH
