@@ -125,9 +125,9 @@ class MemorySource:
         if self._host is not None and (names := self._host.written()):
             raise precondition(
                 f"something wrote to the memory in which {len(names)} tensors lay before move=True moved them: "
-                f"{some(names)}; it keeps an address or a DLPack view from then, and neither the model nor a replica "
-                "gets what it writes. Let it take the tensors as they are now, or publish them without move=True from "
-                "the start",
+                f"{some(names)}; it keeps an address or a view from then, and neither the model nor a replica gets "
+                "what it writes. Take that address or view again from the tensors as they are now and publish again, "
+                "or start again and publish without move=True",
                 tensors=names[:16],
                 ranks=[self._rank],
             )

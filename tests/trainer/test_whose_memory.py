@@ -5,6 +5,7 @@ Real optimizers, a learner process, and a replica that reads over the real trans
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from plain_replica import PlainReplica
 from test_trainer_updates import a_trainer, holds, model, update
 
-from ckpt_engine import Trainer, UpdateReport
+from ckpt_engine import CkptEngineError, Trainer, UpdateReport
 
 StartReplica = Callable[..., PlainReplica]
 
@@ -132,3 +133,31 @@ def test_what_publishing_does_not_call_is_in_the_report(manager: str, replica: S
             assert "hooks on state_dict" in warning
             assert "0 (Linear)" in warning
             assert f"warning: {warning}" in str(report)
+
+
+def test_what_is_written_through_a_dlpack_view_reaches_the_replica(manager: str, replica: StartReplica) -> None:
+    net, reader = torch.nn.BatchNorm1d(4), replica()
+    view = torch.from_dlpack(net.running_mean)
+    with a_trainer(manager) as trainer:
+        for move in (False, True):
+            trainer.publish(net, move=move)
+            for _ in range(2):
+                view.add_(1)
+                assert updated(trainer, reader, net).copied
+    assert reader.weights["running_mean"].tolist() == [4.0] * 4
+
+
+def test_a_write_where_weights_lay_before_they_moved_refuses_the_update(manager: str, replica: StartReplica) -> None:
+    net, reader = model(), replica()
+    kept = (ctypes.c_float * 1).from_address(net[0].weight.data_ptr())
+    with a_trainer(manager) as trainer:
+        trainer.publish(net, move=True)
+        updated(trainer, reader, net)
+        kept[0] = 7.0
+        installs = len(reader.installs)
+        with pytest.raises(CkptEngineError, match=r"lay before move=True moved them: 0\.weight") as refused:
+            trainer.update_weights(timeout=60)
+        assert list(refused.value.problem.tensors) == ["0.weight"]
+        assert len(reader.installs) == installs, "no replica was touched"
+        trainer.publish(net)
+        updated(trainer, reader, net)
