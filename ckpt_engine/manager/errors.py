@@ -47,11 +47,13 @@ def http_status(problem: weights_pb2.Problem) -> int:
 
 
 def fitted(problem: weights_pb2.Problem) -> weights_pb2.Problem:
-    """The problem, cut so that it fits into trailing metadata: first tensors go, then ranks, then letters."""
+    """The problem, cut so that it fits into trailing metadata: first what models keep goes, then tensors, then ranks,
+    then letters."""
     if problem.ByteSize() <= METADATA_BYTES:
         return problem
     cut = weights_pb2.Problem()
     cut.CopyFrom(problem)
+    cut.kept.clear()
     while cut.ByteSize() > METADATA_BYTES and cut.tensors:
         del cut.tensors[-1]
     if cut.ByteSize() > METADATA_BYTES:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_engine.core.boxes import Box, remainder, whole
+from ckpt_engine.core.kept import kept_of
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import CkptEngineError, invalid
@@ -204,11 +205,13 @@ def _other_dtypes(casts: Sequence[tuple[str, str, str]]) -> CkptEngineError:
         pairs.setdefault((have, want), []).append(name)
     said = [f"{have}, and the model keeps {want}: {some(names)}" for (have, want), names in sorted(pairs.items())]
     wanted = " or ".join(sorted({f'"{want}"' for _, want in pairs}))
-    return invalid(
+    found = invalid(
         f"{len(casts)} tensor{'' if len(casts) == 1 else 's'} published in other dtypes than the model's: "
         f"{'; '.join(said)}. Publish with dtype={wanted}",
         tensors=[name for name, _, _ in casts],
     )
+    found.problem.kept.update(kept_of(casts))
+    return found
 
 
 def _check_used(recorder: Recorder, target: LoadTarget, manifest: weights_pb2.Manifest) -> list[int]:

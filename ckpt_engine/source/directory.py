@@ -20,7 +20,7 @@ from ckpt_engine.source.host_memory import contiguous
 from ckpt_engine.source.lending import Lending
 from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.safetensors import FileTensor, read_directory
-from ckpt_engine.source.ways import CASTABLE, Wish
+from ckpt_engine.source.ways import Wish, served_dtype
 from ckpt_engine.transport.base import FileMemory
 from ckpt_engine.transport.file import FileTransport, file_region
 from ckpt_engine.transport.mapped import MappedRegions
@@ -41,7 +41,8 @@ def directory_source(
     wish = wish or Wish()
     lent, opened, tensors = _open(path)
     views = [tensor.view(opened) for tensor in tensors]
-    cast = wish.dtype is not None and any(view.dtype in CASTABLE and view.dtype != wish.dtype for view in views)
+    named = zip(tensors, views, strict=True)
+    cast = any(served_dtype(tensor.entry.name, view.dtype, wish) != view.dtype for tensor, view in named)
     if not cast and not wish.snapshot and wish.transport is None:
         description = f"safetensors {path.name}"
         return DirectorySource(lent, opened, tensors, views, host=host, rank=rank, description=description)

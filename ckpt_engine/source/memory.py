@@ -75,7 +75,7 @@ class MemorySource:
             raise invalid(f"nothing to publish: the {kind} holds no tensors", ranks=[rank])
         self._rank = rank
         self._published = boxes
-        self._served = [served_dtype(box, wish.dtype) for box in boxes]
+        self._served = [served_dtype(box.name, box.tensor.dtype, wish) for box in boxes]
         self._why = copy_reasons(boxes, self._served, wish)
         self._copied = [bool(why) for why in self._why]
         self._has_seal = False

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ckpt_engine.core.dtypes import UnsupportedDtypeError
+from ckpt_engine.core.kept import Kept
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.core.transports import GPU_MEMORY, HOST_MEMORY, TransportKind, lending, worker_kinds
 from ckpt_engine.host.facts import this_host
@@ -41,6 +42,7 @@ def open_source(
     advertise: str = "",
     transport: str | None = None,
     move: bool = False,
+    kept: Kept | None = None,
 ) -> Source:
     """Opens `obj` as what trainer rank `rank` of `world_size` offers. In the process that owns the weights.
 
@@ -80,9 +82,10 @@ def open_source(
     source/renewed.py.
 
     Every rank publishes all that it holds: equal tensors of several ranks are replicas of each other. `dtype` is the
-    served dtype of floating-point tensors; those of another one are cast: by the readers if they are live on a GPU,
-    else when they are copied at each seal. `snapshot=False` refuses what cannot do without a copy. `advertise` is the
-    address at which other hosts reach this one.
+    served dtype of floating-point tensors; `kept`, if that is None, has narrower ones that models keep (core/kept.py).
+    Those of another dtype are cast: by the readers if they are live on a GPU, else when they are copied at each seal.
+    `snapshot=False` refuses what cannot do without a copy. `advertise` is the address at which other hosts reach this
+    one.
 
     Raises CkptEngineError INVALID_ARGUMENT for anything else and for what cannot be published, naming the tensor;
     FAILED_PRECONDITION for tensors whose memory was freed or offloaded.
@@ -92,7 +95,7 @@ def open_source(
     names = sorted({kind.name for memory in (GPU_MEMORY, HOST_MEMORY) for kind in _lenders(memory)})
     if transport is not None and transport not in names:
         raise invalid(f"transport {transport!r} is none that tensors can be published over ({', '.join(names)})")
-    host, wish = this_host(advertise), Wish(snapshot, move, _dtype(dtype), transport)
+    host, wish = this_host(advertise), Wish(snapshot, move, _dtype(dtype), transport, kept or {})
     if move and snapshot is True:
         raise invalid(
             "snapshot=True copies the weights at each update and moves none, move=True moves them so that none need be "

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ckpt_engine.core.dtypes import CASTABLE as CASTABLE_NAMES
 from ckpt_engine.core.dtypes import UnsupportedDtypeError
+from ckpt_engine.core.kept import Kept, narrowed
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.core.transports import GPU_MEMORY, HOST_MEMORY, lending
 from ckpt_engine.source.held import Held
 from ckpt_engine.source.rehome import why_not
-from ckpt_engine.torch_dtypes import dtype_name
+from ckpt_engine.torch_dtypes import dtype_name, torch_dtype
 from ckpt_engine.transport.shared_memory import arena_at
 from ckpt_engine.v1.weights_pb2 import CopiedTensors
 
@@ -31,7 +32,8 @@ class Wish:
 
     snapshot: True: all are copied. False: none may need it. None: only those that need it.
     move: CPU memory that can be moved into shared memory is. Not with snapshot=True.
-    dtype: served dtype of floating-point tensors; None: their own.
+    dtype: served dtype of floating-point tensors; None: their own, or that of `kept`.
+    kept: narrower ones that models keep, see core/kept.py.
     transport: the one that all are offered over; None: all that lend unasked, on the GPU where that works.
     """
 
@@ -39,16 +41,18 @@ class Wish:
     move: bool = False
     dtype: torch.dtype | None = None
     transport: str | None = None
+    kept: Kept = field(default_factory=dict)
 
 
-def served_dtype(box: Held, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype that readers get it in. Raises INVALID_ARGUMENT if that is none that weights can have."""
-    served = dtype if dtype is not None and box.tensor.dtype in CASTABLE else box.tensor.dtype
+def served_dtype(name: str, dtype: torch.dtype, wish: Wish) -> torch.dtype:
+    """The dtype that readers get a tensor of ``dtype`` in. Raises INVALID_ARGUMENT if weights cannot have it."""
     try:
-        dtype_name(served)
+        if dtype not in CASTABLE:
+            dtype_name(dtype)
+            return dtype
+        return wish.dtype or torch_dtype(narrowed(name, dtype_name(dtype), wish.kept))
     except UnsupportedDtypeError as error:
-        raise invalid(f"{box.name!r} cannot be published: {error}", tensors=[box.name]) from error
-    return served
+        raise invalid(f"{name!r} cannot be published: {error}", tensors=[name]) from error
 
 
 def may_share(box: Held, wish: Wish) -> bool:

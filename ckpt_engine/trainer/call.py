@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, internal
-from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 T = TypeVar("T")
 
@@ -78,6 +78,7 @@ class UpdateCall:
         """Does what the call asks of this thread until the report is there. Raises CkptEngineError, or what
         `on_progress` raises; KeyboardInterrupt gets out at once."""
         report: manager_pb2.UpdateReport | None = None
+        refusal: weights_pb2.Problem | None = None
         self.end = time.monotonic() + seconds
         while True:
             try:
@@ -92,11 +93,13 @@ class UpdateCall:
                 case manager_pb2.UpdateEvent():
                     if item.HasField("report"):
                         report = item.report
+                    elif item.HasField("refusal"):
+                        refusal = item.refusal
                     elif on_progress is not None:
                         on_progress(item.progress)
                 case _Ended(error):
                     if isinstance(error, CkptEngineError):
-                        raise CkptEngineError(error.problem) from error
+                        raise CkptEngineError(refusal or error.problem) from error
                     if error is not None:
                         raise internal(f"the call ended unexpectedly: {type(error).__name__}: {error}") from error
                     if report is None:

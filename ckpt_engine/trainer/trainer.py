@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
@@ -93,6 +93,8 @@ class Trainer:
         self._session_id = uuid.uuid4().hex
         self._process = os.getpid()
         self._sealer = Sealer()
+        self._kept: dict[str, str] = {}  # in which dtypes weights are served, where replicas were found to keep these
+        self._publish_kept: Callable[[], None] | None = None  # until the first update of what was published
         self._busy = threading.Lock()
         machine = TrainerMachine(
             self.lineage, rank, world_size, self._session_id, this_host(self._advertise), self._deadlines
@@ -121,13 +123,14 @@ class Trainer:
         callable that yields pairs anew at each update, or a safetensors directory.
 
         Once, and again only when tensors are replaced (not when their values change). Each rank publishes what it
-        holds. dtype: served, if another than the weights'. snapshot: True copies the weights at each update, so that
-        replicas that join late can be served between updates; False refuses what needs a copy. move: True moves
-        weights on a CPU into shared memory, once, so that updates need not copy them; see below. transport: what all
-        of them are offered over, "cuda_ipc", "shared_memory" or another that lends memory; none: where they lie if that
-        works. "nccl": this rank takes part in a collective with the replicas' workers, inside `update_weights`, over
-        NCCL between GPUs and over Gloo between CPUs (docs/collective.md). check_finite: an update is refused, naming
-        tensor and rank, if its weights hold NaN or infinity; else its report warns. The table in
+        holds. dtype: served, if another than the weights'; none: float32 weights are served in bfloat16 where replicas
+        of the first update keep that, and stay so. snapshot: True copies the weights at each update, so that replicas
+        that join late can be served between updates; False refuses what needs a copy. move: True moves weights on a CPU
+        into shared memory, once, so that updates need not copy them; see below. transport: what all of them are offered
+        over, "cuda_ipc", "shared_memory" or another that lends memory; none: where they lie if that works. "nccl": this
+        rank takes part in a collective with the replicas' workers, inside `update_weights`, over NCCL between GPUs and
+        over Gloo between CPUs (docs/collective.md). check_finite: an update is refused, naming tensor and rank,
+        if its weights hold NaN or infinity; else its report warns. The table in
         `source.open.open_source` says what each kind of weights does by default.
 
         Weights on a CPU stay where they are and are copied into shared memory at each update, which the report says
@@ -149,10 +152,11 @@ class Trainer:
         checked_flag("snapshot", snapshot)
         checked_flag("move", move)
         checked_flag("check_finite", check_finite)
-        with self._alone("publish"):
-            self._background.require_running()
+        again = list(weights) if isinstance(weights, Iterator) else weights
+
+        def publish() -> None:
             source = open_source(
-                weights,
+                again,
                 rank=self.rank,
                 world_size=self.world_size,
                 dtype=dtype,
@@ -160,8 +164,14 @@ class Trainer:
                 advertise=self._advertise,
                 transport=transport,
                 move=move,
+                kept=self._kept,
             )
             self._background.publish(self._sealer.offer(source, check_finite))
+
+        with self._alone("publish"):
+            self._background.require_running()
+            publish()
+            self._publish_kept = publish if dtype is None else None
 
     def withdraw(self, timeout: float = 60.0) -> None:
         """Takes back what was published; returns when no replica and no relay maps GPU memory of this rank any more.
@@ -176,6 +186,7 @@ class Trainer:
         """
         check_seconds("a timeout", timeout)
         with self._alone("withdraw"):
+            self._publish_kept = None
             if self._sealer.offering:
                 self._background.withdraw()
             self._sealer.withdraw(timeout)
@@ -261,10 +272,22 @@ class Trainer:
             end = time.monotonic() + whole
             limits = self._deadlines
             settle = limits.settle if self.world_size > 1 else 0.0
-            self._background.await_published(min(limits.connect, whole), min(limits.gather, whole), settle)
-            return UpdateReport(
-                self._background.update(request, end - time.monotonic() + limits.call_grace, on_progress)
-            )
+            while True:
+                self._background.await_published(min(limits.connect, whole), min(limits.gather, whole), settle)
+                request.adapts = self._publish_kept is not None
+                try:
+                    left = end - time.monotonic() + limits.call_grace
+                    report = UpdateReport(self._background.update(request, left, on_progress))
+                except CkptEngineError as refused:
+                    if self._publish_kept is None or not refused.problem.kept:
+                        raise
+                    logger.info("published in the dtypes that replicas keep: %s", refused.problem.message)
+                    publish, self._publish_kept = self._publish_kept, None
+                    self._kept.update(refused.problem.kept)
+                    publish()
+                else:
+                    self._publish_kept = None
+                    return report
 
     def wait(self, version: int, *, timeout: float | None = None) -> UpdateReport:
         """Returns the report of the lineage's last update to `version`, once that has ended. Any rank, on any thread.
@@ -329,6 +352,7 @@ class Trainer:
         if os.getpid() != self._process:
             return  # a forked child: thread and session are its parent's
         atexit.unregister(self.close)
+        self._publish_kept = None
         self._background.stop("the trainer was closed")
         self._sealer.close()
 

@@ -775,7 +775,7 @@ class ReplicaOutcome(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., before: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., after: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., bytes: _Optional[int] = ..., edges: _Optional[_Iterable[_Union[EdgeReport, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., pause_seconds: _Optional[float] = ..., sync_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., label_problem: _Optional[str] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., entered: _Optional[_Iterable[_Union[StageEntered, _Mapping]]] = ..., pause_after: _Optional[float] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
-    __slots__ = ("lineage", "rank", "session_id", "version", "pause_mode", "timeout_seconds", "min_replicas", "replicas", "prefetch", "until", "pool")
+    __slots__ = ("lineage", "rank", "session_id", "version", "pause_mode", "timeout_seconds", "min_replicas", "replicas", "prefetch", "until", "pool", "adapts")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -787,6 +787,7 @@ class UpdateWeightsRequest(_message.Message):
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
     UNTIL_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTS_FIELD_NUMBER: _ClassVar[int]
     lineage: str
     rank: int
     session_id: str
@@ -798,7 +799,8 @@ class UpdateWeightsRequest(_message.Message):
     prefetch: Prefetch
     until: Until
     pool: str
-    def __init__(self, lineage: _Optional[str] = ..., rank: _Optional[int] = ..., session_id: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., timeout_seconds: _Optional[float] = ..., min_replicas: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ..., prefetch: _Optional[_Union[Prefetch, str]] = ..., until: _Optional[_Union[Until, str]] = ..., pool: _Optional[str] = ...) -> None: ...
+    adapts: bool
+    def __init__(self, lineage: _Optional[str] = ..., rank: _Optional[int] = ..., session_id: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., timeout_seconds: _Optional[float] = ..., min_replicas: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ..., prefetch: _Optional[_Union[Prefetch, str]] = ..., until: _Optional[_Union[Until, str]] = ..., pool: _Optional[str] = ..., adapts: bool = ...) -> None: ...
 
 class UpdateFromDirectoryRequest(_message.Message):
     __slots__ = ("directory", "lineage", "version", "pause_mode", "timeout_seconds", "min_replicas", "replicas", "prefetch", "until", "pool", "check_finite")
@@ -869,12 +871,14 @@ class RelayReport(_message.Message):
     def __init__(self, relay: _Optional[str] = ..., filled: _Optional[_Union[RelayFilled, _Mapping]] = ..., replicas: _Optional[_Iterable[str]] = ..., relays: _Optional[_Iterable[str]] = ..., upstream: _Optional[_Iterable[str]] = ..., stage: _Optional[int] = ...) -> None: ...
 
 class UpdateEvent(_message.Message):
-    __slots__ = ("progress", "report")
+    __slots__ = ("progress", "report", "refusal")
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
     progress: UpdateProgress
     report: UpdateReport
-    def __init__(self, progress: _Optional[_Union[UpdateProgress, _Mapping]] = ..., report: _Optional[_Union[UpdateReport, _Mapping]] = ...) -> None: ...
+    refusal: _weights_pb2.Problem
+    def __init__(self, progress: _Optional[_Union[UpdateProgress, _Mapping]] = ..., report: _Optional[_Union[UpdateReport, _Mapping]] = ..., refusal: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
 
 class UpdateProgress(_message.Message):
     __slots__ = ("replica", "stage", "bytes_done", "bytes_total", "message")

@@ -26,7 +26,7 @@ class Fence(_message.Message):
     def __init__(self, cluster: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Problem(_message.Message):
-    __slots__ = ("code", "message", "tensors", "ranks", "replica")
+    __slots__ = ("code", "message", "tensors", "ranks", "replica", "kept")
     class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CODE_UNSPECIFIED: _ClassVar[Problem.Code]
@@ -51,17 +51,26 @@ class Problem(_message.Message):
     DATA_LOSS: Problem.Code
     UNAUTHENTICATED: Problem.Code
     PERMISSION_DENIED: Problem.Code
+    class KeptEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     code: Problem.Code
     message: str
     tensors: _containers.RepeatedScalarFieldContainer[str]
     ranks: _containers.RepeatedScalarFieldContainer[int]
     replica: str
-    def __init__(self, code: _Optional[_Union[Problem.Code, str]] = ..., message: _Optional[str] = ..., tensors: _Optional[_Iterable[str]] = ..., ranks: _Optional[_Iterable[int]] = ..., replica: _Optional[str] = ...) -> None: ...
+    kept: _containers.ScalarMap[str, str]
+    def __init__(self, code: _Optional[_Union[Problem.Code, str]] = ..., message: _Optional[str] = ..., tensors: _Optional[_Iterable[str]] = ..., ranks: _Optional[_Iterable[int]] = ..., replica: _Optional[str] = ..., kept: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Host(_message.Message):
     __slots__ = ("boot_id", "pid_namespace", "name", "address", "gpus", "network_namespace", "relay_directory")

@@ -81,7 +81,7 @@ BAD: dict[str, tuple[Change, str]] = {
     "one leg of a fused tensor missing": (lambda w: {name: each for name, each in w.items() if name != K_PROJ}, K_PROJ),
     "unknown": (lambda w: {**w, "model.layers.0.extra.weight": torch.zeros(4, dtype=torch.bfloat16)}, "extra"),
     "wrong shape": (lambda w: {**w, O_PROJ: torch.zeros(64, 128, dtype=torch.bfloat16)}, O_PROJ),
-    "wrong dtype": (lambda w: {**w, O_PROJ: w[O_PROJ].float()}, O_PROJ),
+    "wrong dtype": (lambda w: {**w, O_PROJ: w[O_PROJ].half()}, O_PROJ),
 }
 """What an engine's own loader may take without a word, and the tensor that a refusal must name."""
 

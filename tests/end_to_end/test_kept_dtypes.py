@@ -4,6 +4,8 @@ and the replica that keeps more widens them."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
 
@@ -45,7 +47,7 @@ def assert_served(model: torch.nn.Module, narrow: Replica, wide: Replica) -> Non
 def test_bfloat16_weights_for_replicas_that_keep_different_dtypes(
     mixed: Cluster, tmp_path: Path, way: str, trained: torch.dtype
 ) -> None:
-    """Also of a trainer that holds float32 and publishes bfloat16."""
+    """Also of a trainer that holds float32, and was not told what to serve."""
     seed = 100 * (trained == torch.float32) + len(way)
     model = make_tiny_qwen3(tmp_path / "model", seed, vocabulary=PADDED_VOCABULARY, weights=False)
     size = sum(tensor.nbytes for _, tensor in named_weights(model))
@@ -57,7 +59,7 @@ def test_bfloat16_weights_for_replicas_that_keep_different_dtypes(
     if way == "relay_memory":
         mixed.relay(f"of {seed}", "--memory", "64MiB").registered()
     with Trainer(mixed.address, lineage=f"{way} of {trained}") as trainer:
-        trainer.publish(published, dtype=torch.bfloat16, transport="nccl" if way == "nccl" else None)
+        trainer.publish(published, transport="nccl" if way == "nccl" else None)
         report = trainer.update_weights(prefetch="always" if way == "relay_memory" else "never")
     assert outcomes(report) == {"narrow": "new_serving", "wide": "new_serving"}, report
     for replica in report.replicas:
@@ -66,6 +68,41 @@ def test_bfloat16_weights_for_replicas_that_keep_different_dtypes(
     assert_served(model, *mixed.replicas)
     if way == "relay_memory":
         mixed.relays[-1].end()
+
+
+def test_float32_masters_of_several_ranks_are_served_as_replicas_keep_them(mixed: Cluster, tmp_path: Path) -> None:
+    """Without an option: both ranks publish once more, in bfloat16, before anything is sealed."""
+    models = [make_tiny_qwen3(tmp_path / str(n), 300 + n, vocabulary=PADDED_VOCABULARY, weights=False) for n in (1, 2)]
+    size = sum(tensor.nbytes for _, tensor in named_weights(models[0]))
+    masters = deepcopy(models[0]).float()
+    with ExitStack() as stack, ThreadPoolExecutor(2) as threads:
+        ranks = [stack.enter_context(Trainer(mixed.address, rank, 2, "masters")) for rank in range(2)]
+        for rank, trainer in enumerate(ranks):
+            trainer.publish(iter(named_weights(masters)[rank::2]))
+        for model in models:
+            with torch.no_grad():
+                for (_, master), (_, weight) in zip(named_weights(masters), named_weights(model), strict=True):
+                    master.copy_(weight).mul_(1 + 2**-12)
+            for report in threads.map(lambda trainer: trainer.update_weights(), ranks):
+                assert outcomes(report) == {"narrow": "new_serving", "wide": "new_serving"}, report
+                (narrow,) = (each for each in report.replicas if each.name == "narrow")
+                assert sum(edge.bytes for edge in narrow.message.edges) == size
+            assert_served(model, *mixed.replicas)
+
+
+def test_what_was_sealed_in_float32_stays_so(mixed: Cluster, tmp_path: Path) -> None:
+    """A replica that keeps less comes too late, and is told what to do."""
+    model = make_tiny_qwen3(tmp_path / "model", 310, vocabulary=PADDED_VOCABULARY, weights=False).float()
+    with Trainer(mixed.address, lineage="stays") as trainer:
+        trainer.publish(model)
+        assert trainer.update_weights(replicas=["wide"]).ok
+        report = trainer.update_weights()
+        assert outcomes(report)["wide"] == "new_serving"
+        (narrow,) = (each for each in report.replicas if each.name == "narrow")
+        assert "float32, and the model keeps bfloat16" in str(narrow.problem)
+        assert 'Publish with dtype="bfloat16"' in str(narrow.problem)
+        trainer.publish(model)
+        assert outcomes(trainer.update_weights()) == {"narrow": "new_serving", "wide": "new_serving"}
 
 
 def test_a_late_replica_that_keeps_more_and_the_way_back(tmp_path: Path, bare_model: Path) -> None:

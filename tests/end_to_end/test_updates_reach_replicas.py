@@ -245,7 +245,7 @@ BAD = {
     "wrongly shaped": (lambda w: {**w, O_PROJ: torch.zeros(64, 128, dtype=torch.bfloat16)}, O_PROJ),
     "transposed": (lambda w: {**w, "model.layers.0.mlp.up_proj.weight": w["model.layers.0.mlp.up_proj.weight"].t()},
                    "model.layers.0.mlp.up_proj.weight"),
-    "another dtype": (lambda w: {**w, O_PROJ: w[O_PROJ].float()}, O_PROJ),
+    "another dtype": (lambda w: {**w, O_PROJ: w[O_PROJ].half()}, O_PROJ),
     "an unsupported dtype": (lambda w: {**w, O_PROJ: w[O_PROJ].to(torch.complex64)}, O_PROJ),
     "empty": (lambda w: {}, ""),
 }  # fmt: skip

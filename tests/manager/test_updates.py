@@ -313,3 +313,55 @@ async def test_a_pause_mode_that_one_engine_does_not_have_refuses_the_update_for
     assert problem.replica == "unable"
     assert "cannot be paused in mode 'wait'; it can in: keep" in problem.message
     assert (await one_update([trainer], [able, unable], prepares=True, pause_mode=manager_pb2.KEEP)).ok
+
+
+async def keep_less(replica: ScriptedReplica, kept: dict[str, str]) -> None:
+    """Answers the next Prepare: its model keeps narrower dtypes than are published."""
+    order: manager_pb2.Prepare = await replica.stream.until(manager_pb2.Prepare)
+    problem = weights_pb2.Problem(code=Code.INVALID_ARGUMENT, message="published in float32", kept=kept)
+    answer = manager_pb2.Prepared(fence=order.fence, manifest_digest=order.manifest.digest, problem=problem)
+    await replica.stream.send(prepared=answer)
+
+
+@pytest.mark.parametrize("adapts", [True, False])
+async def test_ranks_that_have_sealed_nothing_are_told_what_replicas_keep(
+    stub: CheckpointEngineManagerStub, adapts: bool
+) -> None:
+    """However much that is; later, who keeps less is left out."""
+    trainer, fits = ScriptedTrainer(stub), ScriptedReplica(stub, "fits")
+    await trainer.join(some_weights())
+    less = [ScriptedReplica(stub, name) for name in ("first", "second")]
+    for replica in (fits, *less):
+        await replica.open()
+    kept = [{f"layers.#.of.replica.{n}.tensor.{'x' * i}": "bfloat16" for i in range(100)} for n in (1, 2)]
+    request = manager_pb2.UpdateWeightsRequest(
+        lineage="run", session_id=trainer.session_id, adapts=adapts, timeout_seconds=WAIT
+    )
+    call = stub.UpdateWeights(request, timeout=60)
+    events: list[manager_pb2.UpdateEvent] = []
+
+    async def collect() -> None:
+        async for event in call:
+            events.append(event)  # noqa: PERF401 - those before a refusal count
+
+    collecting = asyncio.ensure_future(collect())
+    for replica, told in zip(less, kept, strict=True):
+        await keep_less(replica, told)
+    await fits.prepare()
+    if adapts:
+        problem = await refused(collecting)
+        assert not problem.kept, "they are too many for the status of a call"
+        assert dict(events[-1].refusal.kept) == kept[0] | kept[1]
+        assert events[-1].refusal.message == problem.message == "published in float32"
+        assert fits.installed == []
+    else:
+        await trainer.seal()
+        await fits.install()
+        await collecting
+        outcomes = {each.replica: each for each in events[-1].report.replicas}
+        assert outcomes["fits"].outcome == manager_pb2.NEW_SERVING
+        for replica in less:
+            assert outcomes[replica.name].problem.message == "published in float32"
+            assert not outcomes[replica.name].problem.kept
+        status = await stub.GetStatus(manager_pb2.GetStatusRequest())
+        assert not any(each.unfit.kept for each in status.replicas)

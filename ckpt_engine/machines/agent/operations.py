@@ -108,7 +108,8 @@ class Preparing(Operation):
         engine = self.replica.engine
         assert engine is not None
         problems = [self._recorded[rank][1] for rank in sorted(self._recorded)]
-        first = next((prepared.problem for prepared in problems if prepared.HasField("problem")), None)
+        failed = [prepared.problem for prepared in problems if prepared.HasField("problem")]
+        first = min(failed, key=lambda problem: bool(problem.kept), default=None)
         other = next((why for rank in self._recorded if (why := self._other_format(rank))), "")
         missing = [rank for rank in range(engine.world_size) if rank not in self._recorded]
         unknown = sorted(rank for rank in self._recorded if rank >= engine.world_size)
@@ -116,6 +117,8 @@ class Preparing(Operation):
             named = weights_pb2.Problem()
             named.CopyFrom(first)
             named.replica = self.replica.name
+            for problem in failed if first.kept else ():
+                named.kept.update(problem.kept)
             self._answer(named)
         elif other:
             self._answer(self.replica.problem(Problem.FAILED_PRECONDITION, other))

@@ -161,6 +161,8 @@ class Course:
     def refuse(self, problem: weights_pb2.Problem) -> None:
         """Ends all calls with a problem."""
         for call in self.goal.calls.values():
+            if self.goal.adapts and problem.kept:
+                self.state.emit(call, manager_pb2.UpdateEvent(refusal=problem))
             self.state.finish(call, problem)
         self.goal.calls.clear()
 

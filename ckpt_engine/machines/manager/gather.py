@@ -123,6 +123,7 @@ class Gather:
             until=until_of(request),
             pool=request.pool,
             called=self.started,
+            adapts=all(each.adapts for each in self.requests.values()),
         )
 
     def overdue(self) -> CkptEngineError:

@@ -40,6 +40,7 @@ class Goal:
     back: weights_pb2.Identity | None = None
     pool: str = ""
     called: float | None = None
+    adapts: bool = False  # its ranks can publish once more, in the dtypes that replicas keep
 
     @property
     def sealed(self) -> weights_pb2.Identity | None:

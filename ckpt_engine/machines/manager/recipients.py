@@ -166,6 +166,8 @@ class Recipients:
 
         If none is, and some are unfit, what is published is to blame: then the first tensor's name goes with it.
         """
+        if self._goal.adapts and (problem := self._kept()) is not None:
+            return problem
         able, least = len(self._prepared), self._goal.least
         if able >= least and (able or not self._unfit):
             return None
@@ -177,6 +179,17 @@ class Recipients:
         problem.CopyFrom(self._unfit[name].problem)
         problem.message = f"no replica can take what lineage {self._goal.lineage!r} publishes ({why})"
         problem.replica = name
+        return problem
+
+    def _kept(self) -> Problem | None:
+        """Why the ranks are to publish in the dtypes that models keep, before anything is sealed; None: no need."""
+        names = sorted(name for name, unfit in self._unfit.items() if unfit.problem.kept)
+        if not names:
+            return None
+        problem = Problem()
+        problem.CopyFrom(self._unfit[names[0]].problem)
+        for name in names:
+            problem.kept.update(self._unfit[name].problem.kept)
         return problem
 
     def remember_unfit(self) -> None:

@@ -38,6 +38,7 @@ def left_out(
     named = weights_pb2.Problem()
     named.CopyFrom(problem)
     named.replica = name
+    named.kept.clear()
     outcome = manager_pb2.ReplicaOutcome(replica=name, fence=fence, outcome=manager_pb2.QUARANTINED, problem=named)
     identity = None if replica is None or told else replica.identity()
     if identity is not None:

@@ -101,7 +101,7 @@ def blobs_in_use(
 
 
 def _replica(replica: Replica) -> manager_pb2.ReplicaStatus:
-    return manager_pb2.ReplicaStatus(
+    found = manager_pb2.ReplicaStatus(
         name=replica.name,
         engine=replica.engine,
         mode=replica.mode,
@@ -119,6 +119,9 @@ def _replica(replica: Replica) -> manager_pb2.ReplicaStatus:
         gpus=_gpus(replica),
         unopened=replica.shut.told(replica.boot_ids()),
     )
+    if found.HasField("unfit"):
+        found.unfit.kept.clear()
+    return found
 
 
 def _gpus(replica: Replica) -> list[manager_pb2.WorkerGpus]:
