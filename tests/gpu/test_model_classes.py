@@ -143,6 +143,21 @@ def hybrid() -> Any:
     )
 
 
+def routers() -> Any:
+    """Its routers are in bfloat16 in the checkpoint, and in float32 in vLLM."""
+    from transformers import Glm4MoeConfig
+
+    return Glm4MoeConfig(
+        **COMMON,
+        moe_intermediate_size=64,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        head_dim=64,
+        num_mtp_layers=0,
+        architectures=["Glm4MoeForCausalLM"],
+    )
+
+
 @dataclass(frozen=True)
 class Kind:
     """A class of models in one setting of the server."""
@@ -159,6 +174,8 @@ KINDS = {
     "latent attention": Kind(latent_attention),
     "hybrid": Kind(hybrid),  # vLLM keeps A_log in float32, and widens it
     "hybrid, A_log published in float32": Kind(hybrid, float32=(".A_log",)),
+    "hybrid of float32 masters": Kind(hybrid, float32=("",)),  # served in bfloat16, but for A_log
+    "experts with routers in float32": Kind(routers),
     "gpt-oss": Kind(gpt_oss),
     "gemma3": Kind(gemma3),
     "LoRA enabled": Kind(qwen3, ("--enable-lora", "--max-lora-rank", "8")),
