@@ -50,21 +50,6 @@ def qwen3_mixture() -> Any:
     return Qwen3MoeConfig(**SMALL, **MIXTURE, head_dim=32, decoder_sparse_step=1, architectures=["Qwen3MoeForCausalLM"])
 
 
-def glm4_mixture() -> Any:
-    """Keeps its routers in float32, of a checkpoint in bfloat16."""
-    from transformers import Glm4MoeConfig
-
-    return Glm4MoeConfig(
-        **SMALL,
-        moe_intermediate_size=64,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        head_dim=32,
-        num_mtp_layers=0,
-        architectures=["Glm4MoeForCausalLM"],
-    )
-
-
 def gpt2() -> Any:
     from transformers import GPT2Config
 
@@ -130,7 +115,6 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "llama with tied embeddings": (llama, "model.layers.1.mlp.up_proj.weight"),
     "qwen2 with QKV bias": (qwen2, "model.layers.0.self_attn.v_proj.bias"),
     "qwen3 mixture of experts": (qwen3_mixture, "model.layers.1.mlp.experts.3.gate_proj.weight"),
-    "glm4 mixture with routers in float32": (glm4_mixture, "model.layers.1.mlp.gate.weight"),
     "gpt2 with transposed weights": (gpt2, "transformer.h.1.mlp.c_fc.weight"),
     "falcon with a loader that concatenates": (falcon, "transformer.h.1.self_attention.query_key_value.weight"),
     "mamba2 with a loader that computes": (mamba2, "backbone.layers.1.mixer.A_log"),
@@ -164,9 +148,6 @@ def build(config: Any, seed: int, path: Path) -> tuple[Any, dict[str, torch.Tens
                 parameter.add_(0.2 * torch.randn(parameter.shape))
             if "lm_head" in name or "wte" in name or "embed_tokens" in name:
                 parameter.mul_(torch.exp(0.4 * torch.randn(parameter.shape[0], 1)))
-        for name, buffer in model.named_buffers():
-            if "correction_bias" in name:
-                buffer.add_(0.2 * torch.randn(buffer.shape))
     model.save_pretrained(path)
     return model, load_file(path / "model.safetensors")
 
