@@ -8,6 +8,7 @@ theirs has no address.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from types import MappingProxyType
 
 from ckpt_engine.core.problems import CkptEngineError
@@ -38,6 +39,24 @@ ITEMSIZES: Mapping[str, int] = MappingProxyType(
 )
 """Every supported dtype and the bytes of one element."""
 
+SHORT: Mapping[str, str] = MappingProxyType(
+    {
+        "bf16": "bfloat16",
+        "fp16": "float16",
+        "f16": "float16",
+        "half": "float16",
+        "fp32": "float32",
+        "f32": "float32",
+        "float": "float32",
+        "fp64": "float64",
+        "double": "float64",
+        "fp8": "float8_e4m3fn",
+        "fp8_e4m3": "float8_e4m3fn",
+        "fp8_e5m2": "float8_e5m2",
+    }
+)
+"""What people write instead of a name; only suggested, since two programs might read it differently."""
+
 CASTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 """What a served dtype applies to. Integers are counts or indices, and 8-bit floats mean nothing without scales."""
 
@@ -52,10 +71,17 @@ class UnsupportedDtypeError(CkptEngineError):
         super().__init__(
             weights_pb2.Problem(
                 code=weights_pb2.Problem.INVALID_ARGUMENT,
-                message=f"dtype {name!r} {why}; weights can be {', '.join(ITEMSIZES)}",
+                message=f"dtype {name!r} {why}; {_meant(name)}weights can be {', '.join(ITEMSIZES)}",
             )
         )
         self.name = name
+
+
+def _meant(name: str) -> str:
+    """A suggestion for a message; empty: none, or the name is right."""
+    bare = str(name).lower().removeprefix("torch.")
+    near = [SHORT[bare]] if bare in SHORT else get_close_matches(bare[:40], ITEMSIZES, 1)
+    return f"did you mean {near[0]!r}? " if near and near[0] != name else ""
 
 
 def itemsize(name: str) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.reach import Distance, name_of
+from ckpt_engine.core.reach import Distance, name_of, same_host
 from ckpt_engine.core.relay_reach import Choose, Origin, RelayReach, Station
 from ckpt_engine.core.topology import choose_transport
 
@@ -312,6 +312,17 @@ class _Routing:
             for origin in self._origins.keys() - {name}
             if isinstance(edge := self._reach.edge(origin, name), CkptEngineError)
         )
+        beside = {
+            other: edge.problem.message
+            for other in sorted(self._relays, key=lambda each: (each != name, each))
+            for origin in self._origins.values()
+            if same_host(self._relays[other].host, origin.host)
+            and isinstance(edge := self._reach.edge(origin.name, other), CkptEngineError)
+        }
+        if beside:
+            other, why = next(iter(beside.items()))
+            which = "it" if other == name else f"it reaches none of the sources; {other}"
+            return f"{which} runs on the host of the weights and cannot read them: {why}"
         return (
             f"it runs on host {name_of(relay.host)} and reaches none of the sources, and no relay does: start a relay "
             f"on {where}, where the weights are (`ckpt-engine relay`); {reasons[0]}"

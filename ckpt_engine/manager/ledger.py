@@ -72,9 +72,17 @@ class Ledger:
     """
 
     def __init__(
-        self, path: Path, connection: sqlite3.Connection, lock: int, thread: ThreadPoolExecutor, kept_reports: int
+        self,
+        path: Path,
+        connection: sqlite3.Connection,
+        lock: int,
+        thread: ThreadPoolExecutor,
+        kept_reports: int,
+        fresh: bool,
     ) -> None:
+        """fresh: it was made now, and knows of nothing."""
         self.path = path
+        self.fresh = fresh
         self._kept_reports = kept_reports
         self._file = _file_at(path)
         self._connection = connection
@@ -90,20 +98,27 @@ class Ledger:
 
     @classmethod
     async def open(
-        cls, path: Path, busy_seconds: float = 5.0, cluster: str = "", kept_reports: int = KEPT_REPORTS
+        cls,
+        path: Path | None = None,
+        busy_seconds: float = 5.0,
+        cluster: str = "",
+        kept_reports: int = KEPT_REPORTS,
     ) -> Ledger:
-        """Opens the ledger, making it and its directory if needed, and locks it until ``close``.
+        """Opens the ledger, making it if needed, and locks it until ``close``. path: its file, in a directory that
+        exists; None: the `default_path`, whose directory is made.
 
         busy_seconds: how long another process, such as a backup, may hold the file at each step. cluster: the id that
         a new ledger gets, in place of one that was lost; empty: a random one. kept_reports: see the module.
 
         Raises FAILED_PRECONDITION when another manager holds it, when it is not a ledger, when it is of a newer
-        software or of another cluster than the one named, or when it cannot be written.
+        software or of another cluster than the one named, when its directory is not there, or when it cannot be
+        written.
         """
+        where = path or default_path()
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
         try:
             return await asyncio.get_running_loop().run_in_executor(
-                thread, _open, path, thread, busy_seconds, cluster, kept_reports
+                thread, _open, where, thread, busy_seconds, cluster, kept_reports, path is not None
             )
         except BaseException:
             thread.shutdown(wait=False)
@@ -324,10 +339,24 @@ def _file_at(path: Path) -> tuple[int, int] | None:
     return facts.st_dev, facts.st_ino
 
 
-def _open(path: Path, thread: ThreadPoolExecutor, busy_seconds: float, cluster: str, kept_reports: int) -> Ledger:
+def _check_parent(path: Path) -> None:
+    """A directory that is not there is more often a typing mistake than a place for a ledger: one that exists would
+    then be left behind, and with it the cluster and all numbers."""
+    if not path.parent.is_dir():
+        raise precondition(
+            f"the ledger {path} cannot be made: there is no directory {path.parent}. Correct --ledger, or make the "
+            "directory if this is the first start"
+        )
+
+
+def _open(
+    path: Path, thread: ThreadPoolExecutor, busy_seconds: float, cluster: str, kept_reports: int, named: bool
+) -> Ledger:
     """Runs on the ledger's thread: the connection belongs to the thread that made it."""
     path = path.expanduser().resolve()  # two names of one ledger must meet at one lock
     try:
+        if named:
+            _check_parent(path)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = take_lock(path)
     except OSError as error:
@@ -337,8 +366,8 @@ def _open(path: Path, thread: ThreadPoolExecutor, busy_seconds: float, cluster: 
         os.chmod(path, 0o600)
         connection = sqlite3.connect(path, timeout=busy_seconds)
         try:
-            prepare(path, connection, cluster)
-            return Ledger(path, connection, lock, thread, kept_reports)
+            fresh = prepare(path, connection, cluster)
+            return Ledger(path, connection, lock, thread, kept_reports, fresh)
         except BaseException:
             connection.close()
             raise

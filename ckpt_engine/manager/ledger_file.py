@@ -58,11 +58,12 @@ def take_lock(path: Path) -> int:
     return lock
 
 
-def prepare(path: Path, connection: sqlite3.Connection, cluster: str) -> None:
+def prepare(path: Path, connection: sqlite3.Connection, cluster: str) -> bool:
+    """Brings the file to this schema, and makes it what nobody else may write. Whether it is a new ledger."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    fresh = tables == 0 and version == 0
+    fresh = bool(tables == 0 and version == 0)
     if not fresh and application != APPLICATION_ID:
         raise precondition(f"{path} is an SQLite file of another program, not a ledger: pass another --ledger")
     if version > SCHEMA_VERSION:
@@ -90,6 +91,7 @@ def prepare(path: Path, connection: sqlite3.Connection, cluster: str) -> None:
         connection.executescript(f"BEGIN IMMEDIATE; {steps} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
     with connection:  # fails now, and not in the middle of an update, when the disk is full or read-only
         connection.execute("UPDATE cluster SET generation = generation + 1")
+    return fresh
 
 
 def _cluster_id(wanted: str) -> str:

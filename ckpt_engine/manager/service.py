@@ -40,7 +40,7 @@ from ckpt_engine.manager.errors import stopping
 from ckpt_engine.manager.http import build_app
 from ckpt_engine.manager.http_access import HttpAccess
 from ckpt_engine.manager.http_operate import OperatorRequest, OperatorResponse
-from ckpt_engine.manager.ledger import Ledger, default_path
+from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.metrics import Metrics
 from ckpt_engine.manager.publishers import Publishers
 from ckpt_engine.manager.refusals import Refusals
@@ -200,7 +200,7 @@ class ManagerServer:
         self._told = checked_names(config.http_names)
         if advertised := self._advertised(split_address(config.listen)[1]):
             self._told.append(host_of(advertised))
-        self.ledger = await Ledger.open(config.ledger or default_path(), config.deadlines.ledger_busy, config.cluster)
+        self.ledger = await Ledger.open(config.ledger, config.deadlines.ledger_busy, config.cluster)
         self._undo.push_async_callback(self.ledger.close)
         blobs = BlobStore(config.max_blob_bytes, config.max_total_bytes)
         self.metrics = Metrics(self.status, blobs)
@@ -239,6 +239,12 @@ class ManagerServer:
             self.ledger.cluster,
             self.ledger.epoch,
         )
+        if self.ledger.fresh:
+            log.info(
+                "ledger=%s is new: this manager knows of no version and no update before. If it had a ledger, stop it "
+                "and name that one with --ledger",
+                self.ledger.path,
+            )
 
     async def _start_own(self, servicer: ManagerServicer, address: str) -> None:
         """For processes of its own, which need no proof of who they are: only its user can enter the directory."""

@@ -101,7 +101,7 @@ def _load(recorder: Recorder, owners: Owners, target: LoadTarget) -> None:
             raise
     except Exception as error:
         # A bug of the loader and a tensor that it rightly refuses look alike; both are answered with its own words.
-        recorder.problem = recorder.problem or _loader_failed(recorder, error)
+        recorder.problem = recorder.problem or _loader_failed(recorder, target, error)
     if recorder.problem is not None:  # also when the loader has swallowed it
         raise recorder.problem
     casts = [cast[1:] for cast in recorder.casts if cast[0] not in recorder.computed and not recorder.decided]
@@ -176,10 +176,13 @@ def _recording(manifest: weights_pb2.Manifest, digest: bytes, run: _Run, found: 
     )
 
 
-def _loader_failed(recorder: Recorder, error: Exception) -> CkptEngineError:
+def _loader_failed(recorder: Recorder, target: LoadTarget, error: Exception) -> CkptEngineError:
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     name = recorder.suspect(text)
     about = f"loading {name} {recorder.shape_of(name)}" if name else "loading the weights"
+    own = next((tensor for known, tensor in target.named_tensors() if known == name), None) if name else None
+    if own is not None:
+        about += f" into the model's {list(own.shape)}"
     if "meta tensor" in text or "incompatible tensor type" in text or "meta device" in text:
         return NotRecordable(f"{about}: the loader uses values or replaces a parameter's memory ({text})", name)
     return invalid(f"{about}: the engine's loader says {text}", tensors=[name] if name else [])

@@ -11,8 +11,12 @@ Everything comes from files and the environment, so that no secret stands on a c
 
 from __future__ import annotations
 
+import logging
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import grpc
@@ -22,6 +26,8 @@ from ckpt_engine.security.grants import TOKEN_CHARACTERS
 
 AUTHORITY, CERTIFICATE, KEY = "CKPT_ENGINE_AUTHORITY", "CKPT_ENGINE_CERTIFICATE", "CKPT_ENGINE_KEY"
 TOKEN_FILE, SERVER_NAME = "CKPT_ENGINE_TOKEN_FILE", "CKPT_ENGINE_SERVER_NAME"
+
+log = logging.getLogger("ckpt_engine")
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,8 @@ class ClientSecurity:
                 f"the token that {TOKEN_FILE} names has {len(words[0])} characters, at least {TOKEN_CHARACTERS} random "
                 "ones are needed: make it with `openssl rand -hex 32`"
             )
+        for name in (KEY, TOKEN_FILE):
+            warn_of_readers(environment.get(name, ""), f"the file that {name} names")
         return cls(authority, certificate, key, words[0] if words else "", environment.get(SERVER_NAME, ""))
 
     def credentials(self) -> grpc.ChannelCredentials | None:
@@ -73,6 +81,21 @@ class ClientSecurity:
     def options(self) -> list[tuple[str, str]]:
         """Options that a channel needs for it."""
         return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
+
+
+@cache
+def warn_of_readers(path: str, what: str) -> None:
+    """Warns, once, of a secret that every user of this machine can read.
+
+    ssh refuses such a key. But Kubernetes mounts secrets so unless told otherwise, into containers that have one user,
+    and there a refusal would only stop what works.
+    """
+    try:
+        mode = os.stat(path).st_mode if path else 0
+    except OSError:
+        return
+    if mode & stat.S_IROTH:
+        log.warning("%s, %s, can be read by every user of this machine: chmod 600 %s", what, path, path)
 
 
 def _read(environment: Mapping[str, str], name: str) -> bytes:

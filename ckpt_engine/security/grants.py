@@ -96,7 +96,8 @@ def digest_of(token: str) -> bytes:
 class Tokens:
     """Digests of tokens, and what each grants."""
 
-    def __init__(self, entries: Iterable[tuple[bytes, tuple[Grant, ...]]]) -> None:
+    def __init__(self, entries: Iterable[tuple[int, bytes, tuple[Grant, ...]]]) -> None:
+        """entries: the line in its file, digest and grants of each."""
         self._entries = tuple(entries)
 
     @classmethod
@@ -108,19 +109,19 @@ class Tokens:
         Empty lines and what follows a # are left out. Raises INVALID_ARGUMENT naming the line, never its content: it
         may hold a token where its digest belongs.
         """
-        entries: list[tuple[bytes, tuple[Grant, ...]]] = []
+        entries: list[tuple[int, bytes, tuple[Grant, ...]]] = []
         for number, line in enumerate(text.splitlines(), 1):
             words = line.partition("#")[0].split()
             if not words:
                 continue
             try:
                 grants, digest = words
-                entry = (bytes.fromhex(digest), tuple(Grant.parse(grant) for grant in grants.split(",")))
+                entry = (number, bytes.fromhex(digest), tuple(Grant.parse(grant) for grant in grants.split(",")))
             except (ValueError, CkptEngineError) as error:
                 why = f": {error}" if isinstance(error, CkptEngineError) else ""
                 raise invalid(f"line {number} of the tokens file is not GRANT[,GRANT] SHA256{why}") from None
-            if len(entry[0]) != hashlib.sha256().digest_size:
-                raise invalid(f"line {number} of the tokens file: the digest has {len(entry[0])} bytes, SHA-256 has 32")
+            if len(entry[1]) != hashlib.sha256().digest_size:
+                raise invalid(f"line {number} of the tokens file: the digest has {len(entry[1])} bytes, SHA-256 has 32")
             entries.append(entry)
         if not entries:
             raise invalid("the tokens file names no token, so nobody could call")
@@ -129,7 +130,7 @@ class Tokens:
     def caller(self, token: str) -> Caller | None:
         """Whose token it is; None: nobody's, or too short to be a secret. Takes the same time whoever it is."""
         sought, found = digest_of(token), None
-        for number, (digest, grants) in enumerate(self._entries, 1):
+        for line, digest, grants in self._entries:
             if hmac.compare_digest(digest, sought):
-                found = Caller(f"the holder of token {number}", grants)
+                found = Caller(f"the holder of the token on line {line} of the tokens file", grants)
         return found if len(token) >= TOKEN_CHARACTERS else None

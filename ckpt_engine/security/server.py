@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from ckpt_engine.core.problems import invalid
+from ckpt_engine.security.client import warn_of_readers
 from ckpt_engine.security.grants import Tokens
 
 
@@ -43,6 +44,8 @@ class ServerSecurity:
         for path in (self.certificate, self.key, self.authority, self.tokens):
             if path is not None:
                 _read(path)
+        warn_of_readers(str(self.key or ""), "the file of --key")
+        warn_of_readers(str(self.tokens or ""), "the file of --tokens")
         if self.certificate is not None:
             try:
                 ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.certificate, self.key)

@@ -39,3 +39,21 @@ def test_what_widens_is_the_same_number_with_zero_bits_appended(have: str, want:
     narrow = bits.to(of_size[itemsize(have)]).view(torch_dtype(have))
     wide = (bits << wider).to(of_size[itemsize(want)]).view(torch_dtype(want))
     assert widens(have, want) == torch.equal(narrow.to(torch.float64).nan_to_num(1e99), wide.double().nan_to_num(1e99))
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("bf16", "bfloat16"),
+        ("torch.bfloat16", "bfloat16"),
+        ("FP16", "float16"),
+        ("bflot16", "bfloat16"),
+        ("fp8", "float8_e4m3fn"),
+    ],
+)
+def test_a_short_or_mistyped_name_is_answered_with_the_right_one(given: str, meant: str) -> None:
+    with pytest.raises(UnsupportedDtypeError, match=f"did you mean '{meant}'\\?"):
+        itemsize(given)
+    with pytest.raises(UnsupportedDtypeError) as caught:
+        itemsize("colour")
+    assert "did you mean" not in str(caught.value)

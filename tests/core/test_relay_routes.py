@@ -159,6 +159,10 @@ def test_a_relay_does_not_fill_itself() -> None:
     ("relays", "words"),
     [
         ([relay("b", "B")], ("start a relay on the host A", "ckpt-engine relay", "are two hosts")),
+        (
+            [relay("a", "A", reads="wire"), relay("b", "B")],
+            ("a runs on the host of the weights and cannot read them", "a cannot read over memory"),
+        ),
         ([relay("a", "A", lends="memory"), relay("b", "B")], ("reads no relay", "a: ", "are two hosts")),
         ([relay("a", "A", address=""), relay("b", "B")], ("a: ", "no address")),
         (

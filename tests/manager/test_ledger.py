@@ -26,7 +26,7 @@ def identity(version: int, lineage: str = "run") -> weights_pb2.Identity:
 
 
 async def test_a_new_ledger_has_a_cluster_and_keeps_it(tmp_path: Path) -> None:
-    path = tmp_path / "state" / "ledger.sqlite3"
+    path = tmp_path / "ledger.sqlite3"
     ledger = await Ledger.open(path)
     cluster = ledger.cluster
     assert len(cluster) == 36
@@ -66,6 +66,20 @@ async def test_what_was_stored_survives_a_kill(tmp_path: Path) -> None:
     assert record is not None
     assert record.report is None
     await ledger.close()
+
+
+async def test_a_directory_that_is_not_there_is_no_place_for_a_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A typing mistake would begin another cluster, and nobody would notice."""
+    with pytest.raises(CkptEngineError, match=r"there is no directory .*lbi\. Correct --ledger, or make the"):
+        await Ledger.open(tmp_path / "lbi" / "ledger.sqlite3")
+    assert not (tmp_path / "lbi").exists()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for fresh in (True, False):
+        ledger = await Ledger.open()
+        assert (ledger.path, ledger.fresh) == (default_path(), fresh)
+        await ledger.close()
 
 
 async def test_a_second_holder_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:

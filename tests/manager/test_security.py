@@ -113,10 +113,11 @@ async def test_a_session_speaks_for_the_name_that_its_token_grants(asking: Manag
         assert name(await refused(ScriptedTrainer(stub, lineage="run-1").open())) == "PERMISSION_DENIED"
     assert [replica.name for replica in asking.status().replicas] == ["one"]
     async with calling(asking, keys.with_token("trainer")) as stub:
-        await ScriptedTrainer(stub, lineage="run-1").open()
+        trainer = ScriptedTrainer(stub, lineage="run-1")
+        await trainer.open()
         assert name(await refused(ScriptedTrainer(stub, lineage="other").open())) == "PERMISSION_DENIED"
         assert name(await refused(ScriptedReplica(stub, "one").open())) == "PERMISSION_DENIED"
-    assert {trainer.lineage for trainer in asking.status().trainers} == {"run-1"}
+        assert {trainer.lineage for trainer in asking.status().trainers} == {"run-1"}
 
 
 async def test_who_is_no_holder_neither_lends_as_one_nor_is_told_what_holders_hold(

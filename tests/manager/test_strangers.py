@@ -10,6 +10,7 @@ import pytest
 from scripted_members import HOST, ScriptedReplica, ScriptedTrainer, Stream, some_weights, stub_at
 
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines import events
 from ckpt_engine.machines.events import Peer
 from ckpt_engine.machines.manager.forgetting import MOST_LOST
@@ -51,14 +52,22 @@ class Strangers:
             match self.came % 3:
                 case 0:
                     stream = Stream(self.stub.ReplicaSession(), manager_pb2.ReplicaMessage)
-                    await stream.send(hello=manager_pb2.ReplicaHello(name=name, session_id=name, host=HOST))
+                    await stream.send(
+                        hello=manager_pb2.ReplicaHello(
+                            digest_format=DIGEST_FORMAT, name=name, session_id=name, host=HOST
+                        )
+                    )
                 case 1:
                     stream = Stream(self.stub.TrainerSession(), manager_pb2.TrainerMessage)
-                    hello = manager_pb2.TrainerHello(lineage=name, world_size=1, session_id=name, host=HOST)
+                    hello = manager_pb2.TrainerHello(
+                        digest_format=DIGEST_FORMAT, lineage=name, world_size=1, session_id=name, host=HOST
+                    )
                     await stream.send(hello=hello)
                 case _:
                     stream = Stream(self.stub.HolderSession(), manager_pb2.HolderMessage)
-                    hello = manager_pb2.HolderHello(kind="cache", name=name, session_id=name, host=HOST)
+                    hello = manager_pb2.HolderHello(
+                        digest_format=DIGEST_FORMAT, kind="cache", name=name, session_id=name, host=HOST
+                    )
                     await stream.send(hello=hello)
             welcome = await stream.call.read()
             assert welcome.HasField("welcome"), welcome
@@ -130,7 +139,12 @@ class Crowd:
         """One that has a worker, once."""
         worker = manager_pb2.WorkerStatus(rank=0, boot_id=b"%d" % number)
         hello = manager_pb2.ReplicaHello(
-            name=f"stranger {number}", session_id=f"{number}", host=HOST, workers=[worker], **fields
+            digest_format=DIGEST_FORMAT,
+            name=f"stranger {number}",
+            session_id=f"{number}",
+            host=HOST,
+            workers=[worker],
+            **fields,
         )
         self.feed(events.Message(Peer(f"replica-{number}"), hello), now)
         self.feed(events.PeerLost(Peer(f"replica-{number}"), "gone"), now)
@@ -165,7 +179,9 @@ def test_one_that_comes_back_is_not_forgotten() -> None:
     crowd = Crowd()
     crowd.visit(0, 0.0)
     worker = manager_pb2.WorkerStatus(rank=0, boot_id=b"0")
-    hello = manager_pb2.ReplicaHello(name="stranger 0", session_id="0", agent_epoch=1, host=HOST, workers=[worker])
+    hello = manager_pb2.ReplicaHello(
+        digest_format=DIGEST_FORMAT, name="stranger 0", session_id="0", agent_epoch=1, host=HOST, workers=[worker]
+    )
     crowd.feed(events.Message(Peer("back"), hello), 1.0)
     for number in range(1, MOST_LOST + 100):
         crowd.visit(number, 2.0)

@@ -76,7 +76,7 @@ def reports(fillings: Iterable[Filling]) -> list[manager_pb2.RelayReport]:
     return [
         manager_pb2.RelayReport(
             relay=each.relay,
-            filled=each.answer,
+            filled=_filled(each),
             replicas=each.replicas,
             relays=sorted(other for other, (_, other_route) in told.items() if each.relay in other_route.upstream),
             upstream=route.upstream,
@@ -84,6 +84,13 @@ def reports(fillings: Iterable[Filling]) -> list[manager_pb2.RelayReport]:
         )
         for each, route in told.values()
     ]
+
+
+def _filled(filling: Filling) -> manager_pb2.RelayFilled | None:
+    """Its answer; without one why there is none, if that is known: it may live, and have been asked for nothing."""
+    if filling.answer is not None or filling.left_out is None:
+        return filling.answer
+    return manager_pb2.RelayFilled(problem=filling.left_out)
 
 
 def blobs_of(fillings: Iterable[Filling]) -> list[manager_pb2.BlobRef]:

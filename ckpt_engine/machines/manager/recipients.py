@@ -105,7 +105,8 @@ class Recipients:
             self.leave_out(replica.name, body.problem)
         else:
             manifest = self._goal.published.manifest.digest if body.problem.code == Problem.INVALID_ARGUMENT else b""
-            self._leave_out_unfit(replica.name, Unfit(body.problem, replica.boot_ids(), manifest))
+            problem = with_words(body.problem, f"this is what lineage {self._goal.lineage!r} publishes")
+            self._leave_out_unfit(replica.name, Unfit(problem, replica.boot_ids(), manifest))
 
     def says(self, name: str) -> str:
         """What a replica that gives no answer said last of itself, to be appended to what is told of it."""
