@@ -139,7 +139,7 @@ async def probe(adapter: EngineAdapter, url: str, seconds: float, advertise: str
         kind=adapter.kind, version=info.version, url=told_url(url, advertise), pause_modes=modes
     )
     levels = adapter.capabilities.sleep_levels
-    return EngineReady(engine, info.world_size, info.paused, info.asleep, sleep_levels=levels)
+    return EngineReady(engine, info.world_size, info.paused, info.asleep, sleep_levels=levels, untested=info.untested)
 
 
 def checked_advertise(address: str) -> str:

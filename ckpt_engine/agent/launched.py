@@ -119,12 +119,15 @@ class LaunchedEngine:
     async def open(self) -> None:
         """Makes the directory and listens in it.
 
-        Raises ValueError if the adapter refuses the launch arguments, CkptEngineError if there is no place for it.
+        Raises ValueError if the adapter refuses the launch arguments, EngineFailedError if it cannot drive the version
+        that is installed where they run, CkptEngineError if there is no place for the directory.
         """
         self._root = self._root or default_root()
         if not self._port:
             self._port = self._reserve_port()
-        self._plan(None if self._followers is None else self._followers.part(1))
+        plan = self._plan(None if self._followers is None else self._followers.part(1))
+        if refusal := await asyncio.to_thread(self._module.refused_command, plan.argv):
+            raise EngineFailedError(refusal)
         directory = EngineDirectory.create(self._root)
         self._directory = directory
         directory.lock()

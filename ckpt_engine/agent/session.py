@@ -138,6 +138,7 @@ class ReplicaAgent:
                 worker_transports(self.settings.transports),
                 self.settings.deadlines,
                 self.settings.pool,
+                self.settings.check_engine,
             )
             self._loop = Loop("agent", self._machine, self._perform, self._run, self._failed)
             self.say(f"replica {self.name}, manager {self.settings.manager}")
@@ -296,6 +297,8 @@ class ReplicaAgent:
             case events.ClosePeer(peer):
                 if (stream := self._streams.pop(peer, None)) is not None and self._loop is not None:
                     self._loop.start(stream.close())
+            case events.Say(line):
+                self.say(line)
             case events.Reply(request, reply):
                 self._questions.answer(request, reply)
             case events.SessionOpened():

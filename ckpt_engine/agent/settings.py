@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ckpt_engine.agent.engine import checked_advertise
 from ckpt_engine.agent.launched import LaunchSettings
@@ -25,7 +26,9 @@ class AgentSettings:
     and url says which engine; kind is its kind. advertise: name or address at which other hosts reach this one.
     transports: over which weights may be read; empty: all that work here. startup_seconds: for an attached engine to
     answer. nodes: of an engine that spans several, which this agent leads. close_when_alone: the gate closes once this
-    agent has been gone for a lease. metrics: host:port where Prometheus scrapes this agent; empty: nowhere.
+    agent has been gone for a lease. check_engine: which versions of engines are checked before their first update:
+    "auto" those that no test has run, "always" all, "never" none. metrics: host:port where Prometheus scrapes this
+    agent; empty: nowhere.
     """
 
     manager: str
@@ -43,6 +46,7 @@ class AgentSettings:
     close_when_alone: bool = False
     hold: HoldLimits = field(default_factory=HoldLimits)
     metrics: str = ""
+    check_engine: Literal["auto", "always", "never"] = "auto"
 
     def __post_init__(self) -> None:
         """Raises ValueError."""

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from ckpt_engine.agent import checks
 from ckpt_engine.agent.blobs import BlobCache
 from ckpt_engine.agent.engine import EngineHost
 from ckpt_engine.client import get_blob, put_blob
@@ -80,6 +81,7 @@ class TaskRunner:
                 return await self._seal(task)
             case (
                 events.PrepareEngine()
+                | events.ScoreEngine()
                 | events.PauseEngine()
                 | events.InstallEngine()
                 | events.StampEngine()
@@ -91,8 +93,11 @@ class TaskRunner:
                 adapter = self._host.adapter
                 if adapter is None:
                     raise EngineCallError("the engine is not there", answered=True)
-                await _call_engine(adapter, task)
-                return None
+                return await _call_engine(adapter, task)
+            case events.FindCheck():
+                return await asyncio.to_thread(checks.passed, task.key)
+            case events.KeepCheck():
+                return await asyncio.to_thread(checks.keep, task.key)
             case _:
                 raise internal(f"an agent carries out no {words(task)}")
 
@@ -136,8 +141,14 @@ class TaskRunner:
         return digest_for_readers(table, atoms, self._transports, until - time.monotonic())
 
 
-async def _call_engine(adapter: EngineAdapter, task: events.EngineTask) -> None:
+async def _call_engine(adapter: EngineAdapter, task: events.EngineTask) -> object:
     match task:
+        case events.ScoreEngine():
+            try:
+                return await adapter.score(task.tokens, task.more, task.seconds)
+            except (KeyError, TypeError, ValueError, IndexError) as error:
+                text = f"its log-probabilities have no form that is known: {type(error).__name__}: {error}"
+                raise EngineCallError(text, answered=True) from error
         case events.PrepareEngine():
             await adapter.prepare(task.seconds)
         case events.PauseEngine():
@@ -154,3 +165,4 @@ async def _call_engine(adapter: EngineAdapter, task: events.EngineTask) -> None:
             await adapter.sleep(task.level, task.seconds)
         case events.WakeEngine():
             await adapter.wake(task.tags, task.seconds)
+    return None

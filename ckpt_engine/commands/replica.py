@@ -39,6 +39,14 @@ class Beside(StrEnum):
     NEVER = "never"
 
 
+class Check(StrEnum):
+    """Which engines are checked before their first update."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 EVICTED = 3
 """The exit status of an agent whose replica an operator took out. Service managers are told not to start it again."""
 
@@ -108,6 +116,13 @@ def replica(
     hold_bytes: Annotated[
         int, typer.Option(help="Bytes that the bodies of waiting requests may have together.", min=0)
     ] = _HOLD.bytes,
+    check_engine: Annotated[
+        Check,
+        typer.Option(
+            envvar="CKPT_ENGINE_CHECK_ENGINE",
+            help="Check an engine before its first update, by its own loader: auto: if no test has run its version.",
+        ),
+    ] = Check.AUTO,
     startup_timeout: Annotated[float, typer.Option(help="Seconds for the engine to answer.", min=1)] = 600.0,
     deadline: Deadline = None,
     engine_output: Annotated[bool, typer.Option(help="Show the engine's own output as well.")] = False,
@@ -225,6 +240,7 @@ def replica(
             close_when_alone=close_when_alone,
             hold=HoldLimits(hold_seconds, hold_requests, hold_bytes),
             metrics=metrics,
+            check_engine=check_engine.value,
         )
         agent = ReplicaAgent(settings, say, _pass_on if engine_output else None, named)
     except (ValueError, UnknownAdapterError) as error:

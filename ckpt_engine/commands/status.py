@@ -180,6 +180,8 @@ def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
             lines.append(Text(f"{replica.name}: {trouble}", style="red"))
         elif replica.label_problem:
             lines.append(Text(f"{replica.name}: {replica.label_problem}", style="yellow"))
+        if replica.engine_check:
+            lines.append(Text(f"{replica.name}: {replica.engine_check}", style="yellow"))
         for each in replica.unopened:
             words = f"worker {each.worker_rank} could not open {each.source} over {each.transport}: {each.reason}"
             lines.append(Text(f"{replica.name}: {words}", style="yellow"))

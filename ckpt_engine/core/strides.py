@@ -1,8 +1,9 @@
-"""How far a strided view reaches in its memory. Pure integers."""
+"""Strides of views, and how far they reach in their memory. Pure integers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 
 
 def span(shape: Iterable[int], stride: Iterable[int]) -> int:
@@ -16,3 +17,9 @@ def span(shape: Iterable[int], stride: Iterable[int]) -> int:
     if 0 in extents:
         return 0
     return 1 + sum((extent - 1) * step for extent, step in zip(extents, steps, strict=True))
+
+
+def contiguous(shape: Iterable[int]) -> tuple[int, ...]:
+    """Strides of a tensor that lies in one piece, the last axis fastest, in elements."""
+    extents = tuple(shape)
+    return tuple(prod(extents[axis + 1 :]) for axis in range(len(extents)))

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
+from ckpt_engine.core.engine_check import Score
 from ckpt_engine.engine.command import command_options, value
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.words.directory import TOKEN_HEADER
@@ -64,6 +65,7 @@ class EngineInfo:
     world_size: number of workers (TP x PP x EP x DP) that hold weights and will ask for orders.
     supported: whether this adapter can drive this very server; `reason` says why not, and what to do.
     paused, asleep: as the engine says; an agent that takes over an engine starts from these. None: it does not say.
+    untested: says that no test has run this version; empty: tests have.
     """
 
     version: str
@@ -72,6 +74,7 @@ class EngineInfo:
     reason: str = ""
     paused: bool | None = None
     asleep: bool | None = None
+    untested: str = ""
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,11 @@ class EngineAdapter(Protocol):
         when all of them have returned."""
         ...
 
+    async def score(self, tokens: Sequence[int], more: int, seconds: float) -> Score:
+        """What the engine makes of `tokens`, and of `more` that it goes on with, greedily. The gate may be closed to
+        all others. What does not have the engine's form raises KeyError, TypeError, ValueError or IndexError."""
+        ...
+
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
         """Returns when no worker computes any more and none will until `resume`."""
         ...
@@ -238,6 +246,11 @@ class AdapterModule(Protocol):
         arguments: what the user wrote after `--`; passed through untouched. model: directory or name, empty: the
         arguments name it. Raises ValueError, in words for the user, if the arguments contradict what is needed.
         """
+        ...
+
+    def refused_command(self, command: Sequence[str]) -> str:
+        """Why the engine that `command` starts cannot be driven whatever else is so; empty: it may be. Starts nothing
+        of the engine; may take a tenth of a second."""
         ...
 
     def availability(self) -> AdapterAvailability:

@@ -103,6 +103,11 @@ class LoadTarget(Protocol):
         """See the module's docstring. Entered once an install, after DIRTY; not entered if nothing is staged."""
         ...
 
+    def reload(self, weights: Weights) -> None:
+        """Brings a whole checkpoint in as the engine does without us, from its first call to its last: what installs
+        are compared with in a self-check. Leaves the model in the form in which the engine computes."""
+        ...
+
     def post_load(self) -> None:
         """Recomputes what is derived. Runs once, after every byte is in place and before resident bytes are verified;
         so it must leave loaded tensors as they are."""
@@ -189,6 +194,10 @@ class ModuleTarget:
 
     def staging(self) -> AbstractContextManager[Iterator[StagedLayer]]:
         return nullcontext(iter(()))
+
+    def reload(self, weights: Weights) -> None:
+        self.load_weights(weights)
+        self.post_load()
 
     def post_load(self) -> None:
         if self._post_load is not None:

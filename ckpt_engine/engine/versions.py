@@ -1,4 +1,4 @@
-"""Which versions of an engine an adapter drives, and whether one of them is installed beside us.
+"""Which versions of an engine an adapter drives, and which one is installed, beside us or where a command would run it.
 
 Importing it imports no engine.
 """
@@ -7,47 +7,85 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
+import re
+import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from ckpt_engine.engine.adapter import AdapterAvailability
 
-FORCE = "CKPT_ENGINE_FORCE_ENGINE_VERSION"
-"""Set to 1 to drive a version that nobody has tested."""
+_ASK_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class Supported:
-    """The versions of an engine that tests and benchmarks run against; others are refused by name unless forced.
+    """The versions of an engine that an adapter drives.
 
-    engine: what people call it. versions: whole ones ("0.5.16"), or beginnings that end with a dot ("0.26.").
+    A version that tests have run is driven as it is. A newer one, or one in between, is checked by itself before its
+    first update (machines/agent/check.py). One below the first that tests have run cannot work.
     """
 
-    engine: str
-    versions: tuple[str, ...]
+    engine: str  # what people call it
+    tested: tuple[str, ...]  # rising; whole versions ("0.5.16"), or beginnings that end with a dot ("0.26.")
+    module: str  # that the engine is imported as
+    distributions: tuple[str, ...]  # that may have brought it
 
-    def allows(self, version: str) -> tuple[bool, str]:
-        """Whether `version` may be driven, and a sentence that says why not, or why nevertheless."""
-        if any(version.startswith(each) if each.endswith(".") else version == each for each in self.versions):
-            return True, ""
-        tested = ", ".join(f"{each}x" if each.endswith(".") else each for each in self.versions)
-        if os.environ.get(FORCE) == "1":
-            return True, f"{self.engine} {version} is driven because {FORCE}=1; tested are {tested}"
-        return False, f"{self.engine} {version} is not supported: tested are {tested}; set {FORCE}=1 to try"
+    def refusal(self, version: str) -> str:
+        """Why `version` cannot be driven at all; empty: it can, or it is to be checked."""
+        first = self.tested[0].rstrip(".")
+        if not _numbers(version):
+            return f"{self.engine} does not tell its version, but {version!r}; it must be {first} or newer"
+        if _numbers(version) < _numbers(first):
+            return f"{self.engine} {version} is too old: it must be {first} or newer"
+        return ""
 
-    def installed(self, module: str, distributions: Sequence[str]) -> AdapterAvailability:
-        """What is installed beside us; engines in another environment are found only by running them.
+    def untested(self, version: str) -> str:
+        """Says that no test has run `version`; empty: tests have."""
+        if any(version.startswith(each) if each.endswith(".") else version == each for each in self.tested):
+            return ""
+        tested = ", ".join(f"{each}x" if each.endswith(".") else each for each in self.tested)
+        return f"{self.engine} {version} is not among the tested versions ({tested})"
 
-        module: that the engine is imported as, and the extra that brings it. distributions: that may have brought it.
-        """
-        if importlib.util.find_spec(module) is None:
-            reason = f"{module} is not installed in this environment (extra: ckpt-engine[{module}])"
+    def installed(self) -> AdapterAvailability:
+        """What is installed beside us; engines in another environment are found only by running them."""
+        if importlib.util.find_spec(self.module) is None:
+            reason = f"{self.module} is not installed in this environment (extra: ckpt-engine[{self.module}])"
             return AdapterAvailability(False, "", reason)
-        for distribution in distributions:
+        for distribution in self.distributions:
             with suppress(importlib.metadata.PackageNotFoundError):
                 version = importlib.metadata.version(distribution)
-                supported, reason = self.allows(version)
-                return AdapterAvailability(supported, version, reason or "installed")
-        return AdapterAvailability(False, "", f"{module} can be imported, but has no metadata that tells its version")
+                refusal, untested = self.refusal(version), self.untested(version)
+                said = f"{untested}: it is checked before its first update" if untested else "installed"
+                return AdapterAvailability(not refusal, version, refusal or said)
+        reason = f"{self.module} can be imported, but has no metadata that tells its version"
+        return AdapterAvailability(False, "", reason)
+
+    def refused_command(self, command: Sequence[str]) -> str:
+        """Why what `command` starts cannot be driven, from the metadata of the Python that it runs; empty: it may be.
+
+        Takes a tenth of a second, in the calling thread. A command whose Python cannot be told is not refused.
+        """
+        python = command[0] if command else ""
+        if not re.fullmatch(r"(.*/)?python[0-9.]*", python):
+            return ""
+        script = (
+            "import importlib.metadata as m\n"
+            f"for name in {self.distributions!r}:\n"
+            "    try: print(m.version(name)); break\n"
+            "    except m.PackageNotFoundError: pass\n"
+        )
+        try:
+            asked = subprocess.run(
+                [python, "-c", script], capture_output=True, text=True, timeout=_ASK_SECONDS, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        version = asked.stdout.strip()
+        return self.refusal(version) if asked.returncode == 0 and version else ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(0, 26) of "0.26.1rc2" compares as a person would, for as many parts as are numbers."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()

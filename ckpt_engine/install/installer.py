@@ -58,12 +58,23 @@ class Installer:
         self._target = target
         self._slot = slot
         self._recordings: OrderedDict[bytes, tuple[Recording, object]] = OrderedDict()
-        self._plans = ReadyPlans(target, slot.rank, dict(transports), self._recorded)
+        self._plans = ReadyPlans(target, slot.rank, dict(transports), self.recorded)
         self._part = InstallPart(target)
         self._constants = Constants(target)
         self._fence = weights_pb2.Fence()
         self._filled = weights_pb2.Fence()
         self._last: worker_pb2.WorkerInstalled | None = None
+
+    def apart(self, slot: WorkerSlot, transports: Mapping[str, Transport]) -> Installer:
+        """Another installer of the same model, with its own state word and transports, and with these recordings."""
+        other = Installer(self._target, slot, transports)
+        other._recordings = self._recordings
+        return other
+
+    def recorded(self, manifest_digest: bytes) -> Recording | None:
+        """What was recorded against a manifest, if it is still kept."""
+        kept = self._recordings.get(manifest_digest)
+        return None if kept is None else kept[0]
 
     def prepare(self, order: worker_pb2.PrepareOrder) -> worker_pb2.WorkerPrepared:
         """Records the loader against a manifest, or finds the recording again. Touches no weight. Never raises."""
@@ -73,7 +84,7 @@ class Installer:
             self._check_fill(order.fence)
             prepared.needs = self._recording(order.manifest, stop_at).needs_bytes
         except Exception as error:
-            prepared.problem.CopyFrom(_problem_of(error, "preparing"))
+            prepared.problem.CopyFrom(problem_of(error, "preparing"))
         return prepared
 
     def ready(self, order: worker_pb2.ReadyOrder) -> worker_pb2.WorkerReady:
@@ -97,7 +108,7 @@ class Installer:
                 finally:
                     plan.rest()
         except Exception as error:
-            answer.problem.CopyFrom(_problem_of(error, "getting ready"))
+            answer.problem.CopyFrom(problem_of(error, "getting ready"))
         answer.unopened.extend(self._plans.unopened)
         answer.plans.extend(digest for digest in self._plans.digests if digest not in answer.plans)
         answer.plans.extend(self._part.communicators)
@@ -123,7 +134,7 @@ class Installer:
             with self._part.leaving(order):
                 run.everything()
         except Exception as error:
-            run.report.problem.CopyFrom(_problem_of(error, "installing"))
+            run.report.problem.CopyFrom(problem_of(error, "installing"))
         finally:
             if run.plan is not None:
                 run.plan.rest()
@@ -167,10 +178,6 @@ class Installer:
         if fence.cluster == self._filled.cluster and fence.epoch < self._filled.epoch:
             raise aborted(f"epoch {fence.epoch} was overtaken by {self._filled.epoch} on worker {self._slot.rank}")
         self._filled = weights_pb2.Fence(cluster=fence.cluster, epoch=fence.epoch)
-
-    def _recorded(self, manifest_digest: bytes) -> Recording | None:
-        kept = self._recordings.get(manifest_digest)
-        return None if kept is None else kept[0]
 
     def _recording(self, manifest_bytes: bytes, stop_at: float) -> Recording:
         digest = blob_digest(manifest_bytes)
@@ -382,7 +389,8 @@ def _differs(recording: Recording, wrong: Sequence[int]) -> CkptEngineError:
     return data_loss(message, names)
 
 
-def _problem_of(error: Exception, doing: str) -> weights_pb2.Problem:
+def problem_of(error: Exception, doing: str) -> weights_pb2.Problem:
+    """What an exception inside an engine is told as; one that is no CkptEngineError is a defect, and logged."""
     if isinstance(error, CkptEngineError):
         return error.problem
     log.exception("ckpt-engine: %s failed", doing)

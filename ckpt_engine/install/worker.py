@@ -18,6 +18,7 @@ from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.engine.target import LoadTarget
 from ckpt_engine.install.channel import WorkerChannel
 from ckpt_engine.install.installer import Installer
+from ckpt_engine.install.self_check import SelfCheck
 from ckpt_engine.transport.base import Transport
 from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
@@ -41,12 +42,13 @@ class EngineWorker:
         target: LoadTarget,
         transports: Mapping[str, Transport] | None = None,
         deadlines: Deadlines | None = None,
+        model: str = "",
     ) -> None:
         """Claims the worker's slot: from now on it holds no version, and the engine's gate is closed.
 
         rank: among all workers of the engine, 0 to world_size - 1. transports: default, all that work here.
         deadlines: default, what the agent's environment says. The agent answers from memory, so only a dead or stuck
-        one takes long.
+        one takes long. model: architecture, quantisation, layout, graphs and device, for a self-check that is kept.
         Raises OSError, ValueError: the directory or the slot cannot be used; an engine should not start then.
         """
         directory = directory if isinstance(directory, EngineDirectory) else EngineDirectory(directory)
@@ -55,19 +57,27 @@ class EngineWorker:
         self.slot = self._page.claim(rank, world_size)
         self._channel = WorkerChannel(directory.endpoint, rank, self.slot.boot_id, self._deadlines.worker_attempt)
         self._installer = Installer(target, self.slot, all_transports() if transports is None else transports)
+        self._check = SelfCheck(target, self._installer, rank, world_size)
+        self._model = model
         self._told = 0.0
 
     def prepare(self) -> bool:
-        """Records the loader, or gets a plan ready, as the agent orders. True if it could; the agent knows why not."""
+        """Records the loader, gets a plan ready, or loads weights for a self-check, as the agent orders. True if it
+        could; the agent knows why not."""
         try:
             reply = self._ask(worker_pb2.WorkerRequest(want_prepare=worker_pb2.WantOrder()))
             if reply.HasField("ready"):
                 ready = self._installer.ready(reply.ready)
                 self._ask(worker_pb2.WorkerRequest(ready=ready))
                 return not ready.HasField("problem")
+            if reply.HasField("check"):
+                checked = self._check.load(reply.check)
+                self._ask(worker_pb2.WorkerRequest(checked=checked))
+                return not checked.HasField("problem")
             if not reply.HasField("prepare"):
                 return self._refused(reply)
             prepared = self._installer.prepare(reply.prepare)
+            prepared.model = self._model
             self._ask(worker_pb2.WorkerRequest(prepared=prepared))
             return not prepared.HasField("problem")
         except Exception:

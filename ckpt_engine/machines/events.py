@@ -65,11 +65,13 @@ from ckpt_engine.machines.tasks import (
     DiscardEngine as DiscardEngine,
     EngineTask as EngineTask,
     FetchBlobs as FetchBlobs,
+    FindCheck as FindCheck,
     HeldOffer as HeldOffer,
     HoldRequests as HoldRequests,
     InstallEngine as InstallEngine,
     Joined as Joined,
     JoinSources as JoinSources,
+    KeepCheck as KeepCheck,
     ManagerTask as ManagerTask,
     MarkEngine as MarkEngine,
     MergeTables as MergeTables,
@@ -80,6 +82,7 @@ from ckpt_engine.machines.tasks import (
     PutBlobs as PutBlobs,
     ReadWords as ReadWords,
     ResumeEngine as ResumeEngine,
+    ScoreEngine as ScoreEngine,
     SealDirectory as SealDirectory,
     SealResult as SealResult,
     SealSource as SealSource,
@@ -298,7 +301,7 @@ class EngineReady:
     paused, asleep: as the engine says; None: it does not say, so it may be. marked: what its page says; it counts
         unless the engine says that it is awake (some call an engine asleep that is only paused).
     holding: its page says that requests wait, or are refused, for the sake of an update.
-    sleep_levels: those that the engine knows.
+    sleep_levels: those that the engine knows. untested: says that no test has run this version; empty: tests have.
     """
 
     engine: manager_pb2.Engine
@@ -308,6 +311,7 @@ class EngineReady:
     marked: Sleeping = AWAKE
     holding: bool = False
     sleep_levels: frozenset[int] = frozenset({1, 2})
+    untested: str = ""
 
 
 @dataclass(frozen=True)
@@ -328,7 +332,14 @@ class Reply:
     reply: worker_pb2.AgentReply | None
 
 
-AgentCommand: TypeAlias = MemberCommand | Reply
+@dataclass(frozen=True)
+class Say:
+    """Tell people one plain line."""
+
+    line: str
+
+
+AgentCommand: TypeAlias = MemberCommand | Reply | Say
 
 
 # -------------------------------------------------------------------------- members that offer weights: the trainer

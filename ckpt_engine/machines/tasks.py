@@ -240,6 +240,31 @@ class PrepareEngine:
 
 
 @dataclass(frozen=True)
+class ScoreEngine:
+    """adapter.score(tokens, more, seconds). Result: core.engine_check.Score."""
+
+    tokens: tuple[int, ...]
+    more: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class FindCheck:
+    """Whether a check of an engine was passed on this host. Result: bool."""
+
+    key: str
+    seconds: float = 5.0
+
+
+@dataclass(frozen=True)
+class KeepCheck:
+    """Keep that a check was passed. Result: None. Its failure costs another check later."""
+
+    key: str
+    seconds: float = 5.0
+
+
+@dataclass(frozen=True)
 class PauseEngine:
     """adapter.pause(mode, seconds), the adapter's default for PAUSE_MODE_UNSPECIFIED. Result: None."""
 
@@ -330,9 +355,19 @@ class SealDirectory:
 
 
 EngineTask: TypeAlias = (
-    PrepareEngine | PauseEngine | InstallEngine | StampEngine | ResumeEngine | DiscardEngine | SleepEngine | WakeEngine
+    PrepareEngine
+    | ScoreEngine
+    | PauseEngine
+    | InstallEngine
+    | StampEngine
+    | ResumeEngine
+    | DiscardEngine
+    | SleepEngine
+    | WakeEngine
 )
-AgentTask: TypeAlias = PutBlobs | FetchBlobs | ReadWords | MarkEngine | HoldRequests | EngineTask | SealDirectory
+AgentTask: TypeAlias = (
+    PutBlobs | FetchBlobs | ReadWords | MarkEngine | HoldRequests | EngineTask | SealDirectory | FindCheck | KeepCheck
+)
 
 # ------------------------------------------------------------------------------------------------------ of the trainer
 

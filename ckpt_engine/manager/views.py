@@ -186,6 +186,7 @@ class Replica(BaseModel):
     host: str
     closed_reason: str
     label_problem: str = Field(description="why the version that the engine itself names may be wrong; else empty")
+    engine_check: str = Field(description="how an engine's version that no test has run was checked; else empty")
     identity: Identity | None = Field(description="set when all workers agree")
     workers: list[Worker]
     last_outcome: ReplicaOutcome | None
@@ -206,6 +207,7 @@ class Replica(BaseModel):
             host=replica.host.name,
             closed_reason=replica.closed_reason,
             label_problem=replica.label_problem,
+            engine_check=replica.engine_check,
             identity=Identity.of(replica.identity) if replica.HasField("identity") else None,
             workers=[Worker.of(worker, gpus.get(worker.rank, ())) for worker in replica.workers],
             last_outcome=ReplicaOutcome.of(replica.last_outcome) if replica.HasField("last_outcome") else None,

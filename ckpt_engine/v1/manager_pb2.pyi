@@ -535,20 +535,22 @@ class NotBrought(_message.Message):
     def __init__(self, identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ReplicaHeartbeat(_message.Message):
-    __slots__ = ("sequence", "workers", "serving", "asleep", "closed_reason", "label_problem")
+    __slots__ = ("sequence", "workers", "serving", "asleep", "closed_reason", "label_problem", "engine_check")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
     ASLEEP_FIELD_NUMBER: _ClassVar[int]
     CLOSED_REASON_FIELD_NUMBER: _ClassVar[int]
     LABEL_PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_CHECK_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     serving: bool
     asleep: bool
     closed_reason: str
     label_problem: str
-    def __init__(self, sequence: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., label_problem: _Optional[str] = ...) -> None: ...
+    engine_check: str
+    def __init__(self, sequence: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., label_problem: _Optional[str] = ..., engine_check: _Optional[str] = ...) -> None: ...
 
 class Prepare(_message.Message):
     __slots__ = ("fence", "manifest", "deadline_seconds")
@@ -1107,7 +1109,7 @@ class HolderStatus(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., connected: bool = ..., held: _Optional[_Iterable[_Union[_weights_pb2.Identity, _Mapping]]] = ..., description: _Optional[str] = ..., filling: _Optional[_Union[Filling, _Mapping]] = ..., last_filled: _Optional[_Union[RelayFilled, _Mapping]] = ..., progress: _Optional[_Union[RelayProgress, _Mapping]] = ..., slow: _Optional[str] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
-    __slots__ = ("name", "engine", "mode", "connected", "serving", "asleep", "closed_reason", "workers", "identity", "last_outcome", "host", "unfit", "label_problem", "pool", "gpus", "unopened")
+    __slots__ = ("name", "engine", "mode", "connected", "serving", "asleep", "closed_reason", "workers", "identity", "last_outcome", "host", "unfit", "label_problem", "pool", "gpus", "unopened", "engine_check")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
@@ -1124,6 +1126,7 @@ class ReplicaStatus(_message.Message):
     POOL_FIELD_NUMBER: _ClassVar[int]
     GPUS_FIELD_NUMBER: _ClassVar[int]
     UNOPENED_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_CHECK_FIELD_NUMBER: _ClassVar[int]
     name: str
     engine: Engine
     mode: Mode
@@ -1140,7 +1143,8 @@ class ReplicaStatus(_message.Message):
     pool: str
     gpus: _containers.RepeatedCompositeFieldContainer[WorkerGpus]
     unopened: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Unopened]
-    def __init__(self, name: _Optional[str] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., connected: bool = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., unfit: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., label_problem: _Optional[str] = ..., pool: _Optional[str] = ..., gpus: _Optional[_Iterable[_Union[WorkerGpus, _Mapping]]] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ...) -> None: ...
+    engine_check: str
+    def __init__(self, name: _Optional[str] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., connected: bool = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., unfit: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., label_problem: _Optional[str] = ..., pool: _Optional[str] = ..., gpus: _Optional[_Iterable[_Union[WorkerGpus, _Mapping]]] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ..., engine_check: _Optional[str] = ...) -> None: ...
 
 class LocateVersionRequest(_message.Message):
     __slots__ = ("lineage", "version")

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerRequest(_message.Message):
-    __slots__ = ("sequence", "rank", "boot_id", "want_prepare", "prepared", "want_install", "progress", "installed", "ready")
+    __slots__ = ("sequence", "rank", "boot_id", "want_prepare", "prepared", "want_install", "progress", "installed", "ready", "checked")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class WorkerRequest(_message.Message):
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     INSTALLED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     rank: int
     boot_id: bytes
@@ -28,23 +29,26 @@ class WorkerRequest(_message.Message):
     progress: WorkerProgress
     installed: WorkerInstalled
     ready: WorkerReady
-    def __init__(self, sequence: _Optional[int] = ..., rank: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., want_prepare: _Optional[_Union[WantOrder, _Mapping]] = ..., prepared: _Optional[_Union[WorkerPrepared, _Mapping]] = ..., want_install: _Optional[_Union[WantOrder, _Mapping]] = ..., progress: _Optional[_Union[WorkerProgress, _Mapping]] = ..., installed: _Optional[_Union[WorkerInstalled, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ...) -> None: ...
+    checked: WorkerChecked
+    def __init__(self, sequence: _Optional[int] = ..., rank: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., want_prepare: _Optional[_Union[WantOrder, _Mapping]] = ..., prepared: _Optional[_Union[WorkerPrepared, _Mapping]] = ..., want_install: _Optional[_Union[WantOrder, _Mapping]] = ..., progress: _Optional[_Union[WorkerProgress, _Mapping]] = ..., installed: _Optional[_Union[WorkerInstalled, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., checked: _Optional[_Union[WorkerChecked, _Mapping]] = ...) -> None: ...
 
 class AgentReply(_message.Message):
-    __slots__ = ("sequence", "prepare", "install", "acknowledged", "refused", "ready")
+    __slots__ = ("sequence", "prepare", "install", "acknowledged", "refused", "ready", "check")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     INSTALL_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
+    CHECK_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     prepare: PrepareOrder
     install: InstallOrder
     acknowledged: Acknowledged
     refused: _weights_pb2.Problem
     ready: ReadyOrder
-    def __init__(self, sequence: _Optional[int] = ..., prepare: _Optional[_Union[PrepareOrder, _Mapping]] = ..., install: _Optional[_Union[InstallOrder, _Mapping]] = ..., acknowledged: _Optional[_Union[Acknowledged, _Mapping]] = ..., refused: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., ready: _Optional[_Union[ReadyOrder, _Mapping]] = ...) -> None: ...
+    check: CheckOrder
+    def __init__(self, sequence: _Optional[int] = ..., prepare: _Optional[_Union[PrepareOrder, _Mapping]] = ..., install: _Optional[_Union[InstallOrder, _Mapping]] = ..., acknowledged: _Optional[_Union[Acknowledged, _Mapping]] = ..., refused: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., ready: _Optional[_Union[ReadyOrder, _Mapping]] = ..., check: _Optional[_Union[CheckOrder, _Mapping]] = ...) -> None: ...
 
 class WantOrder(_message.Message):
     __slots__ = ()
@@ -65,18 +69,42 @@ class PrepareOrder(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., manifest: _Optional[bytes] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerPrepared(_message.Message):
-    __slots__ = ("fence", "needs", "host", "problem", "digest_format")
+    __slots__ = ("fence", "needs", "host", "problem", "digest_format", "model")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     NEEDS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     needs: bytes
     host: _weights_pb2.Host
     problem: _weights_pb2.Problem
     digest_format: int
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., needs: _Optional[bytes] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., digest_format: _Optional[int] = ...) -> None: ...
+    model: str
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., needs: _Optional[bytes] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., digest_format: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
+
+class CheckOrder(_message.Message):
+    __slots__ = ("fence", "manifest_digest", "seed", "by_engine", "deadline_seconds")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    BY_ENGINE_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    manifest_digest: bytes
+    seed: int
+    by_engine: bool
+    deadline_seconds: float
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., manifest_digest: _Optional[bytes] = ..., seed: _Optional[int] = ..., by_engine: bool = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
+
+class WorkerChecked(_message.Message):
+    __slots__ = ("fence", "problem")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    problem: _weights_pb2.Problem
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
 
 class ReadyOrder(_message.Message):
     __slots__ = ("fence", "plan", "deadline_seconds", "asleep", "collective")

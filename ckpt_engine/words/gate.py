@@ -3,7 +3,8 @@
 It reads the engine's page at every request: the workers' state words, and what the agent says of the engine (asleep,
 weights of its own, an update that goes on, its own lease if it keeps one). While an update goes on it keeps requests
 and lets them in afterwards, in their order. It does not stop requests that are already inside; the engine's pause does.
-It keeps the engine's control routes for the agent, which knows the token in the engine's directory.
+It keeps the engine's control routes for the agent, which knows the token in the engine's directory; the agent's own
+requests for tokens (a self-check of the engine, before the first update) pass in every state.
 
 An adapter subclasses it with the routes of its engine. Any framework that takes ``Class(app)`` can use it.
 """
@@ -89,7 +90,9 @@ class Gate:
         if scope["type"] not in ("http", "websocket"):
             raise ValueError(f"the gate lets through HTTP and WebSockets, not {scope['type']!r}")
         route, access = self._routes.of_request(scope)
-        if access is Access.GATED:
+        if access is Access.GATED and self._has_token(scope):
+            await self._app(scope, receive, send)  # the agent's own question, also while the gate is closed to others
+        elif access is Access.GATED:
             decision = self._state.decision()
             if decision.kind is Kind.ADMIT and self._waiting.empty:
                 await self._let_in(decision, scope, receive, send)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -30,10 +31,14 @@ async def start(manager: PlainManager, quick: None, tmp_path_factory: pytest.Tem
     """Starts agents of `manager`, and ends them whatever happens. url: of an engine beside it; else it launches one."""
     started: list[RunningAgent] = []
 
-    def start(*arguments: str, url: str = "", name: str = "") -> RunningAgent:
+    def start(
+        *arguments: str, url: str = "", name: str = "", check_engine: Literal["auto", "always", "never"] = "auto"
+    ) -> RunningAgent:
         launch = LaunchSettings("small", arguments, startup_seconds=SECONDS, root=tmp_path_factory.mktemp("engines"))
         deadlines = Deadlines.from_environment(os.environ).changed("words=0.1 resend=0.5 reconnect_most=0.3")
-        settings = AgentSettings(manager.address, "small", launch, name=name, deadlines=deadlines)
+        settings = AgentSettings(
+            manager.address, "small", launch, name=name, deadlines=deadlines, check_engine=check_engine
+        )
         if url:
             settings = replace(settings, launch=None, url=url)
         started.append(RunningAgent(settings))

@@ -23,6 +23,7 @@ from pathlib import Path
 import httpx
 
 from ckpt_engine.agent.http import EngineClient
+from ckpt_engine.core.engine_check import Score
 from ckpt_engine.core.labels import version_label
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.engine.adapter import (
@@ -36,7 +37,15 @@ from ckpt_engine.engine.adapter import (
 )
 from ckpt_engine.install.channel import WorkerChannel
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine.v1.worker_pb2 import WantOrder, WorkerInstalled, WorkerPrepared, WorkerReady, WorkerRequest
+from ckpt_engine.v1.worker_pb2 import (
+    CheckOrder,
+    WantOrder,
+    WorkerChecked,
+    WorkerInstalled,
+    WorkerPrepared,
+    WorkerReady,
+    WorkerRequest,
+)
 from ckpt_engine.words.directory import EngineDirectory
 from ckpt_engine.words.state import EnginePage
 
@@ -54,7 +63,8 @@ class SmallAdapter:
 
     async def probe(self, seconds: float) -> EngineInfo:
         info = await self._call("probe", seconds)
-        return EngineInfo("1", 1, info["supported"], info["reason"], paused=info["paused"], asleep=False)
+        supported, reason, untested = bool(info["supported"]), str(info["reason"]), str(info["untested"])
+        return EngineInfo("1", 1, supported, reason, bool(info["paused"]), False, untested)
 
     async def healthy(self, seconds: float) -> bool:
         try:
@@ -65,6 +75,12 @@ class SmallAdapter:
 
     async def prepare(self, seconds: float) -> None:
         await self._call("prepare", seconds)
+
+    async def score(self, tokens: Sequence[int], more: int, seconds: float) -> Score:
+        told = await self._call("score", seconds)
+        seen = told["seen"]
+        assert isinstance(seen, float)
+        return Score((seen,) * (len(tokens) - 1), (1,) * more, (seen,) * more)
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
         await self._call("pause", seconds)
@@ -113,6 +129,10 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     return LaunchPlan((sys.executable, __file__, "--port", str(port), *arguments), url, 1, environment)
 
 
+def refused_command(command: Sequence[str]) -> str:
+    return "Small 0 is too old: it must be 1 or newer" if "--too-old" in command else ""
+
+
 def availability() -> AdapterAvailability:
     return AdapterAvailability(True, "1", "")
 
@@ -152,6 +172,7 @@ class Server(ThreadingHTTPServer):
         self.paused = options.paused
         self.deaf = False
         self.calls: list[str] = []
+        self.seen = 0.0  # what its weights make of any token
         self.started = time.monotonic()
 
     def prepare(self) -> None:
@@ -160,11 +181,26 @@ class Server(ThreadingHTTPServer):
         if reply.HasField("ready"):
             plans = [hashlib.sha256(reply.ready.plan).digest()]
             self.channel.ask(WorkerRequest(ready=WorkerReady(fence=reply.ready.fence, plans=plans)), 5)
+        if reply.HasField("check"):
+            self.load(reply.check)
         if reply.HasField("prepare"):
             digest = hashlib.sha256(reply.prepare.manifest).digest()
             needs = weights_pb2.WorkerNeeds(manifest_digest=digest).SerializeToString(deterministic=True)
-            prepared = WorkerPrepared(digest_format=DIGEST_FORMAT, fence=reply.prepare.fence, needs=needs)
+            prepared = WorkerPrepared(
+                digest_format=DIGEST_FORMAT, fence=reply.prepare.fence, needs=needs, model="SmallModel"
+            )
             self.channel.ask(WorkerRequest(prepared=prepared), 5)
+
+    def load(self, order: CheckOrder) -> None:
+        """One number is all of its weights. `--broken` says what an install of ours does wrong."""
+        broken = "" if order.by_engine else self.options.broken
+        checked = WorkerChecked(fence=order.fence)
+        if broken == "refuses":
+            checked.problem.CopyFrom(weights_pb2.Problem(code=weights_pb2.Problem.INTERNAL, message="no such layer"))
+        elif broken != "keeps":
+            self.seen = -float(order.seed) - (0.1 if broken == "differs" else 0.0)
+        self.calls.append(f"load {order.seed} {'own' if order.by_engine else 'ours'}")
+        self.channel.ask(WorkerRequest(checked=checked), 5)
 
     def install(self) -> None:
         """Dirty, some time, clean: with the identity that was ordered."""
@@ -201,7 +237,13 @@ class Handler(BaseHTTPRequestHandler):
         if route == "probe":
             reason = self.server.options.unsupported
             calls = self.server.calls
-            self._answer(200, supported=not reason, reason=reason, paused=self.server.paused, calls=calls)
+            untested = self.server.options.untested
+            self._answer(
+                200, supported=not reason, reason=reason, paused=self.server.paused, calls=calls, untested=untested
+            )
+            return
+        if route == "score":
+            self._answer(500 if self.server.paused else 200, seen=self.server.seen)
             return
         content = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}").get("label", "")
         self.server.calls.append(" ".join(filter(None, (route, content))))
@@ -236,6 +278,9 @@ def main() -> None:
     parser.add_argument("--healthy-after", type=float, default=0.0)
     parser.add_argument("--exit-status", type=int, default=3)
     parser.add_argument("--unsupported", default="")
+    parser.add_argument("--untested", default="")
+    parser.add_argument("--broken", default="", choices=["", "differs", "keeps", "refuses"])
+    parser.add_argument("--too-old", action="store_true")
     parser.add_argument("--install-seconds", type=float, default=0.0)
     parser.add_argument("--install-hangs", action="store_true")
     parser.add_argument("--paused", action="store_true")

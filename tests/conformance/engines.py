@@ -86,7 +86,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def start_other_version(self, cluster: Cluster, name: str, model: Path) -> Replica:
+    def start_other_version(self, cluster: Cluster, name: str, model: Path, environment: Mapping[str, str]) -> Replica:
         """The same, of a server that says that it is version 99.1.0."""
 
     @abstractmethod
@@ -168,7 +168,7 @@ class Reference(Engine):
     ) -> Replica:
         return cluster.replica(name, self.kind, model, options=options, environment=environment)
 
-    def start_other_version(self, cluster: Cluster, name: str, model: Path) -> Replica:
+    def start_other_version(self, cluster: Cluster, name: str, model: Path, environment: Mapping[str, str]) -> Replica:
         """Other metadata come first where the server starts, and not where the agent does: its Python is a wrapper."""
         metadata = cluster.path / "ckpt_engine-99.1.0.dist-info"
         metadata.mkdir()
@@ -212,8 +212,10 @@ class Vllm(Engine):
     ) -> Replica:
         return vllm_server.start_vllm(cluster, name, model, options=options, environment=environment)
 
-    def start_other_version(self, cluster: Cluster, name: str, model: Path) -> Replica:
-        return self.start(cluster, name, model, (), other_version("vllm._version", vllm_server.OVERLAY))
+    def start_other_version(self, cluster: Cluster, name: str, model: Path, environment: Mapping[str, str]) -> Replica:
+        return self.start(
+            cluster, name, model, (), {**environment, **other_version("vllm._version", vllm_server.OVERLAY)}
+        )
 
     def request(self, prompt: Sequence[int], count: int, stream: bool) -> tuple[str, dict[str, Any]]:
         body = {"model": "tiny", "prompt": list(prompt), "max_tokens": count, "temperature": 0, "stream": stream}
@@ -245,8 +247,8 @@ class Sglang(Engine):
     ) -> Replica:
         return sglang_server.start_sglang(cluster, name, model, options=options, environment=environment)
 
-    def start_other_version(self, cluster: Cluster, name: str, model: Path) -> Replica:
-        return self.start(cluster, name, model, (), other_version("sglang.version", ""))
+    def start_other_version(self, cluster: Cluster, name: str, model: Path, environment: Mapping[str, str]) -> Replica:
+        return self.start(cluster, name, model, (), {**environment, **other_version("sglang.version", "")})
 
     def request(self, prompt: Sequence[int], count: int, stream: bool) -> tuple[str, dict[str, Any]]:
         return "/generate", {**sglang_server.body_of(prompt, count), "stream": stream}

@@ -305,17 +305,43 @@ def new_worker(server: Server, before: int) -> bool:
     return bool(status and status.workers and status.workers[0].pid not in (0, before))
 
 
-def test_a_killed_agent_leaves_no_engine_and_an_unknown_version_is_refused(server: Server) -> None:
-    """Last, since both end the server. Another one that claims a version which nobody has tested is not driven."""
+def test_a_killed_agent_leaves_no_engine_and_an_unknown_version_is_checked(server: Server, tmp_path: Path) -> None:
+    """Last, since both end the server. Another one claims a version that no test has run: it takes no update while an
+    install of ours does not lead where its own loader leads, and serves once it does. The reference engine has no
+    versions but ours, and is refused."""
     processes = server.engine.processes(server.replica)
     assert len(processes) > 1
     server.replica.process.kill()
     _, left = psutil.wait_procs(processes, 60)
     assert not left, left
-    other = server.engine.start_other_version(server.cluster, "other-version", server.models.bare)
+    broken = tmp_path / "broken"
+    broken.touch()
+    environment = {"CKPT_ENGINE_TEST_BROKEN_INSTALL": str(broken), "XDG_CACHE_HOME": str(tmp_path)}
+    other = server.engine.start_other_version(server.cluster, "other-version", server.models.bare, environment)
     seconds = server.engine.start_seconds
-    eventually("it ends", seconds, lambda: other.process.poll() is not None or "engine ready at" in other.tail())
-    assert "engine ready at" not in other.tail(), "it is driven"
-    assert other.process.wait(60) != 0
-    assert f"{server.engine.kind} 99.1.0" in other.tail()
-    assert "cannot be driven" in other.tail()
+    if server.engine.kind == "reference":
+        eventually("it ends", seconds, lambda: other.process.poll() is not None or "engine ready at" in other.tail())
+        assert "engine ready at" not in other.tail(), "it is driven"
+        assert other.process.wait(60) != 0
+        assert "reference 99.1.0" in other.tail()
+        assert "cannot be driven" in other.tail()
+        return
+    other.registered(seconds)
+    with server.trainer("unknown-version") as trainer:
+        trainer.publish(weights_of(server.models[0]))
+        with pytest.raises(CkptEngineError, match=r"not among the tested versions.*differ by up to") as refused:
+            trainer.update_weights(replicas=["other-version"])
+        assert "99.1.0" in str(refused.value)
+        assert server.engine.complete(other, [1, 2, 3], 2).status == 503
+        broken.unlink()
+        # What is refused for good is asked again with another manifest: with the head that is tied to the embedding.
+        weights = dict(weights_of(server.models[1]))
+        trainer.publish({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()})
+        report = trainer.update_weights(replicas=["other-version"])
+    assert outcomes(report) == {"other-version": "new_serving"}, report
+    status = other.status()
+    assert status is not None
+    assert "99.1.0 is not among the tested versions" in status.engine_check
+    assert "; checked here in " in status.engine_check
+    prompt, tokens = server.models.expected(1)
+    assert list(server.engine.complete(other, prompt, len(tokens)).tokens) == tokens

@@ -2,42 +2,73 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from ckpt_engine.engine.versions import FORCE, Supported
+from ckpt_engine.engine.versions import Supported
 
-ENGINE = Supported("Small", ("0.26.", "1.5"))
+MODULE = "small_engine_of_tests"
+ENGINE = Supported("Small", ("0.26.", "1.5"), MODULE, ("small-gpu", "small-cpu"))
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.26.1rc2", "1.5"])
-def test_tested_versions_are_driven(version: str) -> None:
-    assert ENGINE.allows(version) == (True, "")
+def test_tested_versions_are_driven_as_they_are(version: str) -> None:
+    assert (ENGINE.refusal(version), ENGINE.untested(version)) == ("", "")
 
 
-@pytest.mark.parametrize("version", ["0.2", "0.260.1", "1.5.1", "10.26.0", ""])
-def test_others_are_refused_unless_forced(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    supported, reason = ENGINE.allows(version)
-    assert not supported
-    assert reason == f"Small {version} is not supported: tested are 0.26.x, 1.5; set {FORCE}=1 to try"
-    monkeypatch.setenv(FORCE, "1")
-    assert ENGINE.allows(version) == (True, f"Small {version} is driven because {FORCE}=1; tested are 0.26.x, 1.5")
+@pytest.mark.parametrize("version", ["0.260.1", "1.5.1", "10.26.0", "0.27.0.dev3+cpu"])
+def test_others_are_driven_once_they_are_checked(version: str) -> None:
+    assert ENGINE.refusal(version) == ""
+    assert ENGINE.untested(version) == f"Small {version} is not among the tested versions (0.26.x, 1.5)"
+
+
+@pytest.mark.parametrize("version", ["0.2", "0.25.9", "", "main"])
+def test_what_cannot_work_is_refused(version: str) -> None:
+    assert "must be 0.26 or newer" in ENGINE.refusal(version)
+
+
+def _install(folder: Path, version: str) -> None:
+    (folder / f"{MODULE}.py").touch()
+    metadata = folder / f"small_cpu-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: small-cpu\nVersion: {version}\n")
 
 
 def test_what_is_installed_is_told_with_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = ENGINE.installed("small_engine_of_tests", ("small-gpu", "small-cpu"))
+    found = ENGINE.installed()
     assert (found.ok, found.version) == (False, "")
-    assert found.reason.endswith("(extra: ckpt-engine[small_engine_of_tests])")
+    assert found.reason.endswith(f"(extra: ckpt-engine[{MODULE}])")
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "small_engine_of_tests.py").touch()
-    found = ENGINE.installed("small_engine_of_tests", ("small-gpu", "small-cpu"))
-    assert (found.ok, found.reason) == (
-        False,
-        "small_engine_of_tests can be imported, but has no metadata that tells its version",
-    )
-    metadata = tmp_path / "small_cpu-1.5.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: small-cpu\nVersion: 1.5\n")
-    found = ENGINE.installed("small_engine_of_tests", ("small-gpu", "small-cpu"))
+    (tmp_path / f"{MODULE}.py").touch()
+    found = ENGINE.installed()
+    assert not found.ok
+    assert "no metadata" in found.reason
+    _install(tmp_path, "1.5")
+    found = ENGINE.installed()
     assert (found.ok, found.version, found.reason) == (True, "1.5", "installed")
+
+
+def test_an_untested_version_that_is_installed_says_that_it_will_be_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    _install(tmp_path, "1.6")
+    found = ENGINE.installed()
+    assert (found.ok, found.version) == (True, "1.6")
+    assert "not among the tested versions" in found.reason
+    assert "checked before its first update" in found.reason
+
+
+def test_a_command_is_refused_by_what_is_installed_where_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    command = [sys.executable, "-m", MODULE]
+    assert ENGINE.refused_command(command) == ""  # not installed there: starting it says so
+    _install(tmp_path, "0.25.1")
+    assert ENGINE.refused_command(command) == "Small 0.25.1 is too old: it must be 0.26 or newer"
+    assert ENGINE.refused_command(["/no/such/python", "-m", MODULE]) == ""
+    assert ENGINE.refused_command(["small", "serve"]) == ""
+    assert ENGINE.refused_command([]) == ""

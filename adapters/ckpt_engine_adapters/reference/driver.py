@@ -14,11 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_engine.agent.http import HttpAdapter
+from ckpt_engine.core.engine_check import Score
 from ckpt_engine.engine.adapter import (
     AdapterAvailability,
     AdapterSettings,
     Capabilities,
     EngineAdapter,
+    EngineCallError,
     EngineInfo,
     LaunchPlan,
 )
@@ -76,6 +78,9 @@ class ReferenceAdapter(HttpAdapter):
 
     async def prepare(self, seconds: float) -> None:
         await self._control("/ckpt_engine/prepare", seconds)
+
+    async def score(self, tokens: Sequence[int], more: int, seconds: float) -> Score:
+        raise EngineCallError("the reference engine tells no log-probabilities, so nothing checks it", answered=True)
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
         await self._control("/pause", seconds, mode=_PAUSE_MODES[mode])
@@ -142,6 +147,11 @@ def node_plan(arguments: Sequence[str], port: int, model: str, part: NodePart) -
     where = ("--nnodes", part.nodes, "--node-rank", part.rank, "--master-addr", part.address)
     options = tuple(map(str, (*where, "--master-port", part.port)))
     return replace(plan, argv=(*plan.argv, *options))
+
+
+def refused_command(command: Sequence[str]) -> str:
+    """None: it runs with the agent's own Python, and another version is refused by `probe`."""
+    return ""
 
 
 def availability() -> AdapterAvailability:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from ckpt_engine.agent.http import AFTERWARDS_SECONDS, HttpAdapter
+from ckpt_engine.core.engine_check import Score
 from ckpt_engine.core.labels import version_label
 from ckpt_engine.engine.adapter import (
     AdapterAvailability,
@@ -43,7 +44,7 @@ from ckpt_engine_adapters.sglang.gate import RELEASE_ROUTE, RESUME_ROUTE, STATE_
 from ckpt_engine_adapters.sglang.instruction import Action, Instruction, encode
 from ckpt_engine_adapters.sglang.payload import serialized
 
-SUPPORTED = Supported("SGLang", ("0.5.16", "0.5.23"))
+SUPPORTED = Supported("SGLang", ("0.5.16", "0.5.23"), "sglang", ("sglang",))
 
 _FLUSH_AGAIN_SECONDS = 0.02
 
@@ -122,19 +123,29 @@ class SglangAdapter(HttpAdapter):
             return EngineInfo("", 0, False, f"this server lacks {', '.join(missing)}")
         told = await self._get("/server_info", end - time.monotonic())
         version = str(told["version"])
-        supported, reason = SUPPORTED.allows(version)
-        if supported and LOADER not in (told.get("custom_weight_loader") or ()):
-            supported, reason = False, f"start it with `python -m {WRAPPER}`: it does not know our weight loader"
+        refusal = SUPPORTED.refusal(version)
+        if not refusal and LOADER not in (told.get("custom_weight_loader") or ()):
+            refusal = f"start it with `python -m {WRAPPER}`: it does not know our weight loader"
         self._entries = int(told["tp_size"])
         self._loses_weights = bool(told.get("enable_memory_saver")) and not told.get("enable_weights_cpu_backup")
         # The first order loads torch. On a busy host that takes seconds, for which neither an update should wait nor
         # the agent be silent: so it is loaded now, and never on the loop's thread.
         await asyncio.to_thread(_entry, Instruction(Action.DISCARD))
         world_size = self._entries * int(told["pp_size"])
-        return EngineInfo(version, world_size, supported, reason, state["paused"], bool(state["released"]))
+        paused, asleep, untested = state["paused"], bool(state["released"]), SUPPORTED.untested(version)
+        return EngineInfo(version, world_size, not refusal, refusal, paused, asleep, untested)
 
     async def prepare(self, seconds: float) -> None:
         await self._order_whenever(Instruction(Action.PREPARE), seconds)
+
+    async def score(self, tokens: Sequence[int], more: int, seconds: float) -> Score:
+        sampling = {"max_new_tokens": more, "temperature": 0, "ignore_eos": True}
+        body = {"input_ids": list(tokens), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        answer = (await self._client.call("POST", "/generate", seconds, body)).json()
+        told = answer["meta_info"]
+        prompt = tuple(float(each[0]) for each in told["input_token_logprobs"][1:])
+        chosen = told["output_token_logprobs"]
+        return Score(prompt, tuple(int(each[1]) for each in chosen), tuple(float(each[0]) for each in chosen))
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
         """Stops the schedulers, and empties their caches unless `mode` keeps them.
@@ -292,5 +303,9 @@ def node_plan(arguments: Sequence[str], port: int, model: str, part: NodePart) -
     return replace(plan, argv=(*plan.argv, *where))
 
 
+def refused_command(command: Sequence[str]) -> str:
+    return SUPPORTED.refused_command(command)
+
+
 def availability() -> AdapterAvailability:
-    return SUPPORTED.installed("sglang", ("sglang",))
+    return SUPPORTED.installed()

@@ -38,8 +38,10 @@ class _Attached:
     def __init__(self, runner: Any, directory: EngineDirectory) -> None:
         rank, alone = worker_rank(runner)
         self.model: nn.Module = runner.model
-        target = SglangTarget(self.model, runner.model_config.hf_text_config, refusals(runner.server_args))
-        self.worker = EngineWorker(directory, rank, int(os.environ.get(WORKERS_VARIABLE, alone)), target)
+        session = getattr(runner, "weight_updater", None)
+        target = SglangTarget(self.model, runner.model_config.hf_text_config, refusals(runner.server_args), session)
+        workers = int(os.environ.get(WORKERS_VARIABLE, alone))
+        self.worker = EngineWorker(directory, rank, workers, target, model=_facts(runner, workers))
         self._attributes = Attributes(self.model, runner.device if runner.device != "cpu" else "none")
         self._cuda = runner.device == "cuda"
 
@@ -53,6 +55,14 @@ class _Attached:
         """The weights are about to go: the state word says so, and what SGLang does not keep is kept."""
         self.worker.discard()
         self._attributes.keep()
+
+
+def _facts(runner: Any, workers: int) -> str:
+    arguments = runner.server_args
+    graphs = "eager" if getattr(arguments, "disable_cuda_graph", False) else "graphs"
+    device = torch.cuda.get_device_name() if runner.device == "cuda" else str(runner.device)
+    quantised = f"quantisation {getattr(arguments, 'quantization', None) or 'none'}"
+    return f"{type(runner.model).__name__}, {quantised}, {workers} workers, {graphs}, {device}"
 
 
 _attached: _Attached | None = None

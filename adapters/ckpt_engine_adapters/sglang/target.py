@@ -36,10 +36,12 @@ from ckpt_engine_adapters.sglang.residency import processing_method
 class SglangTarget:
     """See LoadTarget. Used on the scheduler's main thread."""
 
-    def __init__(self, model: nn.Module, text_config: Any, refused: Sequence[str] = ()) -> None:
+    def __init__(self, model: nn.Module, text_config: Any, refused: Sequence[str] = (), session: Any = None) -> None:
         """text_config: of the checkpoint, as transformers has it. refused: why this server can take no update at all;
-        each reason refuses every one."""
+        each reason refuses every one. session: what begins and ends SGLang's own updates of this model (`WeightUpdater`
+        of newer versions)."""
         self._model = model
+        self._session = session
         self._text_config = text_config
         self._elsewhere = Elsewhere(model, "hf_to_sglang_mapper", (PPMissingLayer,))
         self._layers = {prefix: layer for prefix, layer in model.named_modules() if layer._parameters}
@@ -184,6 +186,15 @@ class SglangTarget:
             processing_method(layer).process_weights_after_loading(layer)
         live.take_over()
         del open_layers[prefix]
+
+    def reload(self, weights: Weights) -> None:
+        """As SGLang's begin, update and end of weights do, which all older versions are without."""
+        begin: Any = getattr(self._session, "begin_weight_update", None)
+        if begin is not None:
+            begin()
+        self._model.load_weights(weights)  # type: ignore[operator]
+        if begin is not None:
+            self._session.end_weight_update(run_post_load=False)
 
     def post_load(self) -> None:
         """What the model computes of loaded weights and keeps beside its parameters."""

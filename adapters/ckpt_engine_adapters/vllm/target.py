@@ -180,6 +180,14 @@ class VllmTarget:
                 buffer.copy_(weight.view(buffer.shape))
         _finish(layer)
 
+    def reload(self, weights: Weights) -> None:
+        """As vLLM's `reload_weights` does with an iterator."""
+        layerwise.initialize_layerwise_reload(self._model)
+        try:
+            self._model.load_weights(weights)  # type: ignore[operator]
+        finally:
+            layerwise.finalize_layerwise_reload(self._model, self._model_config)
+
     def post_load(self) -> None:
         """What is made of other layers' weights: a tied output head's packed copy, then attention layers (MLA absorbs
         its projections), which come last in vLLM too."""

@@ -46,6 +46,17 @@ def _draft_model(vllm_config: VllmConfig) -> str:
     return f"method {speculative.method}, model {speculative.model or 'of the same checkpoint'}"
 
 
+def _facts(vllm_config: VllmConfig, model: torch.nn.Module, device: torch.device, workers: int) -> str:
+    parallel, settings = vllm_config.parallel_config, vllm_config.model_config
+    layout = (
+        f"TP {parallel.tensor_parallel_size}, PP {parallel.pipeline_parallel_size}, {workers} workers"
+        f"{', experts apart' if parallel.enable_expert_parallel else ''}"
+    )
+    graphs = "eager" if settings.enforce_eager else "graphs"
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"{type(model).__name__}, quantisation {settings.quantization or 'none'}, {layout}, {graphs}, {where}"
+
+
 @dataclass
 class InitInfo(WeightTransferInitInfo):
     """What `/init_weight_transfer_engine` carries. discard: hold nothing from now on; else ask the agent."""
@@ -88,7 +99,7 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._vllm_config = vllm_config
         workers = int(os.environ.get(WORKERS_VARIABLE, parallel.world_size_across_dp))
         target = VllmTarget(model, vllm_config.model_config, _draft_model(vllm_config))
-        self._worker = EngineWorker(directory, rank, workers, target)
+        self._worker = EngineWorker(directory, rank, workers, target, model=_facts(vllm_config, model, device, workers))
         self._attributes = Attributes(model, device.type if device.type != "cpu" else "none")
         guard_sleep(_discard)
 

@@ -70,6 +70,7 @@ class AgentMachine:
         transports: tuple[str, ...],
         deadlines: Deadlines | None = None,
         pool: str = "",
+        check_engine: str = "auto",
     ) -> None:
         self._pool = pool
         self._session_id = session_id
@@ -78,7 +79,7 @@ class AgentMachine:
         self._transports = transports
         self._deadlines = deadlines or Deadlines()
         self._out: list[AgentCommand] = []
-        self.replica = Replica(name, mode, self._deadlines, self._out)
+        self.replica = Replica(name, mode, self._deadlines, self._out, check_engine=check_engine)
         self._session = Session(self._deadlines, self._out.append, self._dial, self._hello, self._beat)
         self.replica.session = self._session
         self._highest = 0  # install fence
@@ -168,13 +169,14 @@ class AgentMachine:
             asleep=replica.asleep,
             closed_reason=replica.closed_reason(),
             label_problem=replica.label_problem(),
+            engine_check=replica.engine_check,
         )
 
     def _tell_changes(self, now: float) -> None:
         """What changed is told at once: a late replica need not wait for a heartbeat to be brought up."""
         replica = self.replica
         words, label = replica.words.workers, replica.label_problem()
-        state = (words, replica.serving(), replica.asleep, replica.engine is None, label)
+        state = (words, replica.serving(), replica.asleep, replica.engine is None, label, replica.engine_check)
         if state != self._told and self._session.welcomed:
             self._told = state
             self._session.beat_now(now)
@@ -269,6 +271,7 @@ class AgentMachine:
             self._engine_exited("it was started again", now)
         self.replica.engine = event
         self.replica.engine_reason = ""
+        self.replica.checked, self.replica.engine_check = False, event.untested
         self.replica.labelled, self.replica.label_reason, self.replica.label_again = None, "", now
         # Also an engine that runs may still have a pause before it, which an earlier agent asked for. But that agent
         # gave no orders yet: those go out only after a pause has been answered.
@@ -294,6 +297,7 @@ class AgentMachine:
         replica.prepared.clear()
         replica.needs.clear()
         replica.ready.clear()
+        replica.models.clear()
         if replica.operation is not None:
             replica.operation.engine_exited(reason, now)
 

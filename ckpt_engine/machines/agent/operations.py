@@ -6,6 +6,7 @@ from typing import ClassVar, cast
 
 from ckpt_engine.core.manifest import other_format
 from ckpt_engine.core.sleeping import AWAKE
+from ckpt_engine.machines.agent.check import STEPS, EngineCheck
 from ckpt_engine.machines.agent.label import RETRY_SECONDS, LabellingOperation
 from ckpt_engine.machines.agent.state import Operation, Replica, acknowledged
 from ckpt_engine.machines.events import (
@@ -26,7 +27,8 @@ Problem = weights_pb2.Problem
 
 
 class Preparing(Operation):
-    """Every worker records its loader against a manifest. Touches no weight and pauses nothing.
+    """Every worker records its loader against a manifest. Touches no weight that is served, and pauses nothing but an
+    engine that is checked before its first update (check.py).
 
     Ends with a Prepared in `answer`. Workers that have recorded this manifest already are not asked again.
     """
@@ -39,6 +41,7 @@ class Preparing(Operation):
         self._prepare = prepare
         self._manifest = b""
         self._giving_orders = False
+        self._check: EngineCheck | None = None
         self._recorded: dict[int, tuple[bytes, worker_pb2.WorkerPrepared]] = {}
 
     def start(self, now: float) -> None:
@@ -48,6 +51,11 @@ class Preparing(Operation):
 
     def done(self, step: str, done: Done, now: float) -> None:
         """Takes the step after the one that ended."""
+        if step in STEPS:
+            assert self._check is not None
+            if self._check.done(step, done, now):
+                self._answer(self._check.problem)
+            return
         if done.problem is not None and step != "engine":
             self._answer(problem=done.problem)
             return
@@ -63,10 +71,12 @@ class Preparing(Operation):
                 self._giving_orders = False
                 self._recorded_by_all(done, now)
             case "put":
-                self._stored(cast(tuple[manager_pb2.BlobRef, ...], done.result))
+                self._stored(cast(tuple[manager_pb2.BlobRef, ...], done.result), now)
 
     def asked(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
         """Hands out the manifest, takes needs."""
+        if self._check is not None:
+            return self._check.asked(request, now)
         match request.WhichOneof("body"):
             case "want_prepare" if self._giving_orders:
                 return worker_pb2.AgentReply(
@@ -141,7 +151,7 @@ class Preparing(Operation):
         """Why a worker's engine must be started again: it may have loaded another release than its agent."""
         return other_format(f"worker {rank} of replica {self.replica.name!r}", self._recorded[rank][1].digest_format)
 
-    def _stored(self, refs: tuple[manager_pb2.BlobRef, ...]) -> None:
+    def _stored(self, refs: tuple[manager_pb2.BlobRef, ...], now: float) -> None:
         for rank, (boot_id, recorded) in self._recorded.items():
             self.replica.prepared[rank] = manager_pb2.PreparedWorker(
                 rank=rank,
@@ -151,7 +161,13 @@ class Preparing(Operation):
                 manifest_digest=self._prepare.manifest.digest,
             )
             self.replica.needs[rank] = recorded.needs
-        self._answer()
+            self.replica.models[rank] = recorded.model
+        if EngineCheck.wanted(self.replica):
+            manifest, models = self._prepare.manifest.digest, self.replica.models
+            self._check = EngineCheck(self.replica, self.fence, manifest, models, self._end, self.run)
+            self._check.start(now)
+        else:
+            self._answer()
 
     def _answer(self, problem: Problem | None = None) -> None:
         self.answer = manager_pb2.Prepared(

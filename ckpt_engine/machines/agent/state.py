@@ -56,10 +56,12 @@ class Replica:
     what the gate believes. holding: its page says that requests wait for the end of an update, or are refused since
     the engine has not resumed after one. orders: by worker rank, see FetchedOrder.
     accounted: False: an agent before this one may have given out orders that no worker has accounted for.
-    prepared, needs: what the workers last recorded, and the blobs of it, by rank. ready: which plans
-    they keep ready.
+    prepared, needs: what the workers last recorded, and the blobs of it, by rank. ready: which plans they keep ready.
+    models: what they say of their models, as a passed check is kept by it.
     labelled: what the engine has agreed to call its tokens by; None: nobody knows. label_reason: why it did not agree
     when it was told last; label_again: when it is told again while nothing else goes on.
+    check_engine: "auto", "always" or "never" (`--check-engine`). checked: whether this start of the engine has passed.
+    engine_check: what people are told of it.
     """
 
     name: str
@@ -78,10 +80,14 @@ class Replica:
     prepared: dict[int, manager_pb2.PreparedWorker] = field(default_factory=dict)
     needs: dict[int, bytes] = field(default_factory=dict)
     ready: dict[int, ReadyWorker] = field(default_factory=dict)
+    models: dict[int, str] = field(default_factory=dict)
     last_outcome: manager_pb2.ReplicaOutcome | None = None
     labelled: weights_pb2.Identity | None = None
     label_reason: str = ""
     label_again: float = 0.0
+    check_engine: str = "auto"
+    checked: bool = False
+    engine_check: str = ""
     operation: Operation | None = None
     operations: int = 0
     ended: list[Operation] = field(default_factory=list)

@@ -26,7 +26,9 @@ def take_beat(replica: Replica, beat: manager_pb2.ReplicaHeartbeat) -> None:
     replica.workers = tuple(beat.workers)
     replica.serving, replica.asleep = beat.serving, beat.asleep
     replica.closed_reason, replica.label_problem = beat.closed_reason, beat.label_problem
+    replica.engine_check = beat.engine_check
 
 
 def _told(said: Replica | manager_pb2.ReplicaHeartbeat) -> tuple[object, ...]:
-    return said.serving, said.asleep, said.closed_reason, said.label_problem, tuple(said.workers)
+    words = said.closed_reason, said.label_problem, said.engine_check
+    return said.serving, said.asleep, *words, tuple(said.workers)

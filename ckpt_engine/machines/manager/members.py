@@ -98,6 +98,7 @@ class Replica:
     asleep: bool = False
     closed_reason: str = ""
     label_problem: str = ""
+    engine_check: str = ""
     last_outcome: manager_pb2.ReplicaOutcome | None = None
     unfit: Unfit | None = None
     shut: ShutWays = field(default_factory=ShutWays)
@@ -341,7 +342,7 @@ class Members:
             replica.shut = old.shut
             if before == peer:
                 replica.serving, replica.closed_reason = old.serving, old.closed_reason
-                replica.label_problem = old.label_problem
+                replica.label_problem, replica.engine_check = old.label_problem, old.engine_check
         if hello.HasField("last_outcome"):
             known = None if old is None else old.last_outcome
             told = known is not None and known.fence.epoch >= hello.last_outcome.fence.epoch

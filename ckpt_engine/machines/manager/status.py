@@ -110,6 +110,7 @@ def _replica(replica: Replica) -> manager_pb2.ReplicaStatus:
         asleep=replica.asleep,
         closed_reason=replica.closed_reason,
         label_problem=replica.label_problem,
+        engine_check=replica.engine_check,
         workers=replica.workers,
         identity=replica.identity(),
         last_outcome=replica.last_outcome,
