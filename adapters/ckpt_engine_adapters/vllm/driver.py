@@ -115,7 +115,12 @@ class VllmAdapter(HttpAdapter):
 
     async def score(self, tokens: Sequence[int], more: int, seconds: float) -> Score:
         body = {"prompt": list(tokens), "max_tokens": more, "temperature": 0, "ignore_eos": True, "logprobs": 0}
-        body |= {"prompt_logprobs": 0, "return_token_ids": True, "detokenize": False}
+        body |= {
+            "prompt_logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "detokenize": False,
+        }
         choice = (await self._client.call("POST", "/v1/completions", seconds, body)).json()["choices"][0]
         told = choice["prompt_logprobs"][1:]
         prompt = tuple(float(each[str(token)]["logprob"]) for token, each in zip(tokens[1:], told, strict=True))
