@@ -339,7 +339,7 @@ def test_a_killed_agent_leaves_no_engine_and_an_unknown_version_is_checked(serve
         trainer.publish({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()})
         report = trainer.update_weights(replicas=["other-version"])
     assert outcomes(report) == {"other-version": "new_serving"}, report
-    status = other.status()
+    status = other.status
     assert status is not None
     assert "99.1.0 is not among the tested versions" in status.engine_check
     assert "; checked here in " in status.engine_check
