@@ -334,9 +334,9 @@ def test_a_killed_agent_leaves_no_engine_and_an_unknown_version_is_checked(serve
         assert "99.1.0" in str(refused.value)
         assert server.engine.complete(other, [1, 2, 3], 2).status == 503
         broken.unlink()
-        # What is refused for good is asked again with another manifest: with the head that is tied to the embedding.
-        weights = dict(weights_of(server.models[1]))
-        trainer.publish({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()})
+        # What is refused for good is asked again with another manifest: with a tensor that engines leave out.
+        left_out = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+        trainer.publish({**weights_of(server.models[1]), **left_out})
         report = trainer.update_weights(replicas=["other-version"])
     assert outcomes(report) == {"other-version": "new_serving"}, report
     status = other.status

@@ -134,8 +134,11 @@ ELSEWHERE_TOO = ("llama with tied embeddings", "qwen3 mixture of experts")
 (test_vllm_layouts.py)."""
 
 
-def build(config: Any, seed: int, path: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A random model, and its tensors under the names of the checkpoint that transformers writes."""
+def build(config: Any, seed: int, path: Path, embedding: float = 1.0) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A random model, and its tensors under the names of the checkpoint that transformers writes.
+
+    embedding: scales the embedding, of models that would else repeat their last token whatever their layers hold.
+    """
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -148,6 +151,8 @@ def build(config: Any, seed: int, path: Path) -> tuple[Any, dict[str, torch.Tens
                 parameter.add_(0.2 * torch.randn(parameter.shape))
             if "lm_head" in name or "wte" in name or "embed_tokens" in name:
                 parameter.mul_(torch.exp(0.4 * torch.randn(parameter.shape[0], 1)))
+            if "embed_tokens" in name:
+                parameter.mul_(embedding)
     model.save_pretrained(path)
     return model, load_file(path / "model.safetensors")
 

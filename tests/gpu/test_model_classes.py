@@ -165,19 +165,23 @@ class Kind:
     make: Callable[[], Any]
     arguments: tuple[str, ...] = ()  # of both servers
     float32: tuple[str, ...] = ()  # ends of the names of tensors that ours publishes in float32
+    embedding: float = 1.0  # see build
 
+
+TRITON = ("--gdn-prefill-backend", "triton")
+"""vLLM's own choice on Hopper for linear attention needs flashinfer, whether we are there or not."""
 
 KINDS = {
     "dense": Kind(qwen3),
     "tied embeddings": Kind(tied),
     "experts": Kind(experts),
     "latent attention": Kind(latent_attention),
-    "hybrid": Kind(hybrid),  # vLLM keeps A_log in float32, and widens it
-    "hybrid, A_log published in float32": Kind(hybrid, float32=(".A_log",)),
-    "hybrid of float32 masters": Kind(hybrid, float32=("",)),  # served in bfloat16, but for A_log
+    "hybrid": Kind(hybrid, TRITON),  # vLLM keeps A_log in float32, and widens it
+    "hybrid, A_log published in float32": Kind(hybrid, TRITON, float32=(".A_log",)),
+    "hybrid of float32 masters": Kind(hybrid, TRITON, float32=("",)),  # served in bfloat16, but for A_log
     "experts with routers in float32": Kind(routers),
     "gpt-oss": Kind(gpt_oss),
-    "gemma3": Kind(gemma3),
+    "gemma3": Kind(gemma3, embedding=1 / 16),  # it multiplies what it looks up by the root of its hidden size
     "LoRA enabled": Kind(qwen3, ("--enable-lora", "--max-lora-rank", "8")),
     "FP8 cache": Kind(lambda: qwen3(head_dim=128), ("--kv-cache-dtype", "fp8")),
 }
@@ -221,7 +225,7 @@ class Pairs:
         for seed in sorted({*SEEDS}):
             config = kind.make()
             config.dtype = torch.bfloat16
-            models[seed], weights[seed] = build(config, seed, path / str(seed))
+            models[seed], weights[seed] = build(config, seed, path / str(seed), kind.embedding)
         config.save_pretrained(path / "bare")
         arguments = ("--enforce-eager", "--kv-cache-memory-bytes", str(CACHE_BYTES), *kind.arguments)
         plain = stack.enter_context(plain_vllm(path / str(LOADED), path / "plain.log", *arguments))
