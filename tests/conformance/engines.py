@@ -64,6 +64,8 @@ class Engine(ABC):
     gate: ClassVar[type[Gate]]
     start_seconds: ClassVar[float] = 600.0
     """The longest that a server takes to be there on a busy machine of two cores."""
+    leaves_out: ClassVar[str] = ""
+    """A tensor of checkpoints that its loader leaves out; empty: none is known."""
     tells_versions: ClassVar[bool] = False
     """Whether a whole answer says in its body which version made which token; then `spans` reads it."""
 
@@ -237,6 +239,7 @@ class Sglang(Engine):
 
     kind = "sglang"
     gate = SglangGate
+    leaves_out = "model.layers.0.self_attn.rotary_emb.inv_freq"
     tells_versions = True
 
     def why_not_here(self) -> str:
