@@ -226,7 +226,13 @@ def test_weights_that_are_no_numbers_are_refused_by_name(manager: str, tmp_path:
         for checked in (True, False):
             sealer = Sealer()
             table = weights_pb2.SourceTable.FromString(sealer.offer(open_source(published), check_finite=checked))
-            atoms = weights_pb2.Atoms(table_digest=sealer._table_digest)
+            atoms = weights_pb2.Atoms(
+                table_digest=sealer._table_digest,
+                atoms=[
+                    weights_pb2.Atom(shard=index, start=shard.start, stop=shard.stop)
+                    for index, shard in enumerate(table.shards)
+                ],
+            )
             assert table.rank == 0
             if checked:
                 assert "weights of rank 0 hold NaN or infinity: wrong; has training diverged?" in said(

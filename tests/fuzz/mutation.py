@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -90,7 +91,9 @@ def change(message: Message, rng: random.Random) -> None:
     field = rng.choice(message.DESCRIPTOR.fields) if message.DESCRIPTOR.fields else None
     if field is None:
         return
-    if field.is_repeated:
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        _mapped(getattr(message, field.name), field.message_type.fields_by_name, rng)
+    elif field.is_repeated:
         _repeated(getattr(message, field.name), field, rng)
     elif field.message_type is not None:
         inside = getattr(message, field.name)
@@ -101,6 +104,16 @@ def change(message: Message, rng: random.Random) -> None:
             change(inside, rng)
     else:
         setattr(message, field.name, _value(field, getattr(message, field.name), rng))
+
+
+def _mapped(values: Any, fields: Mapping[str, FieldDescriptor], rng: random.Random) -> None:
+    """Of scalars: entries go, come, and get other values."""
+    keys = sorted(values)
+    if keys and rng.random() < 0.3:
+        del values[rng.choice(keys)]
+    else:
+        key = rng.choice(keys) if keys and rng.random() < 0.5 else _value(fields["key"], "", rng)
+        values[key] = _value(fields["value"], values.get(key, ""), rng)
 
 
 def _repeated(values: Any, field: FieldDescriptor, rng: random.Random) -> None:

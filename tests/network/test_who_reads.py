@@ -126,4 +126,6 @@ def test_a_resolver_that_does_not_answer_is_waited_for_no_longer_than_the_relay(
     finally:
         over.set()
     assert caught.value.problem.code == Problem.DEADLINE_EXCEEDED
-    assert "the resolver did not say within 0.05 s where node-7.example is" in caught.value.problem.message
+    said = caught.value.problem.message
+    assert "the resolver did not say within 0.0" in said  # less than what was there, since some is gone by then
+    assert "s where node-7.example is" in said
