@@ -74,7 +74,7 @@ CAPABILITIES = Capabilities(
     sleep_levels=frozenset({1, 2}),
     wake_tags=frozenset(_MEMORY),
     layouts=("TP",),
-    versions=("0.5.16 and 0.5.23 on CPUs",),
+    versions=("0.5.16 and 0.5.23 on CPUs and GPUs",),
     notes=(
         "keep retracts running requests and recomputes their caches with the new weights; in_place keeps the old ones, "
         "also for later requests with the same beginning.",

