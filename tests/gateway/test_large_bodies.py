@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import AsyncIterator
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -16,7 +18,8 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ckpt_engine.gateway import large_json
+from ckpt_engine.gateway import json_numbers, large_json
+from ckpt_engine.gateway.dialects.completions import Completions
 from ckpt_engine.gateway.json_numbers import load_asked
 from ckpt_engine.gateway.large_json import dump_in_steps, load_in_steps, values_of
 from tests.gateway.misbehaving import BODY, Engine, asking, told, until
@@ -85,6 +88,23 @@ def test_a_number_that_is_none_is_named_in_a_large_body() -> None:
     assert not math.isfinite(load_in_steps(b"[1, NaN]", float)[1])
 
 
+def test_no_step_of_writing_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+
+    class Watched(json.JSONEncoder):
+        def iterencode(self, o: Any, _one_shot: bool = False) -> Iterator[str]:
+            for step in super().iterencode(o, _one_shot):
+                steps.append(len(step))
+                yield step
+
+    monkeypatch.setattr(large_json.json, "JSONEncoder", Watched)
+    content = {"prompt": [[7], list(range(100_000))]}
+    written = dump_in_steps(content)
+    assert json.loads(written) == content
+    assert sum(steps) == len(written), "all of it is written in steps"
+    assert max(steps) <= large_json.STEP
+
+
 class Other:
     """A stream of another caller through the same gateway. passed: its tokens so far."""
 
@@ -101,40 +121,75 @@ class Other:
     @contextlib.asynccontextmanager
     async def running(self, client: httpx.AsyncClient) -> AsyncIterator[None]:
         asked = asyncio.ensure_future(client.post("/v1/completions", json={**BODY, "max_tokens": None}))
-        await until(lambda: self.passed > 100)
+        await until(lambda: self.passed > 0)
         try:
             yield
         finally:
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
 
+    def goes_on(self) -> None:
+        """Waits until more tokens have passed. On a thread beside the loop."""
+        assert threading.current_thread() is not threading.main_thread(), "it holds the loop up"
+        before, end = self.passed, time.monotonic() + 60
+        while self.passed < before + ENOUGH:
+            assert time.monotonic() < end, f"{self.passed - before} tokens of another stream have passed in a minute"
+            time.sleep(0.001)
 
-LARGE = 400_000
-ENOUGH = 100
-"""Tokens of others. A loop that is held up meanwhile lets a few pass, between two steps of its own."""
+
+LARGE = 40_000
+"""Token ids: enough for a body, and for a leg, to count as large."""
+
+ENOUGH = 20
+"""Tokens of another stream."""
 
 
-async def test_tokens_of_others_pass_while_a_large_body_is_read() -> None:
+@pytest.fixture
+def other() -> Other:
+    return Other()
+
+
+@pytest.fixture
+def halted(monkeypatch: pytest.MonkeyPatch, other: Other) -> list[str]:
+    """Makes all that takes long with a large body wait, in its middle, for tokens of another stream. Of each its name,
+    once it went on."""
+    went_on: list[str] = []
+
+    def halting(name: str, function: Callable[..., Any], large: Callable[..., bool]) -> Callable[..., Any]:
+        def halted(*arguments: Any) -> Any:
+            if large(*arguments):
+                other.goes_on()
+                went_on.append(name)
+            return function(*arguments)
+
+        return halted
+
+    for name in ("load_in_steps", "dump_in_steps"):
+        function = halting(name.removesuffix("_in_steps"), getattr(json_numbers, name), lambda *_: True)
+        monkeypatch.setattr(json_numbers, name, function)
+    check = halting("check", Completions.read, lambda body: len(body["prompt"]) >= LARGE)
+    monkeypatch.setattr(Completions, "read", check)
+    return went_on
+
+
+async def test_tokens_of_others_pass_while_a_large_body_is_read(other: Other, halted: list[str]) -> None:
     """One that is refused in the end, for its last id."""
-    other = Other()
     engine = Engine(lambda _number, _body: other.tokens())
     content = json.dumps({**BODY, "prompt": [*[7] * LARGE, -1]}).encode()
     async with asking(engine) as client, other.running(client):
-        before = other.passed
         answer = await client.post("/v1/completions", content=content)
-        between = other.passed - before
     assert (answer.status_code, len(engine.asked)) == (400, 1)
     assert f"number {LARGE} of it is -1" in answer.json()["detail"]
-    assert between > ENOUGH
+    assert halted == ["load", "check", "dump"]
 
 
-async def test_tokens_of_others_pass_while_a_large_request_is_written_once_more() -> None:
-    """From when its first leg was aborted until an engine hears of the second."""
-    other, moments = Other(), []
+async def test_tokens_of_others_pass_while_a_large_request_is_written_once_more(
+    other: Other, halted: list[str]
+) -> None:
+    """Its first leg is aborted; at the end the answer is written."""
 
     async def aborted() -> AsyncIterator[bytes]:
         choice = {"index": 0, "text": "", "token_ids": [1], "finish_reason": "abort"}
-        moments.append(other.passed)
         yield b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
         yield b"data: [DONE]\n\n"
 
@@ -145,19 +200,13 @@ async def test_tokens_of_others_pass_while_a_large_request_is_written_once_more(
             return aborted()
         return told({**body, "prompt": [1]})
 
-    class Noting(Engine):
-        async def _complete(self, request: Request) -> Response:
-            moments.append(other.passed)
-            return await super()._complete(request)
-
-    engine = Noting(behave)
+    engine = Engine(behave)
     body = {**BODY, "prompt": [7] * LARGE}
     async with asking(engine) as client, other.running(client):
         answer = await client.post("/v1/completions", json=body)
     assert answer.status_code == 200
     assert engine.asked[-1]["prompt"] == [7] * LARGE + [1]
-    _, _, abort, again = moments
-    assert again - abort > ENOUGH
+    assert halted == ["load", "check", "dump", "dump", "dump"]
 
 
 @pytest.mark.parametrize("inside", [b"1,", b"[],", b"{},", b"[1],"])
