@@ -15,8 +15,6 @@ import httpx
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from starlette.requests import Request
-from starlette.responses import Response
 
 from ckpt_engine.gateway import json_numbers, large_json
 from ckpt_engine.gateway.dialects.completions import Completions
