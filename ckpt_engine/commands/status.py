@@ -175,7 +175,7 @@ def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
     lines = []
     for replica in answer.replicas:
         unfit = f"left out of updates: {replica.unfit.message}" if replica.HasField("unfit") else ""
-        trouble = "; ".join(said for said in (unfit, replica.closed_reason) if said)
+        trouble = "; ".join(said for said in (unfit, replica.closed_reason, _drift(replica)) if said)
         if trouble:
             lines.append(Text(f"{replica.name}: {trouble}", style="red"))
         elif replica.label_problem:
@@ -190,6 +190,15 @@ def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
             words = f"{holder.kind} {holder.name} passes nothing on to others: it {holder.slow}"
             lines.append(Text(words, style="yellow"))
     return lines
+
+
+def _drift(replica: manager_pb2.ReplicaStatus) -> str:
+    """What it is to serve and does not hold, and why, unless other words say so; empty: it does."""
+    if not replica.HasField("drift") or not replica.connected or replica.HasField("unfit"):
+        return ""
+    said = f"it is to serve version {replica.desired.version} of {replica.desired.lineage}"
+    after = f"; next attempt in {replica.drift.next_attempt_seconds:.0f} s"
+    return f"{said}: {replica.drift.reason}{after if replica.drift.HasField('next_attempt_seconds') else ''}"
 
 
 def _gpus(gpus: Sequence[weights_pb2.Gpu]) -> str:

@@ -60,7 +60,8 @@ class Deadlines:
     update: a whole update, when the caller sets no timeout.
     catch_up: bringing one late replica to the latest version. What waits for it waits no longer than `resume` after it
         last told something new.
-    catch_up_retry: before a failed catch-up is tried again; doubles with each attempt.
+    catch_up_retry, catch_up_retry_most: before a failed catch-up is tried again; doubles with each attempt up to the
+        most.
     sleep_wake: putting an engine to sleep or waking it, when the caller sets no timeout.
     forget: a member that lost its session and did not come back, until the manager forgets it; a replica only if no
         update reached it.
@@ -126,6 +127,7 @@ class Deadlines:
     update: float = 600.0
     catch_up: float = 300.0
     catch_up_retry: float = 5.0
+    catch_up_retry_most: float = 300.0
     sleep_wake: float = 120.0
     forget: float = 300.0
     hello: float = 10.0
@@ -199,4 +201,4 @@ class Deadlines:
 
 
 CATCH_UP_ATTEMPTS = 3
-"""How often bringing the same workers to the same version is tried before the next update is awaited."""
+"""How often a replica that serves is tried to be brought to the same version: each attempt may pause it."""

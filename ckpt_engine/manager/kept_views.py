@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.watching import Watched
 from ckpt_engine.manager.ledger import Ledger
@@ -39,6 +40,8 @@ class Seen(Protocol):
 
     def watched(self) -> Watched: ...
 
+    def drifts(self) -> Mapping[str, Drift]: ...
+
 
 class Overviews:
     """The overview as JSON, built once for all who ask within half a second, and for as long as nothing changes. On the
@@ -59,7 +62,12 @@ class Overviews:
             self._until = now + OVERVIEW_SECONDS
             status = manager.status(replicas=False)
             found = Everything.of(
-                status, manager.replicas(), manager.watched(), manager.dialled, manager.refusals.count
+                status,
+                manager.replicas(),
+                manager.watched(),
+                manager.drifts(),
+                manager.dialled,
+                manager.refusals.count,
             )
             self._built = found.model_dump_json().encode()
         asker = Asker.of(caller).model_dump_json().encode()

@@ -245,8 +245,14 @@ class _Current(Collector):
             "Since it last took a version; absent before, and after a restart of the manager.",
             labels=("replica",),
         )
+        drift = GaugeMetricFamily(
+            "ckpt_engine_replica_drift_seconds",
+            "For how long it has not held what it is to serve; 0: it does, or nothing is meant for it.",
+            labels=("replica",),
+        )
         self._forget_gone(status)
         for replica in status.replicas:
+            drift.add_metric((replica.name,), replica.drift.seconds)
             for each in REPLICA_STATES:
                 state.add_metric((replica.name, each), int(each == replica_state(replica)))
             if replica.HasField("identity"):
@@ -255,7 +261,7 @@ class _Current(Collector):
                     lag.add_metric((replica.name,), status.latest.version - replica.identity.version)
             if replica.name in self.replicas:
                 since.add_metric((replica.name,), max(0.0, time.time() - self.replicas[replica.name]))
-        yield from (state, version, lag, since)
+        yield from (state, version, lag, since, drift)
 
 
 def _of_relays(status: manager_pb2.GetStatusResponse) -> Iterable[Metric]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pydantic import BaseModel, Field
 
 from ckpt_engine.core.enums import enum_word
+from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.watching import Watched
 from ckpt_engine.manager.ledger import Record
@@ -55,6 +56,7 @@ class ReplicaLine(BaseModel):
     pool: str
     state: str = Field(description="serving, updating, asleep, quarantined, closed or away")
     reason: str = Field(description="why it does not serve; empty if it does")
+    drift: str = Field(description="why it does not hold what it is to serve; empty if it does")
     unfit: str = Field(description="why it is left out of updates: it could not take what was published last")
     label_problem: str = Field(description="why the version that its engine itself names may be wrong")
     identity: Identity | None = Field(description="set when all workers agree")
@@ -66,11 +68,18 @@ class ReplicaLine(BaseModel):
     pause_seconds: float | None = Field(description="of its last update")
 
     @classmethod
-    def of(cls, replica: Replica, seen: manager_pb2.WatchedReplica, latest: weights_pb2.Identity | None) -> ReplicaLine:
+    def of(
+        cls,
+        replica: Replica,
+        seen: manager_pb2.WatchedReplica,
+        latest: weights_pb2.Identity | None,
+        drift: Drift | None,
+    ) -> ReplicaLine:
         outcome, unfit = replica.last_outcome, replica.why_unfit()
         identity = seen.identity if seen.HasField("identity") else None
         state = _STATES.get(seen.state, "closed")
-        if state == "closed" and outcome is not None and outcome.outcome == manager_pb2.QUARANTINED:
+        left = outcome is not None and outcome.outcome == manager_pb2.QUARANTINED
+        if state == "closed" and left and drift is not None:
             state = "quarantined"
         known = identity is not None and latest is not None and latest.lineage == identity.lineage
         return cls(
@@ -78,6 +87,7 @@ class ReplicaLine(BaseModel):
             pool=replica.pool,
             state=state,
             reason=seen.reason,
+            drift="" if drift is None else drift.reason,
             unfit="" if unfit is None else unfit.message,
             label_problem=seen.label_problem,
             identity=None if identity is None else Identity.of(identity),
@@ -172,6 +182,7 @@ class Everything(BaseModel):
         status: manager_pb2.GetStatusResponse,
         replicas: Mapping[str, Replica],
         watched: Watched,
+        drifts: Mapping[str, Drift],
         manager: str,
         refused: int,
     ) -> Everything:
@@ -180,7 +191,8 @@ class Everything(BaseModel):
         beyond = [f"and {len(waited) - WAITED_SHOWN} more"] if len(waited) > WAITED_SHOWN else []
         lines = []
         for name, seen in watched.replicas.items():
-            lines.append(ReplicaLine.of(replicas[name], seen, watched.latest.get(seen.identity.lineage)))
+            latest = watched.latest.get(seen.identity.lineage)
+            lines.append(ReplicaLine.of(replicas[name], seen, latest, drifts.get(name)))
         return cls(
             cluster=status.fence.cluster,
             epoch=status.fence.epoch,

@@ -27,6 +27,7 @@ from ckpt_engine.core.problems import CkptEngineError, unavailable
 from ckpt_engine.grpc_loops import quiet_loop
 from ckpt_engine.http_server import HttpServer
 from ckpt_engine.machines import events
+from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.watching import Watched
@@ -150,6 +151,10 @@ class ManagerServer:
     def replicas(self) -> Mapping[str, Replica]:
         """All of them by name, as they were heard of last. To be read only, and at once."""
         return self._shell.replicas()
+
+    def drifts(self) -> dict[str, Drift]:
+        """The replicas that do not hold what they are to serve, by name."""
+        return self._shell.drifts()
 
     @property
     def changes(self) -> int:

@@ -17,6 +17,7 @@ from google.protobuf.message import Message as ProtobufMessage
 from ckpt_engine.core.problems import CkptEngineError, internal, unavailable
 from ckpt_engine.machines import events
 from ckpt_engine.machines.events import Call, ManagerEvent, Peer
+from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.watching import Watched
@@ -143,6 +144,10 @@ class Shell:
     def replicas(self) -> Mapping[str, Replica]:
         """All of them by name. To be read only, and at once."""
         return self._machine.replicas()
+
+    def drifts(self) -> dict[str, Drift]:
+        """The replicas that do not hold what they are to serve, by name."""
+        return self._machine.drifts()
 
     def watched(self) -> Watched:
         """What WatchReplicas tells."""

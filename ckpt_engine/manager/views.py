@@ -173,6 +173,19 @@ class ReplicaOutcome(BaseModel):
         )
 
 
+class Drift(BaseModel):
+    """That a replica does not hold what it is to serve."""
+
+    reason: str
+    seconds: float = Field(description="for so long, as far as this manager knows")
+    next_attempt_seconds: float | None = Field(description="null: it waits for something that has no time")
+
+    @classmethod
+    def of(cls, drift: manager_pb2.Drift) -> Drift:
+        after = drift.next_attempt_seconds if drift.HasField("next_attempt_seconds") else None
+        return cls(reason=drift.reason, seconds=drift.seconds, next_attempt_seconds=after)
+
+
 class Replica(BaseModel):
     """A rollout replica as the manager sees it."""
 
@@ -187,7 +200,9 @@ class Replica(BaseModel):
     closed_reason: str
     label_problem: str = Field(description="why the version that the engine itself names may be wrong; else empty")
     engine_check: str = Field(description="how an engine's version that no test has run was checked; else empty")
-    identity: Identity | None = Field(description="set when all workers agree")
+    identity: Identity | None = Field(description="what it holds; set when all workers agree")
+    desired: Identity | None = Field(description="what it is to serve; null: nothing, until an update is for it")
+    drift: Drift | None = Field(description="null: it holds what it is to serve")
     workers: list[Worker]
     last_outcome: ReplicaOutcome | None
     unfit: Problem | None = Field(description="why it could not take the version that it was asked to take last")
@@ -209,6 +224,8 @@ class Replica(BaseModel):
             label_problem=replica.label_problem,
             engine_check=replica.engine_check,
             identity=Identity.of(replica.identity) if replica.HasField("identity") else None,
+            desired=Identity.of(replica.desired) if replica.HasField("desired") else None,
+            drift=Drift.of(replica.drift) if replica.HasField("drift") else None,
             workers=[Worker.of(worker, gpus.get(worker.rank, ())) for worker in replica.workers],
             last_outcome=ReplicaOutcome.of(replica.last_outcome) if replica.HasField("last_outcome") else None,
             unfit=Problem.of(replica.unfit) if replica.HasField("unfit") else None,

@@ -11,7 +11,7 @@ import torch
 
 from ckpt_engine import Trainer
 from ckpt_engine.commands.replica import EVICTED
-from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS, ENVIRONMENT
+from ckpt_engine.core.deadlines import ENVIRONMENT
 from tests.cluster import Cluster, eventually, running_cluster
 from tests.tiny_model import make_tiny_qwen3
 
@@ -23,11 +23,16 @@ def operate(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
-def test_a_replica_that_was_given_up_is_tried_again_and_an_evicted_one_ends(
+def as_text(cluster: Cluster, command: str) -> str:
+    words = [sys.executable, "-m", "ckpt_engine", command, "--manager", cluster.address]
+    return subprocess.run(words, capture_output=True, text=True, timeout=240, check=True).stdout
+
+
+def test_a_replica_that_could_not_be_brought_is_tried_again_and_an_evicted_one_ends(
     tmp_path: Path, bare_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The snapshot that late replicas read is damaged until every attempt has failed; then it is whole again."""
-    monkeypatch.setenv(ENVIRONMENT, "catch_up_retry=0.2")
+    """The snapshot that late replicas read is damaged until the next attempt is far away; then it is whole again."""
+    monkeypatch.setenv(ENVIRONMENT, "catch_up_retry=600 catch_up_retry_most=600")
     torch.set_num_threads(1)
     with running_cluster(tmp_path) as cluster, Trainer(cluster.address, lineage="late") as trainer:
         unknown = operate(cluster, "retry", "nobody")
@@ -38,16 +43,18 @@ def test_a_replica_that_was_given_up_is_tried_again_and_an_evicted_one_ends(
         source = trainer._sealer._source
         damaged = source._sealed[0].view(torch.uint8).view(-1)  # type: ignore[union-attr]
         damaged[3] ^= 1
-        before = cluster.status().fence.epoch
         late = cluster.replica("late", "reference", bare_model).registered()
 
-        def given_up() -> bool:
-            """The last attempt too has ended: it must not find what is made whole below. Each spends two epochs, for
-            filling and for installing."""
-            now = cluster.status()
-            return now.fence.epoch >= before + 2 * CATCH_UP_ATTEMPTS and now.phase == "idle"
+        def waits() -> bool:
+            """An attempt has ended: it must not find what is made whole below."""
+            (replica,) = cluster.status().replicas
+            return replica.drift.HasField("next_attempt_seconds")
 
-        eventually("all attempts failed", 120, given_up)
+        eventually("an attempt failed", 120, waits)
+        shown = as_text(cluster, "status")
+        assert "late: " in shown
+        assert "it is to serve version 1 of late: 1 attempt to bring it failed" in shown
+        assert "next attempt in" in shown
         assert not late.status.serving  # type: ignore[union-attr]
         damaged[3] ^= 1
         tried = operate(cluster, "retry", "late")

@@ -62,6 +62,7 @@ class Manager:
 def test_series_of_replicas_end_with_them() -> None:
     manager = Manager()
     manager.status.replicas.extend([replica("new", 7), replica("old", 4), replica("empty", None)])
+    manager.status.replicas[1].drift.seconds = 12.0
     outcome = manager_pb2.ReplicaOutcome(replica="new", outcome=manager_pb2.NEW_SERVING)
     manager.metrics.report(manager_pb2.UpdateReport(ok=True, identity=identity(7), replicas=[outcome]))
     shown = manager.samples()
@@ -70,6 +71,7 @@ def test_series_of_replicas_end_with_them() -> None:
     assert (shown["ckpt_engine_replica_version", ("new",)], shown["ckpt_engine_replica_version", ("old",)]) == (7, 4)
     lags = [shown["ckpt_engine_replica_lag_versions", (name,)] for name in ("new", "old")]
     assert lags == [0, 3]
+    assert [shown["ckpt_engine_replica_drift_seconds", (name,)] for name in ("new", "old")] == [0, 12]
     assert ("ckpt_engine_replica_version", ("empty",)) not in shown
     assert ("ckpt_engine_replica_since_success_seconds", ("new",)) in shown
     assert ("ckpt_engine_replica_since_success_seconds", ("old",)) not in shown

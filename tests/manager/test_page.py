@@ -20,13 +20,15 @@ from test_security import Keys, token
 from test_updates import one_update, refused
 
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.machines.manager.drift import Drift
+from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.manager import kept_views
 from ckpt_engine.manager.blobs import BlobStore
 from ckpt_engine.manager.http_page import FILES
 from ckpt_engine.manager.kept_views import Lines
 from ckpt_engine.manager.ledger import Ledger, Record
 from ckpt_engine.manager.metrics import Metrics
-from ckpt_engine.manager.page_views import UpdateLine, percentile
+from ckpt_engine.manager.page_views import ReplicaLine, UpdateLine, percentile
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
 from ckpt_engine.manager.update_views import Update
 from ckpt_engine.security.grants import Caller
@@ -296,6 +298,17 @@ def test_values_that_only_a_newer_agent_has_are_named_by_their_number() -> None:
     metrics = Metrics(manager_pb2.GetStatusResponse, BlobStore(1, 1))
     metrics.report(report)
     assert 'ckpt_engine_replica_outcomes_total{outcome="unknown"} 1.0' in metrics.exposition().decode()
+
+
+@pytest.mark.parametrize(("drifts", "state"), [(True, "quarantined"), (False, "closed")])
+def test_a_closed_replica_is_quarantined_only_as_long_as_it_lacks_what_it_is_to_serve(drifts: bool, state: str) -> None:
+    host = weights_pb2.Host(name="h")
+    replica = Replica("a", "session", 1, manager_pb2.STANDALONE, host, None, 0.0)
+    replica.last_outcome = manager_pb2.ReplicaOutcome(replica="a", outcome=manager_pb2.QUARANTINED)
+    seen = manager_pb2.WatchedReplica(name="a", state=manager_pb2.CLOSED, reason="its worker is dead")
+    drift = Drift(weights_pb2.Identity(lineage="run"), "it is tried again", 1.0, 5.0) if drifts else None
+    line = ReplicaLine.of(replica, seen, None, drift)
+    assert (line.state, line.reason, line.drift) == (state, "its worker is dead", "it is tried again" if drifts else "")
 
 
 async def answered(replica: ScriptedReplica, beat: int) -> None:

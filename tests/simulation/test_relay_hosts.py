@@ -292,7 +292,7 @@ def test_a_late_replica_is_told_once_that_nobody_holds_the_version(
     assert holds(late) is None
     ((name, reason),) = told
     assert name == late.name
-    assert "no source of it stays sealed, and nobody holds it who is connected" in reason
+    assert "no source of it stays sealed, and nothing that is connected holds it" in reason
 
 
 def test_a_late_replica_is_brought_up_after_a_restart_of_the_manager(story: Story) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from zlib import crc32
 
 from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
 from ckpt_engine.core.problems import precondition
@@ -24,23 +25,33 @@ from ckpt_engine.v1 import manager_pb2
 
 CATCH_UP: Key = ("catch up",)
 
+TURN = "its turn comes when nothing else goes on in its pool"
+
+
+NO_SOURCE = (
+    "no source of it stays sealed, and nothing that is connected holds it: it comes with the next update, or as soon "
+    "as a trainer or a relay that holds it is there again"
+)
+
 
 @dataclass
 class Attempts:
-    """Attempts to bring the same workers to the same version, while the same relays are there: they may be what lacked.
-    told: the session that heard that nobody can be read."""
+    """Attempts to bring the same workers to the same version, while the same sources are there."""
 
-    workers: tuple[bytes, ...]
+    workers: tuple[bytes, ...]  # boot ids, by rank
     identity: bytes
-    relays: frozenset[str]
+    sources: frozenset[str]  # sessions of relays and of the lineage's ranks: a new one may be what lacked
     count: int = 0
-    next: float = 0.0
-    told: Peer | None = None
+    next: float = 0.0  # monotonic seconds; not before
+    no_source_told: Peer | None = None  # the session that heard NO_SOURCE
+    no_source: bool = False  # when it was looked last
 
 
 @dataclass
 class CatchUp:
-    """Remembers attempts by replica, so that what cannot work is not tried for ever."""
+    """Remembers attempts by replica. Each attempt that failed doubles the wait before the next one, up to
+    `catch_up_retry_most`; a replica that serves is not tried more than CATCH_UP_ATTEMPTS times, since each attempt may
+    pause it."""
 
     state: State
     publications: Publications
@@ -55,16 +66,17 @@ class CatchUp:
             if replica.pool in busy:
                 continue
             latest = self.state.versions.of(replica.name)
-            if latest is None or not _lacks(replica, latest) or self._never_loads(replica, latest) is not None:
+            if latest is None or replica.holds(latest.identity) or self._hindrance(replica, latest):
                 self.attempts.pop(replica.name, None)
                 continue
             attempts = self._attempts(replica, latest)
             found = self._source(latest, attempts.count)
+            attempts.no_source = found is None and not self.holdings.looking(latest)
             if found is None:
-                self._say_why_not(replica, latest, attempts)
+                self._say_no_source(replica, latest, attempts)
                 continue
             published, record = found
-            if attempts.count >= CATCH_UP_ATTEMPTS:
+            if _given_up(replica, attempts):
                 continue
             if attempts.next > now:
                 waits.append(attempts.next - now)
@@ -86,11 +98,30 @@ class CatchUp:
             if not may(goal):
                 continue
             attempts.count += 1
-            attempts.next = now + self.state.deadlines.catch_up_retry * 2 ** (attempts.count - 1)
+            attempts.next = now + self._backoff(replica.name, attempts.count)
             return goal
         if waits:
             self.state.set_timer(CATCH_UP, min(waits))
         return None
+
+    def standstill(self, replica: Replica, latest: Latest, now: float) -> tuple[str, float | None]:
+        """Why a replica that does not hold this version is not being brought to it, for people, and the seconds until
+        the next attempt; None: what it waits for has no time. Starts nothing."""
+        if hindrance := self._hindrance(replica, latest):
+            return hindrance, None
+        attempts = self.attempts.get(replica.name)
+        if attempts is None or not self._same(attempts, replica, latest):
+            return TURN, None
+        if attempts.no_source:
+            return NO_SOURCE, None
+        failed = f"{attempts.count} {'attempt' if attempts.count == 1 else 'attempts'} to bring it failed"
+        failed += f": {replica.failure}" if replica.failure else ""
+        if _given_up(replica, attempts):
+            return (
+                f"{failed}. It serves, and each attempt may pause it, so it is tried again only with another version, "
+                f"other workers, relays or ranks, or by `ckpt-engine replica retry {replica.name}`"
+            ), None
+        return (failed, attempts.next - now) if attempts.count and attempts.next > now else (TURN, None)
 
     def retry(self, replica: Replica) -> str:
         """Forgets failed attempts, so that the replica's turn comes at once. Says what will happen, for people.
@@ -110,16 +141,8 @@ class CatchUp:
             reason = f"it holds {version} and is closed because {replica.closed_reason or 'its engine does not serve'}"
             wake = f"; wake it: `ckpt-engine wake {replica.name}`" if replica.asleep else ""
             raise precondition(f"{reason}: bringing weights would not help{wake}", replica=replica.name)
-        if not _lacks(replica, latest):
-            why = "asleep" if replica.asleep else "without workers"
-            raise precondition(f"it is {why}, so it is not brought to {version}", replica=replica.name)
-        never = self._never_loads(replica, latest)
-        if never is not None:
-            raise precondition(
-                f"its engine can never load {version}: {never.problem.message}. Start an engine with that model, or "
-                f"take it out with `ckpt-engine replica evict {replica.name}`",
-                replica=replica.name,
-            )
+        if hindrance := self._hindrance(replica, latest):
+            raise precondition(f"it is not brought to {version}: {hindrance}", replica=replica.name)
         if self._source(latest) is None and not self.holdings.looking(latest):
             raise precondition(
                 f"no source of {version} stays sealed, and nobody else holds it, so nothing can be read now; the next "
@@ -136,15 +159,34 @@ class CatchUp:
             attempts.count -= 1
             attempts.next = 0.0
 
-    def _say_why_not(self, replica: Replica, latest: Latest, attempts: Attempts) -> None:
-        """Nobody can be read: said once to each session."""
-        if attempts.told != replica.peer and not self.holdings.looking(latest):
-            attempts.told = replica.peer
-            reason = (
-                "no source of it stays sealed, and nobody holds it who is connected: it comes with the next update, or "
-                "as soon as a trainer or a relay that holds it is there again"
+    def _say_no_source(self, replica: Replica, latest: Latest, attempts: Attempts) -> None:
+        """Says once to each session that nothing can be read."""
+        if attempts.no_source and attempts.no_source_told != replica.peer:
+            attempts.no_source_told = replica.peer
+            self.state.send(replica, manager_pb2.NotBrought(identity=latest.identity, reason=NO_SOURCE))
+
+    def _hindrance(self, replica: Replica, latest: Latest) -> str:
+        """What of the replica itself keeps it from being brought to a version; empty: nothing."""
+        if replica.peer is None:
+            return "its agent is not connected"
+        if replica.asleep:
+            return f"it is asleep; wake it: `ckpt-engine wake {replica.name}`"
+        if not replica.workers:
+            return "it is without workers: its agent has found no engine yet"
+        never = self._never_loads(replica, latest)
+        if never is not None:
+            return (
+                f"its engine can never load it: {never.problem.message}. Start an engine with that model, or take it "
+                f"out with `ckpt-engine replica evict {replica.name}`"
             )
-            self.state.send(replica, manager_pb2.NotBrought(identity=latest.identity, reason=reason))
+        return ""
+
+    def _backoff(self, name: str, count: int) -> float:
+        """Seconds after an attempt with this number, from 1 on, before the next one. Replicas that failed together are
+        not tried together for ever: each adds up to a fifth of its own."""
+        deadlines = self.state.deadlines
+        least = min(deadlines.catch_up_retry_most, deadlines.catch_up_retry * 2.0 ** min(count - 1, 60))
+        return least * (1 + crc32(f"{name} {count}".encode()) / 2**32 / 5)
 
     def _source(self, latest: Latest, attempt: int = 0) -> tuple[Published, manager_pb2.BlobRef | None] | None:
         """Where a version's bytes lie, if they stay there, and its record, if that tells what is there.
@@ -186,13 +228,23 @@ class CatchUp:
         return None if offered is None else replica.never_loads(offered.manifest.digest)
 
     def _attempts(self, replica: Replica, latest: Latest) -> Attempts:
-        workers, identity = replica.boot_ids(), latest.identity.SerializeToString(deterministic=True)
-        relays = frozenset(each.session_id for each in self.state.members.holders.values() if each.filling is not None)
         known = self.attempts.get(replica.name)
-        if known is None or (known.workers, known.identity) != (workers, identity) or not relays <= known.relays:
-            known = self.attempts[replica.name] = Attempts(workers, identity, relays)
+        if known is None or not self._same(known, replica, latest):
+            identity = latest.identity.SerializeToString(deterministic=True)
+            known = self.attempts[replica.name] = Attempts(replica.boot_ids(), identity, self._sources(latest))
         return known
 
+    def _same(self, known: Attempts, replica: Replica, latest: Latest) -> bool:
+        """Whether nothing has come since these attempts that the next one could profit from."""
+        identity = latest.identity.SerializeToString(deterministic=True)
+        same = (known.workers, known.identity) == (replica.boot_ids(), identity)
+        return same and self._sources(latest) <= known.sources
 
-def _lacks(replica: Replica, latest: Latest) -> bool:
-    return bool(replica.workers) and not replica.asleep and not replica.holds(latest.identity)
+    def _sources(self, latest: Latest) -> frozenset[str]:
+        members = self.state.members
+        ranks = [each.session_id for each in members.ranks(latest.identity.lineage).values()]
+        return frozenset(ranks + [each.session_id for each in members.holders.values() if each.filling is not None])
+
+
+def _given_up(replica: Replica, attempts: Attempts) -> bool:
+    return replica.serving and attempts.count >= CATCH_UP_ATTEMPTS

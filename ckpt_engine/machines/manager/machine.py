@@ -41,6 +41,7 @@ from ckpt_engine.machines.events import (
 )
 from ckpt_engine.machines.manager.beats import take_beat, tells_nothing
 from ckpt_engine.machines.manager.catch_up import CATCH_UP, CatchUp
+from ckpt_engine.machines.manager.drift import Drift, Drifts
 from ckpt_engine.machines.manager.forgetting import Forgetting
 from ckpt_engine.machines.manager.giving_way import GivingWay
 from ckpt_engine.machines.manager.goal import Goal
@@ -89,6 +90,7 @@ class ManagerMachine:
         self._publications = Publications(self._state)
         self._holdings = Holdings(self._state)
         self._catch_up = CatchUp(self._state, self._publications, self._holdings)
+        self._drifts = Drifts(self._state, self._catch_up)
         self._recovery = Recovery(self._state)
         self._forgetting = Forgetting(self._state)
         self._turns = Turns(self._state, self._publications)
@@ -99,6 +101,7 @@ class ManagerMachine:
         self._settled = False
         self._begun = False
         self._news = False
+        self._now = 0.0  # of the last event
         self.changes = 0
 
     def handle(self, event: ManagerEvent, now: float) -> list[ManagerCommand]:
@@ -109,6 +112,7 @@ class ManagerMachine:
         if not self._begun:
             self._begin()
         self._news = not tells_nothing(event, self._members)
+        self._now = now
         match event:
             case Message(peer, body):
                 self._message(peer, body, now)
@@ -128,14 +132,21 @@ class ManagerMachine:
                 self._cancelled(call, now)
         if self._news:
             self.changes += 1
+            speaker = self._members.by_peer.get(event.peer) if isinstance(event, Message) else None
+            self._drifts.look([speaker] if isinstance(speaker, Replica) else (), now)
             self._next(now)
 
     def status(self, *, replicas: bool = True) -> manager_pb2.GetStatusResponse:
         """What GetStatus answers. replicas: False leaves them out, which are nearly all of the work."""
         warnings, holdings = self._recovery.warnings(), self.blobs_in_use()
-        answer = status_of(self._state, self._phase(), self._software_version, warnings, holdings, replicas=replicas)
+        drifts = self.drifts() if replicas else None
+        answer = status_of(self._state, self._phase(), self._software_version, warnings, holdings, drifts)
         answer.waiting_for.extend(name for update in self._updates.all() for name in update.course.waiting_for())
         return answer
+
+    def drifts(self) -> dict[str, Drift]:
+        """The replicas that do not hold what they are to serve, by name."""
+        return self._drifts.all(self._updates.all(), self._now)
 
     def replicas(self) -> Mapping[str, Replica]:
         """All of them by name, as they were heard of last. To be read only, and at once."""

@@ -101,6 +101,9 @@ class Replica:
     engine_check: str = ""
     last_outcome: manager_pb2.ReplicaOutcome | None = None
     unfit: Unfit | None = None
+    failure: str = (
+        ""  # why the last attempt to bring it a version by itself failed; empty: none has, or a later one did
+    )
     shut: ShutWays = field(default_factory=ShutWays)
 
     @property
@@ -339,7 +342,7 @@ class Members:
         before = None
         if old is not None:
             before, replica.last_outcome, replica.unfit = old.peer, old.last_outcome, old.unfit
-            replica.shut = old.shut
+            replica.shut, replica.failure = old.shut, old.failure
             if before == peer:
                 replica.serving, replica.closed_reason = old.serving, old.closed_reason
                 replica.label_problem, replica.engine_check = old.label_problem, old.engine_check

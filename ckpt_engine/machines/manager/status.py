@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.publications import Publications
@@ -30,11 +31,10 @@ def status_of(
     software_version: str,
     warnings: Sequence[str],
     holdings: Mapping[str, Sequence[manager_pb2.BlobRef]],
-    *,
-    replicas: bool = True,
+    drifts: Mapping[str, Drift] | None,
 ) -> manager_pb2.GetStatusResponse:
     """All members by name, the last sealed version, what goes on, what is kept for whom, and what an operator should
-    know of. replicas: False leaves them out."""
+    know of. drifts: of the replicas that have one; None: replicas are left out."""
     newest = state.versions.newest()
     answer = manager_pb2.GetStatusResponse(
         fence=state.fence(state.epoch),
@@ -71,8 +71,10 @@ def status_of(
     for owner in sorted(holdings):
         if size := sum({ref.digest: ref.size for ref in holdings[owner]}.values()):
             answer.holdings.add(owner=owner, bytes=size)
-    for name in sorted(state.members.replicas) if replicas else ():
-        answer.replicas.append(_replica(state.members.replicas[name]))
+    for name in sorted(state.members.replicas) if drifts is not None else ():
+        replica, drift = state.members.replicas[name], None if drifts is None else drifts.get(name)
+        latest = state.versions.of(name) if replica.receives else None
+        answer.replicas.append(_replica(replica, None if latest is None else latest.identity, drift))
     return answer
 
 
@@ -100,7 +102,7 @@ def blobs_in_use(
     return used
 
 
-def _replica(replica: Replica) -> manager_pb2.ReplicaStatus:
+def _replica(replica: Replica, desired: weights_pb2.Identity | None, drift: Drift | None) -> manager_pb2.ReplicaStatus:
     found = manager_pb2.ReplicaStatus(
         name=replica.name,
         engine=replica.engine,
@@ -119,7 +121,12 @@ def _replica(replica: Replica) -> manager_pb2.ReplicaStatus:
         pool=replica.pool,
         gpus=_gpus(replica),
         unopened=replica.shut.told(replica.boot_ids()),
+        desired=desired,
     )
+    if drift is not None:
+        found.drift.reason, found.drift.seconds = drift.reason, drift.seconds
+        if drift.next_attempt is not None:
+            found.drift.next_attempt_seconds = drift.next_attempt
     if found.HasField("unfit"):
         found.unfit.kept.clear()
     return found

@@ -131,7 +131,18 @@ class Updates:
         self.going.remove(update)
         self.state.sharing.over(update.number)
         late, refusal = update.goal.late, update.refusal
+        if late is not None and not update.cut:
+            self._note_failure(update)
         if late is not None and refusal is not None and not update.cut:
             told = manager_pb2.NotBrought(identity=late, reason=refusal.message)
             self.state.send_to(update.goal.replicas[0], told)
         self.ended(update)
+
+    def _note_failure(self, update: Update) -> None:
+        """Keeps with a late replica why the attempt to bring it failed, or that it did not."""
+        replica = self.state.members.replicas.get(update.goal.replicas[0])
+        problems = [] if update.refusal is None else [update.refusal]
+        if update.report is not None:
+            problems = [each.problem for each in update.report.replicas if each.outcome != manager_pb2.NEW_SERVING]
+        if replica is not None:
+            replica.failure = problems[0].message if problems else ""

@@ -79,6 +79,7 @@ class Versions:
     pools: dict[str, str] = field(default_factory=dict)
     highest: dict[str, weights_pb2.Identity] = field(default_factory=dict)
     roots: dict[tuple[str, int], bytes] = field(default_factory=dict)
+    revision: int = 0  # rises with every change of what some replica is to hold
 
     @classmethod
     def from_ledger(
@@ -172,6 +173,7 @@ class Versions:
         which all of it was hashed again if there is a record now."""
         latest = self.latest.get(identity.lineage)
         self.remember(identity)
+        self.revision += 1
         if goal.late is None:
             whole = self.selection(identity, goal.selection)
             # Who holds what was gone back to, and its record, is asked whenever that is needed.
@@ -195,12 +197,14 @@ class Versions:
 
     def joined(self, name: str, pool: str) -> None:
         """A replica said hello. Who comes back in another pool belongs to that one alone."""
+        self.revision += self.pools.get(name) != pool
         if self.pools.get(name, pool) != pool:
             self.meant.pop(name, None)
         self.pools[name] = pool
 
     def left(self, name: str) -> None:
         """A replica is not registered any more."""
+        self.revision += 1
         if name not in self.meant:
             self.pools.pop(name, None)
 
@@ -210,6 +214,7 @@ class Versions:
         known = self.latest.get(lineage)
         if epoch <= self.ledger_epoch or (known is not None and epoch < known.epoch):
             return
+        self.revision += 1
         if known is None:
             self.latest[lineage] = Latest(identity, epoch, None, frozenset((name,)))
         else:

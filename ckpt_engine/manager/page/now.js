@@ -94,7 +94,8 @@ function replicaRow() {
     say(engine, named(replica.engine) || "–");
     say(host, [named(replica.host), replica.workers > 1 ? counted(replica.workers, "worker") : ""].filter(Boolean).join(", "));
     more.setAttribute("aria-label", `Act on ${named(replica.name)}`);
-    const said = [replica.state === "updating" ? "" : replica.reason,
+    const still = replica.state !== "updating";
+    const said = [still && replica.reason, still && !replica.unfit && replica.reason !== replica.drift && replica.drift,
       replica.unfit && `left out of updates: ${replica.unfit}`, replica.label_problem].filter(Boolean).join("; ");
     say(why, said);
     acts.update(replica, overview);
