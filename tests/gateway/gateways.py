@@ -43,7 +43,9 @@ class GatewayProcess:
         eventually("the gateway is ready", seconds, look)
         return self
 
-    def post(self, route: str, body: dict[str, Any], timeout: float = 120.0, **headers: str) -> httpx.Response:
+    def post(
+        self, route: str, body: dict[str, Any], timeout: float | httpx.Timeout = 120.0, **headers: str
+    ) -> httpx.Response:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return httpx.post(f"{self.url}{route}", json=body, timeout=timeout, headers=named, verify=self.verify)
 

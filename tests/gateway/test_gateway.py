@@ -194,7 +194,7 @@ def interrupted(world: World, body: dict[str, Any], **headers: str) -> httpx.Res
 
 def test_a_caller_who_leaves_cancels_its_leg(world: World) -> None:
     with pytest.raises(httpx.ReadTimeout):
-        world.gateway.post("/v1/completions", LONG, timeout=0.3)
+        world.gateway.post("/v1/completions", LONG, timeout=httpx.Timeout(60, read=0.3))
     eventually("nothing runs", 90, lambda: not running(world))
 
 
@@ -292,7 +292,7 @@ def test_while_all_sleep_requests_wait_and_the_gateway_is_ready(world: World) ->
         assert "asleep" in impatient.json()["detail"]
         assert httpx.get(f"{world.gateway.url}/readyz", timeout=60).status_code == 200
         with pytest.raises(httpx.ReadTimeout):  # a caller who leaves while it waits
-            world.gateway.post("/v1/completions", LONG, timeout=0.3)
+            world.gateway.post("/v1/completions", LONG, timeout=httpx.Timeout(60, read=0.3))
         eventually("nobody waits", 60, lambda: inside(world) == 0)
         thread, found = ask_in_the_background(world, {**LONG, "max_tokens": 2})
         time.sleep(0.3)

@@ -75,7 +75,7 @@ def test_series_of_replicas_end_with_them() -> None:
     assert ("ckpt_engine_replica_version", ("empty",)) not in shown
     assert ("ckpt_engine_replica_since_success_seconds", ("new",)) in shown
     assert ("ckpt_engine_replica_since_success_seconds", ("old",)) not in shown
-    assert shown["ckpt_engine_since_success_seconds", ()] < 60
+    assert 0 <= shown["ckpt_engine_since_success_seconds", ()] < 1e6, "since then, and not since 1970"
     del manager.status.replicas[:]
     assert not [labels for _, labels in manager.samples() if "new" in labels]
     assert not manager.metrics._current.replicas, "nothing is kept of it"

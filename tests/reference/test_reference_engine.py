@@ -389,7 +389,9 @@ async def test_development_routes_need_the_token(one_worker: EngineProcess) -> N
 async def test_a_client_that_goes_away_frees_its_place(one_worker: EngineProcess, versions: Versions) -> None:
     async with serving(one_worker, versions[0]) as (_, client):
         with pytest.raises(httpx.ReadTimeout):
-            await client.post("/generate", json={"input_ids": [1], "max_tokens": 500}, timeout=0.1)
+            await client.post(
+                "/generate", json={"input_ids": [1], "max_tokens": 500}, timeout=httpx.Timeout(60, read=0.1)
+            )
         await until(lambda: one_worker.get("/info")["running"] == 0, 0.3)
         async with client.stream("POST", "/generate", json={"input_ids": [1], "max_tokens": 500, "stream": True}):
             await until(lambda: one_worker.get("/info")["running"] == 1)

@@ -346,5 +346,5 @@ async def test_one_that_comes_when_the_gate_opens_overtakes_nobody(
     for _ in range(turns):
         await asyncio.sleep(0)
     engine.end()
-    await asyncio.wait_for(asyncio.gather(*requests), 20)
+    await asyncio.wait_for(asyncio.gather(*requests), 60)
     assert reached == [0, 1, 2, 3]
